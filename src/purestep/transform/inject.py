@@ -1,0 +1,170 @@
+"""Hyperparameters as state: leaves that a schedule fills or a user replaces between two steps, without recompiling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..types import Empty, Labels, Params, Tree
+from .base import Schedule, Transform, zero_count
+from .group import MaskedState, PartitionState
+from .scale import ScaleByLearningRateState
+
+
+class InjectState(NamedTuple):
+    """State of `inject`."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+    hyperparams: dict[str, Tensor]  # name -> shape=(), float32: of the next update, scheduled ones of the last
+    scheduled: dict[str, Empty]  # names that a schedule fills; no leaves
+    inner: Tree
+
+
+def inject(
+    factory: Callable[..., Transform], *, static: tuple[str, ...] = ("mask", "labels")
+) -> Callable[..., Transform]:
+    """The same factory with the floats and schedules that it is given as float32 leaves of the state.
+
+    Only what the call names becomes a leaf: defaults stay constants. Float32 leaves move a float64 run by up to 6e-8.
+
+    Args:
+        factory: a function of keyword arguments that gives a transform, such as ``optim.adamw``.
+        static: arguments that are passed on as they are, besides bools, ints, strings, None and the like.
+
+    Returns:
+        A function of the factory's keyword arguments; every one given as float, 0-d tensor or schedule is a leaf.
+
+    Example:
+        >>> from purestep.transform import scale_by_learning_rate
+        >>> tx = inject(scale_by_learning_rate)(learning_rate=0.5)
+        >>> params = {"w": torch.ones(1)}
+        >>> state = set_hyperparams(tx.init(params), learning_rate=0.25)
+        >>> tx.update(params, state, params)[0]["w"].item()
+        -0.25
+    """
+
+    def build(**arguments: Any) -> Transform:
+        fixed = {name: value for name, value in arguments.items() if name in static or not _is_injected(value)}
+        given = {name: value for name, value in arguments.items() if name not in fixed}
+        return _injected(factory, fixed, given)
+
+    return build
+
+
+def _is_injected(value: Any) -> bool:
+    return isinstance(value, float | Tensor) or callable(value)
+
+
+def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], given: dict[str, Any]) -> Transform:
+    schedules: dict[str, Schedule] = {}
+    constants: dict[str, float | Tensor] = {}
+    for name, value in given.items():
+        (schedules if callable(value) else constants)[name] = value
+    start = torch.zeros((), dtype=torch.int64)
+    # Built once with numbers, so that those out of range are refused before the first step.
+    template = factory(**fixed, **constants, **{name: schedule(start) for name, schedule in schedules.items()})
+
+    def leaves(count: Tensor, stored: Mapping[str, Any]) -> dict[str, Tensor]:
+        values = {name: schedules[name](count) if name in schedules else stored[name] for name in given}
+        return {name: _leaf(value, count) for name, value in values.items()}
+
+    def init(params: Params) -> InjectState:
+        count = zero_count(params)
+        values = leaves(count, constants)
+        inner = factory(**fixed, **values).init(params)
+        return InjectState(count, values, {name: Empty() for name in schedules}, inner)
+
+    def update(updates: Params, state: InjectState, params: Params) -> tuple[Params, InjectState]:
+        values = leaves(state.step, state.hyperparams)
+        updates, inner = factory(**fixed, **values).update(updates, state.inner, params)
+        return updates, InjectState(state.step + 1, values, state.scheduled, inner)
+
+    def labels(params: Params) -> Labels:
+        return template.labels(params)
+
+    return Transform(init, update, template.elementwise, labels)
+
+
+def _leaf(value: Any, count: Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().to(device=count.device, dtype=torch.float32, copy=True)
+    return torch.tensor(float(value), dtype=torch.float32, device=count.device)
+
+
+def hyperparams(opt_state: Tree) -> dict[str, Tensor]:
+    """The hyperparameters in a state: the learning rate of the last update, and what `inject` made leaves of.
+
+    Args:
+        opt_state: of any transform.
+
+    Returns:
+        name -> shape=(), float32. Below a `partition` the name is ``label/learning_rate``.
+
+    Example:
+        >>> from purestep.transform import scale_by_learning_rate
+        >>> {name: value.item() for name, value in hyperparams(scale_by_learning_rate(0.5).init({})).items()}
+        {'learning_rate': 0.5}
+    """
+    return dict(_found(opt_state, ""))
+
+
+def _found(node: Tree, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(node, ScaleByLearningRateState):
+        yield f"{prefix}learning_rate", node.learning_rate
+    elif isinstance(node, PartitionState):
+        for label, group in node.groups.items():
+            yield from _found(group.inner, f"{prefix}{label}/")
+    elif isinstance(node, InjectState):
+        # The leaves come last: they are what the next update uses.
+        yield from _found(node.inner, prefix)
+        yield from ((f"{prefix}{name}", value) for name, value in node.hyperparams.items())
+    elif isinstance(node, tuple):
+        for part in node:  # pyright: ignore[reportUnknownVariableType]  # a chain's state, or any NamedTuple
+            yield from _found(part, prefix)
+
+
+def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
+    """The state with other values for leaves that `inject` made; a compiled step uses them without recompiling.
+
+    Args:
+        opt_state: the state of a transform with an `inject` in it; it stays as it is.
+        values: name -> number, by the names of `hyperparams`. Below a `partition` every group's leaf of that name.
+
+    Raises:
+        ConfigError: for a name that is no leaf, or one that a schedule fills.
+
+    Example:
+        >>> from purestep.transform import scale
+        >>> state = inject(scale)(factor=2.0).init({})
+        >>> set_hyperparams(state, factor=3.0).hyperparams["factor"].item()
+        3.0
+    """
+    done: set[str] = set()
+    new = _replaced(opt_state, values, done)
+    missing = next((name for name in values if name not in done), None)
+    if missing is not None:
+        hint = f"optim.inject(optim.adamw)({missing}=...)"
+        raise ConfigError(f"{missing} is no leaf of this state", where="set_hyperparams", hint=hint)
+    return new
+
+
+def _replaced(node: Tree, values: Mapping[str, float | Tensor], done: set[str]) -> Tree:
+    if isinstance(node, InjectState):
+        fixed = next((name for name in values if name in node.scheduled), None)
+        if fixed is not None:
+            hint = f"a number instead of a schedule for {fixed} in inject"
+            raise ConfigError(f"{fixed} follows a schedule", where="set_hyperparams", hint=hint)
+        mine = {name: _leaf(value, node.step) for name, value in values.items() if name in node.hyperparams}
+        done.update(mine)
+        return node._replace(hyperparams={**node.hyperparams, **mine}, inner=_replaced(node.inner, values, done))
+    if isinstance(node, PartitionState):
+        return PartitionState({label: _replaced(group, values, done) for label, group in node.groups.items()})
+    if isinstance(node, MaskedState):
+        return node._replace(inner=_replaced(node.inner, values, done))
+    if type(node) is tuple:
+        return tuple(_replaced(part, values, done) for part in node)
+    return node

@@ -1,0 +1,179 @@
+"""The plain parts: a factor, the learning rate, weight decay, momentum."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..types import Empty, Params, Tree
+from .base import (
+    Rate,
+    Scalar,
+    Transform,
+    require,
+    require_rate,
+    scalar_dtype,
+    stateless,
+    times,
+    wide,
+    zero_count,
+    zeros_like,
+)
+from .group import Mask, masked
+
+
+def scale(factor: Scalar) -> Transform:
+    """Updates times a number; ``chain(scale(-1.0), ...)`` maximizes.
+
+    Args:
+        factor: any number.
+
+    Example:
+        >>> scale(0.5).update({"w": torch.ones(1)}, Empty(), {})[0]["w"].item()
+        0.5
+    """
+
+    def fn(updates: Params, params: Params) -> Params:
+        del params  # A constant factor.
+        return {name: times(u, factor) for name, u in updates.items()}
+
+    return stateless(fn)
+
+
+class ScaleByLearningRateState(NamedTuple):
+    """State of `scale_by_learning_rate`."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+    learning_rate: Tensor  # shape=(), dtype=float32: of the last update, for reports; at init that of the first
+
+
+def scale_by_learning_rate(learning_rate: Rate) -> Transform:
+    """Updates times ``-learning_rate``: the last part of every named optimizer, which turns directions into descent.
+
+    Args:
+        learning_rate: in [0, inf): a number, a 0-d tensor, or a schedule of the count of updates done, so that the
+            first update sees ``schedule(0)``.
+
+    Example:
+        >>> tx = scale_by_learning_rate(lambda count: 1.0 / (count + 1))
+        >>> params = {"w": torch.ones(1)}
+        >>> state = tx.init(params)
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(params, state, params)
+        >>> updates["w"].item(), state.step.item(), state.learning_rate.item()
+        (-0.5, 2, 0.5)
+    """
+    require_rate("scale_by_learning_rate", learning_rate)
+
+    def init(params: Params) -> ScaleByLearningRateState:
+        count = zero_count(params)
+        return ScaleByLearningRateState(count, _reported(_rate(learning_rate, count), count))
+
+    def update(
+        updates: Params, state: ScaleByLearningRateState, params: Params
+    ) -> tuple[Params, ScaleByLearningRateState]:
+        del params  # The rate depends on the count alone.
+        rate = _rate(learning_rate, state.step)
+        scaled = {name: times(u, -rate) for name, u in updates.items()}
+        return scaled, ScaleByLearningRateState(state.step + 1, _reported(rate, state.step))
+
+    return Transform(init, update)
+
+
+def _rate(learning_rate: Rate, count: Tensor) -> Scalar:
+    return learning_rate(count) if callable(learning_rate) else learning_rate
+
+
+def _reported(rate: Scalar, count: Tensor) -> Tensor:
+    if isinstance(rate, Tensor):
+        return rate.detach().to(device=count.device, dtype=torch.float32, copy=True)
+    return torch.full((), rate, dtype=torch.float32, device=count.device)
+
+
+def add_decayed_weights(weight_decay: Scalar, *, mask: Mask | None = None) -> Transform:
+    """``updates + weight_decay * params``.
+
+    Before the moments it is torch's coupled weight decay (an L2 penalty), after them the decoupled one of AdamW.
+
+    Args:
+        weight_decay: in [0, inf).
+        mask: which parameters decay, as in `masked`; None: all. See `decay_mask`.
+
+    References:
+        Loshchilov and Hutter, 2019, Decoupled Weight Decay Regularization.
+
+    Example:
+        >>> params = {"w": torch.full((1,), 2.0)}
+        >>> add_decayed_weights(0.1).update({"w": torch.ones(1)}, Empty(), params)[0]["w"].item()
+        1.2000000476837158
+    """
+    require("add_decayed_weights", weight_decay=weight_decay)
+
+    def decay(updates: Params, params: Params) -> Params:
+        return {name: _add_scaled(u, params[name], weight_decay) for name, u in updates.items()}
+
+    inner = stateless(decay)
+    return inner if mask is None else masked(inner, mask)
+
+
+def _add_scaled(update: Tensor, param: Tensor, factor: Scalar) -> Tensor:
+    if isinstance(factor, Tensor):
+        return (wide(update) + times(wide(param), factor)).to(update.dtype)
+    return torch.add(update, param, alpha=factor).to(update.dtype)
+
+
+class TraceState(NamedTuple):
+    """State of `trace`."""
+
+    step: Tree  # shape=(), dtype=int64: updates done; Empty without dampening
+    trace: Params  # name -> P: the decaying sum of updates
+
+
+def trace(
+    decay: Scalar, *, nesterov: bool = False, dampening: Scalar = 0.0, accumulator_dtype: torch.dtype | None = None
+) -> Transform:
+    """Momentum: ``b = decay * b + (1 - dampening) * g``, and ``b``, or ``g + decay * b`` with Nesterov.
+
+    As in `torch.optim.SGD`, the first gradient is not dampened.
+
+    Args:
+        decay: in [0, inf); 0.9 is usual.
+        nesterov: looks ahead by one step; needs ``dampening=0``.
+        dampening: how much of each new gradient is left out.
+        accumulator_dtype: of the sum; None: the parameter's.
+
+    Raises:
+        ConfigError: for Nesterov momentum that is dampened.
+
+    Example:
+        >>> tx = trace(0.5)
+        >>> params = {"w": torch.ones(1)}
+        >>> _, state = tx.update(params, tx.init(params), params)
+        >>> tx.update(params, state, params)[0]["w"].item()
+        1.5
+    """
+    require("trace", decay=decay)
+    if nesterov and not isinstance(dampening, Tensor) and dampening != 0:
+        raise ConfigError(f"nesterov with dampening={dampening}", where="trace", hint="dampening=0.0")
+    is_dampened = isinstance(dampening, Tensor) or dampening != 0
+
+    def init(params: Params) -> TraceState:
+        return TraceState(zero_count(params) if is_dampened else Empty(), zeros_like(params, accumulator_dtype))
+
+    def update(updates: Params, state: TraceState, params: Params) -> tuple[Params, TraceState]:
+        del params  # A sum of gradients alone.
+        kept = 1.0 - (state.step > 0).to(scalar_dtype(updates)) * dampening if is_dampened else 1.0
+        new = {name: _accumulate(state.trace[name], u, decay, kept) for name, u in updates.items()}
+        ahead = {name: _add_scaled(u, new[name], decay) for name, u in updates.items()} if nesterov else new
+        step = state.step + 1 if is_dampened else state.step
+        return {name: ahead[name].to(u.dtype) for name, u in updates.items()}, TraceState(step, new)
+
+    return Transform(init, update)
+
+
+def _accumulate(total: Tensor, update: Tensor, decay: Scalar, kept: Scalar) -> Tensor:
+    dtype = torch.promote_types(total.dtype, update.dtype)
+    return (times(total.to(dtype), decay) + times(update.to(dtype), kept)).to(total.dtype)
