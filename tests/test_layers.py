@@ -1,0 +1,374 @@
+"""The house: which module may import which, what stays out of the pure half, and that every public name is documented.
+
+Each rule is a function from source texts to a list of violations, and each has a planted violation that it must find.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "purestep"
+SOURCES = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+PAGE = PACKAGE / "README.md"
+
+LEVEL = {
+    name: level
+    for level, names in enumerate(
+        (
+            "errors types",
+            "tree rng",
+            "model transform schedules ema scaler precision metrics objective stopping",
+            "optim step packed",
+            "compile",
+            "files events config signals data",
+            "snapshot export sinks",
+            "loop testing bench",
+        )
+    )
+    for name in names.split()
+}
+LAST_PURE_LEVEL = LEVEL["compile"]
+MAX_LINES = 400
+
+Sources = dict[str, str]
+Rule = Callable[[Sources], list[str]]
+
+
+def module_of(path: str) -> str:
+    """``optim`` for both ``optim.py`` and ``optim/adam.py``."""
+    return Path(path).parts[0].removesuffix(".py")
+
+
+def level_of(path: str) -> int:
+    return LEVEL.get(module_of(path), len(LEVEL))
+
+
+def imported(path: str, text: str) -> Iterator[tuple[str, str, int]]:
+    """``(local name, dotted origin, line)`` of every import, lazy ones too; relative ones start with ``purestep``."""
+    package = ["purestep", *Path(path).parts[:-1]]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                local = alias.asname or alias.name.split(".")[0]
+                yield local, alias.name if alias.asname else local, node.lineno
+                if not alias.asname and "." in alias.name:
+                    yield "", alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            parent = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*parent, *(node.module or "").split(".")]).strip(".")
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{origin}.{alias.name}", node.lineno
+
+
+def used(path: str, text: str) -> Iterator[tuple[str, int]]:
+    """``(dotted name, line)`` of whatever comes from an import: ``torch.func.grad`` however it was imported."""
+    names = {local: origin for local, origin, _ in imported(path, text) if local}
+    for _, origin, line in imported(path, text):
+        yield origin, line
+    for node in ast.walk(ast.parse(text)):
+        dotted = _dotted(node)
+        if dotted:
+            head, _, rest = dotted.partition(".")
+            if head in names:
+                yield f"{names[head]}.{rest}".rstrip("."), getattr(node, "lineno", 0)
+
+
+def _dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        head = _dotted(node.value)
+        return f"{head}.{node.attr}" if head else ""
+    return ""
+
+
+def within(name: str, *prefixes: str) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def upward_imports(sources: Sources) -> list[str]:
+    found = []
+    for path, text in sources.items():
+        if path == "__init__.py":
+            continue
+        here = module_of(path)
+        for _, origin, line in imported(path, text):
+            parts = origin.split(".")
+            if parts[0] != "purestep" or parts[1:2] == [here]:
+                continue
+            there = parts[1] if len(parts) > 1 else "purestep"
+            if there not in LEVEL or LEVEL[there] >= level_of(path):
+                found.append(f"{path}:{line}: {here} (level {level_of(path)}) imports {there} ({LEVEL.get(there)})")
+    return found
+
+
+def modules_without_a_level(sources: Sources) -> list[str]:
+    return sorted({module_of(path) for path in sources} - set(LEVEL) - {"__init__"})
+
+
+IMPURE_MODULES = frozenset(
+    """asyncio datetime fcntl glob io json logging multiprocessing os pathlib random rich shutil signal socket
+    subprocess tempfile threading time urllib""".split()
+)
+IMPURE_CALLS = {"breakpoint", "exec", "input", "open", "print"}
+
+
+def impurities(sources: Sources) -> list[str]:
+    """I/O, clock, logging and state of a module's own in the modules up to `compile`."""
+    found = []
+    for path, text in sources.items():
+        if level_of(path) > LAST_PURE_LEVEL:
+            continue
+        for _, origin, line in imported(path, text):
+            if within(origin, *IMPURE_MODULES):
+                found.append(f"{path}:{line}: imports {origin}")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in IMPURE_CALLS:
+                found.append(f"{path}:{node.lineno}: calls {node.func.id}")
+            if isinstance(node, ast.Global):
+                found.append(f"{path}:{node.lineno}: global {', '.join(node.names)}")
+        found += [f"{path}:{line}: module-level {name} can change" for name, line in _module_state(text)]
+    return found
+
+
+def _module_state(text: str) -> Iterator[tuple[str, int]]:
+    """Module-level containers under names that are no CONSTANTS."""
+    for node in ast.parse(text).body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        value = getattr(node, "value", None)
+        mutable = isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp) or (
+            isinstance(value, ast.Call) and _dotted(value.func).split(".")[-1] in {"dict", "list", "set", "defaultdict"}
+        )
+        for target in targets:
+            if mutable and isinstance(target, ast.Name) and target.id != "__all__" and target.id != target.id.upper():
+                yield target.id, node.lineno
+
+
+ONLY_IN: dict[str, tuple[str, ...]] = {
+    "optree": ("tree",),
+    "orbax": ("snapshot",),
+    "jax": ("snapshot",),
+    "torch.func.functional_call": ("model",),
+    "torch.nn.utils.stateless": ("model",),
+    "torch.compile": ("compile",),
+    "torch.func.grad": ("step",),
+    "torch.func.grad_and_value": ("step",),
+    "torch.func.vjp": ("step",),
+    "torch.func.jacrev": ("step",),
+    "torch.autograd.grad": ("step",),
+    "torch.autograd.backward": ("step",),
+    "torch.manual_seed": ("rng",),
+    "torch.seed": ("rng",),
+    "torch.set_rng_state": ("rng",),
+    "torch.default_generator": ("rng",),
+    "torch.random": ("rng",),
+    "torch.cuda.manual_seed": ("rng",),
+    "torch.cuda.manual_seed_all": ("rng",),
+    "torch.load": (),
+    "cloudpickle": (),
+    "dill": (),
+    "joblib": (),
+    "marshal": (),
+    "pickle": (),
+    "shelve": (),
+}
+
+
+def out_of_place(sources: Sources) -> list[str]:
+    """What only one module may talk to, and what none may: nothing that is read can run code."""
+    found = set()
+    for path, text in sources.items():
+        for name, line in used(path, text):
+            for owned, owners in ONLY_IN.items():
+                if within(name, owned) and module_of(path) not in owners:
+                    found.add(f"{path}:{line}: {name} belongs in {' or '.join(owners) or 'no module'}")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
+                found.add(f"{path}:{node.lineno}: backward() accumulates into .grad")
+    return sorted(found)
+
+
+def eager_heavy_imports(sources: Sources) -> list[str]:
+    """orbax and jax are imported inside functions, so that `import purestep` stays light."""
+    found = []
+    for path, text in sources.items():
+        lazy = {n.lineno for f in ast.walk(ast.parse(text)) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)
+                if isinstance(n, ast.Import | ast.ImportFrom)}  # fmt: skip
+        found += [
+            f"{path}:{line}: {origin} at import time"
+            for _, origin, line in imported(path, text)
+            if within(origin, "orbax", "jax") and line not in lazy
+        ]
+    return found
+
+
+def too_long(sources: Sources) -> list[str]:
+    return [f"{path}: {n} lines" for path, text in sources.items() if (n := len(text.splitlines())) > MAX_LINES]
+
+
+def attics(sources: Sources) -> list[str]:
+    """Folders and files named for nothing in particular."""
+    names = {"utils", "util", "common", "helpers", "misc", "core", "_src", "contrib", "experimental"}
+    return [path for path in sources if names & set(Path(path).with_suffix("").parts)]
+
+
+RULES: list[tuple[Rule, str, str]] = [
+    (upward_imports, "tree.py", "from .model import bind"),
+    (upward_imports, "ema.py", "from . import scaler"),
+    (upward_imports, "optim/adam.py", "from ..loop import fit"),
+    (upward_imports, "optim/adam.py", "from .. import step"),
+    (upward_imports, "step.py", "def f():\n    import purestep.loop"),
+    (upward_imports, "step.py", "from purestep import fit"),
+    (upward_imports, "model.py", "from .nowhere import x"),
+    (modules_without_a_level, "engine.py", ""),
+    (impurities, "step.py", "import time"),
+    (impurities, "schedules.py", "from pathlib import Path"),
+    (impurities, "metrics.py", "def f():\n    import logging"),
+    (impurities, "optim/adam.py", "print(1)"),
+    (impurities, "model.py", "def f():\n    global x"),
+    (impurities, "compile.py", "cache = {}"),
+    (impurities, "ema.py", "seen: list[int] = list()"),
+    (out_of_place, "model.py", "import optree"),
+    (out_of_place, "step.py", "from optree import tree_map"),
+    (out_of_place, "loop.py", "def f():\n    from orbax.checkpoint import v1"),
+    (out_of_place, "loop.py", "import jax.numpy"),
+    (out_of_place, "step.py", "from torch.func import functional_call"),
+    (out_of_place, "step.py", "import torch\ntorch.func.functional_call(1)"),
+    (out_of_place, "bench.py", "import torch as t\nt.compile(f)"),
+    (out_of_place, "model.py", "from torch import func\nfunc.grad_and_value(f)"),
+    (out_of_place, "optim/torch.py", "import torch\ntorch.autograd.grad(a, b)"),
+    (out_of_place, "optim/torch.py", "loss.backward()"),
+    (out_of_place, "data.py", "import torch\ntorch.manual_seed(0)"),
+    (out_of_place, "snapshot/read.py", "import pickle"),
+    (out_of_place, "export.py", "import torch\ntorch.load(path)"),
+    (eager_heavy_imports, "snapshot.py", "from orbax.checkpoint import v1"),
+    (too_long, "loop.py", "\n" * 401),
+    (attics, "utils.py", ""),
+    (attics, "core/step.py", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"), RULES, ids=[f"{r.__name__}-{i}" for i, (r, _, _) in enumerate(RULES)]
+)
+def test_a_planted_violation_is_found(rule: Rule, path: str, text: str):
+    assert rule({path: text})
+
+
+@pytest.mark.parametrize("rule", sorted({rule for rule, _, _ in RULES}, key=lambda rule: rule.__name__))
+def test_the_house_keeps_the_rule(rule: Rule):
+    assert rule(SOURCES) == []
+
+
+def test_what_is_allowed_is_not_flagged():
+    allowed = {
+        "model.py": "from torch.func import functional_call\nfrom .tree import map\nfrom .types import Params",
+        "optim/adam.py": "from .sgd import sgd\nfrom ..transform import chain\nTABLE = {'adam': 1}",
+        "optim/torch.py": "import torch\nparam.grad = g\ntorch.compiler.is_compiling()",
+        "rng.py": "import torch\ntorch.default_generator.manual_seed(0)",
+        "loop.py": "import time\nfrom .step import program\nprint(time.time())",
+        "snapshot.py": "def save():\n    from orbax.checkpoint import v1",
+        "__init__.py": "from .loop import fit as fit",
+    }
+    assert [violation for rule, _, _ in RULES for violation in rule(allowed)] == []
+
+
+PROBE = """
+import logging, random, sys, warnings
+import numpy, torch
+def state():
+    return (logging.root.handlers[:], logging.root.level, warnings.filters[:], random.getstate(),
+            torch.get_rng_state().tolist(), numpy.random.get_state()[1].tolist(), torch.get_default_dtype(),
+            torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.is_grad_enabled())
+before = state()
+{body}
+heavy = {{name.split(".")[0] for name in sys.modules}} & {{"jax", "orbax"}}
+print("same" if state() == before else "changed", *sorted(heavy))
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("import purestep", "same"),
+        ("import jax", "changed jax"),
+        ("logging.root.addHandler(logging.NullHandler())", "changed"),
+    ],
+)
+def test_importing_changes_nothing_and_stays_light(body: str, said: str):
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE.format(body=body)], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    )
+    assert done.stdout.strip() == said
+
+
+def exported(text: str) -> set[str]:
+    """The names that a package's ``__init__.py`` re-exports: one statement each, no star."""
+    found = {local for local, origin, _ in imported("__init__.py", text) if not within(origin, "__future__")}
+    return {name for name in found if not name.startswith("_")}
+
+
+def public_names(module: ModuleType) -> set[str]:
+    """What a module defines (or, for a package, re-exports) under names without an underscore."""
+    if Path(str(module.__file__)).name == "__init__.py":
+        return exported(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    text = Path(str(module.__file__)).read_text(encoding="utf-8")
+    found = set()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return {name for name in found if not name.startswith("_")}
+
+
+def documented(page: str) -> dict[str, set[str]]:
+    """``{module: names}`` from headings like ``## `purestep.optim``` and rows like ``| `adamw` | ... |``."""
+    found: dict[str, set[str]] = {}
+    section = ""
+    for line in page.splitlines():
+        if heading := re.fullmatch(r"##+ `(purestep[\w.]*)`.*", line):
+            section = heading[1]
+            found[section] = set()
+        elif row := re.fullmatch(r"\| `(\w+)[^|]*\| *(\S.*?) *\|", line):
+            assert row[1] not in found[section], f"{section}.{row[1]} is documented twice"
+            found[section].add(row[1])
+    return found
+
+
+def real_names() -> dict[str, set[str]]:
+    """The names of `purestep` itself and of each module that it exports."""
+    package = importlib.import_module("purestep")
+    top = exported(SOURCES["__init__.py"])
+    modules = {name: vars(package)[name] for name in top if isinstance(vars(package)[name], ModuleType)}
+    return {"purestep": top} | {f"purestep.{name}": public_names(module) for name, module in modules.items()}
+
+
+def test_every_public_name_is_documented_and_every_documented_name_is_public():
+    assert documented(PAGE.read_text(encoding="utf-8")) == real_names()
+
+
+def test_the_page_is_read_as_it_is_written():
+    page = "# x\n## `purestep`\n| name | what |\n|---|---|\n| `fit(state)` | trains |\n| `nothing` | |\n"
+    assert documented(page) == {"purestep": {"fit"}}
+    with pytest.raises(AssertionError, match=r"purestep\.fit is documented twice"):
+        documented(page + "| `fit` | again |\n")
+
+
+def test_every_exported_name_exists():
+    package = importlib.import_module("purestep")
+    assert {name for name in exported(SOURCES["__init__.py"]) if not hasattr(package, name)} == set()
