@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from purestep import stopping
+from purestep.errors import ConfigError
+from purestep.stopping import EarlyStopping, Plateau, Record
+
+VALUES = st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=30)
+
+
+def run(values: Sequence[float], mode: stopping.Mode = "min", **kwargs: Any) -> list[Record]:
+    records = [stopping.init()]
+    for epoch, value in enumerate(values, start=1):
+        records.append(stopping.observe(records[-1], value, epoch=epoch, mode=mode, **kwargs))
+    return records
+
+
+def stopped_at(values: Sequence[float], rule: EarlyStopping, **kwargs: Any) -> int | None:
+    """The first epoch after which the run stops."""
+    records = run(values, rule=rule, **kwargs)
+    return next((epoch for epoch, record in enumerate(records) if stopping.should_stop(record, rule)), None)
+
+
+def test_the_best_is_a_strict_improvement_in_either_direction():
+    small, large = run([0.5, 0.5, 0.4, 0.9])[-1], run([0.5, 0.5, 0.4, 0.9], mode="max")[-1]
+    assert (small.best, small.best_epoch) == (0.4, 3)
+    assert (large.best, large.best_epoch) == (0.9, 4)
+    assert stopping.improved(small, epoch=3)
+    assert not stopping.improved(small, epoch=4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_what_is_not_finite_is_never_the_best_and_counts_as_no_improvement(bad: float, mode: stopping.Mode):
+    rule = EarlyStopping(patience=3)
+    first, then = run([bad], mode, rule=rule)[-1], run([1.0, bad, bad], mode, rule=rule)[-1]
+    assert first == Record(None, None, None, 1, 1)
+    assert then == Record(1.0, 1, 1.0, 2, 1)
+
+
+def test_it_stops_when_bad_epochs_reach_the_patience_and_not_one_before():
+    assert stopped_at([1.0, 1.0, 1.0, 1.0], EarlyStopping(patience=2)) == 3
+    assert stopped_at([1.0, 1.0, 0.9, 0.9, 0.9], EarlyStopping(patience=2)) == 5
+    assert stopped_at([1.0, 0.9, 0.8, 0.7], EarlyStopping(patience=1)) is None
+
+
+def test_min_delta_gates_the_patience_and_not_the_best():
+    rule = EarlyStopping(patience=2, min_delta=0.1)
+    final = run([1.0, 0.95, 0.93], rule=rule)[-1]
+    assert (final.best, final.best_epoch) == (0.93, 3)
+    assert stopping.should_stop(final, rule)
+
+
+def test_small_steps_add_up_to_an_improvement_over_the_value_that_last_reset_the_patience():
+    assert stopped_at([1.0, 0.94, 0.88, 0.82, 0.76], EarlyStopping(patience=2, min_delta=0.1)) is None
+
+
+def test_epochs_before_the_start_do_not_count_as_bad():
+    flat = [1.0] * 20
+    assert stopped_at(flat, EarlyStopping(patience=3, start_ratio=0.5), total_epochs=20) == 12
+    assert stopped_at(flat, EarlyStopping(patience=3), total_epochs=20) == 4
+
+
+def test_the_start_is_worked_out_anew_when_the_number_of_epochs_changes():
+    rule = EarlyStopping(patience=2, start_ratio=0.5)
+    record = run([1.0, 1.0, 1.0], rule=rule, total_epochs=4)[-1]
+    assert (record.start_epoch, record.bad_epochs) == (2, 2)
+    longer = stopping.observe(record, 1.0, epoch=4, mode="min", rule=rule, total_epochs=100)
+    assert (longer.start_epoch, longer.bad_epochs) == (50, 0)
+
+
+@pytest.mark.parametrize(("total", "ratio", "start"), [(100, 0.5, 50), (3, 0.5, 1), (1, 0.9, 1), (7, 1.0, 7)])
+def test_the_start_epoch_is_at_least_the_first(total: int, ratio: float, start: int):
+    assert stopping.start_epoch(EarlyStopping(patience=1, start_ratio=ratio), total) == start
+
+
+def test_a_start_ratio_of_unknown_epochs_is_refused():
+    with pytest.raises(ConfigError, match=r"EarlyStopping: start_ratio=0\.5 is a share of the planned epochs"):
+        stopping.start_epoch(EarlyStopping(patience=1, start_ratio=0.5), None)
+
+
+def test_without_a_rule_it_never_stops():
+    assert not stopping.should_stop(run([1.0] * 50)[-1], None)
+
+
+@settings(deadline=None)
+@given(values=VALUES, cut=st.integers(0, 30))
+def test_a_run_that_goes_through_json_ends_with_the_same_record(values: list[float], cut: int):
+    rule = EarlyStopping(patience=2, min_delta=0.1)
+    record = stopping.init()
+    for epoch, value in enumerate(values, start=1):
+        if epoch == cut:
+            record = stopping.from_json(json.loads(json.dumps(stopping.to_json(record), allow_nan=False)))
+        record = stopping.observe(record, value, epoch=epoch, mode="min", rule=rule)
+    assert record == run(values, rule=rule)[-1]
+
+
+@settings(deadline=None)
+@given(values=VALUES)
+def test_the_best_is_the_first_smallest_finite_value(values: list[float]):
+    finite = [(value, epoch) for epoch, value in enumerate(values, start=1) if math.isfinite(value)]
+    expected = min(finite, default=(None, None))
+    assert run(values)[-1][:2] == expected
+
+
+def test_observing_leaves_the_record_as_it_was():
+    record = run([1.0])[-1]
+    before = tuple(record)
+    stopping.observe(record, 0.5, epoch=2, mode="min")
+    assert tuple(record) == before
+
+
+@pytest.mark.parametrize("name", ["loss", "val_loss", "train/Loss", "val_error", "test_perplexity"])
+def test_a_loss_is_good_when_small(name: str):
+    assert stopping.default_mode(name) == "min"
+
+
+@pytest.mark.parametrize("name", ["val_accuracy", "loss_scale", "f1"])
+def test_of_any_other_name_the_direction_is_asked_for(name: str):
+    with pytest.raises(ConfigError, match=f"monitor='{name}' does not say .*cure: monitor='{name}', mode=\"max\""):
+        stopping.default_mode(name)
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs", "message"),
+    [
+        (EarlyStopping, {"patience": 0}, "patience=0 is no whole number of at least 1"),
+        (EarlyStopping, {"patience": 2.0}, r"patience=2\.0 is no whole number"),
+        (EarlyStopping, {"patience": True}, "patience=True is no whole number"),
+        (EarlyStopping, {"patience": 1, "min_delta": -1.0}, r"min_delta=-1\.0 is outside \[0, inf\]"),
+        (EarlyStopping, {"patience": 1, "min_delta": math.nan}, "min_delta=nan is no finite number"),
+        (EarlyStopping, {"patience": 1, "start_ratio": 1.5}, r"start_ratio=1\.5 is outside \[0, 1\]"),
+        (Plateau, {"factor": 1.0}, r"factor=1\.0 is outside \(0, 1\)"),
+        (Plateau, {"patience": -1}, "patience=-1 is no whole number of at least 0"),
+        (Plateau, {"threshold_mode": "relative"}, "threshold_mode='relative'"),
+        (Plateau, {"cooldown": -1}, "cooldown=-1 is no whole number"),
+        (Plateau, {"min_scale": 2}, r"min_scale=2 is outside \[0, 1\]"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make: Any, kwargs: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        make(**kwargs)
+
+
+def torch_scales(values: Sequence[float], mode: stopping.Mode, **kwargs: Any) -> list[float]:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode, eps=0.0, **kwargs)
+    scales = []
+    for value in values:
+        scheduler.step(value)
+        scales.append(optimizer.param_groups[0]["lr"])
+    return scales
+
+
+def our_scales(values: Sequence[float], mode: stopping.Mode, rule: Plateau) -> list[float]:
+    record, scales = stopping.plateau_init(), []
+    for value in values:
+        record = stopping.plateau_observe(record, value, rule=rule, mode=mode)
+        scales.append(record.scale)
+    return scales
+
+
+@settings(deadline=None)
+@given(
+    values=st.lists(st.floats(-10, 10) | st.just(math.nan), max_size=40),
+    mode=st.sampled_from(["min", "max"]),
+    patience=st.integers(0, 3),
+    cooldown=st.integers(0, 3),
+    threshold_mode=st.sampled_from(["rel", "abs"]),
+)
+def test_the_plateau_lowers_when_torch_does(values: list[float], mode: Any, threshold_mode: Any, **counts: int):
+    kwargs: dict[str, Any] = {"factor": 0.5, "threshold": 0.1, "threshold_mode": threshold_mode, **counts}
+    ours = our_scales(values, mode, Plateau(**kwargs, min_scale=0.1))
+    assert ours == torch_scales(values, mode, **kwargs, min_lr=0.1)
+
+
+def test_a_plateau_that_waits_one_epoch_longer_is_caught_by_the_comparison():
+    values, late = [1.0] * 6, Plateau(patience=2)
+    assert our_scales(values, "min", late) != torch_scales(values, "min", patience=1)
