@@ -1,0 +1,103 @@
+"""From a function of tensors to one graph: the only place that calls torch.compile.
+
+``"dynamo"`` is `torch.compile(fullgraph=True)`. ``"trace"`` runs the Python once on fake tensors and compiles what it
+did, as `jax.jit` does: no guards are checked at call time, code that Dynamo cannot read is no obstacle, and a branch on
+the value of a tensor is an error. ``"auto"`` traces, and takes Dynamo where that does not work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .. import rng
+from ..errors import ConfigError, PurestepError, StepContractError
+
+Flat = Callable[..., Any]
+"""``f(*tensors) -> tensors``"""
+
+CAPTURES = ("auto", "dynamo", "trace")
+
+
+def trace(function: Flat, inputs: list[Tensor], *, backend: Any, options: Mapping[str, Any] | None) -> tuple[Flat, bool]:
+    """One graph of ``function`` for inputs of these shapes, and whether it draws random numbers.
+
+    Args:
+        function: flat in, list of tensors out; may write its inputs in place.
+        inputs: tensors that are only looked at.
+        backend: "inductor", "aot_eager" or "eager" (both run the traced operations one by one), or a callable
+            ``(graph_module, inputs) -> callable`` as torch.compile takes.
+        options: inductor's configuration.
+
+    Raises:
+        StepContractError: the Python branches on the value of a tensor.
+    """
+    with rng.capturing(), torch.no_grad():
+        graph = _traced(function, inputs)
+    return _lowered(graph, inputs, backend, options), _draws(graph)
+
+
+def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
+    try:
+        # Constants that a step closes over (class weights, tables) are real tensors beside fake ones.
+        return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    except PurestepError:
+        raise
+    except _DATA_DEPENDENT as error:
+        raise StepContractError(
+            f"the step looks at the value of a tensor: {error}",
+            where=_user_line(error),
+            hint="torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing",
+        ) from error
+
+
+_DATA_DEPENDENT: tuple[type[BaseException], ...] = (
+    torch._subclasses.fake_tensor.DataDependentOutputException,  # no public name for what a fake tensor refuses
+    torch._subclasses.fake_tensor.DynamicOutputShapeException,  # likewise
+    torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode,
+)
+
+
+def _lowered(graph: GraphModule, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None) -> Flat:
+    if backend in ("eager", "aot_eager"):
+        return graph
+    if backend != "inductor":
+        return backend(graph, inputs)
+    compiled = torch._inductor.standalone_compile(  # documented, not yet public; torch.compile stands behind it
+        graph, inputs, dynamic_shapes="from_example_inputs", options=dict(options) if options else None
+    )
+    return compiled
+
+
+def _draws(graph: GraphModule) -> bool:
+    tags = (getattr(node.target, "tags", ()) for node in graph.graph.nodes)
+    return any(torch.Tag.nondeterministic_seeded in found for found in tags)
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of the traceback that is neither torch's nor ours."""
+    found = ""
+    step = error.__traceback__
+    while step is not None:
+        name = step.tb_frame.f_code.co_filename
+        if "/torch/" not in name and "/purestep/" not in name and "/optree/" not in name:
+            found = f"{name}:{step.tb_lineno}"
+        step = step.tb_next
+    return found or "step"
+
+
+def dynamo(function: Flat, *, backend: Any, dynamic: bool | None, options: Mapping[str, Any] | None) -> Flat:
+    """`torch.compile(function, fullgraph=True)`; ``dynamic=True`` makes one graph for all sizes."""
+    chosen = {"options": dict(options)} if options and backend == "inductor" else {}
+    return torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend, **chosen)
+
+
+def check(capture: str) -> None:
+    """Raise ConfigError for a capture that does not exist."""
+    if capture not in CAPTURES:
+        raise ConfigError(f"capture is {capture!r}", where="compile_step", hint=f"one of {CAPTURES}")

@@ -1,0 +1,252 @@
+"""The state of a donated step: a TrainState that knows whether its memory has been given away.
+
+A `Store` owns the buffers that a compiled step writes in place. Each call starts a new generation; a `LiveState` of an
+older one raises when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from .. import packed as packed_
+from .. import tree
+from ..errors import StateError
+from ..types import Empty, TrainState, Tree
+
+
+def is_state(node: Any) -> bool:
+    """Whether a node of a tree is a TrainState."""
+    return isinstance(node, TrainState)
+
+
+class Host:
+    """What the host keeps of one TrainState in a store, so that no step has to read it from the device."""
+
+    __slots__ = ("calls", "left", "seed", "window")
+
+    def __init__(self, state: TrainState) -> None:
+        self.seed, self.calls = cast(list[int], state.key.tolist())
+        self.left: int | None = None if isinstance(state.accum, Empty) else int(state.accum.left)
+        self.window: int | None = None  # micro-batches of a whole window, where known
+
+
+class Slots(NamedTuple):
+    """How the leaves of a packed tree lie in a store's buffers."""
+
+    treedef: tree.TreeDef
+    places: tuple[tuple[str, int], ...]  # per leaf: ("int64" | "float32" | "key" | "own", index)
+
+    def gather(self, buffers: list[Tensor]) -> list[Tensor]:
+        """The leaves: 0-d ones are elements of one buffer a dtype."""
+        ints, floats = buffers[0].unbind(), buffers[1].unbind()
+        own = buffers[2:]
+        # Keys belong to the host; inside a graph nothing may depend on them.
+        source = {"int64": ints, "float32": floats, "own": own, "key": [torch.zeros(2, dtype=torch.int64)]}
+        return [source[kind][0 if kind == "key" else index] for kind, index in self.places]
+
+    def scatter(self, buffers: list[Tensor], old: list[Tensor], new: list[Tensor]) -> None:
+        """Write the leaves that changed back, in place."""
+        for number, kind in enumerate(("int64", "float32")):
+            fresh = [leaf for leaf, (place, _) in zip(new, self.places, strict=True) if place == kind]
+            if fresh:
+                buffers[number].copy_(torch.stack(fresh))
+        for before, after, (kind, index) in zip(old, new, self.places, strict=True):
+            if kind == "own" and after is not before:
+                buffers[2 + index].copy_(after)
+
+
+def place(packed: Tree) -> Slots:
+    """Assign every leaf of a packed tree to a buffer."""
+    leaves, treedef = tree.flatten(packed)
+    keys = {id(state.key) for state in states(packed)}
+    counts = {"int64": 0, "float32": 0, "own": 0, "key": 0}
+    places: list[tuple[str, int]] = []
+    for leaf in leaves:
+        kind = _kind(leaf, keys)
+        places.append((kind, counts[kind]))
+        counts[kind] += 1
+    return Slots(treedef, tuple(places))
+
+
+def _kind(leaf: Any, keys: set[int]) -> str:
+    if not isinstance(leaf, Tensor):
+        raise StateError(
+            f"a {type(leaf).__name__} is no tensor", where="state", hint="torch.tensor(value): state is tensors only"
+        )
+    if id(leaf) in keys:
+        return "key"
+    if leaf.dim() == 0 and leaf.dtype in (torch.int64, torch.float32):
+        return str(leaf.dtype).removeprefix("torch.")
+    return "own"
+
+
+def plain(state: Tree) -> Tree:
+    """The tree with plain TrainStates where it has live ones."""
+    return tree.map(lambda node: TrainState(*node) if is_state(node) else node, state, is_leaf=is_state)
+
+
+def states(state: Tree) -> list[TrainState]:
+    """The TrainStates of a tree, in the order of its leaves."""
+    found: list[TrainState] = []
+    tree.map(lambda node: found.append(node) if is_state(node) else None, state, is_leaf=is_state)
+    return found
+
+
+class Store:
+    """Static buffers, the named tree over them, and the generation."""
+
+    def __init__(self, state: Tree, layout: packed_.Layout | None) -> None:
+        self.layout = layout
+        packed = state if layout is None else packed_.pack(layout, state)
+        assert packed is not None
+        self.slots = place(packed)
+        self.buffers = self._fill(tree.leaves(packed), shared=_frozen(packed))
+        whole = tree.unflatten(self.slots.treedef, self._views())
+        self.named = whole if layout is None else packed_.unpack(layout, whole)
+        self.hosts = [Host(found) for found in states(state)]
+        self.device = self.buffers[0].device
+        self.generation = 0
+        self._parts = [tuple(found) for found in states(self.named)]
+        self._single = isinstance(self.named, TrainState)
+
+    def _fill(self, leaves: list[Tensor], *, shared: set[int]) -> list[Tensor]:
+        chosen = {kind: [x for x, (k, _) in zip(leaves, self.slots.places, strict=True) if k == kind] for kind in _KINDS}
+        device = next((x.device for x in leaves if x.device.type != "cpu"), torch.device("cpu"))
+        own = [x if id(x) in shared else x.detach().clone() for x in chosen["own"]]
+        return [
+            torch.stack(chosen["int64"]) if chosen["int64"] else torch.zeros(0, dtype=torch.int64, device=device),
+            torch.stack(chosen["float32"]) if chosen["float32"] else torch.zeros(0, device=device),
+            *own,
+        ]
+
+    def _views(self) -> list[Tensor]:
+        return self.slots.gather(self.buffers)
+
+    def live(self) -> Tree:
+        """The state of this generation, to give to the user."""
+        if self._single:
+            return _live(self, 0)
+        count = iter(range(len(self.hosts)))
+        return tree.map(lambda node: _live(self, next(count)) if is_state(node) else node, self.named, is_leaf=is_state)
+
+    def advance(self) -> None:
+        """A call has been made: older states are dead, every key has moved."""
+        self.generation += 1
+        for host in self.hosts:
+            host.calls += 1
+
+
+_KEY = TrainState._fields.index("key")
+_KINDS = ("int64", "float32", "own", "key")
+
+
+def _frozen(state: Tree) -> set[int]:
+    # Never written, so the caller's tensors serve as they are: a frozen backbone is not held twice.
+    return {id(value) for found in states(state) for value in found.frozen.values()}
+
+
+class LiveState(TrainState):
+    """A TrainState in a store's memory. Reading one whose memory has been donated raises StateError.
+
+    `_replace`, `view`, `clone`, copy and pickle give a plain TrainState.
+    """
+
+    _store: Store | None = None
+    _generation: int = 0
+    _index: int = 0
+
+    def _alive(self) -> Store | None:
+        """The store, or the news that this state's memory has been given away."""
+        store = self._store
+        if store is not None and store.generation != self._generation:
+            raise StateError(
+                f"donated at step {store.hosts[self._index].calls - (store.generation - self._generation) + 1}",
+                where="state",
+                hint="go on with the state that the step returned, ps.clone(state) before the call, or donate=False",
+            )
+        return store
+
+    def _item(self, index: int) -> Any:
+        store = self._alive()
+        if store is None or index != _KEY:
+            return tuple.__getitem__(self, index)
+        host = store.hosts[self._index]
+        return torch.tensor([host.seed, host.calls], dtype=torch.int64)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self._item(index) for index in range(len(self))])
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
+
+    def __repr__(self) -> str:
+        if self._store is not None and self._store.generation != self._generation:
+            return "TrainState(donated)"
+        return repr(TrainState(*self))
+
+    def _replace(self, **fields: Any) -> TrainState:
+        return TrainState(*self)._replace(**fields)
+
+    def _asdict(self) -> dict[str, Any]:
+        return TrainState(*self)._asdict()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __copy__(self) -> TrainState:
+        return TrainState(*self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
+        return tree.clone(TrainState(*self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (TrainState, tuple(self))
+
+
+def _reader(index: int) -> Callable[[LiveState], Any]:
+    def read(self: LiveState) -> Any:
+        return self._item(index)
+
+    return read
+
+
+for _index, _field in enumerate(TrainState._fields):
+    setattr(LiveState, _field, property(_reader(_index)))
+tree.register(LiveState, lambda state: tuple(state), TrainState)
+
+
+def _live(store: Store, index: int) -> LiveState:
+    state = tuple.__new__(LiveState, store._parts[index])
+    state._store = store
+    state._generation = store.generation
+    state._index = index
+    return state
+
+
+def store_of(state: Tree) -> Store | None:
+    """The store that a whole tree of live states of one generation stands in, if it does."""
+    if isinstance(state, LiveState):
+        return state._store
+    if isinstance(state, Tensor) or not isinstance(state, tuple | dict | list):
+        return None
+    found = states(state)
+    if not found or not all(isinstance(part, LiveState) for part in found):
+        return None
+    stores = {id(part._store) for part in found}
+    store = found[0]._store
+    whole = len(stores) == 1 and store is not None and len(store.hosts) == len(found)
+    ordered = [part._index for part in found] == list(range(len(found)))
+    return store if whole and ordered else None
+
+
+def check_alive(state: Tree) -> None:
+    """Raise the StateError of a donated state."""
+    for found in states(state):
+        if isinstance(found, LiveState):
+            found._alive()

@@ -1,0 +1,119 @@
+"""What fit tells its callbacks and sinks, in this order:
+
+``FitStart`` -> per update ``StepEnd`` and, every ``log_every`` updates, ``Logged`` -> per evaluation batch
+``EvalStepEnd``, per evaluation ``EvalEnd`` -> ``EpochEnd`` -> ``Saved`` -> ... -> ``FitEnd``.
+
+A callback is ``f(event)``. It may return None, a new state (from events that carry one), or `Stop`. Callbacks run in
+the order of the list. A sink is the same kind of callable, but what it returns is ignored and what it raises is
+reported once and does not end the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from .types import Metrics, Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Returned by a callback: end the run after this boundary, for this reason."""
+
+    reason: str = "callback"
+
+
+@dataclass(frozen=True, slots=True)
+class FitStart:
+    """Once, after restoring. Counts are of what is already done: epochs, optimizer updates."""
+
+    state: Tree
+    epoch: int
+    updates: int
+    epochs: int | None  # the limits of this run, None where there is none
+    steps: int | None
+    batches: int | None  # micro-batches an epoch, None where the loader has no length
+    directory: Path | None  # of the snapshots
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """After every call of train_step or flush that closed an accumulation window. ``metrics`` are on the device."""
+
+    state: Tree
+    metrics: Metrics
+    batch: Any
+    epoch: int  # 0-based: completed epochs
+    batch_index: int  # 0-based within the epoch
+    updates: int
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """Every ``log_every`` updates: means since the last one, read back late so that no step waits."""
+
+    epoch: int
+    updates: int
+    values: Mapping[str, float]  # train_loss, lr, grad_norm, ...
+    steps_per_second: float
+    wait_fraction: float  # share of the time spent waiting for data, in [0, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class EvalStepEnd:
+    """After every batch of an evaluation."""
+
+    state: Tree
+    loader: str
+    metrics: Metrics
+    batch: Any
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvalEnd:
+    """After an evaluation loader: its metrics, prefixed with its name (``val_loss``)."""
+
+    loader: str
+    epoch: int
+    updates: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnd:
+    """After training, flush, evaluation, history, best and early stopping of an epoch (or interval), before its
+    snapshot. ``record`` is the row of the history: epoch (1-based), train_loss, val_loss, lr, ..."""
+
+    state: Tree
+    epoch: int  # completed epochs, so 1 after the first
+    updates: int
+    record: Mapping[str, float | int | None]
+    improved: bool
+    stopping: str | None  # the reason why the run ends here, if it does
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A snapshot has been handed to the writer."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class FitEnd:
+    """Once, whatever ended the run; ``error`` is the exception that did, if one did."""
+
+    state: Tree
+    reason: str
+    history: Mapping[str, list[Any]]
+    best: Mapping[str, Any] | None
+    error: BaseException | None = None
+
+
+Event: TypeAlias = FitStart | StepEnd | Logged | EvalStepEnd | EvalEnd | EpochEnd | Saved | FitEnd
+Callback: TypeAlias = Callable[[Any], Any]

@@ -1,0 +1,253 @@
+"""A module as a pure function of its tensors: the only place that calls `torch.func.functional_call`.
+
+`Template` keeps hollow copies of a module (parameters and buffers on the meta device, one copy in train mode and one in
+eval mode, since the mode is a flag of the module), so that no second copy of the weights exists and the user's module
+is never touched. `bind` makes the pure call that an objective is given.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .errors import ConfigError, StateError
+from .types import Params
+
+OBJECTIVE = "objective."  # prefix of the names of an objective's own parameters and buffers
+
+
+class Names(NamedTuple):
+    """The names a module's tensors go by, all static."""
+
+    params: tuple[str, ...]  # trained
+    frozen: tuple[str, ...]  # requires_grad=False
+    buffers: tuple[str, ...]
+    persistent: frozenset[str]  # buffers that a state_dict holds
+    ties: dict[str, str]  # alias -> the name it is trained under
+
+
+class Template(NamedTuple):
+    """Hollow modules to run, and the names of what they need."""
+
+    train: nn.Module
+    eval: nn.Module
+    names: Names
+
+
+class Bound:
+    """The pure call of a module: ``model(...)``, ``model.call("encode", x)``, ``model.params``, ``model.training``.
+
+    Weights are those it was bound to; buffers that a forward pass writes are replaced in ``buffers`` of this object, so
+    that a second call sees what the first one left.
+    """
+
+    __slots__ = ("_module", "_names", "_tensors", "buffers", "frozen", "params", "training")
+
+    def __init__(self, template: Template, params: Params, frozen: Params, buffers: Params, *, train: bool) -> None:
+        self._module = template.train if train else template.eval
+        self._names = template.names
+        self.params = params
+        self.frozen = frozen
+        self.buffers = buffers
+        self.training = train
+        tensors = {**params, **frozen}
+        tensors.update({alias: tensors[name] for alias, name in template.names.ties.items()})
+        self._tensors = {_inner(name): tensor for name, tensor in tensors.items()}
+
+    @property
+    def module(self) -> nn.Module:
+        """The hollow module, to read its configuration from."""
+        return cast(nn.Module, self._module.model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("model", "__call__", args, kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Another method of the module than its forward, with the same weights.
+
+        Example:
+            >>> import torch
+            >>> class Net(torch.nn.Linear):
+            ...     def double(self, x):
+            ...         return 2 * self(x)
+            >>> net = Net(1, 1)
+            >>> model = bind(template(net), *tensors(net))
+            >>> model.call("double", torch.ones(1)).shape
+            torch.Size([1])
+        """
+        return self._run("model", method, args, kwargs)
+
+    def objective(self, *args: Any, **kwargs: Any) -> Any:
+        """The objective's own module (a criterion with parameters or buffers)."""
+        return self._run("objective", "__call__", args, kwargs)
+
+    def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = {**self._tensors, **{_inner(name): buffer for name, buffer in self.buffers.items()}}
+        # Ties are resolved above, once, instead of in every call.
+        call = (self._names.buffers, target, method, args, kwargs)
+        output, written = functional_call(self._module, tensors, call, tie_weights=False)
+        if self.buffers:
+            self.buffers = dict(zip(self._names.buffers, written, strict=True))
+        return output
+
+
+class _Dispatch(nn.Module):
+    """Model and objective under one roof, so that one functional_call reaches any method of either."""
+
+    def __init__(self, model: nn.Module, objective: nn.Module | None) -> None:
+        super().__init__()
+        self.model = model
+        if objective is not None:
+            self.objective = objective
+
+    def forward(
+        self, buffers: tuple[str, ...], target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        owner = self.model if target == "model" else self.objective
+        output = owner(*args, **kwargs) if method == "__call__" else getattr(owner, method)(*args, **kwargs)
+        # Read here, while the tensors are swapped in: a buffer may have been assigned anew instead of written to.
+        return output, tuple(_attribute(self, _inner(name)) for name in buffers)
+
+
+def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval: Iterable[str] = ()) -> Template:
+    """Hollow copies of ``module`` (and of an objective's own module) and the names of their tensors.
+
+    Args:
+        module: any `nn.Module`; it is not changed.
+        objective: a criterion with parameters or buffers, reached under ``objective.`` names.
+        keep_eval: glob patterns of submodule names that stay in eval mode while training (``"backbone.*"``).
+
+    Raises:
+        StateError: parameters that are integer, complex or lazy, or a module that cannot be copied.
+        ConfigError: a pattern of ``keep_eval`` that matches no submodule.
+    """
+    names = _names(module, objective)
+    hollow = _hollow(module), None if objective is None else _hollow(objective)
+    train, evaluation = _Dispatch(*hollow), _Dispatch(_hollow(module), None if objective is None else hollow[1])
+    train.train()
+    evaluation.eval()
+    _keep_eval(train.model, keep_eval)
+    return Template(train, evaluation, names)
+
+
+def bind(
+    template: Template, params: Params, frozen: Params | None = None, buffers: Params | None = None, train: bool = False
+) -> Bound:
+    """The pure call with these weights. Buffers are copied: what a forward pass writes never reaches the caller."""
+    private = {name: buffer.clone() for name, buffer in (buffers or {}).items()}
+    return Bound(template, params, frozen or {}, private, train=train)
+
+
+def tensors(module: nn.Module, objective: nn.Module | None = None) -> tuple[Params, Params, Params]:
+    """``(params, frozen, buffers)`` of a module as they are now, by name, tied ones once, not copied."""
+    params: Params = {}
+    frozen: Params = {}
+    for name, parameter in _named_parameters(module, objective):
+        (params if parameter.requires_grad else frozen)[name] = parameter.detach()
+    buffers = {name: buffer.detach() for name, buffer in _named_buffers(module, objective)}
+    return params, frozen, buffers
+
+
+def _named_parameters(module: nn.Module, objective: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
+    own = [] if objective is None else [(OBJECTIVE + name, p) for name, p in objective.named_parameters()]
+    return [*module.named_parameters(), *own]
+
+
+def _named_buffers(module: nn.Module, objective: nn.Module | None) -> list[tuple[str, Tensor]]:
+    own = [] if objective is None else [(OBJECTIVE + name, b) for name, b in objective.named_buffers()]
+    return [*module.named_buffers(), *own]
+
+
+def _names(module: nn.Module, objective: nn.Module | None) -> Names:
+    params: list[str] = []
+    frozen: list[str] = []
+    for name, parameter in _named_parameters(module, objective):
+        _check_parameter(name, parameter)
+        (params if parameter.requires_grad else frozen).append(name)
+    buffers = [name for name, _ in _named_buffers(module, objective)]
+    if not params:
+        raise StateError(
+            "the module has no parameter with requires_grad=True",
+            where=type(module).__name__,
+            hint="module.requires_grad_(True), or there is nothing to train",
+        )
+    clash = [name for name in (*params, *frozen, *buffers) if (*params, *frozen, *buffers).count(name) > 1]
+    if clash:
+        raise StateError(
+            "the module and the objective both have this name", where=clash[0], hint="rename the submodule 'objective'"
+        )
+    return Names(tuple(params), tuple(frozen), tuple(buffers), _persistent(module, objective), _ties(module))
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise StateError("is lazy and has no shape yet", where=name, hint="run one forward pass before ps.program")
+    if parameter.is_floating_point():
+        return
+    cure = f"module.register_buffer({name.rpartition('.')[2]!r}, ...) for what is not trained"
+    if parameter.is_complex():
+        cure = "hold real and imaginary part as one real parameter and use torch.view_as_complex in forward"
+    raise StateError(f"is a parameter of dtype {parameter.dtype}; floating point is needed", where=name, hint=cure)
+
+
+def _persistent(module: nn.Module, objective: nn.Module | None) -> frozenset[str]:
+    found: set[str] = set()
+    for prefix, root in (("", module), (OBJECTIVE, objective)):
+        for path, owner in () if root is None else root.named_modules():
+            skipped = owner._non_persistent_buffers_set  # no public way to tell a buffer that state_dict leaves out
+            start = f"{prefix}{path}." if path else prefix
+            found |= {start + name for name in owner._buffers if name not in skipped}
+    return frozenset(found)
+
+
+def _ties(module: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            ties[name] = known
+    return ties
+
+
+def _hollow(module: nn.Module) -> nn.Module:
+    # Seeding deepcopy's memo with meta tensors copies the structure without the weights, and keeps ties.
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    try:
+        return copy.deepcopy(module, memo)
+    except (RuntimeError, TypeError) as error:
+        raise StateError(
+            f"the module cannot be copied: {error}",
+            where=type(module).__name__,
+            hint="keep only parameters, buffers and plain values as attributes "
+            "(torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm)",
+        ) from error
+
+
+def _keep_eval(module: nn.Module, patterns: Iterable[str]) -> None:
+    known = [name for name, _ in module.named_modules() if name]
+    for pattern in patterns:
+        matched = [name for name in known if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
+        if not matched:
+            raise ConfigError(f"{pattern!r} matches no submodule", where="keep_eval", hint=f"one of {known}")
+        for name in matched:
+            module.get_submodule(name).eval()
+
+
+def _inner(name: str) -> str:
+    return name if name.startswith(OBJECTIVE) else f"model.{name}"
+
+
+def _attribute(root: nn.Module, name: str) -> Tensor:
+    owner, _, attribute = name.rpartition(".")
+    return cast(Tensor, getattr(root.get_submodule(owner), attribute))

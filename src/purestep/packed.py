@@ -1,0 +1,183 @@
+"""The packed form of a state: a few flat buffers per dtype and parameter group instead of hundreds of small tensors.
+
+An elementwise update of a whole group is one expression over one buffer: it compiles once instead of once a parameter,
+and a compiled call passes a handful of tensors. What users, snapshots and evaluation see stays the named tree, as
+zero-copy views of the buffers. A flat buffer goes by the name of the first parameter of its group, so that a name-keyed
+dict keeps its shape in either form.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .types import Empty, Form, Labels, Params, TrainState, Tree
+
+
+class Slot(NamedTuple):
+    """Where a parameter lies in its group's buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]  # dimensions from the slowest to the fastest in memory: channels_last survives packing
+    size: int
+
+
+class Group(NamedTuple):
+    """Parameters of one dtype that the transform treats alike."""
+
+    slots: tuple[Slot, ...]
+
+    @property
+    def name(self) -> str:
+        """The key of the buffer."""
+        return self.slots[0].name
+
+
+class Layout(NamedTuple):
+    """The groups of a program's parameters."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def form(self) -> Form:
+        """For a program's ``static.steps``."""
+        return Form(self.expand, self.collect)
+
+    def expand(self, stored: Params) -> Params:
+        """Flat buffers as named views."""
+        named: Params = {}
+        for group in self.groups:
+            parts = stored[group.name].split([slot.size for slot in group.slots])
+            for slot, part in zip(group.slots, parts, strict=True):
+                named[slot.name] = _shaped(part, slot)
+        return named
+
+    def collect(self, named: Params) -> Params:
+        """Named tensors as flat buffers (copied)."""
+        return {
+            group.name: torch.cat([named[slot.name].permute(slot.order).reshape(-1) for slot in group.slots])
+            for group in self.groups
+        }
+
+
+def layout(params: Params, labels: Labels) -> Layout:
+    """The groups of equal (dtype, label), in the order of their first parameters.
+
+    Args:
+        params: named tree.
+        labels: name -> hashable, of the transform.
+
+    Example:
+        >>> import torch
+        >>> found = layout({"a": torch.ones(2, 2), "b": torch.zeros(3)}, {"a": 0, "b": 0})
+        >>> found.collect({"a": torch.ones(2, 2), "b": torch.zeros(3)})["a"].shape
+        torch.Size([7])
+    """
+    grouped: dict[Any, list[Slot]] = {}
+    for name, value in params.items():
+        grouped.setdefault((value.dtype, labels[name]), []).append(_slot(name, value))
+    return Layout(tuple(Group(tuple(slots)) for slots in grouped.values()))
+
+
+def pack(layout: Layout, state: TrainState) -> TrainState | None:
+    """The state with every parameter-shaped dict flat (copied); None where a dict holds part of a group only."""
+    try:
+        return _convert(state, lambda subtree: _pack_tree(layout, subtree))
+    except _Uneven:
+        return None
+
+
+def unpack(layout: Layout, state: TrainState) -> TrainState:
+    """The named tree of a packed state: views of its buffers."""
+    return _convert(state, lambda subtree: _unpack_tree(layout, subtree))
+
+
+class _Uneven(Exception):
+    """A name-keyed dict cuts through a group."""
+
+
+def _convert(state: TrainState, one: Any) -> TrainState:
+    accum = state.accum
+    if not isinstance(accum, Empty):
+        accum = accum._replace(grads=one(accum.grads))
+    # ema.buffers, frozen and buffers go by other names and are left as they are.
+    ema = state.ema if isinstance(state.ema, Empty) else state.ema._replace(params=one(state.ema.params))
+    return TrainState(*state)._replace(
+        params=one(state.params), opt_state=one(state.opt_state), ema=ema, accum=accum
+    )
+
+
+def _pack_tree(layout: Layout, subtree: Tree) -> Tree:
+    slots = {slot.name: slot for group in layout.groups for slot in group.slots}
+
+    def named(node: Any) -> bool:
+        return isinstance(node, dict) and bool(node) and all(_fits(slots.get(k), v) for k, v in node.items())
+
+    return tree.map(lambda node: _pack_dict(layout, node) if named(node) else node, subtree, is_leaf=named)
+
+
+def _pack_dict(layout: Layout, node: dict[str, Any]) -> dict[str, Any]:
+    packed: dict[str, Any] = {}
+    for group in layout.groups:
+        held = [slot for slot in group.slots if slot.name in node]
+        if not held:
+            continue
+        if len(held) < len(group.slots):
+            raise _Uneven
+        if isinstance(node[group.name], Empty):
+            packed[group.name] = Empty()
+        else:
+            packed |= Layout((group,)).collect(node)
+    return packed
+
+
+def _unpack_tree(layout: Layout, subtree: Tree) -> Tree:
+    groups = {group.name: group for group in layout.groups}
+
+    def flat(node: Any) -> bool:
+        return isinstance(node, dict) and bool(node) and all(_holds(groups.get(k), v) for k, v in node.items())
+
+    return tree.map(lambda node: _unpack_dict(groups, node) if flat(node) else node, subtree, is_leaf=flat)
+
+
+def _unpack_dict(groups: dict[str, Group], node: dict[str, Any]) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for name, value in node.items():
+        if isinstance(value, Empty):
+            named |= {slot.name: Empty() for slot in groups[name].slots}
+        else:
+            named |= Layout((groups[name],)).expand({name: value})
+    return named
+
+
+def _fits(slot: Slot | None, value: Any) -> bool:
+    if slot is None:
+        return False
+    return isinstance(value, Empty) or (isinstance(value, Tensor) and tuple(value.shape) == slot.shape)
+
+
+def _holds(group: Group | None, value: Any) -> bool:
+    if group is None:
+        return False
+    size = sum(slot.size for slot in group.slots)
+    return isinstance(value, Empty) or (isinstance(value, Tensor) and tuple(value.shape) == (size,))
+
+
+def _slot(name: str, value: Tensor) -> Slot:
+    order = tuple(range(value.dim()))
+    if not value.is_contiguous():
+        by_stride = tuple(sorted(order, key=lambda dim: -value.stride(dim)))
+        order = by_stride if value.permute(by_stride).is_contiguous() else order
+    return Slot(name, tuple(value.shape), order, value.numel())
+
+
+def _shaped(part: Tensor, slot: Slot) -> Tensor:
+    stored = part.view([slot.shape[dim] for dim in slot.order])
+    if slot.order == tuple(range(len(slot.order))):
+        return stored
+    back = sorted(range(len(slot.order)), key=lambda dim: slot.order[dim])
+    return stored.permute(back)

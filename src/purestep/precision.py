@@ -1,0 +1,111 @@
+"""What dtype weights are kept in and what dtype a forward pass computes in, on which device."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from . import scaler as scaler_
+from . import tree
+from .errors import ConfigError
+from .types import Tree
+
+
+class Policy(NamedTuple):
+    """One precision. ``weights`` None keeps the module's own dtype; ``compute`` None means no autocast."""
+
+    name: str
+    weights: torch.dtype | None
+    compute: torch.dtype | None
+    scaler: scaler_.Scaler
+
+
+_WEIGHTS = {"64-true": torch.float64, "32-true": None, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+_COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def policy(name: str | Policy, *, scaler: scaler_.Scaler | None = None) -> Policy:
+    """The precision of that name.
+
+    ``"32-true"`` computes in the module's own dtype (float32 as a rule); ``"64-true"``, ``"bf16-true"`` and
+    ``"16-true"`` cast weights and floating inputs; ``"bf16-mixed"`` and ``"16-mixed"`` keep float32 weights and run the
+    forward pass under `torch.amp.autocast`. Only ``"16-mixed"`` brings a loss scaler.
+
+    Args:
+        name: one of those, or a policy, which is returned as it is.
+        scaler: for "16-mixed", another one than `scaler.dynamic`'s defaults.
+
+    Raises:
+        ConfigError: no such precision.
+
+    Example:
+        >>> policy("bf16-mixed").compute
+        torch.bfloat16
+    """
+    if isinstance(name, Policy):
+        return name
+    if name in _COMPUTE:
+        found = (scaler or scaler_.dynamic()) if name == "16-mixed" else scaler_.none()
+        return Policy(name, None, _COMPUTE[name], found)
+    if name in _WEIGHTS:
+        return Policy(name, _WEIGHTS[name], None, scaler_.none())
+    known = ", ".join(repr(key) for key in (*_WEIGHTS, *_COMPUTE))
+    raise ConfigError(f"{name!r} is no precision", where="precision", hint=f"one of {known}")
+
+
+def autocast(policy: Policy, device: torch.device) -> AbstractContextManager[Any]:
+    """The context a forward pass runs in."""
+    if policy.compute is None:
+        return nullcontext()
+    return torch.amp.autocast(device.type, dtype=policy.compute)
+
+
+def cast(policy: Policy, batch: Tree) -> Tree:
+    """Floating tensors in the dtype of the weights, for the ``-true`` precisions; others as they are."""
+    if policy.weights is None:
+        return batch
+    dtype = policy.weights
+
+    def leaf(value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating else value
+
+    return tree.map(leaf, batch)
+
+
+def check(policy: Policy, device: torch.device) -> None:
+    """Run a product of two small matrices as a step would.
+
+    Raises:
+        ConfigError: this device cannot compute in this precision.
+    """
+    if policy.weights is None and policy.compute is None:
+        return
+    dtype = policy.weights or torch.float32
+    try:
+        if device.type == "cuda" and torch.bfloat16 in (policy.weights, policy.compute):
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                raise RuntimeError("this GPU has no bfloat16 arithmetic")
+        with autocast(policy, device):
+            one = torch.ones(2, 2, dtype=dtype, device=device)
+            (one @ one).sum()
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"{device.type} cannot do {policy.name}: {error}", where="precision", hint='precision="32-true"'
+        ) from error
+
+
+def auto_device() -> torch.device:
+    """The device a run takes when none is named: cuda, then mps, then cpu.
+
+    Example:
+        >>> auto_device().type in ("cuda", "mps", "cpu")
+        True
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")

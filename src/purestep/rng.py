@@ -1,0 +1,129 @@
+"""Random numbers from one key in the state: the only file that touches the global generators.
+
+A key is an int64 tensor ``[seed, calls]`` on the CPU. Streams are folded from it by hashing, so that what one consumer
+draws never moves another: dropout from (seed, calls), data order from (seed, epoch), worker items from (seed, epoch,
+index), evaluation from a fixed stream with the batch index.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+
+
+def key(seed: int) -> Tensor:
+    """A fresh key. shape=(2,), dtype=int64, CPU.
+
+    Example:
+        >>> key(7).tolist()
+        [7, 0]
+    """
+    return torch.tensor([seed, 0], dtype=torch.int64)
+
+
+def advance(key: Tensor, calls: int = 1) -> Tensor:
+    """The key after ``calls`` more calls."""
+    seed, done = key.tolist()
+    return torch.tensor([seed, done + calls], dtype=torch.int64)
+
+
+def fold_in(key: Tensor, data: int | str) -> Tensor:
+    """A key of its own for ``data``: the same for the same (key, data), unrelated to every other.
+
+    Args:
+        key: shape=(2,), dtype=int64.
+        data: an index or the name of a stream.
+
+    Example:
+        >>> bool((fold_in(key(0), 1) == fold_in(key(0), 1)).all()), bool((fold_in(key(0), 1) == key(0)).all())
+        (True, False)
+    """
+    return torch.tensor([mix(*key.tolist(), data), 0], dtype=torch.int64)
+
+
+def generator(key: Tensor, stream: int | str, device: torch.device | str = "cpu") -> torch.Generator:
+    """A `torch.Generator` on ``device``, seeded from (key, stream).
+
+    Example:
+        >>> torch.randn(2, generator=generator(key(0), "masks")).shape
+        torch.Size([2])
+    """
+    found = torch.Generator(device=device)
+    found.manual_seed(mix(*key.tolist(), stream))
+    return found
+
+
+def mix(*parts: int | str) -> int:
+    """A hash of the parts in [0, 2**63): splitmix64 (Steele et al., 2014) applied once a part."""
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        number = zlib.crc32(part.encode()) if isinstance(part, str) else part
+        state = _splitmix64((state ^ (number & _MASK)) + 0x9E3779B97F4A7C15)
+    return state >> 1
+
+
+def _splitmix64(number: int) -> int:
+    number &= _MASK
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)
+
+
+_outside = True
+
+
+def in_graph() -> bool:
+    """Whether a graph is being captured: then the host has seeded for all of it, and nothing here may.
+
+    Seeding inside a graph is not capturable, and several seeds in one graph would be constants of it.
+    """
+    return torch.compiler.is_compiling() or not _outside
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Mark the code inside as run to be traced into a graph."""
+    global _outside
+    before, _outside = _outside, False
+    try:
+        yield
+    finally:
+        _outside = before
+
+
+@contextmanager
+def scoped(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Draw from ``seed`` inside, and leave the caller's generators as they were.
+
+    Args:
+        seed: from `mix`.
+        device: the device whose generator is seeded besides the CPU's; None or the CPU: the CPU's alone.
+    """
+    generators = [torch.default_generator, *_device_generators(device)]
+    states = [found.get_state() for found in generators]
+    try:
+        for found in generators:
+            found.manual_seed(seed)
+        yield
+    finally:
+        for found, state in zip(generators, states, strict=True):
+            found.set_state(state)
+
+
+def _device_generators(device: torch.device | None) -> list[Any]:
+    if device is None or device.type == "cpu":
+        return []
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return [torch.cuda.default_generators[index]]
+    if device.type == "mps":
+        return [torch.mps._get_default_mps_generator()]  # pyright: ignore[reportPrivateUsage]  # no public accessor
+    return []

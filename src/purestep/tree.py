@@ -1,0 +1,106 @@
+"""Trees of tensors: the only file that imports optree.
+
+Paths are the names of fields, keys and indices joined by ``/``: ``opt_state/0/mu/layers.0.weight``.
+`None` is a node without leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from .types import Tree
+
+TreeDef = optree.PyTreeSpec
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """The leaves, dict keys in sorted order."""
+    return optree.tree_leaves(tree)
+
+
+def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
+    """Leaves and structure; `unflatten` is the way back."""
+    found, treedef = optree.tree_flatten(tree)
+    return found, treedef
+
+
+def unflatten(treedef: TreeDef, children: list[Any] | tuple[Any, ...]) -> Tree:
+    """The tree of that structure with these leaves."""
+    return optree.tree_unflatten(treedef, children)
+
+
+def map(
+    fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None
+) -> Tree:
+    """``fn`` of corresponding leaves; ``is_leaf`` makes a node one."""
+    return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf)
+
+
+def path_text(accessor: optree.PyTreeAccessor) -> str:
+    """``a/b/0`` of one leaf."""
+    return "/".join(_entry_text(entry) for entry in accessor)
+
+
+def _entry_text(entry: Any) -> str:
+    if isinstance(entry, optree.NamedTupleEntry):
+        return str(entry.field)
+    return str(entry.entry)
+
+
+def with_paths(tree: Tree) -> list[tuple[str, Any]]:
+    """``[(path, leaf), ...]`` in the order of `leaves`."""
+    accessors, found, _ = optree.tree_flatten_with_accessor(tree)
+    return [(path_text(accessor), leaf) for accessor, leaf in zip(accessors, found, strict=True)]
+
+
+def paths(tree: Tree) -> list[str]:
+    """The path of every leaf."""
+    return [path for path, _ in with_paths(tree)]
+
+
+def where(condition: Tensor, new: Tree, old: Tree) -> Tree:
+    """Leaf by leaf ``new`` where the 0-d condition holds, else ``old``; dtypes are those of ``old``."""
+    return map(lambda n, o: torch.where(condition, n, o) if n is not o else o, new, old)
+
+
+def clone(tree: Tree) -> Tree:
+    """An independent copy: same structure, values, dtypes, devices and memory layout.
+
+    Example:
+        >>> import torch
+        >>> a = {"w": torch.zeros(2)}
+        >>> b = clone(a)
+        >>> _ = b["w"].add_(1)
+        >>> a["w"].tolist()
+        [0.0, 0.0]
+    """
+    return map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def detach(tree: Tree) -> Tree:
+    """The same tensors without their graph."""
+    return map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def signature(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
+    """Structure and, per leaf, what a compiled graph depends on: shape, dtype and device (or the value of a number)."""
+    found, treedef = flatten(tree)
+    return treedef, tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in found)
+
+
+def register(cls: type, flatten: Callable[[Any], tuple[Any, ...]], unflatten: Callable[..., Any]) -> None:
+    """Make ``cls``, a subclass of a NamedTuple, a node whose children ``flatten`` gives by the names of its fields."""
+    fields: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]  # a NamedTuple's
+
+    optree.register_pytree_node(
+        cls,
+        lambda node: (flatten(node), None, fields),
+        lambda _, children: unflatten(*children),
+        path_entry_type=optree.GetAttrEntry,
+        namespace="",
+    )

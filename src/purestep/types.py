@@ -1,0 +1,164 @@
+"""The vocabulary: the state, what a step takes and returns, and the record of functions that is a program.
+
+Nothing here computes. Shapes and dtypes stand beside the fields; ``P`` is the shape of a parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+Tree: TypeAlias = Any
+"""Any nesting of dicts, lists, tuples and NamedTuples with tensors as leaves."""
+Params: TypeAlias = dict[str, Tensor]
+"""Flat, by the dotted names of `torch.nn.Module.named_parameters`."""
+Batch: TypeAlias = Any
+Device: TypeAlias = torch.device
+Labels: TypeAlias = dict[str, Hashable]
+
+
+class Empty(NamedTuple):
+    """What is switched off: a node without leaves, where `None` would mean different things to different trees."""
+
+
+class Mean(NamedTuple):
+    """A weighted mean that can be merged: the sum and what to divide it by.
+
+    Example:
+        >>> float(Mean(torch.tensor(6.0), torch.tensor(4.0)))
+        1.5
+    """
+
+    total: Tensor  # shape=(), dtype=float32
+    weight: Tensor  # shape=(), dtype=float32
+
+    def compute(self) -> Tensor:
+        """``total / weight``, shape=(); nan where nothing was counted."""
+        return self.total / self.weight
+
+    def __float__(self) -> float:
+        weight = float(self.weight)
+        return float(self.total) / weight if weight else math.nan
+
+
+Metrics: TypeAlias = dict[str, Mean]
+
+
+class Loss(NamedTuple):
+    """What an objective returns.
+
+    ``mean`` is differentiated; its gradient is accumulated times ``weight`` and divided once by the summed weight, so
+    that micro-batches of different sizes add up to the gradient of the whole batch. Weight 0 means: no update.
+    """
+
+    mean: Tensor  # shape=(), floating
+    weight: Tensor  # shape=(), number of examples, tokens or elements that `mean` is a mean over
+    metrics: Metrics
+
+
+class TrainState(NamedTuple):
+    """Everything that changes while a model trains, as one immutable pytree of tensors.
+
+    All leaves are on one device except ``key``, which is on the CPU. What is switched off is an `Empty`.
+    """
+
+    step: Tensor  # shape=(), dtype=int64: calls of train_step and flush
+    updates: Tensor  # shape=(), dtype=int64: optimizer updates applied
+    params: Params  # name -> P, floating: what is trained
+    frozen: Params  # name -> P: parameters with requires_grad=False
+    buffers: Params  # name -> any shape and dtype
+    opt_state: Tree  # what tx.init made
+    ema: Tree  # ema.EmaState or Empty
+    scaler: Tree  # scaler.ScalerState or Empty
+    accum: Tree  # step.Accum or Empty: gradients of an open accumulation window
+    halted: Tree  # shape=(), dtype=int64: 0, or the call (from 1) that was not finite; Empty with nonfinite="skip"
+    key: Tensor  # shape=(2,), dtype=int64, CPU: [seed, calls]
+
+    def __repr__(self) -> str:
+        count = sum(p.numel() for p in self.params.values())
+        device = next(iter(self.params.values())).device if self.params else self.step.device
+        parts = [
+            f"step={int(self.step)}",
+            f"updates={int(self.updates)}",
+            f"params={len(self.params)} ({count:,} numbers)",
+            f"frozen={len(self.frozen)}",
+            f"buffers={len(self.buffers)}",
+        ]
+        parts += [name for name in ("ema", "scaler", "accum") if not isinstance(getattr(self, name), Empty)]
+        return f"TrainState({', '.join(parts)}, seed={int(self.key[0])}, device={device})"
+
+
+class Model(Protocol):
+    """The bound pure call that an objective is given: weights are arguments in disguise, nothing is mutated."""
+
+    params: Mapping[str, Tensor]
+    training: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class Objective(Protocol):
+    """``objective(model, batch, *context) -> Loss``."""
+
+    def __call__(self, model: Any, batch: Any, /, *context: Any) -> Loss: ...
+
+
+TrainStep: TypeAlias = Callable[..., tuple[Any, Metrics]]
+EvalStep: TypeAlias = Callable[..., Metrics]
+
+
+class Form(NamedTuple):
+    """How a step holds parameter-shaped trees: as the named tree (both identity), or as a few flat buffers."""
+
+    expand: Callable[[Params], Params]  # stored -> named; views, nothing is copied
+    collect: Callable[[Params], Params]  # named -> stored
+
+
+class Steps(NamedTuple):
+    """The two functions of a program that write a state."""
+
+    train_step: TrainStep
+    flush: Callable[[Any], tuple[Any, Metrics]]
+
+
+class Static(NamedTuple):
+    """What is fixed about a program: names, and what packing and export need."""
+
+    trained: tuple[str, ...]
+    frozen: tuple[str, ...]
+    ties: dict[str, str]  # alias -> trained name
+    persistent: frozenset[str]  # buffers that belong into a state_dict
+    accumulate: int
+    has_ema: bool
+    labels: Callable[[Params], Labels] | None  # None: the transform is not elementwise and needs the named tree
+    steps: Callable[[Form], Steps]  # the same steps on another form of the state
+
+
+def _no_flush(state: Any) -> tuple[Any, Metrics]:
+    return state, {}
+
+
+class Program(NamedTuple):
+    """A model, an objective and a transformation as pure functions. Only ``train_step`` is needed by `fit`.
+
+    Example of one's own:
+        >>> import torch
+        >>> def train_step(state, batch):
+        ...     return {"w": state["w"] + batch}, {}
+        >>> program = Program(train_step)
+        >>> program.train_step({"w": torch.zeros(())}, 1)[0]["w"].item()
+        1.0
+    """
+
+    train_step: TrainStep  # (state, batch, *context) -> (state, metrics)
+    flush: Callable[[Any], tuple[Any, Metrics]] = _no_flush  # (state) -> (state, metrics)
+    eval_step: EvalStep | None = None  # (state, batch, *context, index=0) -> metrics
+    init: Callable[..., Any] | None = None  # (seed=0, device=None) -> state
+    bind: Callable[..., Any] | None = None  # (state, view="params", train=False) -> callable
+    static: Static | None = None
