@@ -1,0 +1,18 @@
+"""Files that are whole or not there, one writer for each directory, and the points at which tests make both fail.
+
+A file written here appears under its name only after its bytes and its directory entry are on the disk. `OSError`s come
+out as `WriteFailed`, which says the file, the reason and what to do.
+"""
+
+from .failpoints import POINTS as POINTS
+from .failpoints import failpoint as failpoint
+from .lock import DirectoryLock as DirectoryLock
+from .whole import read_json as read_json
+from .whole import remove_tree as remove_tree
+from .whole import replacing as replacing
+from .whole import sync_directory as sync_directory
+from .whole import sync_file as sync_file
+from .whole import sync_tree as sync_tree
+from .whole import write_bytes as write_bytes
+from .whole import write_failed as write_failed
+from .whole import write_json as write_json

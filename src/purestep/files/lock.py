@@ -1,0 +1,153 @@
+"""One writer for each directory."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+from ..errors import Locked
+from .whole import write_failed
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock: directories are not locked there
+    fcntl = None
+
+_log = logging.getLogger("purestep")
+
+
+class DirectoryLock:
+    """The right to write into a directory, held by one object at a time on this machine (and on NFS, between machines).
+
+    The lock is an flock on ``.lock``, so the kernel drops it when its holder dies, however it dies; the file says who
+    holds it: pid, host and since when. A process forked from the holder (a DataLoader worker) does not hold it.
+
+    Args:
+        directory: made where it does not exist.
+
+    Example:
+        >>> import tempfile
+        >>> with DirectoryLock(tempfile.mkdtemp()) as lock:
+        ...     lock.held
+        True
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        self.path = Path(directory) / ".lock"
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock, in this process."""
+        return self._descriptor is not None
+
+    def acquire(self, *, patience: float = 0.2) -> None:
+        """Takes the lock; nothing when this object holds it already.
+
+        Args:
+            patience: seconds to go on trying.
+
+        Raises:
+            Locked: another one holds it; the message has its pid, host and start.
+            WriteFailed: the directory cannot be made or written to.
+        """
+        if self.held:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+        except OSError as error:
+            raise write_failed(self.path.parent, error) from error
+        try:
+            self._flock(descriptor, time.monotonic() + patience)
+            self._sign(descriptor)
+        except BaseException as error:
+            os.close(descriptor)
+            if isinstance(error, OSError) and not isinstance(error, Locked):
+                raise write_failed(self.path, error) from error
+            raise
+        self._descriptor = descriptor
+        _held.add(self)
+
+    def _flock(self, descriptor: int, deadline: float) -> None:
+        while fcntl is not None:
+            try:
+                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                    _log.warning("%s: this file system has no locks; see that only one run writes here", self.path)
+                    return
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+            if time.monotonic() > deadline:
+                holder = self._holder(descriptor)
+                hint = "end that run, take another directory, or read with Snapshots(directory, writer=False)"
+                raise Locked(f"another run writes here: {holder}", where=str(self.path.parent), hint=hint)
+            time.sleep(0.01)
+
+    def _sign(self, descriptor: int) -> None:
+        last = _read(descriptor)
+        if last.strip(b"\0 \n"):
+            _log.warning("%s: taking over from a run that did not end well: %s", self.path, self._holder(descriptor))
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now})
+        os.ftruncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.write(descriptor, text.encode())
+
+    @staticmethod
+    def _holder(descriptor: int) -> str:
+        try:
+            found = json.loads(_read(descriptor))
+            mine = ", this very process" if found["pid"] == os.getpid() else ""
+            return f"pid {found['pid']} on {found['host']} since {found['since']}{mine}"
+        except (ValueError, TypeError, KeyError):
+            return "it has not signed the lock yet"
+
+    def release(self) -> None:
+        """Gives the lock back; nothing when it is not held."""
+        descriptor, self._descriptor = self._descriptor, None
+        _held.discard(self)
+        if descriptor is not None:
+            with suppress(OSError):  # a disk that fails now must not hide the error that ended the run
+                os.ftruncate(descriptor, 0)
+            os.close(descriptor)
+
+    def abandon(self) -> None:
+        """Closes a forked child's copy of the lock; the parent keeps its own."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __enter__(self) -> DirectoryLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _read(descriptor: int) -> bytes:
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return os.read(descriptor, 4096)
+
+
+_held: set[DirectoryLock] = set()
+
+
+def _forget_locks() -> None:
+    while _held:
+        _held.pop().abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    # flock belongs to the open file, which a forked worker shares: a worker that outlives a killed trainer would keep
+    # the directory locked.
+    os.register_at_fork(after_in_child=_forget_locks)

@@ -1,0 +1,7 @@
+"""Snapshots of a training state: written in the background, verified when read, never half there.
+
+`store` is the only file that imports orbax, on the first save or restore.
+"""
+
+from .reading import Snapshot as Snapshot
+from .snapshots import Snapshots as Snapshots

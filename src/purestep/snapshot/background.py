@@ -1,0 +1,77 @@
+"""A thread that runs one job at a time, and that a script's end waits for."""
+
+from __future__ import annotations
+
+import concurrent.futures.thread  # registers its exit hook; ours must be registered later to run earlier
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class Background:
+    """At most one job in flight; its error waits here until somebody asks."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._pid = os.getpid()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job of this process is running."""
+        return self._thread is not None and self._pid == os.getpid() and self._thread.is_alive()
+
+    def start(self, job: Callable[[], Any]) -> None:
+        """Runs the job when the one before it has ended."""
+        self.join()
+        _finish_at_exit(self)
+        self._thread = threading.Thread(target=self._run, args=(job,), name="purestep-snapshot")
+        self._thread.start()
+
+    def _run(self, job: Callable[[], Any]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            self._error = error
+
+    def join(self) -> None:
+        """Returns when no job is running; its error stays for `take_error`. In a forked child at once."""
+        if self._thread is not None and self._pid == os.getpid():
+            self._thread.join()
+            self._thread = None
+
+    def take_error(self) -> BaseException | None:
+        """The error of the last job, once."""
+        error, self._error = self._error, None
+        return error
+
+
+_unfinished: weakref.WeakSet[Background] = weakref.WeakSet()
+_hooked: list[int] = []
+
+
+def _finish_at_exit(background: Background) -> None:
+    """A script that ends without `close` waits for its last save."""
+    _unfinished.add(background)
+    if os.getpid() in _hooked:
+        return
+    _hooked.append(os.getpid())
+    assert concurrent.futures.thread
+    # atexit comes too late: by then no executor takes work, and orbax uses some. Private, hence the guard; without it
+    # the context manager still waits.
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(_finish_all, os.getpid())
+
+
+def _finish_all(pid: int) -> None:
+    if os.getpid() != pid:  # a forked worker has no such thread, and would wait for ever
+        return
+    for background in list(_unfinished):
+        background.join()
+        error = background.take_error()
+        if error is not None:
+            print(f"purestep: {error}", file=sys.stderr)

@@ -1,0 +1,54 @@
+"""When a snapshot is due: plain arithmetic on counts of updates, finished epochs and seconds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import ConfigError
+
+
+class Every(NamedTuple):
+    """How often; None is never. Counts of updates and epochs are multiples from the run's beginning, not distances."""
+
+    steps: int | None
+    epochs: int | None
+    seconds: float | None
+
+
+class Mark(NamedTuple):
+    """Where a run is: optimizer updates, finished epochs, and the reading of a monotonic clock in seconds."""
+
+    updates: int
+    epoch: int
+    seconds: float
+
+
+def every(steps: int | None, epochs: int | None, seconds: float | None) -> Every:
+    """An `Every`, after a look at its numbers.
+
+    Raises:
+        ConfigError: a number that is not positive.
+    """
+    for name, value in (("every_steps", steps), ("every_epochs", epochs), ("every_seconds", seconds)):
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} is {value!r}", where="Snapshots", hint=f"{name}=None for never")
+    return Every(steps, epochs, seconds)
+
+
+def due(rule: Every, last: Mark, here: Mark) -> tuple[str, ...]:
+    """The parts of the rule that ask for a snapshot here, the last one having been at ``last``.
+
+    A multiple that was jumped over counts: 3 updates a time and ``every_steps=4`` is due at 6, 9, 12, ...
+
+    Example:
+        >>> due(Every(4, 1, None), Mark(3, 0, 0.0), Mark(6, 0, 9.0))
+        ('every_steps',)
+        >>> due(Every(4, 1, 5.0), Mark(6, 0, 9.0), Mark(7, 1, 14.0))
+        ('every_epochs', 'every_seconds')
+    """
+    found = (
+        ("every_steps", rule.steps is not None and here.updates // rule.steps > last.updates // rule.steps),
+        ("every_epochs", rule.epochs is not None and here.epoch // rule.epochs > last.epoch // rule.epochs),
+        ("every_seconds", rule.seconds is not None and here.seconds - last.seconds >= rule.seconds),
+    )
+    return tuple(name for name, is_due in found if is_due)

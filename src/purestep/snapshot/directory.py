@@ -1,0 +1,107 @@
+"""A directory of snapshots: which are there, which go, and what a killed writer left behind.
+
+``12`` is a snapshot of step 12. Names with a dot in front are nobody's business but the writer's: ``.tmp-12-...`` is
+being written, ``.old-12-...`` is being deleted, ``.replaced-12`` waits for its successor. ``12.corrupt`` and
+``12.archived`` are set aside for a person to look at; they are never listed and never deleted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import Corrupt, Mismatch
+from ..files import failpoint, remove_tree, sync_directory
+from . import manifest as manifests
+
+
+class Entry(NamedTuple):
+    """A committed step, as far as its manifest and its files' sizes tell."""
+
+    step: int
+    metrics: dict[str, float]
+    monitor: tuple[str, str] | None
+
+
+def numbered(root: Path) -> list[int]:
+    """Every step that has a directory under its name, whole or not, in ascending order."""
+    try:
+        with os.scandir(root) as found:
+            names = [entry.name for entry in found]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(name) for name in names if is_step(name))
+
+
+def is_step(name: str) -> bool:
+    """Whether this is the name of a snapshot.
+
+    Example:
+        >>> [is_step(name) for name in ("12", "012", "12.corrupt", ".tmp-12", "-1")]
+        [True, False, False, False, False]
+    """
+    return name.isascii() and name.isdigit() and name == str(int(name)) and len(name) < 20
+
+
+def entry(root: Path, step: int) -> Entry | None:
+    """The step, or None where it is not whole (or was written by a newer release)."""
+    try:
+        found = manifests.read(root / str(step))
+    except (Corrupt, Mismatch):
+        return None
+    return Entry(step, found.metrics, found.monitor)
+
+
+def entries(root: Path) -> list[Entry]:
+    """Every whole step in ascending order."""
+    return [found for step in numbered(root) if (found := entry(root, step)) is not None]
+
+
+def best(found: list[Entry], monitor: str, mode: str, *, count: int = 1) -> list[int]:
+    """The steps with the best values of a metric, best first, of equal ones the older. NaN is never best."""
+    sign = 1.0 if mode == "min" else -1.0
+    known = [(sign * value, e.step) for e in found if not math.isnan(value := e.metrics.get(monitor, math.nan))]
+    return [step for _, step in sorted(known)[:count]]
+
+
+def set_aside(root: Path, step: int, ending: str) -> Path:
+    """Renames a step to ``<step>.<ending>`` (``.<ending>.2``, ... where that is taken) and returns the new path."""
+    target = root / f"{step}.{ending}"
+    number = 1
+    while target.exists():
+        number += 1
+        target = root / f"{step}.{ending}.{number}"
+    os.rename(root / str(step), target)
+    sync_directory(root)
+    return target
+
+
+def aside(root: Path, ending: str) -> list[str]:
+    """The names that `set_aside` gave."""
+    if not root.is_dir():
+        return []
+    return sorted(name for name in os.listdir(root) if is_step(name.split(".")[0]) and name.split(".")[1:2] == [ending])
+
+
+def retire(root: Path, step: int) -> None:
+    """Deletes a step; from the first moment on nobody sees it, and what a kill leaves of it is swept later."""
+    failpoint("snapshot.retire")
+    hidden = root / f".old-{step}-{os.getpid()}"
+    remove_tree(hidden)
+    os.rename(root / str(step), hidden)
+    failpoint("snapshot.delete")
+    remove_tree(hidden)
+
+
+def sweep(root: Path) -> None:
+    """Deletes what killed writers left; only for the holder of the lock."""
+    for name in os.listdir(root):
+        if name.startswith(".replaced-"):
+            step = name.removeprefix(".replaced-")
+            if is_step(step) and not (root / step).exists():
+                os.rename(root / name, root / step)  # killed before the successor came
+                continue
+        if name.startswith((".tmp-", ".old-", ".replaced-")):
+            remove_tree(root / name)

@@ -1,0 +1,138 @@
+"""Tensors to arrays in host memory and back, bit for bit, for every dtype that orbax stores."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import StateError
+
+_NATIVE = (
+    *(torch.float64, torch.float32, torch.float16, torch.complex128, torch.complex64, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+)
+# numpy has no such types; their bits travel as unsigned integers of the same size.
+_CARRIED = {
+    torch.bfloat16: torch.uint16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+}
+DTYPES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in (*_NATIVE, *_CARRIED)}
+"""What can be stored, by the name that stands in the manifest."""
+
+SCALARS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
+"""Python leaves that can be stored, by name; they live in the manifest."""
+
+Buffers = dict[str, Tensor]
+"""Host memory by leaf path; a second copy of the same state reuses it, which saves the first touch of every page."""
+
+
+def check(path: str, leaf: Any) -> None:
+    """Refuses what cannot be stored.
+
+    Raises:
+        StateError: naming the leaf, what it is and what to make of it.
+    """
+    if not isinstance(leaf, Tensor):
+        if type(leaf) not in SCALARS.values():
+            kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+            raise StateError(f"a {kind} cannot be stored", where=path, hint="torch.as_tensor(value)")
+        return
+    if type(leaf) not in (Tensor, torch.nn.Parameter):
+        raise StateError(f"a {type(leaf).__qualname__} cannot be stored", where=path, hint="a plain tensor")
+    if leaf.layout != torch.strided or leaf.is_quantized:
+        raise StateError(f"a {leaf.layout} tensor cannot be stored", where=path, hint=".to_dense()")
+    if leaf.device.type == "meta":
+        raise StateError("a tensor on the meta device has no values", where=path, hint="program.init()")
+    if leaf.dtype not in DTYPES.values():
+        raise StateError(f"{leaf.dtype} cannot be stored", where=path, hint=".to(torch.float32)")
+
+
+def stage(tensors: dict[str, Tensor], spare: Buffers) -> Buffers:
+    """Copies the tensors to host memory and returns when the copies are whole; nothing is shared with the originals.
+
+    Args:
+        tensors: checked, by path, on any devices.
+        spare: buffers of an earlier `stage` that nobody reads any more; those that fit are used again.
+    """
+    buffers: Buffers = {}
+    streams: set[torch.cuda.Stream] = set()
+    for path, tensor in tensors.items():
+        source = _bits(tensor.detach().resolve_conj().resolve_neg())
+        on_cuda = source.device.type == "cuda"
+        buffers[path] = buffer = _buffer_for(source, spare.get(path), pinned=on_cuda)
+        # Only CUDA orders such a copy with what follows on its stream, and only into pinned memory.
+        buffer.copy_(source, non_blocking=on_cuda)
+        if on_cuda:
+            streams.add(torch.cuda.current_stream(source.device))
+    for stream in streams:
+        stream.synchronize()
+    return buffers
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    carrier = _CARRIED.get(tensor.dtype)
+    return tensor if carrier is None else tensor.view(carrier)
+
+
+def _buffer_for(source: Tensor, spare: Tensor | None, *, pinned: bool) -> Tensor:
+    # The source's own order in memory, so that the copy is one pass; `array` brings it into C order in the writer.
+    stride = torch.empty_like(source, device="meta").stride()
+    if spare is not None and (spare.shape, spare.dtype, spare.stride(), spare.is_pinned()) == (
+        source.shape,
+        source.dtype,
+        stride,
+        pinned,
+    ):
+        return spare
+    if pinned:
+        flat = torch.empty(source.numel(), dtype=source.dtype, pin_memory=True)
+    else:  # numpy asks for huge pages, torch does not: a first touch several times faster
+        flat = torch.from_numpy(np.empty(source.numel() * source.itemsize, np.uint8)).view(source.dtype)
+    return flat.as_strided(source.shape, stride)
+
+
+def array(buffer: Tensor) -> np.ndarray[Any, Any]:
+    """The buffer as a C-contiguous array of its carrier type; a view where it has that order already."""
+    return buffer.contiguous().numpy()
+
+
+def digest(values: np.ndarray[Any, Any]) -> int:
+    """CRC-32 of the values' bytes in C order: finds every flipped bit at 3 to 7 GB/s."""
+    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
+def carrier(dtype: str) -> np.dtype[Any]:
+    """The numpy type whose bits are those of the named dtype.
+
+    Example:
+        >>> carrier("bfloat16"), carrier("float32")
+        (dtype('uint16'), dtype('float32'))
+    """
+    torch_dtype = DTYPES[dtype]
+    return torch.empty(0, dtype=_CARRIED.get(torch_dtype, torch_dtype)).numpy().dtype
+
+
+def tensor(values: np.ndarray[Any, Any] | None, like: Tensor) -> Tensor:
+    """A new tensor with these values and the shape, dtype, device and memory layout of ``like``.
+
+    Args:
+        values: C-contiguous, of the carrier type, owned by the caller and given up by this call; None where ``like``
+            has no elements.
+        like: not read, not changed.
+    """
+    if values is None:
+        return torch.empty_like(like, requires_grad=False)
+    values = np.require(values, requirements=["C", "W"])
+    found = torch.from_numpy(values).view(like.dtype)
+    made = torch.empty_like(like, device="meta")
+    if like.device.type == "cpu" and made.stride() == found.stride():
+        return found
+    return torch.empty_like(like, requires_grad=False).copy_(found)

@@ -1,0 +1,331 @@
+"""The manifest of one snapshot: what is in it, in our own words, and whether that fits a template.
+
+``manifest.json`` names every leaf with dtype, shape and digest, every file with its size, and carries what is no
+tensor: Python leaves, the loop's record, metrics, the user's notes. ``manifest.sha256`` holds its digest in the format
+of ``sha256sum -c``. A directory without both is no snapshot.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import Corrupt, Mismatch, SnapshotError
+from ..files import write_bytes
+from . import host
+
+FORMAT = 1
+NAME = "manifest.json"
+DIGEST_NAME = "manifest.sha256"
+_LIMIT = 1 << 28  # bytes; a million leaves with a long history stay below
+
+
+class Leaf(NamedTuple):
+    """One leaf of the stored tree."""
+
+    dtype: str  # "float32", "bfloat16", ... or "python.int", ...
+    shape: tuple[int, ...]
+    crc32: int | None = None  # of the bytes in C order; None without elements, and for Python leaves
+    value: Any = None  # of a Python leaf
+
+    def text(self) -> str:
+        """``float32 [3, 2]``, or ``Python int``."""
+        return f"Python {self.dtype[7:]}" if self.is_python else f"{self.dtype} {list(self.shape)}"
+
+    @property
+    def is_python(self) -> bool:
+        """Whether the leaf is a Python number or text."""
+        return self.dtype.startswith("python.")
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether orbax holds values of it."""
+        return not self.is_python and 0 not in self.shape
+
+
+class Manifest(NamedTuple):
+    """What one snapshot holds."""
+
+    step: int
+    leaves: dict[str, Leaf]
+    loop: Any
+    metrics: dict[str, float]
+    meta: Any
+    monitor: tuple[str, str] | None  # (metric, "min" or "max") that decided which snapshot is best
+    environment: dict[str, Any]  # versions, thread count, device
+    files: dict[str, int]  # path below the step's directory -> bytes
+
+
+# --- leaves -------------------------------------------------------------------------------------------------------
+
+
+def describe(leaves: list[tuple[str, Any]]) -> dict[str, Leaf]:
+    """The records of a tree's leaves, without digests.
+
+    Raises:
+        StateError: a leaf that cannot be stored.
+        SnapshotError: two leaves with one path.
+    """
+    found: dict[str, Leaf] = {}
+    for path, leaf in leaves:
+        host.check(path, leaf)
+        if path in found:
+            raise SnapshotError("two leaves have this path", where=path, hint="keys without '/', of one type")
+        if isinstance(leaf, Tensor):
+            found[path] = Leaf(str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
+        else:
+            found[path] = Leaf(f"python.{type(leaf).__name__}", (), value=leaf)
+    return found
+
+
+def compare(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, where: str) -> None:
+    """Holds the stored leaves against a template's.
+
+    Raises:
+        Mismatch: with one line for each leaf that differs: what is stored, what was expected, the nearest name.
+    """
+    missing = [path for path in wanted if path not in stored]
+    extra = [path for path in stored if path not in wanted]
+    lines = [
+        f"{path}: {stored[path].text()} in the snapshot, {leaf.text()} in the template"
+        for path, leaf in wanted.items()
+        if path in stored and (stored[path].dtype, stored[path].shape) != (leaf.dtype, leaf.shape)
+    ]
+    lines += [f"{path}: {wanted[path].text()} in the template only{near}" for path, near in _nearest(missing, extra)]
+    lines += [f"{path}: {stored[path].text()} in the snapshot only{near}" for path, near in _nearest(extra, missing)]
+    if lines:
+        count = f"{len(lines)} leaves differ" if len(lines) > 1 else "1 leaf differs"
+        hint = 'the template the snapshot was made from, or a part of it: restore(template, only={"params"})'
+        raise Mismatch("\n  ".join([f"{count} from the template", *lines]), where=where, hint=hint)
+
+
+def _nearest(names: list[str], candidates: list[str]) -> list[tuple[str, str]]:
+    def near(name: str) -> str:
+        found = difflib.get_close_matches(name, candidates, n=1)
+        return f" (nearest name: {found[0]})" if found else ""
+
+    # Comparing thousands of names with thousands takes minutes; after so many a reader has seen the pattern.
+    return [(name, near(name) if index < 20 else "") for index, name in enumerate(names)]
+
+
+def select(paths: list[str], only: set[str] | None, *, where: str) -> set[str]:
+    """The paths that lie under one of the prefixes; all of them for None.
+
+    A prefix ends where a path's part or a dotted name's part ends: ``params/layers.1`` takes ``params/layers.1.weight``
+    and leaves ``params/layers.10.weight``.
+
+    Raises:
+        Mismatch: a prefix under which there is nothing.
+    """
+    if only is None:
+        return set(paths)
+    found: set[str] = set()
+    for prefix in only:
+        below = {path for path in paths if path == prefix or path.startswith((f"{prefix}/", f"{prefix}."))}
+        if not below:
+            tops = ", ".join(sorted({path.split("/")[0] for path in paths}))
+            raise Mismatch(f"no leaf is under {prefix!r}", where=where, hint=f"only= some of: {tops}")
+        found |= below
+    return found
+
+
+def as_json(value: Any, *, where: str) -> Any:
+    """A copy of ``value`` made of what JSON can hold: dict with text keys, list, text, numbers, bool, None.
+
+    Tuples become lists. NaN and infinities stay.
+
+    Raises:
+        SnapshotError: naming the entry that JSON would lose or change.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value)
+        for key in items:
+            if not isinstance(key, str):
+                raise SnapshotError(f"the key {key!r} is no text", where=where, hint=f"{str(key)!r}")
+        return {key: as_json(entry, where=f"{where}/{key}") for key, entry in items.items()}
+    if isinstance(value, list | tuple):
+        entries = cast("list[Any]", value)
+        return [as_json(entry, where=f"{where}/{index}") for index, entry in enumerate(entries)]
+    hint = "float(x), int(x), str(x) or a list of those; tensors belong into the state"
+    raise SnapshotError(f"a {type(value).__qualname__} cannot be stored in JSON", where=where, hint=hint)
+
+
+def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Plain floats by name, from numbers, 0-d tensors and `Mean`s.
+
+    Raises:
+        SnapshotError: a value that is no number.
+    """
+    found: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            text = f"{name} is a {type(value).__qualname__}, not a number"
+            raise SnapshotError(text, where="metrics", hint=f"metrics={{{name!r}: float(value)}}") from error
+    return found
+
+
+# --- the file -----------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Writes both files into a directory that is not yet under its final name."""
+    record = manifest._asdict() | {
+        "format": FORMAT,
+        "library": "purestep",
+        "leaves": {path: leaf._asdict() for path, leaf in manifest.leaves.items()},
+    }
+    data = (json.dumps(record, indent=1) + "\n").encode()
+    write_bytes(folder / NAME, data)
+    write_bytes(folder / DIGEST_NAME, f"{hashlib.sha256(data).hexdigest()}  {NAME}\n".encode())
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every regular file below ``folder``, by path from there; the manifest's own two left out.
+
+    Raises:
+        Corrupt: a symbolic link, a pipe or a device among them.
+    """
+    found: dict[str, int] = {}
+    waiting = [folder]
+    while waiting:
+        for entry in os.scandir(waiting.pop()):
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(Path(entry.path))
+            elif not entry.is_file(follow_symlinks=False):
+                raise Corrupt("neither a file nor a directory; links are not followed", where=entry.path)
+            else:
+                found[os.path.relpath(entry.path, folder)] = entry.stat(follow_symlinks=False).st_size
+    return {name: size for name, size in sorted(found.items()) if name not in (NAME, DIGEST_NAME)}
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a step's directory, after a check of its digest and of every file's presence and size.
+
+    Raises:
+        Corrupt: what is wrong, and in which file.
+        Mismatch: written by a newer release.
+    """
+    if folder.is_symlink():
+        raise Corrupt("a symbolic link, which is not followed", where=str(folder))
+    record = _parse(folder / NAME, folder / DIGEST_NAME)
+    if isinstance(record.get("format"), int) and record["format"] > FORMAT:
+        raise Mismatch(
+            f"format {record['format']}, written by a newer purestep; this one reads up to {FORMAT}",
+            where=str(folder / NAME),
+            hint="pip install -U purestep",
+        )
+    manifest = _from_record(record, where=str(folder / NAME))
+    if str(manifest.step) != folder.name and not folder.name.startswith((".", f"{manifest.step}.")):
+        raise Corrupt(f"holds step {manifest.step}", where=str(folder))
+    present = file_sizes(folder)
+    for name, size in manifest.files.items():
+        if present.get(name) != size:
+            found = f"{present[name]:,} bytes" if name in present else "missing"
+            raise Corrupt(f"{found} where {size:,} bytes were written", where=str(folder / name))
+    return manifest
+
+
+def _parse(path: Path, digest_path: Path) -> dict[str, Any]:
+    try:
+        for file in (path, digest_path):
+            if file.is_symlink() or file.stat().st_size > _LIMIT:
+                raise Corrupt("a link, or larger than any manifest", where=str(file))
+        data = path.read_bytes()
+        if digest_path.read_bytes().split()[:1] != [hashlib.sha256(data).hexdigest().encode()]:
+            raise Corrupt(f"does not have the digest that stands in {digest_path.name}", where=str(path))
+        record = json.loads(data)
+    except FileNotFoundError as error:
+        raise Corrupt("missing: not a whole snapshot", where=str(error.filename)) from None
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, Corrupt):
+            raise
+        raise Corrupt(f"cannot be read: {type(error).__name__}: {error}", where=str(path)) from error
+    if not isinstance(record, dict):
+        raise Corrupt("not a manifest", where=str(path))
+    return cast("dict[str, Any]", record)
+
+
+def _from_record(record: dict[str, Any], *, where: str) -> Manifest:
+    try:
+        monitor = record["monitor"]
+        return Manifest(
+            step=_integer(record["step"]),
+            leaves={path: _leaf(entry) for path, entry in record["leaves"].items()},
+            loop=record["loop"],
+            metrics={name: float(value) for name, value in record["metrics"].items()},
+            meta=record["meta"],
+            monitor=None if monitor is None else (str(monitor[0]), str(monitor[1])),
+            environment=dict(record["environment"]),
+            files={str(name): _integer(size) for name, size in record["files"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise Corrupt(f"not a manifest: {type(error).__name__}: {error}", where=where) from error
+
+
+def _leaf(entry: Any) -> Leaf:
+    leaf = Leaf(
+        dtype=entry["dtype"],
+        shape=tuple(_integer(size) for size in entry["shape"]),
+        crc32=None if entry["crc32"] is None else _integer(entry["crc32"]),
+        value=entry["value"],
+    )
+    if leaf.is_python:
+        if type(leaf.value) is not host.SCALARS[leaf.dtype[7:]]:
+            raise ValueError(f"{leaf.value!r} as {leaf.text()}")
+    elif leaf.dtype not in host.DTYPES or (leaf.is_stored and leaf.crc32 is None):
+        raise ValueError(f"dtype {leaf.dtype!r} with digest {leaf.crc32}")
+    return leaf
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} where a count was expected")
+    return value
+
+
+def check_values(path: str, leaf: Leaf, values: np.ndarray[Any, Any] | None, *, where: str) -> None:
+    """Holds stored values against their record.
+
+    Raises:
+        Corrupt: they are missing, of another type or shape, or their digest differs.
+    """
+    if values is None:
+        raise Corrupt(f"the values of {path} are missing", where=where)
+    if values.dtype != host.carrier(leaf.dtype) or values.shape != leaf.shape:
+        found = f"{values.dtype} {list(values.shape)}"
+        raise Corrupt(f"{path} is {found} where {leaf.text()} was written", where=where)
+    if host.digest(values) != leaf.crc32:
+        raise Corrupt(f"the values of {path} are not those that were saved (their digest differs)", where=where)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What exact repetition depends on beyond the state: versions, threads, device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return _versions() | {"threads": torch.get_num_threads(), "device": name}
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("purestep", "torch", "numpy", "orbax-checkpoint", "jax"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from a source tree that was never installed
+            found[name] = "unknown"
+    return found

@@ -1,0 +1,124 @@
+"""A committed step back to a state: template first, then values, then their digests."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .. import tree
+from ..errors import Corrupt, SnapshotError
+from ..types import Tree
+from . import host, store
+from . import manifest as manifests
+from .manifest import Leaf, Manifest
+
+_CHUNK = 1 << 28  # bytes read back at a time: verification never holds a second copy of the state
+
+
+class Snapshot(NamedTuple):
+    """What `Snapshots.restore` gives back."""
+
+    step: int
+    state: Tree  # of the template's structure, devices and dtypes
+    loop: Any  # the JSON that was given to save, or None
+    metrics: dict[str, float]
+    meta: Any
+
+
+def read(folder: Path, template: Tree, prefixes: set[str] | None, *, platforms: str | None) -> Snapshot:
+    """The state of one step in new tensors; leaves outside of the prefixes are copies of the template's.
+
+    Raises:
+        Mismatch: one line for each leaf that differs from the template, before any values are read.
+        Corrupt: what is damaged.
+    """
+    manifest = manifests.read(folder)
+    leaves = tree.with_paths(template)
+    described = manifests.describe(leaves)
+    chosen = manifests.select(list(described), prefixes, where="the template")
+    stored = manifests.select(list(manifest.leaves), prefixes, where=str(folder))
+    manifests.compare(
+        {path: leaf for path, leaf in manifest.leaves.items() if path in stored},
+        {path: leaf for path, leaf in described.items() if path in chosen},
+        where=str(folder),
+    )
+    values = _values(folder, {path: manifest.leaves[path] for path in chosen}, platforms)
+    made: list[Any] = []
+    for path, leaf in leaves:
+        if path not in chosen:
+            made.append(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
+        elif isinstance(leaf, Tensor):
+            made.append(host.tensor(values.pop(path, None), leaf))
+        else:
+            made.append(manifest.leaves[path].value)
+    _, treedef = tree.flatten(template)
+    return Snapshot(manifest.step, tree.unflatten(treedef, made), manifest.loop, manifest.metrics, manifest.meta)
+
+
+def verify(folder: Path, manifest: Manifest, *, platforms: str | None) -> None:
+    """Reads every value, a few leaves at a time, and holds it against its digest.
+
+    Raises:
+        Corrupt: naming the leaf.
+    """
+    stored = {path: leaf for path, leaf in manifest.leaves.items() if leaf.is_stored}
+    _check_claims(folder, stored, platforms)
+    for group in _groups(stored):
+        _load(folder, group, platforms)
+
+
+def _values(folder: Path, leaves: dict[str, Leaf], platforms: str | None) -> dict[str, store.Array]:
+    stored = {path: leaf for path, leaf in leaves.items() if leaf.is_stored}
+    _check_claims(folder, stored, platforms)
+    return _load(folder, stored, platforms)
+
+
+def _load(folder: Path, stored: dict[str, Leaf], platforms: str | None) -> dict[str, store.Array]:
+    if not stored:
+        return {}
+    try:
+        values = store.read(folder, {path: leaf.dtype for path, leaf in stored.items()}, platforms=platforms)
+    except Exception as error:
+        raise _unreadable(folder, error) from error
+    for path, leaf in stored.items():
+        manifests.check_values(path, leaf, values.get(path), where=str(folder))
+    return values
+
+
+def _check_claims(folder: Path, stored: dict[str, Leaf], platforms: str | None) -> None:
+    """A few damaged or hostile bytes can claim terabytes, which would be allocated before they are missed."""
+    if not stored:
+        return
+    try:
+        claims = store.shapes(folder, platforms=platforms)
+    except Exception as error:
+        raise _unreadable(folder, error) from error
+    for path, leaf in stored.items():
+        claim = claims.get(store.key(path))
+        if claim is None:
+            raise Corrupt(f"the values of {path} are missing", where=str(folder))
+        if any(shape != leaf.shape for shape in claim):
+            found = ", ".join(str(list(shape)) for shape in claim)
+            text = f"the arrays' own metadata claim {found} for {path}, {leaf.text()} was written"
+            raise Corrupt(text, where=str(folder))
+
+
+def _unreadable(folder: Path, error: Exception) -> SnapshotError:
+    text = str(error).strip().splitlines()
+    return Corrupt(f"cannot be read: {type(error).__name__}: {text[0][:300] if text else ''}", where=str(folder))
+
+
+def _groups(stored: dict[str, Leaf]) -> list[dict[str, Leaf]]:
+    groups: list[dict[str, Leaf]] = []
+    room = 0
+    for path, leaf in stored.items():
+        size = host.carrier(leaf.dtype).itemsize * math.prod(leaf.shape)
+        if not groups or size > room:
+            groups.append({})
+            room = _CHUNK
+        groups[-1][path] = leaf
+        room -= size
+    return groups

@@ -1,0 +1,384 @@
+"""The directory as the loop sees it: save, restore, which steps there are, when the next one is due."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..errors import ConfigError, Corrupt, NotFound, SnapshotError
+from ..files import DirectoryLock, failpoint
+from ..types import Tree
+from . import background, cadence, directory, host, reading, writer
+from . import manifest as manifests
+from .manifest import Manifest
+from .reading import Snapshot
+
+_log = logging.getLogger("purestep")
+
+
+class Snapshots:
+    """Snapshots of a training state in a directory, written by orbax in the background, verified when read.
+
+    A step counts as saved when `steps` lists it: whole, flushed to the disk, read back once. A kill or a power cut at
+    any moment leaves the steps listed before it. Use it as a context manager; a script that ends without one waits for
+    its last save as well. Nothing is read or written before the first call; reading takes no lock and deletes nothing.
+
+    Args:
+        directory: made on the first save.
+        every_steps: a snapshot is due each time this many optimizer updates are done.
+        every_epochs: a snapshot is due each time this many epochs are done.
+        every_seconds: a snapshot is due when the last one is this old.
+        keep: how many of the newest steps stay; None for all.
+        keep_best: how many of the best by ``monitor`` stay beside them.
+        monitor: the metric, out of ``save(metrics=...)``, that decides which step is best.
+        mode: ``"min"`` or ``"max"``: which values of the monitor are good.
+        writer: False makes the object read only: `save` raises.
+        strict: whether `restore` raises where it would fall back to an older step.
+        jax_platforms: what JAX, which orbax runs on, may start: the CPU only, so that it takes no GPU memory. None
+            leaves JAX alone, for programs that use JAX on the GPU themselves.
+
+    Example:
+        >>> import tempfile, torch
+        >>> state = {"w": torch.arange(3.0), "step": torch.tensor(7)}
+        >>> with Snapshots(tempfile.mkdtemp()) as snapshots:
+        ...     snapshots.save(7, state, metrics={"val_loss": 0.5})
+        ...     found = snapshots.restore(state)
+        >>> found.step, found.state["w"].tolist(), found.metrics
+        (7, [0.0, 1.0, 2.0], {'val_loss': 0.5})
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every_steps: int | None = None,
+        every_epochs: int | None = 1,
+        every_seconds: float | None = None,
+        keep: int | None = 3,
+        keep_best: int = 1,
+        monitor: str | None = None,
+        mode: str = "min",
+        writer: bool = True,
+        strict: bool = False,
+        jax_platforms: str | None = "cpu",
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise ConfigError(f"keep is {keep}", where="Snapshots", hint="keep=1, or keep=None for all")
+        if keep_best < 0:
+            raise ConfigError(f"keep_best is {keep_best}", where="Snapshots", hint="keep_best=0 for none")
+        self.directory = Path(directory).absolute()
+        self.keep = keep
+        self.keep_best = keep_best
+        self.strict = strict
+        self.waits = 0
+        """How many saves had to wait for the one before: more than a few, and the interval is too short."""
+        self._every = cadence.every(every_steps, every_epochs, every_seconds)
+        self._monitor: tuple[str, str] | None = None
+        self._is_writer = writer
+        self._platforms = jax_platforms
+        self._lock = DirectoryLock(self.directory)
+        self._background = background.Background()
+        self._spare: host.Buffers = {}
+        self._restored: int | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._last = self._here = cadence.Mark(0, 0, time.monotonic())
+        if monitor is not None:
+            self.track(monitor, mode=mode)
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Takes the directory for writing and clears away what a killed run left; `save` does it where nobody did.
+
+        Raises:
+            Locked: another run writes there.
+            WriteFailed: the directory cannot be made or written to.
+            SnapshotError: this object is closed, read only, or was made in another process.
+        """
+        hint = "a Snapshots of its own, after the fork"
+        if self._pid != os.getpid():
+            raise SnapshotError(f"was made in process {self._pid}", where=str(self.directory), hint=hint)
+        if self._closed:
+            raise SnapshotError("is closed", where=str(self.directory), hint="save inside the with block")
+        if not self._is_writer:
+            raise SnapshotError("was opened to read", where=str(self.directory), hint="Snapshots(directory)")
+        if not self._lock.held:
+            self._lock.acquire()
+            directory.sweep(self.directory)
+
+    def wait(self) -> None:
+        """Returns when the last save is on the disk.
+
+        Raises:
+            WriteFailed: it is not; older steps are whole.
+        """
+        self._background.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raises what went wrong in the background since anybody last asked; does not wait.
+
+        Raises:
+            WriteFailed: names the step that was not written.
+        """
+        error = self._background.take_error()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Waits for the last save and gives the directory back; reading goes on working.
+
+        Raises:
+            WriteFailed: as `wait`; the directory is given back all the same.
+        """
+        if self._pid != os.getpid():
+            return
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            self._spare = {}
+            self._lock.release()
+
+    def __enter__(self) -> Snapshots:
+        if self._is_writer:
+            self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- when -----------------------------------------------------------------------------------------------------
+
+    def begin(self, *, updates: int, epoch: int, now: float | None = None) -> None:
+        """Tells where a run starts or goes on, so that `due` counts from there. Arguments as for `due`."""
+        self._last = self._here = cadence.Mark(updates, epoch, time.monotonic() if now is None else now)
+
+    def due(self, *, updates: int, epoch: int, now: float | None = None) -> tuple[str, ...]:
+        """What asks for a snapshot at this boundary: some of ``every_steps``, ``every_epochs``, ``every_seconds``.
+
+        Several at once are one snapshot. The next `save` counts as the answer, whatever led to it.
+
+        Args:
+            updates: optimizer updates done so far.
+            epoch: epochs finished so far.
+            now: reading of `time.monotonic`, in seconds; taken here by default.
+
+        Example:
+            >>> snapshots = Snapshots("runs/a", every_steps=10)
+            >>> snapshots.due(updates=9, epoch=0), snapshots.due(updates=10, epoch=1)
+            ((), ('every_steps', 'every_epochs'))
+        """
+        self._here = cadence.Mark(updates, epoch, time.monotonic() if now is None else now)
+        return cadence.due(self._every, self._last, self._here)
+
+    def track(self, monitor: str, *, mode: str = "min") -> None:
+        """Sets the metric that decides which step is best, unless one is set already.
+
+        Raises:
+            ConfigError: ``mode`` is neither ``"min"`` nor ``"max"``.
+        """
+        if mode not in ("min", "max"):
+            raise ConfigError(f"mode is {mode!r}", where="Snapshots", hint='mode="min" or mode="max"')
+        if self._monitor is None:
+            self._monitor = (monitor, mode)
+
+    # --- what is there --------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The steps that are committed and whole, in ascending order.
+
+        Whole by manifest and file sizes; `restore` looks at every number. A save in flight is not among them.
+        """
+        return [entry.step for entry in directory.entries(self.directory)]
+
+    def latest(self) -> int | None:
+        """The newest of `steps`, or None.
+
+        None does not mean a fresh start: ask `restore`, which tells a damaged directory from an empty one.
+        """
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The step with the best value of the monitor (of the run that wrote the newest step, where none is set here).
+
+        None where no step has a value of it; NaN is never best; of equal values the oldest.
+        """
+        found = directory.entries(self.directory)
+        monitor = self._monitor or (found[-1].monitor if found else None)
+        ranked = directory.best(found, *monitor) if monitor else []
+        return ranked[0] if ranked else None
+
+    # --- save -----------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: Tree,
+        *,
+        loop: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        meta: Any = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Copies the state to host memory, returns, and writes it in the background.
+
+        The copy is made before this returns: the state may be donated or changed right after. One save is in flight at
+        a time; a second one waits for the first (counted in ``waits``).
+
+        Args:
+            step: its name, 0 or more.
+            state: any pytree of tensors (and of plain Python numbers and texts).
+            loop: the loop's own record, as JSON: dicts, lists, texts, numbers.
+            metrics: numbers by name; the monitored one among them decides which step is best.
+            meta: notes, as JSON.
+            overwrite: replaces a step of that name.
+
+        Raises:
+            SnapshotError: the step is there already, or older than the newest one without a `restore` of an even older
+                one (after such a restore the steps that follow it are renamed to ``<step>.archived``); or ``loop`` or
+                ``meta`` are no JSON.
+            StateError: a leaf that cannot be stored.
+            WriteFailed: the save before this one failed. This one is under way all the same.
+            Locked: another run writes into the directory.
+        """
+        self.open()
+        step = self._checked(step)
+        leaves = tree.with_paths(state)
+        manifest = Manifest(
+            step=step,
+            leaves=manifests.describe(leaves),
+            loop=manifests.as_json(loop, where="loop"),
+            metrics=manifests.as_metrics(metrics),
+            meta=manifests.as_json(meta, where="meta"),
+            monitor=self._monitor,
+            environment=manifests.environment(_device_of(leaves)),
+            files={},
+        )
+        if self._background.busy:
+            self.waits += 1
+        self._background.join()
+        archive = self._archive_for(step, overwrite)
+        failpoint("snapshot.copy")
+        self._spare = host.stage({path: leaf for path, leaf in leaves if manifest.leaves[path].is_stored}, self._spare)
+        job = writer.Job(
+            root=self.directory,
+            manifest=manifest,
+            buffers=self._spare,
+            overwrite=overwrite,
+            archive=archive,
+            keep=self.keep,
+            keep_best=self.keep_best,
+            platforms=self._platforms,
+        )
+        before = self._background.take_error()
+        self._background.start(lambda: writer.run(job))
+        self._last = self._here
+        if before is not None:
+            raise before
+
+    def _checked(self, step: int) -> int:
+        try:
+            number = -1 if isinstance(step, bool) else operator.index(step)
+        except TypeError:
+            number = -1
+        if not 0 <= number < 10**18:
+            raise SnapshotError(f"step is {step!r}", where=str(self.directory), hint="save(int(state.updates), state)")
+        return number
+
+    def _archive_for(self, step: int, overwrite: bool) -> tuple[int, ...]:
+        there = directory.numbered(self.directory)
+        later = [s for s in there if s >= step]
+        if not later or (overwrite and later == [step]):
+            return ()
+        if self._restored is not None and self._restored < step:
+            branch, self._restored = self._restored, None
+            return tuple(s for s in there if s > branch)
+        where = str(self.directory)
+        if step in later:
+            raise SnapshotError(f"step {step} is there already", where=where, hint="save(..., overwrite=True)")
+        hint = f"restore(template, step={max((s for s in there if s < step), default=later[0])}), or another directory"
+        raise SnapshotError(f"step {step} is older than step {later[-1]}, which is there", where=where, hint=hint)
+
+    # --- restore --------------------------------------------------------------------------------------------------
+
+    def restore(self, template: Tree, *, step: int | None = None, only: str | Iterable[str] | None = None) -> Snapshot:
+        """Reads a snapshot into new tensors; the template is neither read nor changed.
+
+        Args:
+            template: a state of the structure, shapes, dtypes and devices that the result shall have.
+            step: which one; by default the newest that is good. A damaged newer one is passed over with a warning and,
+                by the directory's writer, renamed to ``<step>.corrupt``.
+            only: paths (``"params"``, ``{"params", "opt_state/0"}``): what to read; the rest is copied from the
+                template, and may differ from what is stored.
+
+        Raises:
+            NotFound: there is no snapshot, or not that one.
+            Mismatch: one line for each leaf that differs, before any data is read.
+            Corrupt: that step is damaged, or every step is; with ``strict``, the newest one is.
+        """
+        self._background.join()
+        prefixes = None if only is None else {only} if isinstance(only, str) else set(only)
+        there = directory.numbered(self.directory)
+        if step is not None:
+            if step not in there:
+                hint = f"one of: {', '.join(map(str, there))}" if there else "another directory"
+                raise NotFound(f"no snapshot of step {step}", where=str(self.directory), hint=hint)
+            found = self._read(template, step, prefixes)
+        else:
+            found = self._newest_good(template, there, prefixes)
+        self._restored = found.step
+        return found
+
+    def _read(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
+        return reading.read(self.directory / str(step), template, prefixes, platforms=self._platforms)
+
+    def _newest_good(self, template: Tree, there: list[int], prefixes: set[str] | None) -> Snapshot:
+        damaged: dict[int, Corrupt] = {}
+        for step in reversed(there):
+            try:
+                found = self._read(template, step, prefixes)
+            except Corrupt as error:
+                if not (self.directory / str(step)).exists():  # retired by its writer while this one read
+                    continue
+                if self.strict:
+                    raise
+                damaged[step] = error
+                continue
+            if damaged:
+                self._pass_over(damaged, found.step)
+            return found
+        aside = directory.aside(self.directory, "corrupt")
+        if damaged or aside:
+            lines = [f"{step}: {error}" for step, error in damaged.items()] + [f"{name}: set aside" for name in aside]
+            text = "\n  ".join(["every snapshot here is damaged", *lines])
+            raise Corrupt(text, where=str(self.directory), hint="another directory, to start afresh")
+        raise NotFound("no snapshot here", where=str(self.directory), hint="the directory a run was saved to")
+
+    def _pass_over(self, damaged: dict[int, Corrupt], used: int) -> None:
+        lines = [f"  {step}: {error}" for step, error in damaged.items()]
+        if self._is_writer and not self._closed:
+            self.open()
+            for step in damaged:
+                failpoint("snapshot.quarantine")
+                directory.set_aside(self.directory, step, "corrupt")
+            lines.append("  renamed to " + ", ".join(f"{step}.corrupt" for step in damaged))
+        lost = f"{max(damaged) - used} steps lost"
+        text = "\n".join([f"{self.directory}: went back to step {used}, {lost}; damaged:", *lines])
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _device_of(leaves: list[tuple[str, Any]]) -> torch.device:
+    devices = [leaf.device for _, leaf in leaves if isinstance(leaf, Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

@@ -1,0 +1,108 @@
+"""From staged buffers to a committed, verified, durable directory, and back to values."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import Corrupt, WriteFailed
+from ..files import failpoint, remove_tree, sync_directory, sync_tree, write_failed
+from . import directory, host, reading, store
+from . import manifest as manifests
+from .manifest import Manifest
+
+
+class Job(NamedTuple):
+    """Everything one save needs; nothing in it is shared with the caller's state."""
+
+    root: Path
+    manifest: Manifest  # without digests and files
+    buffers: host.Buffers
+    overwrite: bool
+    archive: tuple[int, ...]  # steps of an abandoned branch, set aside before the commit
+    keep: int | None
+    keep_best: int
+    platforms: str | None
+
+
+def run(job: Job) -> None:
+    """Stages, digests, flushes, reads back, commits, then retires what is no longer kept.
+
+    Raises:
+        WriteFailed: nothing has changed in the directory, except that a step may be archived or an old one still there.
+    """
+    step = job.manifest.step
+    staging = job.root / f".tmp-{step}-{os.getpid()}"
+    try:
+        _stage(job, staging)
+        failpoint("snapshot.verify")
+        _verify(staging, job.platforms)
+        _commit(job, staging)
+        _retire(job)
+    except Exception as error:
+        for leftover in (staging, Path(f"{staging}.orbax-checkpoint-tmp")):
+            with suppress(OSError):
+                remove_tree(leftover)
+        if isinstance(error, WriteFailed):
+            raise WriteFailed(f"step {step}: {error.what}", where=error.where, hint=error.hint) from error
+        failed = write_failed(job.root / str(step), error)
+        raise WriteFailed(f"step {step}: {failed.what}", where=failed.where, hint=failed.hint) from error
+
+
+def _stage(job: Job, staging: Path) -> None:
+    failpoint("snapshot.stage")
+    remove_tree(staging)
+    leaves = job.manifest.leaves
+    arrays = {path: (leaves[path].dtype, host.array(buffer)) for path, buffer in job.buffers.items()}
+    if arrays:
+        store.write(staging, arrays, platforms=job.platforms)
+    else:
+        staging.mkdir()
+    failpoint("snapshot.digest")
+    digested = {path: leaves[path]._replace(crc32=host.digest(values)) for path, (_, values) in arrays.items()}
+    failpoint("snapshot.manifest")
+    files = manifests.file_sizes(staging)
+    manifests.write(staging, job.manifest._replace(leaves=leaves | digested, files=files))
+    failpoint("snapshot.sync")
+    sync_tree(staging)
+
+
+def _verify(staging: Path, platforms: str | None) -> None:
+    try:
+        manifest = manifests.read(staging)
+        reading.verify(staging, manifest, platforms=platforms)
+    except Corrupt as error:
+        raise WriteFailed(
+            f"reads back as damaged: {error.what}", where=error.where, hint="a look at the disk"
+        ) from error
+
+
+def _commit(job: Job, staging: Path) -> None:
+    failpoint("snapshot.archive")
+    for step in job.archive:
+        directory.set_aside(job.root, step, "archived")
+    target = job.root / str(job.manifest.step)
+    replaced = job.root / f".replaced-{job.manifest.step}"
+    if job.overwrite and target.exists():
+        failpoint("snapshot.replace")
+        remove_tree(replaced)
+        os.rename(target, replaced)
+    failpoint("snapshot.commit")
+    os.rename(staging, target)
+    failpoint("snapshot.committed")
+    sync_directory(job.root)
+    remove_tree(replaced)
+
+
+def _retire(job: Job) -> None:
+    if job.keep is None:
+        return
+    found = directory.entries(job.root)
+    kept = {entry.step for entry in found[-job.keep :]} | {job.manifest.step}
+    if job.manifest.monitor is not None and job.keep_best:
+        kept |= set(directory.best(found, *job.manifest.monitor, count=job.keep_best))
+    for entry in found:
+        if entry.step not in kept:
+            directory.retire(job.root, entry.step)

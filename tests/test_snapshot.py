@@ -1,0 +1,312 @@
+"""Snapshots: what comes back, what is refused, what stays, and what a fault leaves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from purestep import errors, tree
+from purestep.snapshot import Snapshots
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def small(value: float = 0.0) -> dict[str, Tensor]:
+    return {"w": torch.arange(6.0).reshape(2, 3) + value, "b": torch.full((2,), float(value))}
+
+
+def bits(tensor: Tensor) -> bytes:
+    """Equal for equal bits, NaN and -0 included."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert tree.flatten(found)[1] == tree.flatten(expected)[1]
+    for (path, a), (_, b) in zip(tree.with_paths(found), tree.with_paths(expected), strict=True):
+        if isinstance(b, Tensor):
+            assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device), path
+            assert bits(a) == bits(b), path
+        else:
+            assert type(a) is type(b), path
+            assert a == b or (a != a and b != b), path
+
+
+def rich() -> Pair:
+    """Every dtype, odd layouts, odd names, Python leaves, containers of all kinds."""
+    generator = torch.Generator().manual_seed(0)
+    every = {
+        str(dtype): torch.randint(0, 256, (5, dtype.itemsize * 2), dtype=torch.uint8, generator=generator).view(dtype)
+        for dtype in DTYPES
+        if dtype != torch.bool
+    }
+    layouts = {
+        "bool": torch.tensor([True, False, True]),
+        "transposed": torch.arange(12.0).reshape(3, 4).t(),
+        "strided": torch.arange(20)[::3],
+        "expanded": torch.tensor([1.5]).expand(4, 3),
+        "channels_last": torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last),
+        "conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "zero_d": torch.tensor(2**60 + 1),
+        "no_elements": torch.zeros(0, 3),
+        "special": torch.tensor([math.nan, math.inf, -math.inf, -0.0]),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "a.b": torch.tensor(1.0),
+        "odd %/é\n" + "x" * 300: torch.tensor(3.0),
+        "": torch.tensor(4.0),
+    }
+    python = {"flag": True, "count": 2**70, "rate": math.nan, "name": "adam", "nothing": None}
+    return Pair({"every": every, "a": {"b": torch.tensor(2.0)}}, [layouts, (python, Pair(torch.tensor(5), ()))])
+
+
+# --- what comes back ----------------------------------------------------------------------------------------------
+
+
+def test_every_leaf_comes_back_bit_for_bit(tmp_path):
+    state = rich()
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(3, state)
+        template = tree.map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, state)
+        before = tree.clone(template)
+        found = snapshots.restore(template)
+        assert_same(found.state, state)
+        assert_same(template, before)
+        kept = {leaf.data_ptr() for leaf in tree.leaves(template) if isinstance(leaf, Tensor) and leaf.numel()}
+        fresh = [leaf.data_ptr() for leaf in tree.leaves(found.state) if isinstance(leaf, Tensor) and leaf.numel()]
+        assert not kept & set(fresh)
+        assert len(set(fresh)) == len(fresh)
+
+
+def test_the_layout_of_the_template_is_kept(tmp_path):
+    state = {"x": torch.randn(2, 3, 4, 5)}
+    template = {"x": torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)}
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(0, state)
+        found = snapshots.restore(template).state["x"]
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(found, state["x"])
+
+
+def test_the_records_come_back(tmp_path):
+    loop = {"epoch": 2, "history": [0.5, math.inf], "done": False, "none": None, "deep": {"name": "é"}}
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(5, small(), loop=loop, metrics={"loss": torch.tensor(0.25)}, meta=("a", 1))
+        loop["epoch"] = 3
+    found = Snapshots(tmp_path, writer=False).restore(small())
+    assert found.step == 5
+    assert found.loop == {"epoch": 2, "history": [0.5, math.inf], "done": False, "none": None, "deep": {"name": "é"}}
+    assert found.metrics == {"loss": 0.25}
+    assert found.meta == ["a", 1]
+
+
+def test_the_state_may_change_right_after_save(tmp_path):
+    state = {f"w{i}": torch.full((1000,), float(i)) for i in range(20)}
+    with Snapshots(tmp_path) as snapshots:
+        for step in range(3):
+            expected = tree.clone(state)
+            snapshots.save(step, state)
+            tree.map(lambda x: x.add_(1.0), state)
+            assert_same(snapshots.restore(state, step=step).state, expected)
+
+
+def test_a_state_without_tensor_values(tmp_path):
+    state = {"none": torch.zeros(0), "name": "x"}
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(0, state)
+        assert_same(snapshots.restore(state).state, state)
+
+
+# --- what stays ---------------------------------------------------------------------------------------------------
+
+
+def test_keep_and_best(tmp_path):
+    losses = {1: 0.5, 2: 0.1, 3: math.nan, 4: 0.3, 5: 0.4, 6: 0.1}
+    with Snapshots(tmp_path, keep=2, keep_best=1, monitor="loss") as snapshots:
+        for step, loss in losses.items():
+            snapshots.save(step, small(step), metrics={"loss": loss})
+        snapshots.wait()
+        assert snapshots.steps() == [2, 5, 6]
+        assert snapshots.latest() == 6
+        assert snapshots.best() == 2
+        assert_same(snapshots.restore(small(), step=2).state, small(2))
+    assert Snapshots(tmp_path, writer=False).best() == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "2", "5", "6"]
+
+
+def test_best_by_the_largest(tmp_path):
+    with Snapshots(tmp_path, keep=1, keep_best=2, monitor="acc", mode="max") as snapshots:
+        for step, acc in enumerate([0.1, 0.9, 0.5, 0.7, 0.2]):
+            snapshots.save(step, small(), metrics={"acc": acc})
+        snapshots.wait()
+        assert snapshots.steps() == [1, 3, 4]
+
+
+def test_keep_all(tmp_path):
+    with Snapshots(tmp_path, keep=None) as snapshots:
+        for step in range(5):
+            snapshots.save(step, small())
+        snapshots.wait()
+        assert snapshots.steps() == [0, 1, 2, 3, 4]
+
+
+def test_an_empty_directory(tmp_path):
+    snapshots = Snapshots(tmp_path / "none")
+    assert snapshots.steps() == []
+    assert snapshots.latest() is None
+    assert snapshots.best() is None
+    with pytest.raises(errors.NotFound, match="no snapshot here"):
+        snapshots.restore(small())
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_missing_step_lists_those_there(tmp_path):
+    with Snapshots(tmp_path) as snapshots:
+        for step in (4, 8):
+            snapshots.save(step, small())
+        with pytest.raises(errors.NotFound, match=r"no snapshot of step 5 \(cure: one of: 4, 8\)"):
+            snapshots.restore(small(), step=5)
+
+
+# --- what does not fit --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [
+        ({"w": torch.zeros(3, 2), "b": torch.zeros(2)}, r"w: float32 \[2, 3\] in the snapshot, float32 \[3, 2\] in"),
+        (
+            {"w": torch.zeros(2, 3).half(), "b": torch.zeros(2)},
+            r"w: float32 \[2, 3\] in the snapshot, float16 \[2, 3\]",
+        ),
+        ({"w": torch.zeros(2, 3)}, r"b: float32 \[2\] in the snapshot only"),
+        (small() | {"c": torch.zeros(1)}, r"c: float32 \[1\] in the template only"),
+        ({"weight": torch.zeros(2, 3), "b": 1}, r"b: float32 \[2\] in the snapshot, Python int in the template"),
+    ],
+)
+def test_a_template_that_differs(tmp_path, template, line):
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, small())
+        with pytest.raises(errors.Mismatch, match=line):
+            snapshots.restore(template)
+
+
+def test_a_renamed_leaf_names_the_nearest(tmp_path):
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, {"layers.0.weight": torch.zeros(2), "head": torch.zeros(1)})
+        with pytest.raises(errors.Mismatch) as caught:
+            snapshots.restore({"layer.0.weight": torch.zeros(2), "head": torch.zeros(1)})
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith("2 leaves differ from the template")
+    assert lines[1].strip() == "layer.0.weight: float32 [2] in the template only (nearest name: layers.0.weight)"
+    assert lines[2].startswith("  layers.0.weight: float32 [2] in the snapshot only (nearest name: layer.0.weight)")
+
+
+def test_a_part_of_the_state(tmp_path):
+    old = {"params": {"layers.1.w": torch.ones(2), "layers.10.w": torch.ones(3)}, "opt": torch.ones(4)}
+    new = {"params": {"layers.1.w": torch.zeros(2), "layers.10.w": torch.zeros(3)}, "opt": torch.zeros(5)}
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, old)
+        found = snapshots.restore(new, only={"params"}).state
+        assert_same(found, {"params": old["params"], "opt": new["opt"]})
+        assert found["opt"].data_ptr() != new["opt"].data_ptr()
+        found = snapshots.restore(new, only="params/layers.1").state
+        assert found["params"]["layers.1.w"].tolist() == [1, 1]
+        assert found["params"]["layers.10.w"].tolist() == [0, 0, 0]
+        with pytest.raises(errors.Mismatch, match=r"no leaf is under 'parms' \(cure: only= some of: opt, params\)"):
+            snapshots.restore(new, only="parms")
+        with pytest.raises(errors.Mismatch, match=r"opt: float32 \[4\] in the snapshot"):
+            snapshots.restore(new, only={"opt"})
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        ({1, 2}, r"a/x: a builtins.set cannot be stored"),
+        (torch.zeros(2).to_sparse(), r"a/x: a torch.sparse_coo tensor cannot be stored \(cure: .to_dense\(\)\)"),
+        (torch.zeros(2, device="meta"), r"a/x: a tensor on the meta device has no values"),
+        (torch.empty(2, dtype=torch.float4_e2m1fn_x2), r"a/x: torch.float4_e2m1fn_x2 cannot be stored"),
+    ],
+)
+def test_leaves_that_cannot_be_stored(tmp_path, leaf, text):
+    with Snapshots(tmp_path) as snapshots:
+        with pytest.raises(errors.StateError, match=text):
+            snapshots.save(0, {"a": {"x": leaf}})
+        assert snapshots.steps() == []
+
+
+def test_two_leaves_with_one_path(tmp_path):
+    with Snapshots(tmp_path) as snapshots, pytest.raises(errors.SnapshotError, match="a/b: two leaves have this path"):
+        snapshots.save(0, {"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"loop": {"x": [torch.zeros(1)]}}, r"loop/x/0: a Tensor cannot be stored in JSON"),
+        ({"meta": {1: 2}}, r"meta: the key 1 is no text"),
+        ({"metrics": {"loss": "high"}}, r"metrics: loss is a str, not a number"),
+    ],
+)
+def test_records_that_json_would_change(tmp_path, kwargs, text):
+    with Snapshots(tmp_path) as snapshots, pytest.raises(errors.SnapshotError, match=text):
+        snapshots.save(0, small(), **kwargs)
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.5, "1", 10**18])
+def test_steps_that_are_no_counts(tmp_path, step):
+    with Snapshots(tmp_path) as snapshots, pytest.raises(errors.SnapshotError, match="step is"):
+        snapshots.save(step, small())
+
+
+def test_the_same_step_twice(tmp_path):
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(5, small(0))
+        with pytest.raises(errors.SnapshotError, match="step 5 is there already"):
+            snapshots.save(5, small(1))
+        snapshots.save(5, small(2), overwrite=True)
+        assert_same(snapshots.restore(small()).state, small(2))
+        assert snapshots.steps() == [5]
+
+
+def test_a_step_that_goes_backwards(tmp_path):
+    with Snapshots(tmp_path) as snapshots:
+        for step in (3, 6, 9):
+            snapshots.save(step, small(step))
+        with pytest.raises(errors.SnapshotError, match=r"step 5 is older than step 9, .*restore\(template, step=3\)"):
+            snapshots.save(5, small(5))
+        snapshots.restore(small(), step=3)
+        snapshots.save(6, small(60))
+        snapshots.save(7, small(70))
+        snapshots.wait()
+        assert snapshots.steps() == [3, 6, 7]
+        assert_same(snapshots.restore(small(), step=6).state, small(60))
+        assert {"6.archived", "9.archived"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"keep": 0}, "keep is 0"),
+        ({"keep_best": -1}, "keep_best is -1"),
+        ({"every_steps": 0}, "every_steps is 0"),
+        ({"monitor": "loss", "mode": "best"}, "mode is 'best'"),
+    ],
+)
+def test_settings_that_make_no_sense(tmp_path, kwargs, text):
+    with pytest.raises(errors.ConfigError, match=text):
+        Snapshots(tmp_path, **kwargs)
