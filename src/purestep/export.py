@@ -1,0 +1,139 @@
+"""Weights out of a state: into a file that any PyTorch program loads, or into a module."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .ema import view as view_of
+from .errors import ConfigError, Mismatch
+from .files import replacing, write_failed
+from .model import OBJECTIVE
+from .types import Params, Program, TrainState
+
+
+def export_weights(path: str | os.PathLike[str], program: Program, state: TrainState, view: str = "params") -> None:
+    """Writes the weights under the module's own ``state_dict`` keys, atomically.
+
+    Tied parameters stand under every name they have, buffers that the module does not persist and the objective's own
+    tensors are left out: ``module.load_state_dict(...)`` takes the file as it is.
+
+    Args:
+        path: ``.safetensors``, or ``.pt`` / ``.pth`` for `torch.load` with ``weights_only=True``.
+        program: the one the state belongs to.
+        state: on any device; it is not changed.
+        view: "params", or "ema" for the averaged weights (in the parameters' dtypes).
+
+    Raises:
+        ConfigError: another suffix or view, or a program of one's own without ``static``.
+        StateError: "ema" of a state without one.
+        WriteFailed: what is under ``path`` is what was there before.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from pathlib import Path
+        >>> from purestep.objective import supervised
+        >>> from purestep.optim import sgd
+        >>> from purestep.step import program
+        >>> model = torch.nn.Linear(2, 1)
+        >>> trained = program(model, supervised(torch.nn.MSELoss()), sgd(0.1))
+        >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
+        >>> export_weights(path, trained, trained.init())
+        >>> from safetensors.torch import load_file
+        >>> model.load_state_dict(load_file(path))
+        <All keys matched successfully>
+    """
+    target = Path(path)
+    if target.suffix not in (".safetensors", ".pt", ".pth"):
+        raise ConfigError(f"{target.suffix!r} is no format", where=str(path), hint=".safetensors or .pt")
+    tensors = weights(program, state, view)
+    with replacing(target) as temporary:
+        try:
+            if target.suffix == ".safetensors":
+                from safetensors.torch import save_file
+
+                save_file(tensors, temporary, metadata={"format": "pt"})
+            else:
+                torch.save(tensors, temporary)
+        except Exception as error:  # both report a full disk by classes of their own
+            raise write_failed(target, error) from error
+
+
+def weights(program: Program, state: TrainState, view: str = "params") -> Params:
+    """The module's ``state_dict`` of a state: on the CPU, each entry contiguous and in memory of its own.
+
+    Arguments and errors as for `export_weights`.
+    """
+    static = program.static
+    if static is None:
+        hint = "torch.save of the tensors of your own state"
+        raise ConfigError("a program without static names cannot be exported", where="program", hint=hint)
+    shown = view_of(state, view)
+    found = {**shown.params, **shown.frozen}
+    found.update({name: value for name, value in shown.buffers.items() if name in static.persistent})
+    found.update({alias: found[name] for alias, name in static.ties.items()})
+    return {name: _copy(value) for name, value in sorted(found.items()) if not name.startswith(OBJECTIVE)}
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", copy=True).contiguous()
+
+
+def load_into(module: nn.Module, state: TrainState, view: str = "params") -> None:
+    """Copies the weights and buffers of a state into a module, in place.
+
+    Values are cast to the module's dtypes and moved to its devices. Either everything is copied or nothing.
+
+    Args:
+        module: of the architecture the state was made for; tied parameters stay tied.
+        state: it is not changed; the objective's own tensors are left out.
+        view: "params", or "ema" for the averaged weights.
+
+    Raises:
+        Mismatch: one line for each name or shape that differs.
+        ConfigError: another view.
+        StateError: "ema" of a state without one.
+
+    Example:
+        >>> import torch
+        >>> from purestep.objective import supervised
+        >>> from purestep.optim import sgd
+        >>> from purestep.step import program
+        >>> make = lambda: torch.nn.Linear(2, 1)
+        >>> trained = program(make(), supervised(torch.nn.MSELoss()), sgd(0.1))
+        >>> model, state = make(), trained.init()
+        >>> load_into(model, state)
+        >>> torch.equal(model.weight, state.params["weight"])
+        True
+    """
+    shown = view_of(state, view)
+    stored = {**shown.params, **shown.frozen, **shown.buffers}
+    stored = {name: value for name, value in stored.items() if not name.startswith(OBJECTIVE)}
+    own: Params = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    lines = _differences(stored, own)
+    if lines:
+        count = f"{len(lines)} tensors differ" if len(lines) > 1 else "1 tensor differs"
+        text = "\n  ".join([f"{count} between the state and the module", *lines])
+        raise Mismatch(text, where=type(module).__name__, hint="the module that ps.program was given")
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(stored[name])
+
+
+def _differences(stored: Params, own: Params) -> list[str]:
+    lines = [
+        f"{name}: {list(stored[name].shape)} in the state, {list(value.shape)} in the module"
+        for name, value in own.items()
+        if name in stored and stored[name].shape != value.shape
+    ]
+    lines += [f"{name}: in the module only{_near(name, stored, own)}" for name in own if name not in stored]
+    return lines + [f"{name}: in the state only{_near(name, own, stored)}" for name in stored if name not in own]
+
+
+def _near(name: str, others: Params, these: Params) -> str:
+    found = difflib.get_close_matches(name, [other for other in others if other not in these], n=1)
+    return f" (nearest name: {found[0]})" if found else ""

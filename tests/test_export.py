@@ -1,0 +1,201 @@
+"""Weights in files and modules: keys, ties, views, what is left out, and nothing half done."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import contextmanager
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from purestep import errors
+from purestep.ema import EmaState
+from purestep.export import export_weights, load_into, weights
+from purestep.model import template, tensors
+from purestep.types import Empty, Program, Static, TrainState
+
+OFF = Empty()
+
+
+class Tied(nn.Module):
+    """A tie, a frozen parameter, a buffer in and one out of the state_dict, an integer buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.register_buffer("cache", torch.randn(4), persistent=False)
+
+
+def made(module: nn.Module, ema: EmaState | Empty = OFF, objective: nn.Module | None = None):
+    """A program as far as exports need one, and the state of this module."""
+    names = template(module, objective=objective).names
+    static = Static(names.params, names.frozen, names.ties, names.persistent, *[None] * (len(Static._fields) - 4))
+    params, frozen, buffers = tensors(module, objective)
+    empty = {field: Empty() for field in ("opt_state", "scaler", "accum", "halted")}
+    zero = torch.tensor(0)
+    state = TrainState(
+        step=zero,
+        updates=zero,
+        params=params,
+        frozen=frozen,
+        buffers=buffers,
+        ema=ema,
+        key=torch.zeros(2).long(),
+        **empty,
+    )
+    return Program(lambda state, batch: (state, {}), static=static), state
+
+
+@pytest.fixture
+def file_size_limit():
+    """A disk that takes no file larger than so many bytes."""
+    resource = pytest.importorskip("resource")
+
+    @contextmanager
+    def limit(size: int):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, handler)
+
+    return limit
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt", "pth"])
+def test_the_file_is_the_modules_state_dict(tmp_path, suffix):
+    module = Tied()
+    path = tmp_path / f"weights.{suffix}"
+    export_weights(path, *made(module))
+    found = load_file(path) if suffix == "safetensors" else torch.load(path, weights_only=True)
+    assert "head.weight" in found
+    assert "cache" not in found
+    assert_equal(found, dict(module.state_dict()))
+    fresh = Tied()
+    fresh.load_state_dict(found)
+    assert_equal(dict(fresh.state_dict()), dict(module.state_dict()))
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_averaged_weights_in_the_parameters_dtype(tmp_path):
+    module = Tied().to(torch.bfloat16)
+    params, _, buffers = tensors(module)
+    shadow = {name: p.float() + 1 for name, p in params.items()}
+    program, state = made(module, EmaState(shadow, Empty()))
+    found = weights(program, state, "ema")
+    assert found["head.weight"].dtype == torch.bfloat16
+    assert torch.equal(found["head.weight"], shadow["embed.weight"].bfloat16())
+    assert torch.equal(found["norm.running_mean"], module.norm.running_mean)
+    averaged = {name: (b + 2).float() if b.is_floating_point() else b for name, b in buffers.items()}
+    program, state = made(module, EmaState(shadow, averaged))
+    assert torch.equal(weights(program, state, "ema")["norm.running_mean"], module.norm.running_mean + 2)
+
+
+def test_the_objectives_own_tensors_are_left_out(tmp_path):
+    module, criterion = nn.Linear(2, 1), nn.BatchNorm1d(1)
+    program, state = made(module, objective=criterion)
+    assert "objective.weight" in state.params
+    assert weights(program, state).keys() == module.state_dict().keys()
+    load_into(nn.Linear(2, 1), state)
+
+
+def test_layouts_that_safetensors_refuses(tmp_path):
+    module = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    export_weights(tmp_path / "a.safetensors", *made(module))
+    assert_equal(load_file(tmp_path / "a.safetensors"), dict(module.state_dict()))
+
+
+def test_exports_share_no_memory_with_the_state():
+    module = Tied()
+    program, state = made(module)
+    found = weights(program, state)
+    pointers = [value.data_ptr() for value in found.values()]
+    assert len(set(pointers)) == len(pointers)
+    assert not set(pointers) & {value.data_ptr() for value in module.state_dict().values()}
+
+
+def test_a_failed_export_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "a.pt"
+    export_weights(path, *made(nn.Linear(1, 1)))
+    before = path.read_bytes()
+    monkeypatch.setenv("PURESTEP_FAILPOINT", "files.rename=raise:ENOSPC")
+    with pytest.raises(errors.WriteFailed, match=r"a\.pt: could not be written .*No space left"):
+        export_weights(path, *made(nn.Linear(9, 9)))
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.pt"]
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_a_disk_that_is_full(tmp_path, suffix, file_size_limit):
+    path = tmp_path / f"a.{suffix}"
+    export_weights(path, *made(nn.Linear(1, 1)))
+    before = path.read_bytes()
+    with file_size_limit(1 << 16), pytest.raises(errors.WriteFailed, match=rf"a\.{suffix}: could not be written"):
+        export_weights(path, *made(nn.Linear(300, 300)))
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("name", ["weights", "weights.bin", "weights.ckpt"])
+def test_another_suffix(tmp_path, name):
+    with pytest.raises(errors.ConfigError, match=r"is no format \(cure: \.safetensors or \.pt\)"):
+        export_weights(tmp_path / name, *made(nn.Linear(1, 1)))
+
+
+def test_views_that_are_not_there(tmp_path):
+    program, state = made(nn.Linear(1, 1))
+    with pytest.raises(errors.StateError, match="no average"):
+        export_weights(tmp_path / "a.pt", program, state, view="ema")
+    with pytest.raises(errors.ConfigError, match="'best' is no view"):
+        load_into(nn.Linear(1, 1), state, view="best")
+    with pytest.raises(errors.ConfigError, match="a program without static names"):
+        export_weights(tmp_path / "a.pt", program._replace(static=None), state)
+
+
+def test_load_into_a_module():
+    source, target = Tied(), Tied()
+    _, state = made(source)
+    load_into(target, state)
+    assert_equal(dict(target.state_dict()), dict(source.state_dict()))
+    assert torch.equal(target.cache, source.cache)
+    assert target.head.weight is target.embed.weight
+    target.embed.weight.data.add_(1)
+    assert not torch.equal(target.embed.weight, source.embed.weight)
+
+
+def test_load_into_casts():
+    source, target = nn.Linear(2, 2), nn.Linear(2, 2).double()
+    load_into(target, made(source)[1])
+    assert target.weight.dtype == torch.float64
+    assert torch.equal(target.weight, source.weight.double())
+
+
+def test_load_into_another_module_changes_nothing():
+    _, state = made(nn.ModuleDict({"first": nn.Linear(2, 2), "last": nn.Linear(2, 3)}))
+    target = nn.ModuleDict({"first": nn.Linear(2, 2), "list": nn.Linear(2, 3), "extra": nn.Linear(1, 1)})
+    target["first"].weight = nn.Parameter(torch.zeros(4, 2))
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    with pytest.raises(errors.Mismatch) as caught:
+        load_into(target, state)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert lines[0] == "ModuleDict: 7 tensors differ between the state and the module"
+    assert "first.weight: [2, 2] in the state, [4, 2] in the module" in lines
+    assert "list.weight: in the module only (nearest name: last.weight)" in lines
+    assert any(line.startswith("last.bias: in the state only (nearest name: list.bias)") for line in lines)
+    assert_equal(dict(target.state_dict()), before)
