@@ -9,12 +9,14 @@ from ..transform import (
     Rate,
     Scalar,
     Transform,
-    add_decayed_weights,
     chain,
+    decay_parts,
     scale_by_adam,
+    scale_by_adamax,
     scale_by_learning_rate,
+    scale_by_nadam,
+    scale_by_radam,
 )
-from ..transform.base import is_on
 
 
 def adamw(
@@ -58,7 +60,7 @@ def adamw(
     """
     return chain(
         scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
-        *([add_decayed_weights(weight_decay, mask=mask)] if is_on(weight_decay) else []),
+        *decay_parts(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
 
@@ -101,7 +103,126 @@ def adam(
         -0.1
     """
     return chain(
-        *([add_decayed_weights(weight_decay, mask=mask)] if is_on(weight_decay) else []),
+        *decay_parts(weight_decay, mask),
         scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
         scale_by_learning_rate(learning_rate),
     )
+
+
+def nadam(
+    learning_rate: Rate = 2e-3,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    *,
+    eps: Scalar = 1e-8,
+    momentum_decay: Scalar = 4e-3,
+    weight_decay: Scalar = 0.0,
+    decoupled_weight_decay: bool = False,
+    mask: Mask | None = None,
+) -> Transform:
+    r"""Adam with Nesterov momentum, as `torch.optim.NAdam`; the direction is that of `scale_by_nadam`.
+
+    Args:
+        learning_rate: :math:`\gamma` in [0, inf), or a schedule.
+        b1: decay of the mean of gradients, in [0, 1).
+        b2: decay of the mean of their squares, in [0, 1).
+        eps: in [0, inf), outside the root.
+        momentum_decay: how fast the momentum warms up, in [0, inf).
+        weight_decay: in [0, inf), coupled: added to the gradient times the weights, unless decoupled.
+        decoupled_weight_decay: take the decay out of the moments, as AdamW does.
+        mask: what decays, as in `masked`; None: everything.
+
+    Raises:
+        ConfigError: for numbers out of range.
+
+    References:
+        Dozat, 2016, Incorporating Nesterov Momentum into Adam.
+
+    Example:
+        >>> import torch
+        >>> tx = nadam(0.1)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1056
+    """
+    decay = decay_parts(weight_decay, mask)
+    direction = scale_by_nadam(b1, b2, eps=eps, momentum_decay=momentum_decay)
+    return _decayed(direction, decay, decoupled_weight_decay, learning_rate)
+
+
+def radam(
+    learning_rate: Rate = 1e-3,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    *,
+    eps: Scalar = 1e-8,
+    weight_decay: Scalar = 0.0,
+    decoupled_weight_decay: bool = False,
+    mask: Mask | None = None,
+) -> Transform:
+    r"""Rectified Adam, as `torch.optim.RAdam`; the direction is that of `scale_by_radam`.
+
+    Args:
+        learning_rate: :math:`\gamma` in [0, inf), or a schedule.
+        b1: decay of the mean of gradients, in [0, 1).
+        b2: decay of the mean of their squares, in [0, 1).
+        eps: in [0, inf), outside the root.
+        weight_decay: in [0, inf), coupled: added to the gradient times the weights, unless decoupled.
+        decoupled_weight_decay: take the decay out of the moments, as AdamW does.
+        mask: what decays, as in `masked`; None: everything.
+
+    Raises:
+        ConfigError: for numbers out of range.
+
+    References:
+        Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
+
+    Example:
+        >>> import torch
+        >>> tx = radam(0.1)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+    """
+    decay = decay_parts(weight_decay, mask)
+    return _decayed(scale_by_radam(b1, b2, eps=eps), decay, decoupled_weight_decay, learning_rate)
+
+
+def adamax(
+    learning_rate: Rate = 2e-3,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    *,
+    eps: Scalar = 1e-8,
+    weight_decay: Scalar = 0.0,
+    mask: Mask | None = None,
+) -> Transform:
+    r"""Adam in the infinity norm, as `torch.optim.Adamax`; the direction is that of `scale_by_adamax`.
+
+    Args:
+        learning_rate: :math:`\gamma` in [0, inf), or a schedule.
+        b1: decay of the mean of gradients, in [0, 1).
+        b2: decay of the greatest gradient, in [0, 1).
+        eps: in [0, inf), added to each gradient's size.
+        weight_decay: in [0, inf), coupled: added to the gradient times the weights.
+        mask: what decays, as in `masked`; None: everything.
+
+    Raises:
+        ConfigError: for numbers out of range.
+
+    References:
+        Kingma and Ba, 2015, Adam, section 7.1.
+
+    Example:
+        >>> import torch
+        >>> tx = adamax(0.1)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+    """
+    return _decayed(scale_by_adamax(b1, b2, eps=eps), decay_parts(weight_decay, mask), False, learning_rate)
+
+
+def _decayed(direction: Transform, decay: list[Transform], decoupled: bool, learning_rate: Rate) -> Transform:
+    parts = [direction, *decay] if decoupled else [*decay, direction]
+    return chain(*parts, scale_by_learning_rate(learning_rate))

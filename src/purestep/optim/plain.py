@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..errors import ConfigError
-from ..transform import Mask, Rate, Scalar, Transform, add_decayed_weights, chain, scale_by_learning_rate, trace
-from ..transform.base import is_on
+from ..transform import (
+    Mask,
+    Rate,
+    Scalar,
+    Transform,
+    chain,
+    decay_parts,
+    is_on,
+    scale_by_learning_rate,
+    scale_by_lion,
+    trace,
+)
 
 
 def sgd(
@@ -33,7 +45,6 @@ def sgd(
         Sutskever et al., 2013, On the importance of initialization and momentum in deep learning.
 
     Example:
-        >>> import torch
         >>> tx = sgd(0.1)
         >>> params = {"w": torch.ones(1)}
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
@@ -41,6 +52,43 @@ def sgd(
     """
     if nesterov and not is_on(momentum):
         raise ConfigError("nesterov without momentum", where="sgd", hint="momentum=0.9")
-    decay = [add_decayed_weights(weight_decay, mask=mask)] if is_on(weight_decay) else []
     velocity = [trace(momentum, nesterov=nesterov, dampening=dampening)] if is_on(momentum) else []
-    return chain(*decay, *velocity, scale_by_learning_rate(learning_rate))
+    return chain(*decay_parts(weight_decay, mask), *velocity, scale_by_learning_rate(learning_rate))
+
+
+def lion(
+    learning_rate: Rate = 1e-4,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.99,
+    *,
+    weight_decay: Scalar = 1e-3,
+    mask: Mask | None = None,
+    mu_dtype: torch.dtype | None = None,
+) -> Transform:
+    r"""The sign of momentum, as `optax.lion`; torch has none.
+
+    .. math:: \theta_t = \theta_{t-1} - \gamma (s_t + \lambda \theta_{t-1}), \quad
+        s_t = \operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t)
+
+    Args:
+        learning_rate: :math:`\gamma` in [0, inf), or a schedule; a third to a tenth of AdamW's.
+        b1: weight of the mean in the direction, in [0, 1).
+        b2: decay of the mean of gradients, in [0, 1).
+        weight_decay: :math:`\lambda` in [0, inf), decoupled.
+        mask: what decays, as in `masked`; None: everything.
+        mu_dtype: of the mean; None: each parameter's.
+
+    Raises:
+        ConfigError: for numbers out of range.
+
+    References:
+        Chen et al., 2023, Symbolic Discovery of Optimization Algorithms.
+
+    Example:
+        >>> tx = lion(0.1, weight_decay=0.0)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+    """
+    direction = scale_by_lion(b1, b2, mu_dtype=mu_dtype)
+    return chain(direction, *decay_parts(weight_decay, mask), scale_by_learning_rate(learning_rate))

@@ -1,26 +1,20 @@
-"""The pair of functions, how pairs compose, and the arithmetic that keeps dtypes as they are."""
+"""The pair of functions, how pairs compose, and what all of them check."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StateError
 from ..types import Empty, Labels, Params, Tree
-
-Schedule: TypeAlias = Callable[[Tensor], Tensor]
-"""Count of updates, shape=() int64, to a value, shape=()."""
-Scalar: TypeAlias = float | Tensor
-"""A Python number, which stays a constant in a compiled graph, or a 0-d tensor, which may change from call to call."""
-Rate: TypeAlias = float | Tensor | Schedule
+from .arithmetic import Rate, scalar_dtype
 
 # Norms of larger leaves are taken row by row: one running float32 sum over 34 million numbers is 0.2 % off on a CPU.
 _NORM_ROW = 1024
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def _alike(params: Params) -> Labels:
@@ -170,60 +164,6 @@ def _leaf_norm(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-def scalar_dtype(tree: Params) -> torch.dtype:
-    """What scalars that multiply these tensors are computed in: float64 where one of them is float64, else float32."""
-    return torch.float64 if any(leaf.dtype == torch.float64 for leaf in tree.values()) else torch.float32
-
-
-def wide(leaf: Tensor) -> Tensor:
-    """The leaf in the dtype to compute in: float32 for the 16-bit ones, else as it is."""
-    return leaf.float() if leaf.dtype in _LOW_PRECISION else leaf
-
-
-def times(leaf: Tensor, factor: Scalar) -> Tensor:
-    """``leaf * factor`` in the leaf's dtype: a 0-d float64 factor promotes nothing, and is not rounded to 16 bits.
-
-    Args:
-        leaf: P, floating.
-        factor: a number or a tensor, shape=().
-
-    Example:
-        >>> times(torch.ones((), dtype=torch.float32), torch.tensor(0.1, dtype=torch.float64)).dtype
-        torch.float32
-    """
-    if not isinstance(factor, Tensor):
-        return leaf * factor
-    value = wide(leaf)
-    return (value * factor.to(value.dtype)).to(leaf.dtype)
-
-
-def lerp(old: Tensor, new: Tensor, weight: Scalar) -> Tensor:
-    """``old + weight * (new - old)``, computed in the wider dtype of the two and kept in that of ``old``."""
-    dtype = torch.promote_types(old.dtype, new.dtype)
-    start, end = old.to(dtype), new.to(dtype)
-    if isinstance(weight, Tensor):
-        return (start + times(end - start, weight)).to(old.dtype)
-    return torch.lerp(start, end, weight).to(old.dtype)
-
-
-def complement_power(base: Scalar, count: Tensor, dtype: torch.dtype) -> Tensor:
-    """``1 - base ** count`` without cancellation: ``-expm1(count * log(base))``. shape=()."""
-    if isinstance(base, Tensor):
-        return -torch.expm1(count.to(dtype) * torch.log(base.to(dtype)))
-    return -torch.expm1(count.to(dtype) * (math.log(base) if base else -math.inf))
-
-
-def zero_count(params: Params) -> Tensor:
-    """A counter at 0 on the parameters' device. shape=(), dtype=int64."""
-    device = next(iter(params.values())).device if params else None
-    return torch.zeros((), dtype=torch.int64, device=device)
-
-
-def zeros_like(params: Params, dtype: torch.dtype | None = None) -> Params:
-    """Zeros of the parameters' shapes and memory layout, in ``dtype`` or each in its parameter's."""
-    return {name: torch.zeros_like(param, dtype=dtype, requires_grad=False) for name, param in params.items()}
-
-
 def require(where: str, /, *, low: float = 0.0, high: float = math.inf, **values: Any) -> None:
     """Numbers in ``[low, high)``; tensors are taken on trust, since reading one would wait for the device.
 
@@ -252,8 +192,3 @@ def require_rate(where: str, learning_rate: Rate) -> None:
     """A learning rate that is a schedule, a tensor or a number of at least 0; else a `ConfigError`."""
     if not callable(learning_rate):
         require(where, learning_rate=learning_rate)
-
-
-def is_on(scalar: Scalar) -> bool:
-    """Whether the part that this scalar switches is there: a tensor may be anything later, so it is."""
-    return isinstance(scalar, Tensor) or scalar != 0

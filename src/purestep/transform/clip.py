@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..types import Params
-from .base import Scalar, Transform, global_norm, require, stateless, times, wide
+from .arithmetic import Scalar, times, wide
+from .base import Transform, global_norm, require, stateless
 
 
 def clip_by_global_norm(max_norm: Scalar) -> Transform:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..types import Empty, Labels, Params, Tree
-from .base import Schedule, Transform, zero_count
+from .arithmetic import Schedule, zero_count
+from .base import Transform
 from .group import MaskedState, PartitionState
-from .scale import ScaleByLearningRateState
 
 
 class InjectState(NamedTuple):
@@ -113,15 +113,15 @@ def hyperparams(opt_state: Tree) -> dict[str, Tensor]:
 
 
 def _found(node: Tree, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(node, ScaleByLearningRateState):
-        yield f"{prefix}learning_rate", node.learning_rate
-    elif isinstance(node, PartitionState):
+    if isinstance(node, PartitionState):
         for label, group in node.groups.items():
             yield from _found(group.inner, f"{prefix}{label}/")
     elif isinstance(node, InjectState):
         # The leaves come last: they are what the next update uses.
         yield from _found(node.inner, prefix)
         yield from ((f"{prefix}{name}", value) for name, value in node.hyperparams.items())
+    elif isinstance(rate := getattr(node, "learning_rate", None), Tensor):
+        yield f"{prefix}learning_rate", rate
     elif isinstance(node, tuple):
         for part in node:  # pyright: ignore[reportUnknownVariableType]  # a chain's state, or any NamedTuple
             yield from _found(part, prefix)

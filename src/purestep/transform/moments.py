@@ -8,7 +8,21 @@ import torch
 from torch import Tensor
 
 from ..types import Empty, Params, Tree
-from .base import Scalar, Transform, complement_power, lerp, require, scalar_dtype, times, wide, zero_count, zeros_like
+from .arithmetic import (
+    Scalar,
+    adam_ratio,
+    complement_power,
+    decay_square,
+    divided,
+    exact_dtype,
+    lerp,
+    scalar_dtype,
+    times,
+    wide,
+    zero_count,
+    zeros_like,
+)
+from .base import Transform, require
 
 
 class ScaleByAdamState(NamedTuple):
@@ -75,21 +89,203 @@ def scale_by_adam(
     return Transform(init, update)
 
 
-def decay_square(nu: Tensor, update: Tensor, decay: Scalar) -> Tensor:
-    """``decay * nu + (1 - decay) * update ** 2`` in the dtype of ``nu``."""
-    dtype = torch.promote_types(nu.dtype, update.dtype)
-    old, new = nu.to(dtype), update.to(dtype)
-    if isinstance(decay, Tensor):
-        return (times(old, decay) + times(new * new, 1 - decay)).to(nu.dtype)
-    return torch.addcmul(old * decay, new, new, value=1 - decay).to(nu.dtype)
+class MomentsState(NamedTuple):
+    """State of `scale_by_radam` and `scale_by_adamax`."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+    mu: Params  # name -> P: running mean of gradients
+    nu: Params  # name -> P: running mean of their squares; for Adamax their decaying maximum
 
 
-def adam_ratio(mu: Tensor, nu: Tensor, mean_weight: Scalar, root_weight: Scalar, eps: Scalar) -> Tensor:
-    """``(mu / mean_weight) / (sqrt(nu) / root_weight + eps)``, computed in at least float32."""
-    mean, root = wide(mu), wide(nu).sqrt()
-    return divided(mean, mean_weight) / (divided(root, root_weight) + eps)
+class ScaleByNadamState(NamedTuple):
+    """State of `scale_by_nadam`."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+    mu_product: Tensor  # shape=(), dtype=float32: product of all momentum coefficients so far
+    mu: Params  # name -> P: running mean of gradients
+    nu: Params  # name -> P: running mean of their squares
 
 
-def divided(leaf: Tensor, divisor: Scalar) -> Tensor:
-    """``leaf / divisor`` without promotion by a 0-d divisor."""
-    return leaf / (divisor.to(leaf.dtype) if isinstance(divisor, Tensor) else divisor)
+def scale_by_nadam(
+    b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8, momentum_decay: Scalar = 4e-3
+) -> Transform:
+    r"""Adam's direction with Nesterov momentum that warms up, as in `torch.optim.NAdam`.
+
+    .. math:: \left( \frac{(1 - \mu_t) g_t}{1 - \pi_t} + \frac{\mu_{t+1} m_t}{1 - \pi_{t+1}} \right)
+        \Big/ (\sqrt{\hat v_t} + \epsilon), \quad
+        \mu_t = \beta_1 (1 - 0.96^{t \psi} / 2), \quad \pi_t = \prod_{i \le t} \mu_i
+
+    Args:
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the mean of squares, in [0, 1).
+        eps: in [0, inf), outside the root.
+        momentum_decay: :math:`\psi` in [0, inf).
+
+    References:
+        Dozat, 2016, Incorporating Nesterov Momentum into Adam.
+
+    Example:
+        >>> params = {"w": torch.ones(2)}
+        >>> tx = scale_by_nadam()
+        >>> tx.init(params).mu_product.item()
+        1.0
+    """
+    require("nadam", high=1.0, b1=b1, b2=b2)
+    require("nadam", eps=eps, momentum_decay=momentum_decay)
+
+    def init(params: Params) -> ScaleByNadamState:
+        step = zero_count(params)
+        return ScaleByNadamState(
+            step, torch.ones_like(step, dtype=torch.float32), zeros_like(params), zeros_like(params)
+        )
+
+    def update(updates: Params, state: ScaleByNadamState, params: Params) -> tuple[Params, ScaleByNadamState]:
+        del params  # A function of gradients alone.
+        step, dtype = state.step + 1, exact_dtype(updates)
+        now = b1 * (1 - 0.5 * torch.pow(0.96, step.to(dtype) * momentum_decay))
+        following = b1 * (1 - 0.5 * torch.pow(0.96, (step + 1).to(dtype) * momentum_decay))
+        product = state.mu_product * now.float()
+        gradient_weight = (1 - now) / (1 - product.to(dtype))
+        mean_weight = following / (1 - product.to(dtype) * following)
+        root_weight = complement_power(b2, step, dtype).sqrt()
+        mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
+        nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
+        new: Params = {}
+        for name, g in updates.items():
+            ahead = times(wide(g), gradient_weight) + times(wide(mu[name]), mean_weight)
+            new[name] = (ahead / (divided(wide(nu[name]).sqrt(), root_weight) + eps)).to(g.dtype)
+        return new, ScaleByNadamState(step, product, mu, nu)
+
+    return Transform(init, update)
+
+
+def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
+    r"""Adam's direction, rectified while the variance of :math:`v` is large, as in `torch.optim.RAdam`.
+
+    With :math:`\rho_t = \rho_\infty - 2 t \beta_2^t / (1 - \beta_2^t)`: :math:`\hat m_t` where
+    :math:`\rho_t \le 5`, else :math:`r_t \hat m_t \sqrt{1 - \beta_2^t} / (\sqrt{v_t} + \epsilon)`.
+
+    Args:
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the mean of squares, in [0, 1).
+        eps: in [0, inf), added before the correction of bias.
+
+    References:
+        Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
+
+    Example:
+        >>> params = {"w": torch.tensor([3.0])}
+        >>> tx = scale_by_radam()
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)  # not yet adaptive
+        3.0
+    """
+    require("radam", high=1.0, b1=b1, b2=b2)
+    require("radam", eps=eps)
+
+    def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
+        del params  # A function of gradients alone.
+        step, dtype = state.step + 1, exact_dtype(updates)
+        mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
+        nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
+        mean_weight, square_weight = complement_power(b1, step, dtype), complement_power(b2, step, dtype)
+        is_adaptive, rectifier = _rectifier(step.to(dtype), b2, square_weight)
+        new: Params = {}
+        for name, g in updates.items():
+            mean, root = divided(wide(mu[name]), mean_weight), wide(nu[name]).sqrt() + eps
+            adapted = times(mean, rectifier * square_weight.sqrt()) / root
+            new[name] = torch.where(is_adaptive, adapted, mean).to(g.dtype)
+        return new, MomentsState(step, mu, nu)
+
+    return Transform(_init_moments, update)
+
+
+def _rectifier(step: Tensor, b2: Scalar, square_weight: Tensor) -> tuple[Tensor, Tensor]:
+    last = 2 / (1 - b2) - 1
+    rho = last - 2 * step * (1 - square_weight) / square_weight
+    is_adaptive = rho > 5
+    # Below the threshold the root may be of a negative number; it is not used there.
+    rho = torch.where(is_adaptive, rho, 5.0)
+    return is_adaptive, ((rho - 4) * (rho - 2) * last / ((last - 4) * (last - 2) * rho)).sqrt()
+
+
+def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
+    r"""Adam's direction with a maximum for the root mean square, as in `torch.optim.Adamax`.
+
+    .. math:: \frac{m_t}{(1 - \beta_1^t) u_t}, \quad u_t = \max(\beta_2 u_{t-1}, |g_t| + \epsilon)
+
+    Args:
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the maximum, in [0, 1).
+        eps: in [0, inf).
+
+    References:
+        Kingma and Ba, 2015, Adam, section 7.1.
+
+    Example:
+        >>> params = {"w": torch.tensor([2.0, -3.0])}
+        >>> tx = scale_by_adamax()
+        >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
+        [1.0, -1.0]
+    """
+    require("adamax", high=1.0, b1=b1, b2=b2)
+    require("adamax", eps=eps)
+
+    def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
+        del params  # A function of gradients alone.
+        step = state.step + 1
+        mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
+        nu = {name: _decay_max(state.nu[name], g, b2, eps) for name, g in updates.items()}
+        mean_weight = complement_power(b1, step, scalar_dtype(updates))
+        new = {name: (divided(wide(mu[name]), mean_weight) / wide(nu[name])).to(g.dtype) for name, g in updates.items()}
+        return new, MomentsState(step, mu, nu)
+
+    return Transform(_init_moments, update)
+
+
+def _init_moments(params: Params) -> MomentsState:
+    return MomentsState(zero_count(params), zeros_like(params), zeros_like(params))
+
+
+def _decay_max(peak: Tensor, update: Tensor, decay: Scalar, eps: Scalar) -> Tensor:
+    return torch.maximum(times(peak, decay).to(update.dtype), update.abs() + eps).to(peak.dtype)
+
+
+class ScaleByLionState(NamedTuple):
+    """State of `scale_by_lion`."""
+
+    mu: Params  # name -> P: running mean of gradients
+
+
+def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, *, mu_dtype: torch.dtype | None = None) -> Transform:
+    r"""The sign of an interpolation, :math:`\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t)`.
+
+    Args:
+        b1: weight of the mean in the direction, in [0, 1).
+        b2: decay of the mean, :math:`m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t`, in [0, 1).
+        mu_dtype: of the mean; None: each parameter's.
+
+    References:
+        Chen et al., 2023, Symbolic Discovery of Optimization Algorithms.
+
+    Example:
+        >>> params = {"w": torch.tensor([2.0, -3.0])}
+        >>> tx = scale_by_lion()
+        >>> tx.update(params, tx.init(params), params)[0]["w"].tolist()
+        [1.0, -1.0]
+    """
+    require("lion", high=1.0, b1=b1, b2=b2)
+
+    def init(params: Params) -> ScaleByLionState:
+        return ScaleByLionState(zeros_like(params, mu_dtype))
+
+    def update(updates: Params, state: ScaleByLionState, params: Params) -> tuple[Params, ScaleByLionState]:
+        del params  # A function of gradients alone.
+        new = {
+            name: lerp(state.mu[name].to(torch.promote_types(state.mu[name].dtype, g.dtype)), g, 1 - b1)
+            .sign()
+            .to(g.dtype)
+            for name, g in updates.items()
+        }
+        return new, ScaleByLionState({name: lerp(state.mu[name], g, 1 - b2) for name, g in updates.items()})
+
+    return Transform(init, update)

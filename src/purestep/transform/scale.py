@@ -9,19 +9,8 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..types import Empty, Params, Tree
-from .base import (
-    Rate,
-    Scalar,
-    Transform,
-    require,
-    require_rate,
-    scalar_dtype,
-    stateless,
-    times,
-    wide,
-    zero_count,
-    zeros_like,
-)
+from .arithmetic import Rate, Scalar, is_on, rate_at, scalar_dtype, times, wide, zero_count, zeros_like
+from .base import Transform, require, require_rate, stateless
 from .group import Mask, masked
 
 
@@ -70,21 +59,17 @@ def scale_by_learning_rate(learning_rate: Rate) -> Transform:
 
     def init(params: Params) -> ScaleByLearningRateState:
         count = zero_count(params)
-        return ScaleByLearningRateState(count, _reported(_rate(learning_rate, count), count))
+        return ScaleByLearningRateState(count, _reported(rate_at(learning_rate, count), count))
 
     def update(
         updates: Params, state: ScaleByLearningRateState, params: Params
     ) -> tuple[Params, ScaleByLearningRateState]:
         del params  # The rate depends on the count alone.
-        rate = _rate(learning_rate, state.step)
+        rate = rate_at(learning_rate, state.step)
         scaled = {name: times(u, -rate) for name, u in updates.items()}
         return scaled, ScaleByLearningRateState(state.step + 1, _reported(rate, state.step))
 
     return Transform(init, update)
-
-
-def _rate(learning_rate: Rate, count: Tensor) -> Scalar:
-    return learning_rate(count) if callable(learning_rate) else learning_rate
 
 
 def _reported(rate: Scalar, count: Tensor) -> Tensor:
@@ -123,6 +108,11 @@ def _add_scaled(update: Tensor, param: Tensor, factor: Scalar) -> Tensor:
     if isinstance(factor, Tensor):
         return (wide(update) + times(wide(param), factor)).to(update.dtype)
     return torch.add(update, param, alpha=factor).to(update.dtype)
+
+
+def decay_parts(weight_decay: Scalar, mask: Mask | None) -> list[Transform]:
+    """The part of a chain that decays weights, or nothing where the decay is the number 0."""
+    return [add_decayed_weights(weight_decay, mask=mask)] if is_on(weight_decay) else []
 
 
 class TraceState(NamedTuple):

@@ -1,0 +1,110 @@
+"""Arithmetic that keeps dtypes: scalars of any dtype never promote a leaf, 16-bit leaves are computed in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..types import Params
+
+Scalar: TypeAlias = float | Tensor
+"""A Python number, which stays a constant in a compiled graph, or a 0-d tensor, which may change from call to call."""
+
+Schedule: TypeAlias = Callable[[Tensor], Tensor]
+"""Count of updates done, shape=() int64, to a value, shape=()."""
+Rate: TypeAlias = float | Tensor | Schedule
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def scalar_dtype(tree: Params) -> torch.dtype:
+    """What scalars that multiply these tensors are computed in: float64 where one of them is float64, else float32."""
+    return torch.float64 if any(leaf.dtype == torch.float64 for leaf in tree.values()) else torch.float32
+
+
+def exact_dtype(tree: Params) -> torch.dtype:
+    """Float64 for scalars that cancel, as torch computes them in Python; float32 where the device has no float64."""
+    return torch.float32 if any(leaf.device.type == "mps" for leaf in tree.values()) else torch.float64
+
+
+def wide(leaf: Tensor) -> Tensor:
+    """The leaf in the dtype to compute in: float32 for the 16-bit ones, else as it is."""
+    return leaf.float() if leaf.dtype in _LOW_PRECISION else leaf
+
+
+def times(leaf: Tensor, factor: Scalar) -> Tensor:
+    """``leaf * factor`` in the leaf's dtype: a 0-d float64 factor promotes nothing, and is not rounded to 16 bits.
+
+    Args:
+        leaf: P, floating.
+        factor: a number or a tensor, shape=().
+
+    Example:
+        >>> times(torch.ones((), dtype=torch.float32), torch.tensor(0.1, dtype=torch.float64)).dtype
+        torch.float32
+    """
+    if not isinstance(factor, Tensor):
+        return leaf * factor
+    value = wide(leaf)
+    return (value * factor.to(value.dtype)).to(leaf.dtype)
+
+
+def lerp(old: Tensor, new: Tensor, weight: Scalar) -> Tensor:
+    """``old + weight * (new - old)``, computed in the wider dtype of the two and kept in that of ``old``."""
+    dtype = torch.promote_types(old.dtype, new.dtype)
+    start, end = old.to(dtype), new.to(dtype)
+    if isinstance(weight, Tensor):
+        return (start + times(end - start, weight)).to(old.dtype)
+    return torch.lerp(start, end, weight).to(old.dtype)
+
+
+def complement_power(base: Scalar, count: Tensor, dtype: torch.dtype) -> Tensor:
+    """``1 - base ** count`` without cancellation: ``-expm1(count * log(base))``. shape=()."""
+    if isinstance(base, Tensor):
+        return -torch.expm1(count.to(dtype) * torch.log(base.to(dtype)))
+    return -torch.expm1(count.to(dtype) * (math.log(base) if base else -math.inf))
+
+
+def zero_count(params: Params) -> Tensor:
+    """A counter at 0 on the parameters' device. shape=(), dtype=int64."""
+    device = next(iter(params.values())).device if params else None
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def zeros_like(params: Params, dtype: torch.dtype | None = None) -> Params:
+    """Zeros of the parameters' shapes and memory layout, in ``dtype`` or each in its parameter's."""
+    return {name: torch.zeros_like(param, dtype=dtype, requires_grad=False) for name, param in params.items()}
+
+
+def rate_at(rate: Rate, step: Tensor) -> Scalar:
+    """The rate of the update after ``step`` updates."""
+    return rate(step) if callable(rate) else rate
+
+
+def is_on(scalar: Scalar) -> bool:
+    """Whether the part that this scalar switches is there: a tensor may be anything later, so it is."""
+    return isinstance(scalar, Tensor) or scalar != 0
+
+
+def decay_square(nu: Tensor, update: Tensor, decay: Scalar) -> Tensor:
+    """``decay * nu + (1 - decay) * update ** 2`` in the dtype of ``nu``."""
+    dtype = torch.promote_types(nu.dtype, update.dtype)
+    old, new = nu.to(dtype), update.to(dtype)
+    if isinstance(decay, Tensor):
+        return (times(old, decay) + times(new * new, 1 - decay)).to(nu.dtype)
+    return torch.addcmul(old * decay, new, new, value=1 - decay).to(nu.dtype)
+
+
+def adam_ratio(mu: Tensor, nu: Tensor, mean_weight: Scalar, root_weight: Scalar, eps: Scalar) -> Tensor:
+    """``(mu / mean_weight) / (sqrt(nu) / root_weight + eps)``, computed in at least float32."""
+    mean, root = wide(mu), wide(nu).sqrt()
+    return divided(mean, mean_weight) / (divided(root, root_weight) + eps)
+
+
+def divided(leaf: Tensor, divisor: Scalar) -> Tensor:
+    """``leaf / divisor`` without promotion by a 0-d divisor."""
+    return leaf / (divisor.to(leaf.dtype) if isinstance(divisor, Tensor) else divisor)

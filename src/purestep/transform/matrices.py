@@ -1,0 +1,294 @@
+"""Directions that depend on a parameter's shape or on its norm; none of them is elementwise."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, StateError
+from ..types import Params
+from .arithmetic import Rate, Scalar, lerp, rate_at, scalar_dtype, times, wide, zero_count, zeros_like
+from .base import Transform, require, require_rate, stateless
+from .squares import StepState
+
+Adjust = Literal["original", "match_rms_adamw"]
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of Jordan et al., 2024, steepest at 0; `torch.optim.Muon` has the same."""
+
+
+_MUON_CURE = 'optim.partition({"muon": optim.muon(...), "adamw": optim.adamw(...)}, optim.muon_labels(model))'
+
+
+class ScaleByMuonState(NamedTuple):
+    """State of `scale_by_muon`."""
+
+    mu: Params  # name -> P: running mean of gradients
+
+
+def scale_by_muon(
+    momentum: Scalar = 0.95,
+    *,
+    nesterov: bool = True,
+    ns_coefficients: tuple[float, float, float] = NEWTON_SCHULZ,
+    ns_steps: int = 5,
+    eps: float = 1e-7,
+) -> Transform:
+    r"""Momentum, then the nearest (semi-)orthogonal matrix by Newton-Schulz steps in bfloat16, as `torch.optim.Muon`.
+
+    Args:
+        momentum: decay of the mean of gradients, in [0, 1).
+        nesterov: orthogonalize what the mean will be after one more such gradient.
+        ns_coefficients: :math:`(a, b, c)` of :math:`X \leftarrow a X + b (X X^\top) X + c (X X^\top)^2 X`.
+        ns_steps: in [0, 100).
+        eps: the least Frobenius norm to divide by.
+
+    Raises:
+        StateError: at init, for a parameter that is no matrix.
+
+    References:
+        Jordan et al., 2024, Muon: An optimizer for hidden layers in neural networks.
+
+    Example:
+        >>> params = {"w": torch.eye(2)}
+        >>> tx = scale_by_muon()
+        >>> update = tx.update(params, tx.init(params), params)[0]["w"]
+        >>> bool((torch.linalg.svdvals(update) - 1).abs().max() < 0.4)
+        True
+    """
+    require("muon", high=1.0, momentum=momentum)
+    require("muon", high=100, ns_steps=ns_steps)
+    require("muon", eps=eps)
+
+    def init(params: Params) -> ScaleByMuonState:
+        for name, param in params.items():
+            if param.ndim != 2:
+                raise StateError(
+                    f"muon is for matrices, and this parameter has shape {tuple(param.shape)}",
+                    where=f"params/{name}",
+                    hint=_MUON_CURE,
+                )
+        return ScaleByMuonState(zeros_like(params))
+
+    def update(updates: Params, state: ScaleByMuonState, params: Params) -> tuple[Params, ScaleByMuonState]:
+        del params  # A function of gradients alone.
+        mu = {name: lerp(state.mu[name], g, 1 - momentum) for name, g in updates.items()}
+        ahead = {name: lerp(g, mu[name], momentum) for name, g in updates.items()} if nesterov else mu
+        new = {
+            name: _orthogonal(ahead[name], ns_coefficients, ns_steps, eps).to(g.dtype) for name, g in updates.items()
+        }
+        return new, ScaleByMuonState(mu)
+
+    return Transform(init, update, elementwise=False)
+
+
+def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16()
+    x = x.T if is_tall else x
+    # The iteration converges from spectral norms up to 1, and the Frobenius norm is no less.
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def scale_by_shape(adjust: Adjust = "original") -> Transform:
+    r"""Orthogonal updates times a factor of their matrix's shape, so that one learning rate fits all of them.
+
+    Args:
+        adjust: ``"original"``: :math:`\sqrt{\max(1, rows / columns)}`; ``"match_rms_adamw"``:
+            :math:`0.2 \sqrt{\max(rows, columns)}`, for which AdamW's learning rate and weight decay fit.
+
+    Raises:
+        ConfigError: for another name.
+
+    References:
+        Liu et al., 2025, Muon is Scalable for LLM Training.
+
+    Example:
+        >>> params = {"w": torch.ones(4, 1)}
+        >>> scale_by_shape().update(params, (), params)[0]["w"][0].item()
+        2.0
+    """
+    if adjust not in ("original", "match_rms_adamw"):
+        raise ConfigError(f"no adjustment {adjust!r}", where="scale_by_shape", hint='"original" or "match_rms_adamw"')
+
+    def factor(rows: int, columns: int) -> float:
+        return math.sqrt(max(1, rows / columns)) if adjust == "original" else 0.2 * math.sqrt(max(rows, columns))
+
+    def fn(updates: Params, params: Params) -> Params:
+        del params  # Updates have the same shapes.
+        return {name: u * factor(*u.shape[:2]) for name, u in updates.items()}
+
+    return stateless(fn, elementwise=False)
+
+
+def scale_by_trust_ratio() -> Transform:
+    r"""Each parameter's update times :math:`\|\theta\| / \|u\|`; as it is where either norm is 0.
+
+    References:
+        You et al., 2020, Large Batch Optimization for Deep Learning, algorithm 2 (LAMB).
+
+    Example:
+        >>> params = {"w": torch.tensor([3.0, 4.0])}
+        >>> scale_by_trust_ratio().update({"w": torch.tensor([0.0, 2.0])}, (), params)[0]["w"].tolist()
+        [0.0, 5.0]
+    """
+
+    def fn(updates: Params, params: Params) -> Params:
+        return {name: times(u, _trust_ratio(wide(params[name]), wide(u))) for name, u in updates.items()}
+
+    return stateless(fn, elementwise=False)
+
+
+def _trust_ratio(param: Tensor, update: Tensor) -> Tensor:
+    size, step = torch.linalg.vector_norm(param), torch.linalg.vector_norm(update)
+    return torch.where((size > 0) & (step > 0), size / torch.where(step > 0, step, 1.0), 1.0)
+
+
+class ScaleByFactoredRmsState(NamedTuple):
+    """State of `scale_by_factored_rms`: matrices have a row and a column, vectors and scalars a full mean."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+    row: Params  # name -> [..., rows, 1]: mean over columns of squared gradients; of leaves with at least 2 dimensions
+    column: Params  # name -> [..., 1, columns]: mean over rows of squared gradients; of the same leaves
+    full: Params  # name -> P: running mean of squared gradients; of the other leaves
+
+
+def scale_by_factored_rms(decay_rate: float = 0.8, *, eps: float | None = None) -> Transform:
+    r"""Gradients over a root mean square of rank one, as in `torch.optim.Adafactor`.
+
+    :math:`\hat v_t = r_t c_t / \operatorname{mean}(r_t)`, with means that decay by :math:`1 - t^{-decay\_rate}`.
+
+    Args:
+        decay_rate: in [0, inf); torch's ``-beta2_decay``.
+        eps: the least root mean square; None: the machine epsilon of each parameter's dtype.
+
+    References:
+        Shazeer and Stern, 2018, Adafactor; torch applies eps to the ratio, they to both factors.
+
+    Example:
+        >>> params = {"w": torch.ones(3, 5)}
+        >>> state = scale_by_factored_rms().init(params)
+        >>> tuple(state.row["w"].shape), tuple(state.column["w"].shape)
+        ((3, 1), (1, 5))
+    """
+    require("adafactor", decay_rate=decay_rate)
+    if eps is not None:
+        require("adafactor", eps=eps)
+
+    def init(params: Params) -> ScaleByFactoredRmsState:
+        many = {name: param for name, param in params.items() if param.ndim > 1}
+        few = {name: param for name, param in params.items() if param.ndim < 2}
+        row = {name: torch.zeros_like(param[..., :1], requires_grad=False) for name, param in many.items()}
+        column = {name: torch.zeros_like(param[..., :1, :], requires_grad=False) for name, param in many.items()}
+        return ScaleByFactoredRmsState(zero_count(params), row, column, zeros_like(few))
+
+    def update(
+        updates: Params, state: ScaleByFactoredRmsState, params: Params
+    ) -> tuple[Params, ScaleByFactoredRmsState]:
+        step = state.step + 1
+        weight = torch.pow(step.to(scalar_dtype(updates)), -decay_rate)
+        row = {name: lerp(old, _mean_square(updates[name], -1), weight) for name, old in state.row.items()}
+        column = {name: lerp(old, _mean_square(updates[name], -2), weight) for name, old in state.column.items()}
+        full = {name: lerp(old, wide(updates[name]).square(), weight) for name, old in state.full.items()}
+        new: Params = {}
+        for name, g in updates.items():
+            least = torch.finfo(params[name].dtype).eps if eps is None else eps
+            variance = _outer(row[name], column[name], least) if name in row else wide(full[name])
+            new[name] = (wide(g) * variance.clamp(min=least * least).rsqrt()).to(g.dtype)
+        return new, ScaleByFactoredRmsState(step, row, column, full)
+
+    return Transform(init, update, elementwise=False)
+
+
+def _mean_square(update: Tensor, dim: int) -> Tensor:
+    return wide(update).square().mean(dim=dim, keepdim=True)
+
+
+def _outer(row: Tensor, column: Tensor, eps: float) -> Tensor:
+    return wide(row) * wide(column) / wide(row).mean(dim=-2, keepdim=True).clamp(min=eps)
+
+
+def clip_by_block_rms(threshold: Scalar = 1.0) -> Transform:
+    """Each parameter's update over ``max(1, its root mean square / threshold)``.
+
+    Args:
+        threshold: in [0, inf).
+
+    References:
+        Shazeer and Stern, 2018, Adafactor, section 6.
+
+    Example:
+        >>> clip_by_block_rms(1.0).update({"w": torch.tensor([4.0, -4.0])}, (), {})[0]["w"].tolist()
+        [1.0, -1.0]
+    """
+    require("clip_by_block_rms", threshold=threshold)
+
+    def fn(updates: Params, params: Params) -> Params:
+        del params  # A bound on updates alone.
+        return {name: times(u, 1 / (_rms(u) / threshold).clamp(min=1.0)) for name, u in updates.items()}
+
+    return stateless(fn, elementwise=False)
+
+
+def scale_by_param_block_rms(min_scale: Scalar = 1e-3) -> Transform:
+    """Each parameter's update times the root mean square of its weights, at least ``min_scale``.
+
+    Args:
+        min_scale: in [0, inf).
+
+    References:
+        Shazeer and Stern, 2018, Adafactor, section 8.
+
+    Example:
+        >>> params = {"w": torch.tensor([2.0, -2.0])}
+        >>> scale_by_param_block_rms().update({"w": torch.ones(2)}, (), params)[0]["w"].tolist()
+        [2.0, 2.0]
+    """
+    require("scale_by_param_block_rms", min_scale=min_scale)
+
+    def fn(updates: Params, params: Params) -> Params:
+        return {name: times(u, _rms(params[name]).clamp(min=min_scale)) for name, u in updates.items()}
+
+    return stateless(fn, elementwise=False)
+
+
+def _rms(leaf: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(wide(leaf)) / math.sqrt(max(leaf.numel(), 1))
+
+
+def scale_by_relative_step(learning_rate: Rate) -> Transform:
+    r"""Updates times :math:`\min(\gamma, 1 / \sqrt t) / \gamma`, so that the learning rate after it is a bound.
+
+    Args:
+        learning_rate: :math:`\gamma`, the one that `scale_by_learning_rate` is given too.
+
+    References:
+        `torch.optim.Adafactor`; Shazeer and Stern, 2018, section 9.
+
+    Example:
+        >>> params = {"w": torch.ones(1)}
+        >>> scale_by_relative_step(2.0).update(params, StepState(torch.tensor(0)), params)[0]["w"].item()
+        0.5
+    """
+    require_rate("scale_by_relative_step", learning_rate)
+
+    def init(params: Params) -> StepState:
+        return StepState(zero_count(params))
+
+    def update(updates: Params, state: StepState, params: Params) -> tuple[Params, StepState]:
+        del params  # A function of the count alone.
+        bound = (state.step + 1).to(scalar_dtype(updates)).rsqrt()
+        rate = rate_at(learning_rate, state.step)
+        # A rate of 0 makes the ratio infinite and the bound 1, and stays 0 after it.
+        factor = (bound / rate).clamp(max=1.0)
+        return {name: times(u, factor) for name, u in updates.items()}, StepState(state.step + 1)
+
+    return Transform(init, update)

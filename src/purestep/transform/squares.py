@@ -1,0 +1,173 @@
+"""Directions from squares of gradients: RMSprop, Adagrad, Adadelta."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..types import Empty, Params, Tree
+from .arithmetic import Scalar, decay_square, divided, lerp, scalar_dtype, wide, zero_count, zeros_like
+from .base import Transform, require
+
+
+class ScaleByRmsState(NamedTuple):
+    """State of `scale_by_rms`."""
+
+    nu: Params  # name -> P: running mean of squares
+    mean: Tree  # name -> P: running mean of gradients; Empty unless centered
+
+
+def scale_by_rms(decay: Scalar = 0.99, *, eps: Scalar = 1e-8, centered: bool = False) -> Transform:
+    r"""Gradients over their root mean square, :math:`g_t / (\sqrt{v_t} + \epsilon)`, as in `torch.optim.RMSprop`.
+
+    Args:
+        decay: of the mean of squares, in [0, 1); torch's alpha.
+        eps: in [0, inf), outside the root.
+        centered: divide by the standard deviation, :math:`\sqrt{v_t - \bar g_t^2}`.
+
+    References:
+        Hinton, 2012, Neural Networks for Machine Learning, lecture 6e; Graves, 2013 (centered).
+
+    Example:
+        >>> params = {"w": torch.tensor([2.0, -3.0])}
+        >>> tx = scale_by_rms(0.75)
+        >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
+        [2.0, -2.0]
+    """
+    require("rmsprop", high=1.0, decay=decay)
+    require("rmsprop", eps=eps)
+
+    def init(params: Params) -> ScaleByRmsState:
+        return ScaleByRmsState(zeros_like(params), zeros_like(params) if centered else Empty())
+
+    def update(updates: Params, state: ScaleByRmsState, params: Params) -> tuple[Params, ScaleByRmsState]:
+        del params  # A function of gradients alone.
+        nu = {name: decay_square(state.nu[name], g, decay) for name, g in updates.items()}
+        mean = {name: lerp(state.mean[name], g, 1 - decay) for name, g in updates.items()} if centered else state.mean
+        new: Params = {}
+        for name, g in updates.items():
+            square = wide(nu[name])
+            variance = torch.addcmul(square, wide(mean[name]), wide(mean[name]), value=-1) if centered else square
+            new[name] = (wide(g) / (variance.sqrt() + eps)).to(g.dtype)
+        return new, ScaleByRmsState(nu, mean)
+
+    return Transform(init, update)
+
+
+class ScaleByRssState(NamedTuple):
+    """State of `scale_by_rss`."""
+
+    total: Params  # name -> P: sum of squares
+
+
+def scale_by_rss(initial_accumulator_value: float = 0.0, *, eps: Scalar = 1e-10) -> Transform:
+    r"""Gradients over the root of the sum of all squares so far, as in `torch.optim.Adagrad`.
+
+    Args:
+        initial_accumulator_value: what the sum starts from, in [0, inf).
+        eps: in [0, inf), outside the root.
+
+    References:
+        Duchi et al., 2011, Adaptive Subgradient Methods.
+
+    Example:
+        >>> params = {"w": torch.tensor([2.0, -3.0])}
+        >>> tx = scale_by_rss()
+        >>> tx.update(params, tx.init(params), params)[0]["w"].tolist()
+        [1.0, -1.0]
+    """
+    require("adagrad", initial_accumulator_value=initial_accumulator_value, eps=eps)
+
+    def init(params: Params) -> ScaleByRssState:
+        return ScaleByRssState({name: z + initial_accumulator_value for name, z in zeros_like(params).items()})
+
+    def update(updates: Params, state: ScaleByRssState, params: Params) -> tuple[Params, ScaleByRssState]:
+        del params  # A function of gradients alone.
+        total = {name: _add_square(state.total[name], g) for name, g in updates.items()}
+        new = {name: (wide(g) / (wide(total[name]).sqrt() + eps)).to(g.dtype) for name, g in updates.items()}
+        return new, ScaleByRssState(total)
+
+    return Transform(init, update)
+
+
+def _add_square(total: Tensor, update: Tensor) -> Tensor:
+    return torch.addcmul(wide(total), wide(update), wide(update)).to(total.dtype)
+
+
+class StepState(NamedTuple):
+    """State of a transform that only counts."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+
+
+def scale_by_inverse_time(decay: Scalar) -> Transform:
+    """Updates over ``1 + decay * updates done``: the learning rate's decay in `torch.optim.Adagrad`.
+
+    Args:
+        decay: in [0, inf).
+
+    Example:
+        >>> params = {"w": torch.ones(1)}
+        >>> tx = scale_by_inverse_time(1.0)
+        >>> _, state = tx.update(params, tx.init(params), params)
+        >>> tx.update(params, state, params)[0]["w"].item()
+        0.5
+    """
+    require("scale_by_inverse_time", decay=decay)
+
+    def init(params: Params) -> StepState:
+        return StepState(zero_count(params))
+
+    def update(updates: Params, state: StepState, params: Params) -> tuple[Params, StepState]:
+        del params  # A function of the count alone.
+        divisor = 1 + decay * state.step.to(scalar_dtype(updates))
+        new = {name: divided(wide(u), divisor).to(u.dtype) for name, u in updates.items()}
+        return new, StepState(state.step + 1)
+
+    return Transform(init, update)
+
+
+class ScaleByAdadeltaState(NamedTuple):
+    """State of `scale_by_adadelta`."""
+
+    square: Params  # name -> P: running mean of squared gradients
+    delta: Params  # name -> P: running mean of squared updates
+
+
+def scale_by_adadelta(rho: Scalar = 0.9, *, eps: Scalar = 1e-6) -> Transform:
+    r"""Gradients times the ratio of root mean squares of updates and gradients, as in `torch.optim.Adadelta`.
+
+    .. math:: \Delta_t = g_t \sqrt{u_{t-1} + \epsilon} / \sqrt{v_t + \epsilon}
+
+    Args:
+        rho: decay of both means, in [0, 1).
+        eps: in [0, inf), inside the roots.
+
+    References:
+        Zeiler, 2012, ADADELTA: An Adaptive Learning Rate Method.
+
+    Example:
+        >>> params = {"w": torch.tensor([2.0])}
+        >>> tx = scale_by_adadelta(0.75, eps=1.0)
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        1.4142
+    """
+    require("adadelta", high=1.0, rho=rho)
+    require("adadelta", eps=eps)
+
+    def init(params: Params) -> ScaleByAdadeltaState:
+        return ScaleByAdadeltaState(zeros_like(params), zeros_like(params))
+
+    def update(updates: Params, state: ScaleByAdadeltaState, params: Params) -> tuple[Params, ScaleByAdadeltaState]:
+        del params  # A function of gradients alone.
+        square = {name: decay_square(state.square[name], g, rho) for name, g in updates.items()}
+        new = {
+            name: ((wide(state.delta[name]) + eps).sqrt() / (wide(square[name]) + eps).sqrt() * wide(g)).to(g.dtype)
+            for name, g in updates.items()
+        }
+        delta = {name: decay_square(state.delta[name], u, rho) for name, u in new.items()}
+        return new, ScaleByAdadeltaState(square, delta)
+
+    return Transform(init, update)
