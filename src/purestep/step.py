@@ -139,11 +139,14 @@ def program(
         ties=names.ties,
         persistent=names.persistent,
         accumulate=accumulate,
+        tail=tail,
         has_ema=ema is not None,
         labels=tx.labels if tx.elementwise else None,
         steps=lambda form: _steps(spec, form),
     )
     steps = _steps(spec, IDENTITY)
+    # How compile_step, given the bare function, finds what it may pack.
+    steps.train_step.static = static  # pyright: ignore[reportFunctionMemberAccess]  # an attribute of our own function
     return Program(
         train_step=steps.train_step,
         flush=steps.flush,

@@ -6,8 +6,9 @@ Paths are the names of fields, keys and indices joined by ``/``: ``opt_state/0/m
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import optree
 import torch
@@ -16,16 +17,17 @@ from torch import Tensor
 from .types import Tree
 
 TreeDef = optree.PyTreeSpec
+_SPACE = "purestep"  # optree refuses to register nodes for everybody
 
 
 def leaves(tree: Tree) -> list[Any]:
     """The leaves, dict keys in sorted order."""
-    return optree.tree_leaves(tree)
+    return optree.tree_leaves(tree, namespace=_SPACE)
 
 
 def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
     """Leaves and structure; `unflatten` is the way back."""
-    found, treedef = optree.tree_flatten(tree)
+    found, treedef = optree.tree_flatten(tree, namespace=_SPACE)
     return found, treedef
 
 
@@ -34,11 +36,51 @@ def unflatten(treedef: TreeDef, children: list[Any] | tuple[Any, ...]) -> Tree:
     return optree.tree_unflatten(treedef, children)
 
 
+def indices(treedef: TreeDef) -> Tree:
+    """The tree of that structure whose leaves are their own positions, as text: Dynamo takes numbers that differ
+    between two graphs for variables. See `fill` and `collect`."""
+    return unflatten(treedef, [str(index) for index in range(treedef.num_leaves)])
+
+
+def fill(positions: Tree, children: Sequence[Any]) -> Tree:
+    """`unflatten` in plain Python, for inside a graph: Dynamo reads no structure made outside of it.
+
+    Args:
+        positions: from `indices`.
+        children: the leaves.
+    """
+    if isinstance(positions, str):
+        return children[int(positions)]
+    if isinstance(positions, dict):
+        return {key: fill(node, children) for key, node in cast(dict[Any, Any], positions).items()}
+    if isinstance(positions, tuple | list):
+        nodes = [fill(node, children) for node in cast(Sequence[Any], positions)]
+        return type(positions)(*nodes) if hasattr(type(positions), "_fields") else type(positions)(nodes)
+    return map(lambda index: children[int(index)], positions)
+
+
+def collect(positions: Tree, tree: Tree) -> list[Any]:
+    """`leaves` in plain Python, for inside a graph; the inverse of `fill`."""
+    return [leaf for _, leaf in sorted(_numbered(positions, tree), key=lambda pair: pair[0])]
+
+
+def _numbered(positions: Tree, tree: Tree) -> list[tuple[int, Any]]:
+    if isinstance(positions, str):
+        return [(int(positions), tree)]
+    if isinstance(positions, dict):
+        named = cast(dict[Any, Any], positions)
+        return [pair for key, node in named.items() for pair in _numbered(node, tree[key])]
+    if isinstance(positions, tuple | list):
+        nodes = cast(Sequence[Any], positions)
+        return [pair for node, child in zip(nodes, tree, strict=True) for pair in _numbered(node, child)]
+    return [(int(index), leaf) for index, leaf in zip(leaves(positions), leaves(tree), strict=True)]
+
+
 def map(
     fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None
 ) -> Tree:
     """``fn`` of corresponding leaves; ``is_leaf`` makes a node one."""
-    return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf)
+    return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=_SPACE)
 
 
 def path_text(accessor: optree.PyTreeAccessor) -> str:
@@ -54,7 +96,7 @@ def _entry_text(entry: Any) -> str:
 
 def with_paths(tree: Tree) -> list[tuple[str, Any]]:
     """``[(path, leaf), ...]`` in the order of `leaves`."""
-    accessors, found, _ = optree.tree_flatten_with_accessor(tree)
+    accessors, found, _ = optree.tree_flatten_with_accessor(tree, namespace=_SPACE)
     return [(path_text(accessor), leaf) for accessor, leaf in zip(accessors, found, strict=True)]
 
 
@@ -97,10 +139,13 @@ def register(cls: type, flatten: Callable[[Any], tuple[Any, ...]], unflatten: Ca
     """Make ``cls``, a subclass of a NamedTuple, a node whose children ``flatten`` gives by the names of its fields."""
     fields: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]  # a NamedTuple's
 
-    optree.register_pytree_node(
-        cls,
-        lambda node: (flatten(node), None, fields),
-        lambda _, children: unflatten(*children),
-        path_entry_type=optree.GetAttrEntry,
-        namespace="",
-    )
+    with warnings.catch_warnings():
+        # optree says that a NamedTuple was a node already, which is why it is registered anew.
+        warnings.simplefilter("ignore", UserWarning)
+        optree.register_pytree_node(
+            cls,
+            lambda node: (flatten(node), None, fields),
+            lambda _, children: unflatten(*children),
+            path_entry_type=optree.GetAttrEntry,
+            namespace=_SPACE,
+        )

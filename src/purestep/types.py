@@ -135,6 +135,7 @@ class Static(NamedTuple):
     ties: dict[str, str]  # alias -> trained name
     persistent: frozenset[str]  # buffers that belong into a state_dict
     accumulate: int
+    tail: str
     has_ema: bool
     labels: Callable[[Params], Labels] | None  # None: the transform is not elementwise and needs the named tree
     steps: Callable[[Form], Steps]  # the same steps on another form of the state

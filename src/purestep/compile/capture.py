@@ -8,15 +8,16 @@ the value of a tensor is an error. ``"auto"`` traces, and takes Dynamo where tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from .. import rng
 from ..errors import ConfigError, PurestepError, StepContractError
+
+if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
+    from torch.fx import GraphModule
 
 Flat = Callable[..., Any]
 """``f(*tensors) -> tensors``"""
@@ -43,12 +44,14 @@ def trace(function: Flat, inputs: list[Tensor], *, backend: Any, options: Mappin
 
 
 def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     try:
         # Constants that a step closes over (class weights, tables) are real tensors beside fake ones.
         return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     except PurestepError:
         raise
-    except _DATA_DEPENDENT as error:
+    except _data_dependent() as error:
         raise StepContractError(
             f"the step looks at the value of a tensor: {error}",
             where=_user_line(error),
@@ -56,11 +59,15 @@ def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
         ) from error
 
 
-_DATA_DEPENDENT: tuple[type[BaseException], ...] = (
-    torch._subclasses.fake_tensor.DataDependentOutputException,  # no public name for what a fake tensor refuses
-    torch._subclasses.fake_tensor.DynamicOutputShapeException,  # likewise
-    torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode,
-)
+def _data_dependent() -> tuple[type[BaseException], ...]:
+    from torch._subclasses import fake_tensor  # no public name for what a fake tensor refuses
+    from torch.fx.experimental import symbolic_shapes
+
+    return (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        symbolic_shapes.GuardOnDataDependentSymNode,
+    )
 
 
 def _lowered(graph: GraphModule, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None) -> Flat:
@@ -91,10 +98,19 @@ def _user_line(error: BaseException) -> str:
     return found or "step"
 
 
-def dynamo(function: Flat, *, backend: Any, dynamic: bool | None, options: Mapping[str, Any] | None) -> Flat:
-    """`torch.compile(function, fullgraph=True)`; ``dynamic=True`` makes one graph for all sizes."""
+def dynamo(function: Flat, *, backend: Any, options: Mapping[str, Any] | None) -> Flat:
+    """`torch.compile(function, fullgraph=True)`."""
     chosen = {"options": dict(options)} if options and backend == "inductor" else {}
-    return torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend, **chosen)
+    return torch.compile(function, fullgraph=True, backend=backend, **chosen)
+
+
+def mark_sizes(leaves: list[Any], first: tuple[Any, ...]) -> None:
+    """Tell Dynamo which sizes of a batch vary, so that its next graph serves all of them."""
+    for leaf, shape in zip(leaves, first, strict=True):
+        if isinstance(leaf, Tensor):
+            for dim in range(leaf.dim()):
+                if leaf.shape[dim] != shape[dim]:
+                    torch._dynamo.maybe_mark_dynamic(leaf, dim)
 
 
 def check(capture: str) -> None:

@@ -26,12 +26,22 @@ def is_state(node: Any) -> bool:
 class Host:
     """What the host keeps of one TrainState in a store, so that no step has to read it from the device."""
 
-    __slots__ = ("calls", "left", "seed", "window")
+    __slots__ = ("_key", "left", "seed")
 
     def __init__(self, state: TrainState) -> None:
-        self.seed, self.calls = cast(list[int], state.key.tolist())
+        # A numpy view of the key that users see: writing it costs a twentieth of an in-place op.
+        self._key = state.key.numpy()
+        self.seed = int(self._key[0])
         self.left: int | None = None if isinstance(state.accum, Empty) else int(state.accum.left)
-        self.window: int | None = None  # micro-batches of a whole window, where known
+
+    @property
+    def calls(self) -> int:
+        """Calls so far, the second number of the key."""
+        return int(self._key[1])
+
+    def advance(self) -> None:
+        """One more call."""
+        self._key[1] += 1
 
 
 class Slots(NamedTuple):
@@ -40,13 +50,13 @@ class Slots(NamedTuple):
     treedef: tree.TreeDef
     places: tuple[tuple[str, int], ...]  # per leaf: ("int64" | "float32" | "key" | "own", index)
 
-    def gather(self, buffers: list[Tensor]) -> list[Tensor]:
-        """The leaves: 0-d ones are elements of one buffer a dtype."""
-        ints, floats = buffers[0].unbind(), buffers[1].unbind()
-        own = buffers[2:]
-        # Keys belong to the host; inside a graph nothing may depend on them.
-        source = {"int64": ints, "float32": floats, "own": own, "key": [torch.zeros(2, dtype=torch.int64)]}
-        return [source[kind][0 if kind == "key" else index] for kind, index in self.places]
+    def gather(self, buffers: list[Tensor], keys: list[Tensor] | None = None) -> list[Tensor]:
+        """The leaves: 0-d ones are elements of one buffer a dtype. Keys belong to the host: inside a graph they are
+        given as None and nothing may depend on them."""
+        count = sum(kind == "key" for kind, _ in self.places)
+        known = keys or [torch.zeros(2, dtype=torch.int64)] * count
+        source = {"int64": buffers[0].unbind(), "float32": buffers[1].unbind(), "own": buffers[2:], "key": known}
+        return [source[kind][index] for kind, index in self.places]
 
     def scatter(self, buffers: list[Tensor], old: list[Tensor], new: list[Tensor]) -> None:
         """Write the leaves that changed back, in place."""
@@ -105,9 +115,10 @@ class Store:
         assert packed is not None
         self.slots = place(packed)
         self.buffers = self._fill(tree.leaves(packed), shared=_frozen(packed))
-        whole = tree.unflatten(self.slots.treedef, self._views())
+        keys = [found.key.clone() for found in states(packed)]
+        whole = tree.unflatten(self.slots.treedef, self.slots.gather(self.buffers, keys))
         self.named = whole if layout is None else packed_.unpack(layout, whole)
-        self.hosts = [Host(found) for found in states(state)]
+        self.hosts = [Host(found) for found in states(self.named)]
         self.device = self.buffers[0].device
         self.generation = 0
         self._parts = [tuple(found) for found in states(self.named)]
@@ -123,9 +134,6 @@ class Store:
             *own,
         ]
 
-    def _views(self) -> list[Tensor]:
-        return self.slots.gather(self.buffers)
-
     def live(self) -> Tree:
         """The state of this generation, to give to the user."""
         if self._single:
@@ -137,10 +145,9 @@ class Store:
         """A call has been made: older states are dead, every key has moved."""
         self.generation += 1
         for host in self.hosts:
-            host.calls += 1
+            host.advance()
 
 
-_KEY = TrainState._fields.index("key")
 _KINDS = ("int64", "float32", "own", "key")
 
 
@@ -159,7 +166,7 @@ class LiveState(TrainState):
     _generation: int = 0
     _index: int = 0
 
-    def _alive(self) -> Store | None:
+    def _alive(self) -> None:
         """The store, or the news that this state's memory has been given away."""
         store = self._store
         if store is not None and store.generation != self._generation:
@@ -168,14 +175,10 @@ class LiveState(TrainState):
                 where="state",
                 hint="go on with the state that the step returned, ps.clone(state) before the call, or donate=False",
             )
-        return store
 
     def _item(self, index: int) -> Any:
-        store = self._alive()
-        if store is None or index != _KEY:
-            return tuple.__getitem__(self, index)
-        host = store.hosts[self._index]
-        return torch.tensor([host.seed, host.calls], dtype=torch.int64)
+        self._alive()
+        return tuple.__getitem__(self, index)
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self._item(index) for index in range(len(self))])

@@ -1,0 +1,499 @@
+"""compile_step and compile_program: a pure step as one graph, with or without donation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from .. import packed as packed_
+from .. import rng, tree
+from ..errors import StepContractError
+from ..step import Accum, Adding, Closing
+from ..types import Empty, Metrics, Program, Static, Steps, TrainState, Tree
+from . import capture as capture_
+from . import live as live_
+
+
+class Options(NamedTuple):
+    """How graphs are made."""
+
+    capture: str
+    backend: Any
+    options: Mapping[str, Any] | None
+
+
+class Plan(NamedTuple):
+    """What one graph returns, found while it was traced."""
+
+    metrics: tree.TreeDef
+    stacked: tuple[bool, ...]  # per metrics leaf: an element of the one float32 vector, or a tensor of its own
+    changed: tuple[int, ...]  # state leaves that the graph returns (not donated)
+
+
+def compile_step(
+    step: Callable[..., tuple[Any, Metrics]],
+    *,
+    donate: bool = False,
+    capture: str = "auto",
+    backend: Any = "inductor",
+    options: Mapping[str, Any] | None = None,
+) -> CompiledStep:
+    """The step as one graph, from the forward pass to the EMA.
+
+    Args:
+        step: ``(state, batch, *context) -> (state, metrics)``, a program's or one's own.
+        donate: write the new state into the memory of the old one. The first state that goes in is copied and stays
+            valid; each state that comes out is dead once it went in again: reading it raises StateError, and tensors
+            taken out of it before may show new values.
+        capture: "dynamo" (torch.compile), "trace" (Python runs once, as under jax.jit) or "auto": the trace, which is
+            faster to call, and Dynamo where it does not work.
+        backend: of torch.compile.
+        options: inductor's configuration.
+
+    Returns:
+        A callable like ``step``. Schedules and changed hyperparameters never compile anew; a batch of another size
+        makes one more graph, which then serves every size.
+
+    Raises:
+        ConfigError: no such capture.
+        StepContractError: from a call: the step changes the structure, a shape or a dtype of its state, or branches on
+            the value of a tensor.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Linear(2, 1)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> step = ps.compile_step(program.train_step, donate=True, backend="aot_eager")
+        >>> state, metrics = step(program.init(), (torch.ones(4, 2), torch.ones(4, 1)))
+        >>> int(state.step)
+        1
+    """
+    capture_.check(capture)
+    static = cast(Static | None, getattr(step, "static", None))
+    return CompiledStep(step, static, donate=donate, options=Options(capture, backend, options))
+
+
+def compile_program(
+    program: Program,
+    *,
+    donate: bool = False,
+    capture: str = "auto",
+    backend: Any = "inductor",
+    options: Mapping[str, Any] | None = None,
+) -> Program:
+    """The program with train_step, flush and eval_step compiled over one set of buffers.
+
+    Args are those of `compile_step`. A state of the compiled train_step goes into flush and eval_step without a copy.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Linear(2, 1)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> fast = ps.compile_program(program, donate=True, backend="aot_eager")
+        >>> state, _ = fast.train_step(program.init(), (torch.ones(4, 2), torch.ones(4, 1)))
+        >>> sorted(fast.eval_step(state, (torch.ones(4, 2), torch.ones(4, 1))))
+        ['loss']
+    """
+    capture_.check(capture)
+    chosen = Options(capture, backend, options)
+    train = CompiledStep(program.train_step, program.static, donate=donate, options=chosen)
+    flush = CompiledStep(program.flush, program.static, donate=donate, options=chosen, flush=True, layouts=train.layouts)
+    return program._replace(
+        train_step=train,
+        flush=flush,
+        eval_step=None if program.eval_step is None else CompiledEval(program.eval_step, chosen),
+    )
+
+
+class CompiledStep:
+    """A compiled step. ``graphs`` counts what has been compiled."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        static: Static | None,
+        *,
+        donate: bool,
+        options: Options,
+        flush: bool = False,
+        layouts: dict[Any, packed_.Layout | None] | None = None,
+    ) -> None:
+        self.donate = donate
+        self.static = static
+        self.layouts: dict[Any, packed_.Layout | None] = {} if layouts is None else layouts
+        self._step = step
+        self._flush = flush
+        self._steps: dict[packed_.Layout | None, Callable[..., Any]] = {None: step}
+        self._graphs = Graphs(options)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return self._graphs.count
+
+    def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
+        if self._flush and self._nothing_to_flush(state):
+            return state, {}
+        return self._donated(state, batch) if self.donate else self._pure(state, batch)
+
+    def _nothing_to_flush(self, state: Any) -> bool:
+        return self.static is None or self.static.accumulate == 1 or self.static.tail == "carry"
+
+    # --- donated ------------------------------------------------------------------------------------------------------
+
+    def _donated(self, state: Any, batch: tuple[Any, ...]) -> tuple[Any, Metrics]:
+        store = live_.store_of(state)
+        if store is None or store.layout not in self._known():
+            store = self._enter(state)
+        else:
+            live_.check_alive(state)
+        phase = self._phase(store)
+        leaves, treedef = tree.flatten(batch)
+        key = (id(store.slots), phase, treedef)
+        graph = self._graphs.find(
+            key, leaves, store.buffers, lambda record: self._core(store, phase, treedef, leaves, record)
+        )
+        with _seeded(graph.draws, store.hosts[0] if store.hosts else None, store.device):
+            metrics = graph(store.buffers, leaves)
+        store.advance()
+        self._count_window(store, phase)
+        return store.live(), metrics
+
+    def _known(self) -> list[packed_.Layout | None]:
+        return [*self.layouts.values(), None] if self.static is not None else [None]
+
+    def _enter(self, state: Any) -> live_.Store:
+        """Copy a plain state into buffers of its own."""
+        live_.check_alive(state)
+        given = live_.plain(state)
+        return self._share_slots(live_.Store(given, self._layout(given)))
+
+    def _share_slots(self, store: live_.Store) -> live_.Store:
+        # Stores of one structure share their slots object, whose identity is the key of the graphs.
+        known = self._graphs.slots.setdefault((store.layout, store.slots.treedef, store.slots.places), store.slots)
+        store.slots = known
+        return store
+
+    def _layout(self, state: Any) -> packed_.Layout | None:
+        if self.static is None or self.static.labels is None or not isinstance(state, TrainState):
+            return None
+        key = tree.signature(state.params)
+        if key not in self.layouts:
+            found = packed_.layout(state.params, self.static.labels(state.params))
+            self.layouts[key] = found if packed_.pack(found, state) is not None else None
+        return self.layouts[key]
+
+    def _step_on(self, layout: packed_.Layout | None) -> Callable[..., Any]:
+        if layout not in self._steps:
+            assert layout is not None and self.static is not None
+            steps: Steps = self.static.steps(layout.form)
+            self._steps[layout] = steps.flush if self._flush else steps.train_step
+        return self._steps[layout]
+
+    def _phase(self, store: live_.Store) -> tuple[type[Accum], ...]:
+        """Which graph each accumulation window asks for. A program's windows are counted on the host; a step of one's
+        own may advance a window as it likes, so its position is read where that costs nothing, else left open."""
+        if self._flush:
+            return tuple(Accum for _ in store.hosts)
+        if self.static is not None:
+            return tuple(Accum if host.left is None else _mark(host.left) for host in store.hosts)
+        if store.device.type != "cpu":
+            return tuple(Accum for _ in store.hosts)
+        parts = live_.states(store.named)
+        return tuple(Accum if isinstance(s.accum, Empty) else _mark(int(s.accum.left)) for s in parts)
+
+    def _count_window(self, store: live_.Store, phase: tuple[type[Accum], ...]) -> None:
+        if self.static is None:
+            return
+        for host in store.hosts:
+            if host.left is not None:
+                host.left = self.static.accumulate if self._flush or host.left == 1 else host.left - 1
+        del phase  # the host's count is the same message
+
+    def _core(
+        self, store: live_.Store, phase: tuple[type[Accum], ...], treedef: tree.TreeDef, leaves: list[Any], record: Any
+    ) -> Callable[..., Any]:
+        slots, step = store.slots, self._step_on(store.layout)
+        whole, parts = tree.indices(slots.treedef), tree.indices(treedef)
+
+        def core(buffers: list[Tensor], batch: list[Any]) -> Any:
+            old = slots.gather(buffers)
+            before = tree.fill(whole, old)
+            new, metrics = _checked(step(_marked(before, phase), *tree.fill(parts, batch)))
+            new_leaves = _same_structure(whole, before, _marked(new, phase, back=True))
+            slots.scatter(buffers, old, new_leaves)
+            return metrics
+
+        return core
+
+    # --- pure ---------------------------------------------------------------------------------------------------------
+
+    def _pure(self, state: Any, batch: tuple[Any, ...]) -> tuple[Any, Metrics]:
+        given = live_.plain(state)
+        parts = live_.states(given)
+        phase = _read_phase(parts, flush=self._flush)
+        old, state_def = tree.flatten(given)
+        keys = {id(part.key) for part in parts}
+        positions = [index for index, leaf in enumerate(old) if id(leaf) not in keys]
+        leaves, treedef = tree.flatten(batch)
+        inputs = [old[index] for index in positions]
+        key = (state_def, phase, treedef)
+
+        def build(record: Any) -> Callable[..., Any]:
+            return self._pure_core(state_def, len(old), positions, phase, treedef)
+
+        graph = self._graphs.find(key, leaves, inputs, build)
+        host = live_.Host(parts[0]) if parts else None
+        device = next((leaf.device for leaf in inputs if leaf.device.type != "cpu"), torch.device("cpu"))
+        with _seeded(graph.draws, host, device):
+            outputs, metrics = graph(inputs, leaves)
+        for index, leaf in zip(positions, outputs, strict=True):
+            old[index] = leaf
+        for index, leaf in enumerate(old):
+            if id(leaf) in keys:
+                old[index] = rng.advance(leaf)
+        return tree.unflatten(state_def, old), metrics
+
+    def _pure_core(
+        self,
+        state_def: tree.TreeDef,
+        count: int,
+        positions: list[int],
+        phase: tuple[type[Accum], ...],
+        treedef: tree.TreeDef,
+    ) -> Callable[..., Any]:
+        step = self._step
+        whole, parts = tree.indices(state_def), tree.indices(treedef)
+
+        def core(inputs: list[Tensor], batch: list[Any]) -> Any:
+            old: list[Any] = [torch.zeros(2, dtype=torch.int64)] * count
+            for index, leaf in zip(positions, inputs, strict=True):
+                old[index] = leaf
+            before = tree.fill(whole, old)
+            new, metrics = _checked(step(_marked(before, phase), *tree.fill(parts, batch)))
+            leaves = _same_structure(whole, before, _marked(new, phase, back=True))
+            return [leaves[index] for index in positions], metrics
+
+        return core
+
+
+class CompiledEval:
+    """A compiled eval_step: ``(state, batch, *context, index=0) -> metrics``."""
+
+    def __init__(self, step: Callable[..., Metrics], options: Options) -> None:
+        self._step = step
+        self._graphs = Graphs(options)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return self._graphs.count
+
+    def __call__(self, state: Any, *batch: Any, index: int = 0) -> Metrics:
+        given = live_.plain(state)
+        parts = live_.states(given)
+        old, state_def = tree.flatten(_without_optimizer(given))
+        keys = {id(part.key) for part in parts}
+        inputs = [leaf for leaf in old if id(leaf) not in keys]
+        places = [id(leaf) in keys for leaf in old]
+        leaves, treedef = tree.flatten(batch)
+        step = self._step
+
+        def build(record: Any) -> Callable[..., Any]:
+            whole, parts = tree.indices(state_def), tree.indices(treedef)
+
+            def core(tensors: list[Tensor], batch: list[Any]) -> Any:
+                rest = iter(tensors)
+                filled = [torch.zeros(2, dtype=torch.int64) if is_key else next(rest) for is_key in places]
+                return step(tree.fill(whole, filled), *tree.fill(parts, batch))
+
+            return core
+
+        graph = self._graphs.find((state_def, treedef), leaves, inputs, build)
+        device = next((leaf.device for leaf in inputs if leaf.device.type != "cpu"), torch.device("cpu"))
+        with rng.scoped(rng.mix(int(parts[0].key[0]), "eval", index), device) if graph.draws and parts else nullcontext():
+            return graph(inputs, leaves)
+
+
+def _without_optimizer(state: Any) -> Any:
+    # What evaluation does not read need not cross into the graph.
+    if not isinstance(state, TrainState):
+        return state
+    return state._replace(opt_state=Empty(), ema=Empty(), scaler=Empty(), accum=Empty(), halted=Empty())
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+class Graph(NamedTuple):
+    """One compiled graph: ``(tensors, batch leaves) -> what the core returns``."""
+
+    run: Callable[[list[Tensor], list[Any]], Any]
+    draws: bool
+
+    def __call__(self, tensors: list[Tensor], batch: list[Any]) -> Any:
+        return self.run(tensors, batch)
+
+
+class Graphs:
+    """The graphs of one step, by structure and by the shapes of the batch."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.count = 0
+        self.slots: dict[Any, live_.Slots] = {}
+        self._exact: dict[Any, Graph] = {}
+        self._first: dict[Any, Any] = {}  # structure, dtypes and ranks -> the first shapes seen
+        self._sizes: dict[Any, Graph] = {}  # the same -> one graph for every other size
+
+    def find(
+        self, structure: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[Any], Callable[..., Any]]
+    ) -> Graph:
+        """The graph for these inputs, compiled when there is none yet."""
+        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        kinds = tuple((leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        state_kind = tuple((leaf.shape, leaf.dtype, leaf.device) for leaf in tensors)
+        exact = (structure, shapes, kinds, state_kind)
+        found = self._exact.get(exact)
+        if found is not None:
+            return found
+        family = (structure, kinds, state_kind)
+        first = self._first.setdefault(family, shapes)
+        if first != shapes and family in self._sizes:
+            return self._sizes[family]
+        return self._compile(exact, family, leaves, tensors, build(None), ragged=first != shapes)
+
+    def _compile(
+        self, exact: Any, family: Any, leaves: list[Any], tensors: list[Tensor], core: Any, *, ragged: bool
+    ) -> Graph:
+        if ragged:
+            capture_.mark_sizes(leaves, self._first[family])
+            graph = self._sizes[family] = self._dynamo(core)
+        elif self.options.capture == "dynamo":
+            graph = self._exact[exact] = self._dynamo(core)
+        else:
+            graph = self._exact[exact] = self._traced(core, leaves, tensors)
+        self.count += 1
+        return graph
+
+    def _traced(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
+        where = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        found: list[Any] = []
+
+        def flat(*inputs: Tensor) -> list[Tensor]:
+            batch = list(leaves)
+            for index, leaf in zip(where, inputs[len(tensors) :], strict=True):
+                batch[index] = leaf
+            outputs, treedef = tree.flatten(core(list(inputs[: len(tensors)]), batch))
+            stacked = [leaf.dim() == 0 and leaf.dtype == torch.float32 for leaf in outputs]
+            found[:] = [treedef, stacked]
+            scalars = [leaf for leaf, one in zip(outputs, stacked, strict=True) if one]
+            rest = [leaf for leaf, one in zip(outputs, stacked, strict=True) if not one]
+            return [torch.stack(scalars), *rest] if scalars else rest
+
+        try:
+            inputs = [*tensors, *(leaves[index] for index in where)]
+            run, draws = capture_.trace(flat, inputs, backend=self.options.backend, options=self.options.options)
+        except StepContractError:
+            if self.options.capture == "trace":
+                raise
+            return self._dynamo(core)
+        treedef, stacked = found
+
+        def call(tensors: list[Tensor], batch: list[Any]) -> Any:
+            outputs = list(run(*tensors, *[batch[index] for index in where]))
+            if any(stacked):
+                scalars = iter(outputs[0].unbind())
+                rest = iter(outputs[1:])
+                outputs = [next(scalars) if one else next(rest) for one in stacked]
+            return tree.unflatten(treedef, outputs)
+
+        return Graph(call, draws)
+
+    def _dynamo(self, core: Any) -> Graph:
+        run = capture_.dynamo(core, backend=self.options.backend, options=self.options.options)
+        return Graph(run, True)
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def _seeded(draws: bool, host: live_.Host | None, device: torch.device) -> Any:
+    if not draws or host is None:
+        return nullcontext()
+    return rng.scoped(rng.mix(host.seed, host.calls, "step"), device)
+
+
+def _mark(left: int) -> type[Accum]:
+    return Closing if left == 1 else Adding
+
+
+def _read_phase(parts: list[TrainState], *, flush: bool) -> tuple[type[Accum], ...]:
+    if flush:
+        return tuple(Accum for _ in parts)
+    return tuple(Accum if isinstance(part.accum, Empty) else _mark(int(part.accum.left)) for part in parts)
+
+
+def _marked(state: Any, phase: tuple[type[Accum], ...], *, back: bool = False) -> Any:
+    """The state with each window's accumulator of the type that selects its graph (``back``: the plain type)."""
+    if all(kind is Accum for kind in phase) and not back:
+        return state
+    kinds = iter(phase)
+
+    def one(node: Any) -> Any:
+        if not live_.is_state(node):
+            return node
+        kind = next(kinds)
+        if isinstance(node.accum, Empty):
+            return node
+        return TrainState(*node)._replace(accum=(Accum if back else kind)(*node.accum))
+
+    return tree.map(one, state, is_leaf=live_.is_state)
+
+
+def _checked(result: Any) -> tuple[Any, Metrics]:
+    if not isinstance(result, tuple) or len(cast(tuple[Any, ...], result)) != 2:
+        raise StepContractError(
+            f"returned a {type(result).__name__}", where="step", hint="return (state, metrics): a pair"
+        )
+    state, metrics = cast(tuple[Any, Any], result)
+    if not isinstance(metrics, dict):
+        raise StepContractError(
+            f"returned metrics of type {type(metrics).__name__}", where="step", hint="return (state, {name: ps.Mean})"
+        )
+    return state, cast(Metrics, metrics)
+
+
+def _same_structure(positions: tree.Tree, old: Any, new: Any) -> list[Tensor]:
+    """The leaves of the new state, if it is one of the same structure, shapes and dtypes."""
+    if torch.compiler.is_compiling():
+        return tree.collect(positions, new)  # Dynamo can neither compare structures nor raise; fit and the trace check them
+    before, old_def = tree.flatten(old)
+    after, new_def = tree.flatten(new)
+    if old_def != new_def:
+        raise StepContractError(
+            f"the structure of the state changes: {_difference(old, new)}",
+            where="step",
+            hint="return a state of the structure that went in",
+        )
+    for index, (left, right) in enumerate(zip(before, after, strict=True)):
+        same = isinstance(right, Tensor) and (left.shape, left.dtype) == (right.shape, right.dtype)
+        if not same:
+            found = f"{list(right.shape)} {right.dtype}" if isinstance(right, Tensor) else type(right).__name__
+            raise StepContractError(
+                f"goes in as {list(left.shape)} {left.dtype} and comes out as {found}",
+                where=tree.paths(old)[index],
+                hint="keep shape and dtype of every leaf (.to(old.dtype))",
+            )
+    return after
+
+
+def _difference(old: Any, new: Any) -> str:
+    before, after = set(tree.paths(old)), set(tree.paths(new))
+    gone, come = sorted(before - after)[:3], sorted(after - before)[:3]
+    return f"without {gone}, with {come}" if gone or come else "other node types"
+
