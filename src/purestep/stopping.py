@@ -83,8 +83,8 @@ def observe(
         epoch: epochs (or evaluations) completed, from 1.
         mode: whether small or large values are good.
         rule: early stopping, or None to track the best alone.
-        total_epochs: epochs planned in all; only ``start_ratio`` needs it. It may differ from the one of an earlier
-            session: the start is worked out anew each time.
+        total_epochs: epochs planned in all; only ``start_ratio`` needs it. It may differ from what it was before a
+            resume: the start is worked out anew each time.
 
     Raises:
         ConfigError: ``start_ratio`` is set and the number of epochs is not known.

@@ -1,0 +1,192 @@
+"""The settings of a run: one frozen record, checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from .. import stopping
+from ..errors import ConfigError
+from . import fields, findings
+
+
+class FitConfig(BaseModel):
+    """What `fit` is told besides the state, the loaders and the program.
+
+    A step is an optimizer update, however many micro-batches it took. Every field may be given as text as well
+    (``"1"`` is an int, ``"1.0"`` a float). At least one limit is required: ``epochs``, ``steps`` or ``max_time``; -1
+    says that none is wanted.
+
+    Raises:
+        ConfigError: a field that does not exist (with the nearest name), a value out of its range, or two fields that
+            contradict each other.
+
+    Example:
+        >>> FitConfig(epochs=10, evaluate_every=1.0, early_stopping=5).early_stopping
+        EarlyStopping(patience=5, min_delta=0.0, start_ratio=0.0)
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    epochs: fields.Limit = None
+    """Epochs in all, counting those before a resume: at least 1; -1 without end; None: another limit."""
+
+    steps: fields.Limit = None
+    """Optimizer updates in all, counting those before a resume: at least 1; -1 without end."""
+
+    min_epochs: fields.Minimum = None
+    """Early stopping and callbacks cannot end the run before this many epochs: at least 1."""
+
+    min_steps: fields.Minimum = None
+    """Early stopping and callbacks cannot end the run before this many updates: at least 1."""
+
+    max_time: fields.Seconds = None
+    """Wall-clock limit, counted anew after a resume, in seconds > 0. Also a timedelta, its keywords, or ``"DD:HH:MM:SS"``."""
+
+    evaluate_every: fields.Intervals = None
+    """By type: an int is a number of updates, counted over the whole run; a float is a number of epochs (0.25 four
+    times an epoch, 1.0 once, 2.0 every other one). A mapping sets it per evaluation loader. None: every epoch."""
+
+    evaluate_on: fields.View = None
+    """The weights to evaluate. None: the EMA where the state has one, else the parameters."""
+
+    monitor: fields.Metric = None
+    """The metric that decides what is best, by its name in the history (``"val_loss"``, ``"train_loss"``). None:
+    ``"val_loss"`` where a loader ``"val"`` is evaluated, else nothing."""
+
+    mode: fields.Direction = None
+    """Whether small or large values of ``monitor`` are good. None: small for a loss, error or perplexity; any other
+    metric has to say."""
+
+    early_stopping: fields.Patience = None
+    """An `EarlyStopping`, its fields as a mapping, or its patience (epochs, at least 1). None: off."""
+
+    log_every: fields.AtLeast0 = 50
+    """Updates between two lines of the log, at least 0; 0: only at the end of an epoch."""
+
+    resume: fields.Resume = "auto"
+    """``"auto"``: go on from the newest whole snapshot in the run's directory, if there is one. A path: from there.
+    None: start afresh."""
+
+    compile: fields.Compile = "auto"
+    """``"auto"``: on CUDA, and with a warning in eager where a model cannot be captured. True: always, or an error.
+    False: eager. A mapping: True with these options of `compile_step`."""
+
+    donate: fields.Donate = True
+    """True: a compiled step reuses the memory of the states that the loop itself made. ``"init"``: also of the state
+    that was passed in, which cannot be read afterwards. False: never."""
+
+    device: fields.Device = None
+    """Where to train, as a torch device (``"cuda:1"``). None: where the state is."""
+
+    deterministic: fields.Deterministic = False
+    """Deterministic algorithms only, during the run: True: what has none is an error; ``"warn"``: a warning."""
+
+    tf32: fields.Tf32 = None
+    """Whether float32 matrix products and convolutions on CUDA may use TensorFloat-32, during the run. None: as the
+    process is set."""
+
+    detect_anomaly: fields.Flag = False
+    """Debugging: eager, with the autograd anomaly mode, and the first leaf that is not finite named. Slow."""
+
+    fast_dev_run: fields.DevRun = 0
+    """Debugging: this many batches of training and of each evaluation, on a copy of the state, and no file is
+    written. True is 1; 0: off."""
+
+    overfit_batches: fields.Overfit = 0
+    """Debugging: train and evaluate on the first batches of ``"train"`` alone, in a fixed order: an int is their
+    number, a float their share in (0, 1]; 0: off."""
+
+    limit_batches: fields.Limits = None
+    """Batches used of a loader each epoch: an int is their number, a float their share in (0, 1]. A mapping sets it per
+    loader, where 0 leaves an evaluation loader out. None: all."""
+
+    rollback: fields.AtLeast0 = 0
+    """How often a run may go back to its last snapshot after a loss or gradient that is not finite, before
+    `NonFiniteError` is raised: at least 0."""
+
+    progress: fields.Flag = True
+    """A progress bar on a terminal and plain lines elsewhere. False: silence."""
+
+    if not TYPE_CHECKING:  # Type checkers keep the signature that pydantic makes from the fields.
+
+        def __init__(self, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                raise findings.explain(error, known=tuple(type(self).model_fields)) from None
+
+    @model_validator(mode="after")
+    def _agree(self) -> FitConfig:
+        if self.epochs is None and self.steps is None and self.max_time is None and not self.fast_dev_run:
+            raise ConfigError(
+                "nothing limits the run: epochs, steps and max_time are all None",
+                hint="epochs=10, or epochs=-1 to go on until it is stopped",
+            )
+        for name, least in (("epochs", self.min_epochs), ("steps", self.min_steps)):
+            most = getattr(self, name)
+            if least is not None and most not in (None, -1) and least > most:
+                raise ConfigError(f"min_{name}={least} is more than {name}={most}", hint=f"min_{name}={most}")
+        if self.monitor is None and self.mode is not None:
+            raise ConfigError(f"mode={self.mode!r} without a metric", hint=f'monitor="val_loss", mode={self.mode!r}')
+        if isinstance(self.limit_batches, dict) and self.limit_batches.get("train") in (0, 0.0):
+            raise ConfigError("limit_batches leaves nothing to train on", hint='limit_batches={"train": 1}')
+        if self.overfit_batches and self.limit_batches is not None:
+            raise ConfigError(
+                "overfit_batches already says which batches are used; limit_batches contradicts it",
+                hint="limit_batches=None",
+            )
+        if self.detect_anomaly and self.compile not in ("auto", False):
+            raise ConfigError("anomalies are detected in eager mode only", hint='compile=False, or compile="auto"')
+        if self.monitor is not None and self.mode is None:
+            stopping.default_mode(self.monitor)
+        return self
+
+    @property
+    def direction(self) -> stopping.Mode:
+        """``mode``, or what the name of ``monitor`` says; ``"min"`` without a monitor.
+
+        Raises:
+            ConfigError: a name that does not say.
+        """
+        return self.mode or ("min" if self.monitor is None else stopping.default_mode(self.monitor))
+
+    def interval(self, loader: str) -> int | float:
+        """``evaluate_every`` of one evaluation loader: an int is updates, a float is epochs.
+
+        Example:
+            >>> FitConfig(epochs=1, evaluate_every={"val": 100}).interval("test")
+            1.0
+        """
+        every = self.evaluate_every.get(loader) if isinstance(self.evaluate_every, dict) else self.evaluate_every
+        return 1.0 if every is None else every
+
+    def limit(self, loader: str) -> int | float | None:
+        """``limit_batches`` of one loader: an int is batches, a float a share, None is all of it.
+
+        Example:
+            >>> FitConfig(epochs=1, limit_batches={"val": 0.5}).limit("val")
+            0.5
+        """
+        return self.limit_batches.get(loader) if isinstance(self.limit_batches, dict) else self.limit_batches
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field in what JSON can hold (the options of ``compile`` as they were given).
+
+        Example:
+            >>> config = FitConfig(epochs=3, max_time="00:01:00:00")
+            >>> FitConfig.from_dict(config.to_dict()) == config
+            True
+        """
+        return self.model_dump()
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> FitConfig:
+        """The way back from `to_dict`.
+
+        Raises:
+            ConfigError: as the constructor does.
+        """
+        return cls(**{str(name): value for name, value in fields.items()})
