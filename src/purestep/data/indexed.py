@@ -1,0 +1,298 @@
+"""Loaders over a dataset with indices: one DataLoader for the run, fed with our own order.
+
+The unit that travels to a worker is a `Ticket`: the indices of one batch and the seed of its epoch. The worker seeds
+the generators from (seed, epoch, index) where the dataset draws, so that a batch depends neither on the worker that
+loads it nor on what was loaded before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from ..rng import mix
+from ..types import Batch
+from . import draws
+from .feed import Feed
+from .workers import Engine
+
+_CHUNK = 32  # batches of indices drawn from a user's sampler at once: scoping its draws takes 90 us
+_REMEMBERED = 256  # batches whose indices are kept for messages
+_log = logging.getLogger("purestep")
+
+
+class Ticket(NamedTuple):
+    """One batch to load."""
+
+    number: int  # within the epoch, 0-based
+    seed: int  # of the epoch
+    indices: Any  # what the sampler gave: a list of indices, or one index where the loader does not batch
+    probe: bool  # load one item twice and compare
+
+
+class Loaded(NamedTuple):
+    """One batch, and whether the probe found that its items cannot be loaded again as they were."""
+
+    batch: Batch
+    inexact: bool
+
+
+class Batches(Dataset[Loaded]):
+    """The user's dataset and collate function behind one index: ``batches[ticket]`` is a whole batch.
+
+    Attributes are the dataset's, so that a ``worker_init_fn`` that sets some of ``get_worker_info().dataset`` works.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
+        own = {"_dataset": dataset, "_collate": collate, "_batched": batched, "_draws": False}
+        self.__dict__.update(own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_dataset" not in self.__dict__:  # unpickling asks before there is a dataset
+            raise AttributeError(name)
+        return getattr(self.__dict__["_dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_dataset"], name, value)
+
+    def __getitem__(self, index: Ticket) -> Loaded:
+        tensors = self._tensors()
+        if tensors is not None:
+            return Loaded(_gather(self._dataset, tensors, index.indices), inexact=False)
+        with draws.scoped(mix(index.seed, index.number)):
+            try:
+                return Loaded(self._load(index), index.probe and not self._repeats(index))
+            except StopIteration as error:  # would end the epoch without a word
+                raise RuntimeError("the dataset raised StopIteration") from error
+
+    def _load(self, ticket: Ticket) -> Batch:
+        if not self._draws:
+            number = mix(ticket.seed, ticket.number)
+            with draws.seeded(number):
+                expected = draws.sample()
+            with draws.seeded(number):
+                batch = self._collate(self._items(ticket.indices))
+                if draws.sample() == expected:
+                    return batch
+            self.__dict__["_draws"] = True  # load again, now item by item from seeds of their own
+        if not self._batched:
+            return self._collate(self._item(ticket, ticket.indices))
+        items = [self._item(ticket, index) for index in ticket.indices]
+        with draws.seeded(mix(ticket.seed, "collate", ticket.number)):
+            return self._collate(items)
+
+    def _items(self, indices: Any) -> Any:
+        if not self._batched:
+            return self._dataset[indices]
+        several = getattr(self._dataset, "__getitems__", None)
+        return several(indices) if several else [self._dataset[index] for index in indices]
+
+    def _item(self, ticket: Ticket, index: Any) -> Any:
+        with draws.seeded(mix(ticket.seed, "item", _number(index))):
+            return self._items([index])[0] if self._batched else self._items(index)
+
+    def _repeats(self, ticket: Ticket) -> bool:
+        index = ticket.indices[0] if self._batched and ticket.indices else ticket.indices
+        return _same(self._item(ticket, index), self._item(ticket, index))
+
+    def _tensors(self) -> tuple[Tensor, ...] | None:
+        """The tensors of a plain TensorDataset with the default collation: gathered at once, nothing can be drawn."""
+        dataset = self._dataset
+        while type(dataset) is Subset:
+            dataset = dataset.dataset
+        if type(dataset) is not TensorDataset or self._collate is not default_collate or not self._batched:
+            return None
+        plain = all(type(found) is Tensor and found.layout is torch.strided for found in dataset.tensors)
+        return dataset.tensors if plain else None
+
+
+def _gather(dataset: Any, tensors: tuple[Tensor, ...], indices: Sequence[int]) -> list[Tensor]:
+    while type(dataset) is Subset:
+        indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset
+    rows = torch.tensor(indices)
+    return [found[rows] for found in tensors]
+
+
+def _number(index: Any) -> int | str:
+    try:
+        return operator.index(index)
+    except TypeError:
+        return repr(index)
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two loads of an item agree, as far as their kinds can be compared."""
+    if isinstance(first, Tensor):
+        return first.shape == second.shape and bool(((first == second) | (first != first)).all())
+    if isinstance(first, np.ndarray):
+        return bool(first.shape == second.shape and first.tobytes() == second.tobytes())
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
+    if isinstance(first, (bool, int, float, str, bytes)):
+        return first == second or first != first
+    return True
+
+
+def _same_batch(batch: Any) -> Any:
+    """A collate function that does nothing."""
+    return batch
+
+
+class _Tickets(Sampler[Ticket]):
+    """The sampler of the one DataLoader: whatever was put in last."""
+
+    def __init__(self) -> None:
+        self.source: Iterable[Ticket] = ()
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self.source)
+
+
+class IndexedFeed(Feed):
+    """A DataLoader over a dataset with indices.
+
+    Args:
+        loader: its dataset, sampler and settings are used; it is never iterated itself.
+        name, seed: as in `open_feed`.
+        timeout: seconds to wait for a worker where the loader sets none.
+        shuffle: False takes the items in the dataset's order whatever the sampler says.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, name: str, seed: int, timeout: float, shuffle: bool = True) -> None:
+        self._source = loader
+        self._seed = seed
+        self._timeout = timeout
+        self._shuffle = shuffle
+        self._sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        self._batch_size: Any = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
+        self._drop_last = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
+        super().__init__(name=name, length=length_of(loader), resume="skip", facts=self._facts())
+        self._tickets = _Tickets()
+        batches = Batches(loader.dataset, loader.collate_fn, batched=loader.batch_sampler is not None)
+        how = {"batch_size": None, "sampler": self._tickets, "collate_fn": _same_batch}
+        self._engine = Engine(batches, like=loader, timeout=timeout, **how)
+        self._recent: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._probed = False
+
+    def _facts(self) -> dict[str, Any]:
+        size = self._batch_size if isinstance(self._batch_size, int) else None
+        whole = self._source.batch_sampler
+        order = type(self._sampler if self._is_ready() or whole is None else whole).__name__
+        facts = {"kind": "indices", "seed": self._seed, "items": length_of(self._source.dataset), "batch_size": size}
+        return facts | {"drop_last": bool(self._drop_last), "order": order}
+
+    def unshuffled(self) -> IndexedFeed:
+        """The same loader in the dataset's order."""
+        return IndexedFeed(self._source, name=self.name, seed=self._seed, timeout=self._timeout, shuffle=False)
+
+    def indices(self, epoch: int, batch: int) -> list[Any] | None:
+        found = self._recent.get((epoch, batch))
+        return found if found is None or isinstance(found, list) else [found]
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        self._tickets.source = self._order(epoch, start)
+        loaded = self._engine.run(mix(self._seed, "workers", epoch))
+        try:
+            for batch, inexact in loaded:
+                if inexact:
+                    self._tell()
+                yield batch
+        finally:
+            loaded.close()
+
+    def _order(self, epoch: int, start: int) -> Iterator[Ticket]:
+        seed = mix(self._seed, "items", epoch)
+        for number, indices in enumerate(islice(self._index_batches(epoch), start, None), start):
+            self._recent[epoch, number] = indices
+            if len(self._recent) > _REMEMBERED:
+                self._recent.popitem(last=False)
+            probe, self._probed = not self._probed, True
+            yield Ticket(number, seed, indices, probe)
+
+    def _index_batches(self, epoch: int) -> Iterator[Any]:
+        number = mix(self._seed, "order", epoch)
+        if not self._is_ready():
+            return _drawn(self._source, epoch, number)
+        if self._source.batch_sampler is None:
+            return iter(self._ready_sampler(number))
+        return iter(BatchSampler(self._ready_sampler(number), int(self._batch_size), bool(self._drop_last)))
+
+    def _is_ready(self) -> bool:
+        """Whether the order is torch's own, random or sequential, and can be made again from a seed."""
+        batched = type(self._source.batch_sampler) in (BatchSampler, type(None))
+        return batched and (not self._shuffle or type(self._sampler) in (RandomSampler, SequentialSampler))
+
+    def _ready_sampler(self, number: int) -> Any:
+        if not self._shuffle:
+            return SequentialSampler(self._source.dataset)  # pyright: ignore[reportArgumentType]  # sized, or torch says
+        sampler = self._sampler
+        if not isinstance(sampler, RandomSampler):
+            return sampler
+        own = torch.Generator().manual_seed(number)
+        count = None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
+        return RandomSampler(sampler.data_source, sampler.replacement, count, own)
+
+    def _tell(self) -> None:
+        _log.warning(
+            "%s: loading an item twice gave two different items, so a resumed run will not be the same bit for bit. "
+            "Draw from torch's, numpy's or Python's global generator in the dataset: they are seeded per item.",
+            self.name,
+        )
+
+
+def _drawn(loader: DataLoader[Any], epoch: int, seed: int) -> Iterator[Any]:
+    """The order of a user's own sampler, drawn under seeds of (seed, epoch)."""
+    source: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    parts: list[Any] = [source, getattr(source, "sampler", None), loader.sampler]
+    for part in {id(part): part for part in parts}.values():
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)
+        own = getattr(part, "generator", None)
+        if isinstance(own, torch.Generator):
+            own.manual_seed(seed)
+    with draws.scoped(seed):
+        iterator = iter(source)
+    for count in itertools.count():
+        with draws.scoped(mix(seed, count)):
+            chunk = [_copied(indices) for indices in islice(iterator, _CHUNK)]
+        if not chunk:
+            return
+        yield from chunk
+
+
+def _copied(indices: Any) -> Any:
+    """A sampler may fill one list again and again."""
+    return list(cast("list[Any]", indices)) if isinstance(indices, list) else indices
+
+
+def length_of(sized: Any) -> int | None:
+    """``len``, or None where there is none."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None

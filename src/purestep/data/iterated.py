@@ -1,0 +1,173 @@
+"""Loaders without indices: sequences of batches, iterables, one-shot iterators, loaders with a state of their own."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from ..errors import DataError
+from ..rng import mix
+from ..types import Batch
+from . import draws, position
+from .feed import Feed, Resume
+
+_REMEMBERED = 64  # states kept: more than any prefetching runs ahead
+
+
+class SequenceFeed(Feed):
+    """A list or tuple of batches, in its order in every epoch."""
+
+    def __init__(self, batches: Sequence[Batch], *, name: str) -> None:
+        super().__init__(
+            name=name, length=len(batches), resume="skip", facts={"kind": "sequence", "batches": len(batches)}
+        )
+        self._source = batches
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        return (self._source[index] for index in range(start, len(self._source)))
+
+
+class IterableFeed(Feed):
+    """Anything that can be iterated once an epoch, entered in the middle by dropping batches.
+
+    Args:
+        source: gives the iterator of an epoch; called inside the random stream of that epoch.
+        name, seed: as in `open_feed`.
+        length, resume: as in `Feed`.
+        announce: told the epoch before it begins.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[int], Iterator[Batch]],
+        *,
+        name: str,
+        seed: int,
+        length: int | None,
+        resume: Resume,
+        announce: Callable[[int], None],
+    ) -> None:
+        facts = {"kind": "iterable", "seed": seed, "batches": length}
+        super().__init__(name=name, length=length, resume=resume, facts=facts)
+        self._source = source
+        self._seed = seed
+        self._announce = announce
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        self._announce(epoch)
+        seed = mix(self._seed, "order", epoch)
+        with draws.scoped(seed):
+            iterator = self._source(epoch)
+        try:
+            yield from islice(_scoped(iterator, seed), start, None)
+        finally:
+            close = getattr(iterator, "close", None)
+            if callable(close):
+                close()
+
+
+def _scoped(iterator: Iterator[Batch], seed: int, start: int = 0) -> Iterator[Batch]:
+    """Each batch is drawn under a seed of its own: where an epoch is entered, no random stream has to be put back."""
+    for number in itertools.count(start):
+        with draws.scoped(mix(seed, number)):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+        yield batch
+
+
+class OneShotFeed(Feed):
+    """An iterator: what it gave is gone. An endless one may be cut into epochs with `limit`."""
+
+    def __init__(self, iterator: Iterator[Batch], *, name: str, seed: int, resume: Resume) -> None:
+        super().__init__(name=name, length=None, resume=resume, facts={"kind": "iterator", "seed": seed})
+        self._batches_left = _scoped(iterator, mix(seed, "order", 0))
+        self._given = 0
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        if start and (epoch or self._given):
+            raise DataError(
+                f"an iterator cannot be put back to batch {start + 1} of epoch {epoch + 1}",
+                where=self.name,
+                hint="pass a loader that can be iterated again: a DataLoader, a list, a class with __iter__",
+            )
+        for number, batch in enumerate(self._batches_left):
+            self._given += 1
+            if number >= start:
+                yield batch
+
+    def _nothing(self, epoch: int) -> DataError:
+        if not self._given:
+            return super()._nothing(epoch)
+        return DataError(
+            f"no batch left for epoch {epoch + 1}: a one-shot iterator is good for one epoch",
+            where=self.name,
+            hint="pass the loader itself instead of iter(loader), or list(batches)",
+        )
+
+
+class StatefulFeed(Feed):
+    """A loader that knows its own place: ``state_dict()`` after every batch, ``load_state_dict`` on resuming.
+
+    Args:
+        source: gives the iterator of an epoch.
+        owner: what has the two methods: the loader, or its dataset.
+        name, seed: as in `open_feed`.
+        length: as in `Feed`.
+        announce: told the epoch before it begins.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[int], Iterator[Batch]],
+        owner: Any,
+        *,
+        name: str,
+        seed: int,
+        length: int | None,
+        announce: Callable[[int], None],
+    ) -> None:
+        super().__init__(name=name, length=length, resume="state", facts={"kind": "state", "batches": length})
+        self._source = source
+        self._owner = owner
+        self._seed = seed
+        self._announce = announce
+        self._states: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._restored: Any = None
+
+    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
+        stored = self._states.get((epoch, consumed))
+        if stored is None and consumed:
+            raise DataError(f"no state is kept of batch {consumed} of epoch {epoch + 1}", where=self.name)
+        return {**super().position(epoch, consumed), "state": position.encode(stored, where=self.name)}
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        super().restore(position)
+        self._restored = position.get("state")
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        held, self._restored = self._restored, None
+        self._announce(epoch)
+        state = position.decode(held) if held is not None else self._states.get((epoch, start)) if start else None
+        if start and state is None:
+            raise DataError(f"no state of batch {start} was restored", where=self.name, hint="feed.restore(position)")
+        if state is not None:
+            self._owner.load_state_dict(copy.deepcopy(state))
+            self._keep(epoch, start, state)
+        seed = mix(self._seed, "order", epoch)
+        with draws.scoped(seed):
+            iterator = self._source(epoch)
+        for number, batch in enumerate(_scoped(iterator, seed, start), start + 1):
+            self._keep(epoch, number, copy.deepcopy(self._owner.state_dict()))
+            yield batch
+        self._keep(epoch + 1, 0, copy.deepcopy(self._owner.state_dict()))
+
+    def _keep(self, epoch: int, consumed: int, state: Any) -> None:
+        self._states[epoch, consumed] = state
+        if len(self._states) > _REMEMBERED:
+            self._states.popitem(last=False)

@@ -1,0 +1,205 @@
+"""Batches to the device of the state, ahead of time on CUDA."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from ..errors import DataError
+from ..tree import leaves
+from ..types import Batch, Device, TrainState, Tree
+
+T = TypeVar("T")
+
+
+def auto_device() -> Device:
+    """The first of cuda, mps and cpu that this machine has.
+
+    Example:
+        >>> auto_device().type in ("cuda", "mps", "cpu")
+        True
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def to_device(tree: T, like: Tree) -> T:
+    """A batch on the device of ``like``, of the same classes; the very same object where nothing has to move.
+
+    Tuples, lists, NamedTuples, dicts, other mappings (Hugging Face's BatchEncoding), dataclasses and objects with a
+    ``to`` method, in any nesting. Arrays of numbers become tensors. What else there is stays as it is. From pinned
+    memory to CUDA the copy does not wait.
+
+    Args:
+        tree: a batch.
+        like: a state, a tensor, a `torch.device` or its name.
+
+    Raises:
+        DataError: with the path of a leaf that cannot be moved.
+
+    Example:
+        >>> batch = {"x": torch.zeros(2), "names": ["a", "b"]}
+        >>> to_device(batch, "cpu") is batch
+        True
+    """
+    device = device_of(like)
+    return cast(T, _mapped(tree, lambda leaf: _moved(leaf, device), ""))
+
+
+def device_of(like: Tree) -> Device:
+    """The device of a state (whose key is on the CPU wherever the rest is), a tensor, or a device's name."""
+    if isinstance(like, torch.device):
+        return like
+    if isinstance(like, str):
+        return torch.device(like)
+    if isinstance(like, Tensor):
+        return like.device
+    if isinstance(like, TrainState):
+        return like.step.device
+    found = [leaf.device for leaf in leaves(like) if isinstance(leaf, Tensor)]
+    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
+
+
+def _moved(leaf: Any, device: Device) -> Any:
+    leaf = _as_tensor(leaf)
+    if isinstance(leaf, Tensor):
+        if leaf.device.type == device.type and device.index in (None, leaf.device.index):
+            return leaf
+        return leaf.to(device, non_blocking=device.type == "cuda" and leaf.device.type == "cpu" and leaf.is_pinned())
+    move: Any = None if isinstance(leaf, type) else getattr(leaf, "to", None)
+    return move(device) if callable(move) else leaf
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """An array of numbers as a tensor over the same memory; everything else as it is."""
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufc":
+        return leaf
+    return torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+
+
+def _mapped(tree: Any, fn: Callable[[Any], Any], path: str) -> Any:
+    """``fn`` of every leaf; a node none of whose children changed is returned itself."""
+    if isinstance(tree, Tensor) or tree is None or isinstance(tree, (str, bytes, int, float, PackedSequence)):
+        return _leaf(tree, fn, path)
+    if isinstance(tree, (list, tuple)):
+        items = cast("list[Any] | tuple[Any, ...]", tree)
+        new = [_mapped(child, fn, f"{path}/{index}") for index, child in enumerate(items)]
+        if all(a is b for a, b in zip(new, items, strict=True)):
+            return items
+        return items._make(new) if hasattr(items, "_make") else type(items)(new)  # pyright: ignore  # a NamedTuple
+    if isinstance(tree, Mapping):
+        return _mapped_mapping(cast("Mapping[Any, Any]", tree), fn, path)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        old = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init}
+        fresh = {name: _mapped(child, fn, f"{path}/{name}") for name, child in old.items()}
+        changed = {name: child for name, child in fresh.items() if child is not old[name]}
+        return dataclasses.replace(tree, **changed) if changed else tree
+    return _leaf(tree, fn, path)
+
+
+def _mapped_mapping(tree: Mapping[Any, Any], fn: Callable[[Any], Any], path: str) -> Any:
+    new = {key: _mapped(child, fn, f"{path}/{key}") for key, child in tree.items()}
+    changed = {key: child for key, child in new.items() if child is not tree[key]}
+    if not changed:
+        return tree
+    if type(tree) is dict:
+        return new
+    try:
+        other: Any = copy.copy(tree)
+        if isinstance(other, UserDict) and other.data is cast("UserDict[Any, Any]", tree).data:
+            other.data = dict(other.data)  # a shallow copy that shares what is written to next
+        for key, child in changed.items():
+            other[key] = child
+    except TypeError:  # an immutable mapping
+        return new
+    return other
+
+
+def _leaf(leaf: Any, fn: Callable[[Any], Any], path: str) -> Any:
+    try:
+        return fn(leaf)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        said = str(error).split("\n")[0]
+        raise DataError(f"a {type(leaf).__name__} cannot be moved: {said}", where=f"batch{path}") from error
+
+
+def prefetch(batches: Iterator[Batch], device: Device, *, depth: int = 2) -> Iterator[Batch]:
+    """Batches on the device, on CUDA copied ahead of time from pinned memory on a stream of their own.
+
+    The loader runs up to ``depth`` batches ahead of what was consumed. An error of the loader is raised where its
+    batch would have come.
+
+    Args:
+        batches: as a `Feed` gives them.
+        device: where to. On others than CUDA batches are moved as they come.
+        depth: batches held ahead, >= 1.
+
+    Example:
+        >>> list(prefetch(iter([torch.ones(1)]), torch.device("cpu")))
+        [tensor([1.])]
+    """
+    if device.type != "cuda":
+        return (to_device(batch, device) for batch in batches)
+    return _ahead(batches, device, depth)
+
+
+class _Copied(NamedTuple):
+    batch: Batch
+    event: torch.cuda.Event
+
+
+def _ahead(batches: Iterator[Batch], device: Device, depth: int) -> Iterator[Batch]:
+    stream = torch.cuda.Stream(device)
+    ready: deque[_Copied] = deque()
+    failed: Exception | None = None
+    more = True
+    while more or ready:
+        while more and len(ready) < depth:
+            try:
+                ready.append(_copied(next(batches), device, stream))
+            except StopIteration:
+                more = False
+            except Exception as error:  # raised below, after the batches before it
+                more, failed = False, error
+        if ready:
+            batch, event = ready.popleft()
+            current = torch.cuda.current_stream(device)
+            current.wait_event(event)
+            # The allocator must not give this memory to the side stream again before the consumer's work is done.
+            _mapped(batch, partial(_recorded, current), "")
+            yield batch
+    if failed is not None:
+        raise failed
+
+
+def _copied(batch: Batch, device: Device, stream: torch.cuda.Stream) -> _Copied:
+    pinned = _mapped(batch, _pinned, "")
+    with torch.cuda.stream(stream):
+        moved = to_device(pinned, device)
+        event = torch.cuda.Event()
+        event.record(stream)
+    return _Copied(moved, event)
+
+
+def _pinned(leaf: Any) -> Any:
+    leaf = _as_tensor(leaf)
+    plain = isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided
+    return leaf.pin_memory() if plain and not leaf.is_pinned() else leaf
+
+
+def _recorded(stream: torch.cuda.Stream, leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_cuda:
+        leaf.record_stream(stream)
+    return leaf

@@ -1,0 +1,147 @@
+"""Which kind of loader this is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ..errors import DataError
+from ..rng import mix
+from ..types import Batch
+from .feed import Feed, Resume, hold
+from .indexed import IndexedFeed, length_of
+from .iterated import IterableFeed, OneShotFeed, SequenceFeed, StatefulFeed
+from .workers import Engine
+
+
+def open_feed(loader: Any, *, name: str = "train", seed: int = 0, replay: bool = False, timeout: float = 300.0) -> Feed:
+    """Take over a loader: its order from (seed, epoch), its place as (epoch, batches consumed).
+
+    ============================================  ==============================================================
+    loader                                        order; how an epoch is entered in the middle
+    ============================================  ==============================================================
+    DataLoader over a dataset with indices        a permutation of (seed, epoch) where it shuffles, a sampler of
+                                                  the user's drawn under (seed, epoch); by skipping indices
+    ``state_dict`` and ``load_state_dict``        its own; by its state
+    list or tuple of batches                      its own; by index
+    any other iterable                            drawn under (seed, epoch); by loading and dropping
+    DataLoader over an IterableDataset, iterator  the same, only with ``replay=True``
+    ============================================  ==============================================================
+
+    The loader's settings are kept (workers, batch size, collation, pinning, time-out, ``worker_init_fn``); its
+    ``generator`` and ``in_order=False`` are not used. Items are loaded under seeds of (seed, epoch, index) where the
+    dataset draws from torch's, numpy's or Python's global generator, with or without workers. The caller's generators
+    are left as they were.
+
+    Args:
+        loader: see the table.
+        name: for messages and for stored positions.
+        seed: in [0, 2**63).
+        replay: allow to enter an epoch in the middle by loading and dropping the batches before.
+        timeout: seconds to wait for a batch from workers, > 0, where the loader's own is 0.
+
+    Raises:
+        DataError: not a loader, or an empty one.
+
+    Example:
+        >>> import torch
+        >>> feed = open_feed(DataLoader(torch.arange(6), batch_size=2, shuffle=True), seed=1)
+        >>> whole = torch.cat(list(feed.epoch(0)))
+        >>> bool((torch.cat(list(feed.epoch(0, start=1))) == whole[2:]).all())
+        True
+    """
+    if isinstance(loader, Feed):
+        return loader
+    feed = _opened(loader, name=name, seed=seed, replay=replay, timeout=timeout)
+    if feed.length == 0:
+        raise DataError(
+            "no batch in it: the loader is empty",
+            where=name,
+            hint="check the dataset's length, and batch_size where drop_last=True",
+        )
+    return feed
+
+
+def overfit(feed: Feed, count: int) -> Feed:
+    """The first batches without shuffling, loaded once and the same in every epoch.
+
+    Args:
+        feed: where they come from.
+        count: batches, >= 1.
+
+    Example:
+        >>> list(overfit(open_feed([1, 2, 3, 4]), 2).epoch(7))
+        [1, 2]
+    """
+    return hold(feed.unshuffled() if isinstance(feed, IndexedFeed) else feed, count)
+
+
+def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float) -> Feed:
+    if isinstance(loader, (str, bytes, Mapping, Tensor, nn.Module)) or not _iterable(loader):
+        raise _no_loader(loader, name)
+    only_replay: Resume = "replay" if replay else "none"
+    if _stateful(loader):
+        return StatefulFeed(_iterate(loader), loader, **_described(loader, name, seed))
+    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
+        if not isinstance(loader.dataset, IterableDataset):
+            return IndexedFeed(loader, name=name, seed=seed, timeout=timeout)
+        source = _streamed(loader, seed, timeout)
+        if _stateful(loader.dataset) and loader.num_workers == 0:
+            return StatefulFeed(source, loader.dataset, **_described(loader, name, seed))
+        return IterableFeed(source, resume=only_replay, **_described(loader, name, seed))
+    if isinstance(loader, Sequence):
+        return SequenceFeed(cast(Sequence[Batch], loader), name=name)
+    if isinstance(loader, Iterator):
+        return OneShotFeed(cast(Iterator[Batch], loader), name=name, seed=seed, resume=only_replay)
+    return IterableFeed(_iterate(loader), resume="replay", **_described(loader, name, seed))
+
+
+def _iterable(loader: Any) -> bool:
+    # torch's Dataset says nothing of __iter__, yet Python would iterate it through __getitem__, item by item.
+    return isinstance(loader, (Iterable, Sequence)) or hasattr(loader, "__iter__")
+
+
+def _stateful(owner: Any) -> bool:
+    return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
+
+
+def _described(loader: Any, name: str, seed: int) -> dict[str, Any]:
+    return {"name": name, "seed": seed, "length": length_of(loader), "announce": _announcer(loader)}
+
+
+def _announcer(loader: Any) -> Callable[[int], None]:
+    parts: list[Any] = [loader, *(getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
+
+    def announce(epoch: int) -> None:
+        for part in parts:
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)
+
+    return announce
+
+
+def _iterate(loader: Iterable[Batch]) -> Callable[[int], Iterator[Batch]]:
+    return lambda epoch: iter(loader)
+
+
+def _streamed(loader: DataLoader[Any], seed: int, timeout: float) -> Callable[[int], Iterator[Batch]]:
+    how = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "collate_fn": loader.collate_fn}
+    engine = Engine(loader.dataset, like=loader, timeout=timeout, **how)
+    return lambda epoch: engine.run(mix(seed, "workers", epoch))
+
+
+def _no_loader(loader: Any, name: str) -> DataError:
+    if isinstance(loader, Dataset):
+        return DataError(
+            "a dataset, which gives single items, not batches",
+            where=name,
+            hint=f"DataLoader({type(loader).__name__.lower()}, batch_size=32, shuffle=True)",
+        )
+    return DataError(
+        f"a {type(loader).__name__} is no loader",
+        where=name,
+        hint="a DataLoader, a list of batches, or any object with __iter__ that gives batches",
+    )

@@ -1,0 +1,84 @@
+"""A loader's ``state_dict`` as JSON and back: plain values, tensors, arrays and bytes, and nothing that runs code."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+
+_TAG = "__purestep__"
+
+
+def encode(value: Any, *, where: str = "loader", path: str = "state_dict()") -> Any:
+    """A JSON value that `decode` turns back into ``value``.
+
+    Raises:
+        DataError: with the path of what cannot be stored.
+
+    Example:
+        >>> decode(encode({"rng": (1, b"ab"), 3: None}))
+        {'rng': (1, b'ab'), 3: None}
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (np.bool_, np.integer, np.floating)):
+        return value.item()
+    if isinstance(value, bytes):
+        return {_TAG: "bytes", "data": _text(value)}
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous()
+        raw = value.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {_TAG: "tensor", "dtype": str(value.dtype)[6:], "shape": list(value.shape), "data": _text(raw)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": _text(value.tobytes())}
+    if type(value) is list:
+        listed = cast(list[Any], value)
+        return [encode(part, where=where, path=f"{path}[{i}]") for i, part in enumerate(listed)]
+    if type(value) is tuple:
+        parts = cast(tuple[Any, ...], value)
+        return {
+            _TAG: "tuple",
+            "items": [encode(part, where=where, path=f"{path}[{i}]") for i, part in enumerate(parts)],
+        }
+    if isinstance(value, dict):
+        mapping = cast(dict[Any, Any], value)
+        pairs = [
+            [encode(key, where=where, path=f"{path} key {key!r}"), encode(part, where=where, path=f"{path}[{key!r}]")]
+            for key, part in mapping.items()
+        ]
+        return {_TAG: "dict", "items": pairs}
+    raise DataError(
+        f"{path} is a {type(value).__name__}, which cannot be stored as JSON",
+        where=where,
+        hint="return numbers, text, bytes, tensors, lists, tuples and dicts from state_dict()",
+    )
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given (numpy numbers come back as Python's)."""
+    if isinstance(value, list):
+        return [decode(part) for part in cast(list[Any], value)]
+    if not isinstance(value, dict):
+        return value
+    stored = cast(dict[str, Any], value)
+    kind = stored[_TAG]
+    if kind == "bytes":
+        return base64.b64decode(stored["data"])
+    if kind == "tuple":
+        return tuple(decode(part) for part in stored["items"])
+    if kind == "dict":
+        return {decode(key): decode(part) for key, part in stored["items"]}
+    raw = bytearray(base64.b64decode(stored["data"]))
+    if kind == "array":
+        return np.frombuffer(raw, dtype=np.dtype(stored["dtype"])).reshape(stored["shape"])
+    flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    return flat.view(getattr(torch, stored["dtype"])).reshape(stored["shape"])
+
+
+def _text(raw: bytes) -> str:
+    return base64.b64encode(raw).decode("ascii")
