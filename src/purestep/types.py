@@ -28,21 +28,24 @@ class Empty(NamedTuple):
 class Mean(NamedTuple):
     """A weighted mean that can be merged: the sum and what to divide it by.
 
+    Both may be vectors, one mean a class; as a number they are then the mean over the classes that were counted.
+
     Example:
         >>> float(Mean(torch.tensor(6.0), torch.tensor(4.0)))
         1.5
     """
 
-    total: Tensor  # shape=(), dtype=float32
-    weight: Tensor  # shape=(), dtype=float32
+    total: Tensor  # shape=() or (n,), dtype=float32
+    weight: Tensor  # the same shape, dtype=float32
 
     def compute(self) -> Tensor:
-        """``total / weight``, shape=(); nan where nothing was counted."""
+        """``total / weight``, shape=() or (n,); nan where nothing was counted."""
         return self.total / self.weight
 
     def __float__(self) -> float:
-        weight = float(self.weight)
-        return float(self.total) / weight if weight else math.nan
+        pairs = zip(self.total.reshape(-1).tolist(), self.weight.reshape(-1).tolist(), strict=True)
+        means = [total / weight for total, weight in pairs if weight]
+        return sum(means) / len(means) if means else math.nan
 
 
 Metrics: TypeAlias = dict[str, Mean]

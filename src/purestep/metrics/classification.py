@@ -1,0 +1,203 @@
+"""Right and wrong answers, counted: accuracy, precision, recall, F1."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..types import Mean
+from .shapes import aligned, classes_last, one_a_target
+
+Average: TypeAlias = Literal["binary", "micro", "macro"]
+
+
+class CountOptions(TypedDict, total=False):
+    """How outputs are read as answers."""
+
+    threshold: float | None  # one output a target: positive above it (0.0 for logits); None: one output a class
+    ignore_index: int  # targets that do not count, -100
+    class_dim: int | None  # where the classes are, where both places fit
+    shift: bool  # each output predicts the next target
+
+
+class Counts(NamedTuple):
+    """Answers by class. What is in no field is a true negative."""
+
+    tp: Tensor  # shape=(C,), dtype=float32: predicted and right
+    fp: Tensor  # shape=(C,), dtype=float32: predicted and wrong
+    fn: Tensor  # shape=(C,), dtype=float32: not predicted, and should have been
+
+
+def accuracy(outputs: Any, targets: Tensor, *, k: int = 1, **options: Unpack[CountOptions]) -> Mean:
+    """The share of targets that are among the ``k`` largest outputs.
+
+    Args:
+        outputs: logits or probabilities [N, C], [N, C, d...] (as `torch.nn.CrossEntropyLoss`) or [N, d..., C], or
+            something with ``.logits`` of that shape.
+        targets: class indices [N, d...].
+        k: in [1, C].
+        **options: ``threshold``: for one output a target instead of one a class (equal shapes, or one more dimension
+            of size 1): positive above it, 0.0 for logits and 0.5 for probabilities. ``ignore_index``: targets that do
+            not count, -100. ``class_dim``: where the classes are, needed only where both places fit. ``shift``: each
+            output predicts the next target, as in a causal language model.
+
+    Raises:
+        StepContractError: shapes that do not fit together.
+        ConfigError: ``k`` out of its range.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
+        >>> float(accuracy(logits, torch.tensor([0, 1]))), float(accuracy(logits, torch.tensor([0, 1]), k=2))
+        (0.5, 1.0)
+    """
+    logits, wanted = aligned("accuracy", outputs, targets, shift=options.get("shift", False))
+    valid, threshold = wanted != options.get("ignore_index", -100), options.get("threshold")
+    if threshold is not None:
+        right = (one_a_target("accuracy", logits, wanted) > threshold) == (wanted == 1)
+    else:
+        last = classes_last("accuracy", logits, wanted, options.get("class_dim"))
+        if not 1 <= k <= last.shape[-1]:
+            raise ConfigError(f"k={k} of {last.shape[-1]} classes", where="metrics.accuracy", hint="k=1")
+        best = last.argmax(-1, keepdim=True) if k == 1 else last.topk(k, dim=-1).indices
+        right = (best == wanted.unsqueeze(-1)).any(-1)
+    return Mean((right & valid).sum().float(), valid.sum().float())
+
+
+def counts(outputs: Any, targets: Tensor, **options: Unpack[CountOptions]) -> Counts:
+    """True positives, false positives and false negatives of each class.
+
+    Args:
+        outputs: as in `accuracy`; with a ``threshold``, [N] or [N, C, d...] (several labels).
+        targets: class indices; with a ``threshold``, 1 and 0 in the shape of the outputs.
+        **options: as in `accuracy`.
+
+    Returns:
+        C is the number of classes; with a threshold, of labels, or 1 for targets [N].
+
+    Raises:
+        StepContractError: shapes that do not fit together.
+
+    Example:
+        >>> counts(torch.eye(2), torch.tensor([0, 0])).fn.tolist()
+        [1.0, 0.0]
+    """
+    return _counts("counts", outputs, targets, options)
+
+
+def _counts(where: str, outputs: Any, targets: Tensor, options: CountOptions) -> Counts:
+    logits, wanted = aligned(where, outputs, targets, shift=options.get("shift", False))
+    valid, threshold = wanted != options.get("ignore_index", -100), options.get("threshold")
+    if threshold is not None:
+        return _counts_of_labels(one_a_target(where, logits, wanted) > threshold, wanted == 1, valid)
+    last = classes_last(where, logits, wanted, options.get("class_dim"))
+    guessed, zeros = last.argmax(-1), torch.zeros(last.shape[-1], device=last.device)
+    wanted = torch.where(valid, wanted, torch.zeros_like(wanted))
+
+    def number(classes: Tensor, these: Tensor) -> Tensor:
+        return zeros.index_add(0, classes.reshape(-1), these.reshape(-1).float())
+
+    tp = number(wanted, valid & (guessed == wanted))
+    return Counts(tp, number(guessed, valid) - tp, number(wanted, valid) - tp)
+
+
+def _counts_of_labels(guessed: Tensor, positive: Tensor, valid: Tensor) -> Counts:
+    if guessed.dim() < 2:
+        guessed, positive, valid = (flag.reshape(-1, 1) for flag in (guessed, positive, valid))
+
+    def number(these: Tensor) -> Tensor:
+        return (these & valid).movedim(1, -1).reshape(-1, these.shape[1]).sum(0).float()
+
+    return Counts(number(guessed & positive), number(guessed & ~positive), number(~guessed & positive))
+
+
+def precision(
+    outputs: Any, targets: Tensor, *, average: Average = "binary", positive: int = 1, **options: Unpack[CountOptions]
+) -> Mean:
+    """Of what was predicted to be of a class, the share that is: ``tp / (tp + fp)``.
+
+    Args:
+        outputs: as in `counts`.
+        targets: as in `counts`.
+        average: ``"binary"``: one class alone; ``"micro"``: all classes counted together; ``"macro"``: the mean over
+            the classes that were ever predicted.
+        positive: the class that ``"binary"`` is about, 0 or 1; 1 with a threshold.
+        **options: as in `accuracy`.
+
+    Raises:
+        ConfigError: ``"binary"`` and more than two classes.
+        StepContractError: shapes that do not fit together.
+
+    Example:
+        >>> float(precision(torch.tensor([0.9, 0.8, 0.1]), torch.tensor([1, 0, 1]), threshold=0.5))
+        0.5
+    """
+    tp, fp, _ = _counts("precision", outputs, targets, options)
+    return _averaged("precision", tp, tp + fp, average, positive)
+
+
+def recall(
+    outputs: Any, targets: Tensor, *, average: Average = "binary", positive: int = 1, **options: Unpack[CountOptions]
+) -> Mean:
+    """Of what is of a class, the share that was predicted to be: ``tp / (tp + fn)``.
+
+    Args:
+        outputs: as in `counts`.
+        targets: as in `counts`.
+        average: as in `precision`; ``"macro"``: the mean over the classes that were ever a target.
+        positive: as in `precision`.
+        **options: as in `accuracy`.
+
+    Raises:
+        ConfigError: ``"binary"`` and more than two classes.
+        StepContractError: shapes that do not fit together.
+
+    Example:
+        >>> float(recall(torch.tensor([0.9, 0.8, 0.1, 0.2]), torch.tensor([1, 0, 1, 1]), threshold=0.15))
+        0.6666666666666666
+    """
+    tp, _, fn = _counts("recall", outputs, targets, options)
+    return _averaged("recall", tp, tp + fn, average, positive)
+
+
+def f1(
+    outputs: Any, targets: Tensor, *, average: Average = "binary", positive: int = 1, **options: Unpack[CountOptions]
+) -> Mean:
+    """The harmonic mean of precision and recall: ``2 tp / (2 tp + fp + fn)``.
+
+    Args:
+        outputs: as in `counts`.
+        targets: as in `counts`.
+        average: as in `precision`; ``"macro"``: the mean over the classes that were ever a target or predicted.
+        positive: as in `precision`.
+        **options: as in `accuracy`.
+
+    Raises:
+        ConfigError: ``"binary"`` and more than two classes.
+        StepContractError: shapes that do not fit together.
+
+    Example:
+        >>> f1(torch.eye(3), torch.tensor([0, 1, 1]), average="macro").compute()
+        tensor([1.0000, 0.6667, 0.0000])
+    """
+    tp, fp, fn = _counts("f1", outputs, targets, options)
+    return _averaged("f1", 2 * tp, 2 * tp + fp + fn, average, positive)
+
+
+def _averaged(where: str, total: Tensor, weight: Tensor, average: Average, positive: int) -> Mean:
+    if average == "micro":
+        return Mean(total.sum(), weight.sum())
+    if average == "macro":
+        return Mean(total, weight)
+    if average != "binary":
+        raise ConfigError(f"average={average!r}", where=f"metrics.{where}", hint='"binary", "micro" or "macro"')
+    if len(total) > 2 or not 0 <= positive <= 1:
+        raise ConfigError(
+            f'average="binary" of class {positive} among {len(total)}',
+            where=f"metrics.{where}",
+            hint=f'functools.partial(metrics.{where}, average="macro")',
+        )
+    only = 0 if len(total) == 1 else positive
+    return Mean(total[only], weight[only])
