@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import time
+import weakref
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -42,6 +43,7 @@ class DirectoryLock:
     def __init__(self, directory: Path | str) -> None:
         self.path = Path(directory) / ".lock"
         self._descriptor: int | None = None
+        self._finalizer: weakref.finalize[..., DirectoryLock] | None = None
 
     @property
     def held(self) -> bool:
@@ -74,6 +76,8 @@ class DirectoryLock:
                 raise write_failed(self.path, error) from error
             raise
         self._descriptor = descriptor
+        # A lock that nobody can release any more, in a notebook say, goes with its last reference.
+        self._finalizer = weakref.finalize(self, _give_back, descriptor)
         _held.add(self)
 
     def _flock(self, descriptor: int, deadline: float) -> None:
@@ -113,16 +117,16 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Gives the lock back; nothing when it is not held."""
-        descriptor, self._descriptor = self._descriptor, None
+        self._descriptor = None
         _held.discard(self)
-        if descriptor is not None:
-            with suppress(OSError):  # a disk that fails now must not hide the error that ended the run
-                os.ftruncate(descriptor, 0)
-            os.close(descriptor)
+        if self._finalizer is not None:
+            self._finalizer()
 
     def abandon(self) -> None:
         """Closes a forked child's copy of the lock; the parent keeps its own."""
         descriptor, self._descriptor = self._descriptor, None
+        if self._finalizer is not None:
+            self._finalizer.detach()
         if descriptor is not None:
             os.close(descriptor)
 
@@ -139,12 +143,19 @@ def _read(descriptor: int) -> bytes:
     return os.read(descriptor, 4096)
 
 
-_held: set[DirectoryLock] = set()
+def _give_back(descriptor: int) -> None:
+    with suppress(OSError):  # a disk that fails now must not hide the error that ended the run
+        os.ftruncate(descriptor, 0)
+    os.close(descriptor)
+
+
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 def _forget_locks() -> None:
-    while _held:
-        _held.pop().abandon()
+    for lock in list(_held):
+        lock.abandon()
+    _held.clear()
 
 
 if hasattr(os, "register_at_fork"):

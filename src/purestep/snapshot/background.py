@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 
 class Background:
@@ -24,14 +24,15 @@ class Background:
         """Whether a job of this process is running."""
         return self._thread is not None and self._pid == os.getpid() and self._thread.is_alive()
 
-    def start(self, job: Callable[[], Any]) -> None:
-        """Runs the job when the one before it has ended."""
+    def start(self, job: Callable[[], Any], *, holding: object = None) -> None:
+        """Runs the job when the one before it has ended; ``holding`` lives as long as the job runs."""
         self.join()
         _finish_at_exit(self)
-        self._thread = threading.Thread(target=self._run, args=(job,), name="purestep-snapshot")
+        self._thread = threading.Thread(target=self._run, args=(job, holding), name="purestep-snapshot")
         self._thread.start()
 
-    def _run(self, job: Callable[[], Any]) -> None:
+    def _run(self, job: Callable[[], Any], holding: object) -> None:
+        del holding  # the thread's arguments keep it
         try:
             job()
         except BaseException as error:
@@ -74,4 +75,27 @@ def _finish_all(pid: int) -> None:
         background.join()
         error = background.take_error()
         if error is not None:
-            print(f"purestep: {error}", file=sys.stderr)
+            sys.stdout = cast("Any", _FailingFlush(sys.stdout, error))
+
+
+class _FailingFlush:
+    """Stands in for stdout at the end of a script whose last save failed.
+
+    The interpreter's own last flush is the only thing after the exit hooks that can still turn the exit status (to 120)
+    and have an error printed; leaving by `os._exit` would skip the hooks of everybody else.
+    """
+
+    closed = False
+
+    def __init__(self, stream: Any, error: BaseException) -> None:
+        self._stream = stream
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+        if sys.is_finalizing():
+            raise self._error

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import Corrupt, Mismatch
-from ..files import failpoint, remove_tree, sync_directory
+from ..errors import Corrupt, Mismatch, SnapshotError
+from ..files import failpoint, remove_tree, sync_directory, write_failed
 from . import manifest as manifests
 
 
@@ -66,6 +67,37 @@ def best(found: list[Entry], monitor: str, mode: str, *, count: int = 1) -> list
     return [step for _, step in sorted(known)[:count]]
 
 
+def to_archive(root: Path, step: int, *, abandoned: set[int], overwrite: bool) -> tuple[int, ...]:
+    """The steps to set aside so that this one can be saved.
+
+    Args:
+        step: about to be saved.
+        abandoned: what was there after an older step when that one was restored.
+        overwrite: whether an equal step may be replaced.
+
+    Raises:
+        SnapshotError: the step is there, or a later one, and nothing older was restored.
+    """
+    there = numbered(root)
+    later = [s for s in there if s >= step]
+    if not later or (overwrite and later == [step]):
+        return ()
+    if abandoned.issuperset(later):
+        return tuple(s for s in there if s in abandoned)
+    if step in later:
+        raise SnapshotError(f"step {step} is there already", where=str(root), hint="save(..., overwrite=True)")
+    hint = f"restore(template, step={max((s for s in there if s < step), default=later[0])}), or another directory"
+    raise SnapshotError(f"step {step} is older than step {later[-1]}, which is there", where=str(root), hint=hint)
+
+
+def free_bytes(root: Path) -> int | None:
+    """What the disk under the directory, or under where it will be, has left; None where it does not say."""
+    try:
+        return shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
+    except (OSError, StopIteration):
+        return None
+
+
 def set_aside(root: Path, step: int, ending: str) -> Path:
     """Renames a step to ``<step>.<ending>`` (``.<ending>.2``, ... where that is taken) and returns the new path."""
     target = root / f"{step}.{ending}"
@@ -95,13 +127,36 @@ def retire(root: Path, step: int) -> None:
     remove_tree(hidden)
 
 
+def replaced(root: Path, step: int) -> Path:
+    """Where a step that is overwritten waits until its successor is there."""
+    return root / f".replaced-{step}"
+
+
+def put_back(root: Path, step: int) -> None:
+    """Gives an overwritten step its name back where the successor never came."""
+    if replaced(root, step).exists() and not (root / str(step)).exists():
+        os.rename(replaced(root, step), root / str(step))
+
+
 def sweep(root: Path) -> None:
     """Deletes what killed writers left; only for the holder of the lock."""
     for name in os.listdir(root):
-        if name.startswith(".replaced-"):
-            step = name.removeprefix(".replaced-")
-            if is_step(step) and not (root / step).exists():
-                os.rename(root / name, root / step)  # killed before the successor came
-                continue
+        step = name.removeprefix(".replaced-")
+        if step != name and is_step(step):
+            put_back(root, int(step))
         if name.startswith((".tmp-", ".old-", ".replaced-")):
             remove_tree(root / name)
+
+
+def probe(root: Path) -> None:
+    """Makes and deletes a directory, so that a run learns before its first step that it could not save.
+
+    Raises:
+        WriteFailed: the directory cannot be written to.
+    """
+    folder = root / f".tmp-probe-{os.getpid()}"
+    try:
+        folder.mkdir(exist_ok=True)
+        folder.rmdir()
+    except OSError as error:
+        raise write_failed(root, error) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from typing import Any
 
@@ -118,6 +119,16 @@ def carrier(dtype: str) -> np.dtype[Any]:
     """
     torch_dtype = DTYPES[dtype]
     return torch.empty(0, dtype=_CARRIED.get(torch_dtype, torch_dtype)).numpy().dtype
+
+
+def size(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of the values.
+
+    Example:
+        >>> size("bfloat16", (2, 3))
+        12
+    """
+    return DTYPES[dtype].itemsize * math.prod(shape)
 
 
 def tensor(values: np.ndarray[Any, Any] | None, like: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ from . import host, store
 from . import manifest as manifests
 from .manifest import Leaf, Manifest
 
+_log = logging.getLogger("purestep")
+_EXACT = ("torch", "threads", "device")  # what the bits of a step depend on beyond its arguments
 _CHUNK = 1 << 28  # bytes read back at a time: verification never holds a second copy of the state
 
 
@@ -28,8 +30,17 @@ class Snapshot(NamedTuple):
     meta: Any
 
 
-def read(folder: Path, template: Tree, prefixes: set[str] | None, *, platforms: str | None) -> Snapshot:
+def read(
+    folder: Path, template: Tree, prefixes: set[str] | None, *, platforms: str | None, tell: bool = False
+) -> Snapshot:
     """The state of one step in new tensors; leaves outside of the prefixes are copies of the template's.
+
+    Args:
+        folder: the step's.
+        template: not changed.
+        prefixes: see `manifest.select`.
+        platforms: see `store`.
+        tell: logs what has changed since the snapshot was written that makes the same steps give other bits.
 
     Raises:
         Mismatch: one line for each leaf that differs from the template, before any values are read.
@@ -47,15 +58,29 @@ def read(folder: Path, template: Tree, prefixes: set[str] | None, *, platforms: 
     )
     values = _values(folder, {path: manifest.leaves[path] for path in chosen}, platforms)
     made: list[Any] = []
+    ties: dict[tuple[int, int | None], Tensor] = {}
     for path, leaf in leaves:
         if path not in chosen:
             made.append(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
         elif isinstance(leaf, Tensor):
-            made.append(host.tensor(values.pop(path, None), leaf))
+            # One tensor at two places of the template is one tensor again, if it was stored with one value.
+            key = id(leaf), manifest.leaves[path].crc32
+            found = host.tensor(values.pop(path, None), leaf) if key not in ties else ties[key]
+            made.append(ties.setdefault(key, found))
         else:
             made.append(manifest.leaves[path].value)
+    if tell:
+        _tell_changes(folder, manifest.environment, manifests.environment(leaves))
     _, treedef = tree.flatten(template)
     return Snapshot(manifest.step, tree.unflatten(treedef, made), manifest.loop, manifest.metrics, manifest.meta)
+
+
+def _tell_changes(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    changed = [f"{name} {then.get(name)} then, {now[name]} now" for name in _EXACT if then.get(name) != now[name]]
+    if changed:
+        _log.warning(
+            "%s: restored exactly, but what follows may differ in the last bits: %s", folder, ", ".join(changed)
+        )
 
 
 def verify(folder: Path, manifest: Manifest, *, platforms: str | None) -> None:
@@ -115,7 +140,7 @@ def _groups(stored: dict[str, Leaf]) -> list[dict[str, Leaf]]:
     groups: list[dict[str, Leaf]] = []
     room = 0
     for path, leaf in stored.items():
-        size = host.carrier(leaf.dtype).itemsize * math.prod(leaf.shape)
+        size = host.size(leaf.dtype, leaf.shape)
         if not groups or size > room:
             groups.append({})
             room = _CHUNK

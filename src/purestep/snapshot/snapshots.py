@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import os
 import time
@@ -11,19 +10,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import tree
-from ..errors import ConfigError, Corrupt, NotFound, SnapshotError
+from ..errors import ConfigError, Corrupt, NotFound, SnapshotError, WriteFailed
 from ..files import DirectoryLock, failpoint
 from ..types import Tree
 from . import background, cadence, directory, host, reading, writer
 from . import manifest as manifests
 from .manifest import Manifest
 from .reading import Snapshot
-
-_log = logging.getLogger("purestep")
 
 
 class Snapshots:
@@ -89,7 +85,7 @@ class Snapshots:
         self._lock = DirectoryLock(self.directory)
         self._background = background.Background()
         self._spare: host.Buffers = {}
-        self._restored: int | None = None
+        self._abandoned: set[int] = set()
         self._closed = False
         self._pid = os.getpid()
         self._last = self._here = cadence.Mark(0, 0, time.monotonic())
@@ -115,7 +111,12 @@ class Snapshots:
             raise SnapshotError("was opened to read", where=str(self.directory), hint="Snapshots(directory)")
         if not self._lock.held:
             self._lock.acquire()
-            directory.sweep(self.directory)
+            try:
+                directory.probe(self.directory)
+                directory.sweep(self.directory)
+            except BaseException:
+                self._lock.release()
+                raise
 
     def wait(self) -> None:
         """Returns when the last save is on the disk.
@@ -220,6 +221,22 @@ class Snapshots:
         ranked = directory.best(found, *monitor) if monitor else []
         return ranked[0] if ranked else None
 
+    def check_space(self, state: Tree) -> None:
+        """Warns when the disk has no room for the snapshots of this state that will be kept; for before the first step.
+
+        Raises:
+            StateError: a leaf that cannot be stored.
+        """
+        described = manifests.describe(tree.with_paths(state)).values()
+        size = sum(host.size(leaf.dtype, leaf.shape) for leaf in described if leaf.is_stored)
+        # One more than is kept: an old step goes only after the new one is there.
+        wanted = (self.keep or 1) + self.keep_best + 1
+        needed = size * max(1, wanted - len(self.steps()))
+        free = directory.free_bytes(self.directory)
+        if free is not None and free < needed:
+            text = f"{self.directory}: snapshots need {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB"
+            warnings.warn(f"{text} (cure: keep=1, keep_best=0, or another disk)", RuntimeWarning, stacklevel=2)
+
     # --- save -----------------------------------------------------------------------------------------------------
 
     def save(
@@ -263,30 +280,42 @@ class Snapshots:
             metrics=manifests.as_metrics(metrics),
             meta=manifests.as_json(meta, where="meta"),
             monitor=self._monitor,
-            environment=manifests.environment(_device_of(leaves)),
+            environment=manifests.environment(leaves),
             files={},
         )
         if self._background.busy:
             self.waits += 1
         self._background.join()
-        archive = self._archive_for(step, overwrite)
-        failpoint("snapshot.copy")
-        self._spare = host.stage({path: leaf for path, leaf in leaves if manifest.leaves[path].is_stored}, self._spare)
+        archive = directory.to_archive(self.directory, step, abandoned=self._abandoned, overwrite=overwrite)
+        self._spare = self._staged({path: leaf for path, leaf in leaves if manifest.leaves[path].is_stored}, step)
         job = writer.Job(
             root=self.directory,
             manifest=manifest,
             buffers=self._spare,
             overwrite=overwrite,
             archive=archive,
+            abandoned=self._abandoned,
             keep=self.keep,
             keep_best=self.keep_best,
             platforms=self._platforms,
         )
-        before = self._background.take_error()
-        self._background.start(lambda: writer.run(job))
         self._last = self._here
+        before = self._background.take_error()
+        self._background.start(lambda: writer.run(job), holding=self._lock)
         if before is not None:
             raise before
+
+    def _staged(self, tensors: dict[str, Tensor], step: int) -> host.Buffers:
+        try:
+            failpoint("snapshot.copy")
+            return host.stage(tensors, self._spare)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch's word for a MemoryError
+                raise
+            self._spare = {}
+            hint = "a larger machine, or fewer workers: a save needs a copy of the state in host memory"
+            text = f"step {step}: no host copy: {type(error).__name__}: {error}"
+            raise WriteFailed(text, where=str(self.directory), hint=hint) from error
 
     def _checked(self, step: int) -> int:
         try:
@@ -296,20 +325,6 @@ class Snapshots:
         if not 0 <= number < 10**18:
             raise SnapshotError(f"step is {step!r}", where=str(self.directory), hint="save(int(state.updates), state)")
         return number
-
-    def _archive_for(self, step: int, overwrite: bool) -> tuple[int, ...]:
-        there = directory.numbered(self.directory)
-        later = [s for s in there if s >= step]
-        if not later or (overwrite and later == [step]):
-            return ()
-        if self._restored is not None and self._restored < step:
-            branch, self._restored = self._restored, None
-            return tuple(s for s in there if s > branch)
-        where = str(self.directory)
-        if step in later:
-            raise SnapshotError(f"step {step} is there already", where=where, hint="save(..., overwrite=True)")
-        hint = f"restore(template, step={max((s for s in there if s < step), default=later[0])}), or another directory"
-        raise SnapshotError(f"step {step} is older than step {later[-1]}, which is there", where=where, hint=hint)
 
     # --- restore --------------------------------------------------------------------------------------------------
 
@@ -338,11 +353,12 @@ class Snapshots:
             found = self._read(template, step, prefixes)
         else:
             found = self._newest_good(template, there, prefixes)
-        self._restored = found.step
+        self._abandoned = {s for s in directory.numbered(self.directory) if s > found.step}
         return found
 
     def _read(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
-        return reading.read(self.directory / str(step), template, prefixes, platforms=self._platforms)
+        folder = self.directory / str(step)
+        return reading.read(folder, template, prefixes, platforms=self._platforms, tell=self._is_writer)
 
     def _newest_good(self, template: Tree, there: list[int], prefixes: set[str] | None) -> Snapshot:
         damaged: dict[int, Corrupt] = {}
@@ -377,8 +393,3 @@ class Snapshots:
         lost = f"{max(damaged) - used} steps lost"
         text = "\n".join([f"{self.directory}: went back to step {used}, {lost}; damaged:", *lines])
         warnings.warn(text, RuntimeWarning, stacklevel=4)
-
-
-def _device_of(leaves: list[tuple[str, Any]]) -> torch.device:
-    devices = [leaf.device for _, leaf in leaves if isinstance(leaf, Tensor)]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

@@ -9,7 +9,11 @@ to the CPU here, since JAX would otherwise take most of the GPU's memory.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import logging
+import os
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,29 @@ def _context(orbax: Any) -> Any:
     return context
 
 
+class _Noise(logging.Filter):
+    """orbax logs hundreds of lines of traceback for each error that it also raises; the error reaches the caller."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "raised an exception" not in str(record.msg)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    logger, noise = logging.getLogger("absl"), _Noise()
+    logger.addFilter(noise)
+    try:
+        yield
+    except Exception as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code is None:
+            raise
+        number = int(code.group(1))
+        raise OSError(number, os.strerror(number)) from error
+    finally:
+        logger.removeFilter(noise)
+
+
 def key(path: str) -> str:
     """The name under which a leaf is stored. orbax joins names with '.', so none may be left in it.
 
@@ -67,7 +94,7 @@ def write(folder: Path, arrays: Mapping[str, tuple[str, Array]], *, platforms: s
         platforms: what JAX may start on; None leaves JAX alone.
     """
     orbax = _orbax(platforms)
-    with _context(orbax):
+    with _context(orbax), _quiet():
         state = {key(path): values.view(_stored_type(dtype)) for path, (dtype, values) in arrays.items()}
         orbax.save(folder, state, checkpointable_name=_ITEM)
 
@@ -75,7 +102,8 @@ def write(folder: Path, arrays: Mapping[str, tuple[str, Array]], *, platforms: s
 def shapes(folder: Path, *, platforms: str | None) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Per stored name its shape and the shape of its chunks, from the metadata alone."""
     orbax = _orbax(platforms)
-    found = orbax.metadata(folder, checkpointable_name=_ITEM).metadata
+    with _quiet():
+        found = orbax.metadata(folder, checkpointable_name=_ITEM).metadata
     result: dict[str, tuple[tuple[int, ...], ...]] = {}
     for name, entry in found.items():
         storage = entry.storage_metadata
@@ -91,7 +119,7 @@ def read(folder: Path, wanted: Mapping[str, str], *, platforms: str | None) -> d
         wanted: path -> dtype name; only these are read.
     """
     orbax = _orbax(platforms)
-    with _context(orbax):
+    with _context(orbax), _quiet():
         placeholders = {key(path): np.empty(0, _stored_type(dtype)) for path, dtype in wanted.items()}
         found = orbax.load(folder, placeholders, checkpointable_name=_ITEM)
     return {path: _carried(found[key(path)]) for path in wanted}

@@ -22,6 +22,7 @@ class Job(NamedTuple):
     buffers: host.Buffers
     overwrite: bool
     archive: tuple[int, ...]  # steps of an abandoned branch, set aside before the commit
+    abandoned: set[int]  # the caller's, who looks at it between jobs only: what is archived leaves it
     keep: int | None
     keep_best: int
     platforms: str | None
@@ -31,7 +32,7 @@ def run(job: Job) -> None:
     """Stages, digests, flushes, reads back, commits, then retires what is no longer kept.
 
     Raises:
-        WriteFailed: nothing has changed in the directory, except that a step may be archived or an old one still there.
+        WriteFailed: naming the step; every step that was there before is there still, under its name or set aside.
     """
     step = job.manifest.step
     staging = job.root / f".tmp-{step}-{os.getpid()}"
@@ -42,13 +43,21 @@ def run(job: Job) -> None:
         _commit(job, staging)
         _retire(job)
     except Exception as error:
-        for leftover in (staging, Path(f"{staging}.orbax-checkpoint-tmp")):
-            with suppress(OSError):
-                remove_tree(leftover)
-        if isinstance(error, WriteFailed):
-            raise WriteFailed(f"step {step}: {error.what}", where=error.where, hint=error.hint) from error
-        failed = write_failed(job.root / str(step), error)
-        raise WriteFailed(f"step {step}: {failed.what}", where=failed.where, hint=failed.hint) from error
+        _clear(job.root, step, staging)
+        size = sum(buffer.numel() * buffer.itemsize for buffer in job.buffers.values())
+        failed = error if isinstance(error, WriteFailed) else write_failed(job.root / str(step), error, size=size)
+        named = WriteFailed(f"step {step}: {failed.what}", where=failed.where, hint=failed.hint)
+        named.errno = failed.errno
+        raise named from error
+
+
+def _clear(root: Path, step: int, staging: Path) -> None:
+    # Best effort on a disk that fails: what stays here, the next writer sweeps.
+    with suppress(OSError):
+        directory.put_back(root, step)
+    for leftover in (staging, Path(f"{staging}.orbax-checkpoint-tmp")):
+        with suppress(OSError):
+            remove_tree(leftover)
 
 
 def _stage(job: Job, staging: Path) -> None:
@@ -83,17 +92,16 @@ def _commit(job: Job, staging: Path) -> None:
     failpoint("snapshot.archive")
     for step in job.archive:
         directory.set_aside(job.root, step, "archived")
+        job.abandoned.discard(step)
     target = job.root / str(job.manifest.step)
-    replaced = job.root / f".replaced-{job.manifest.step}"
     if job.overwrite and target.exists():
         failpoint("snapshot.replace")
-        remove_tree(replaced)
-        os.rename(target, replaced)
+        os.rename(target, directory.replaced(job.root, job.manifest.step))
     failpoint("snapshot.commit")
     os.rename(staging, target)
     failpoint("snapshot.committed")
     sync_directory(job.root)
-    remove_tree(replaced)
+    remove_tree(directory.replaced(job.root, job.manifest.step))
 
 
 def _retire(job: Job) -> None:
