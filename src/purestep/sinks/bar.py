@@ -1,0 +1,144 @@
+"""The terminal: a live bar where there is one, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from ..events import EpochEnd, EvalStepEnd, Event, FitEnd, FitStart, Logged, StepEnd
+
+_REDRAWN = 0.1  # seconds between updates of the bar
+_SILENCE = 60.0  # seconds without a line, after which one is printed within an epoch
+_LAST = ("lr", "steps/s")
+
+
+class Progress:
+    """What a run prints; see `progress`."""
+
+    foreground = True
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self._live = bool(getattr(stream, "isatty", lambda: False)())
+        self._bar: Any = None
+        self._task: Any = None  # the line of the epoch, and one that is shown while something is evaluated
+        self._evaluation: Any = None
+        self._start: FitStart | None = None
+        self._values: Mapping[str, float] = {}
+        self._rate = 0.0
+        self._drawn = self._said = time.monotonic()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepEnd):
+            self._draw(event.epoch, event.batch_index + 1)
+        elif isinstance(event, EvalStepEnd):
+            self._draw_evaluation(event)
+        elif isinstance(event, Logged):
+            self._log(event)
+        elif isinstance(event, EpochEnd):
+            self._end_epoch(event)
+        elif isinstance(event, FitStart):
+            self._begin(event)
+        elif isinstance(event, FitEnd):
+            self.close()
+
+    def close(self) -> None:
+        """Take the bar away; the lines stay."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.stop()
+
+    def _begin(self, event: FitStart) -> None:
+        self._start = event
+        self._said = time.monotonic()
+        if event.resumed:
+            self._print(f"resumed after epoch {event.epoch}, update {event.updates}")
+        if self._live:
+            self._bar = _bar(self.stream)
+            self._task = self._bar.add_task("", total=event.batches, values="")
+            self._evaluation = self._bar.add_task("", total=None, values="", visible=False)
+            self._bar.start()
+
+    def _log(self, event: Logged) -> None:
+        self._values, self._rate = event.values, event.steps_per_second
+        if self._bar is not None:
+            self._bar.update(self._task, values=_text(self._values, self._rate))
+        elif time.monotonic() - self._said > _SILENCE:
+            self._print(f"{self._epoch(event.epoch + 1)}  update {event.updates}{_text(self._values, self._rate)}")
+
+    def _end_epoch(self, event: EpochEnd) -> None:
+        shown = {key: value for key, value in event.record.items() if key != "epoch" and value is not None}
+        self._print(self._epoch(event.epoch) + _text(shown, self._rate))
+        if event.stopping is not None and (self._start is None or event.epoch != self._start.epochs):
+            self._print(f"stopped after epoch {event.epoch}: {event.stopping}")
+
+    def _draw(self, epoch: int, done: int) -> None:
+        now = time.monotonic()
+        if self._bar is None or now - self._drawn < _REDRAWN:
+            return
+        self._drawn = now
+        self._bar.update(self._task, description=self._epoch(epoch + 1), completed=done)
+        self._bar.update(self._evaluation, visible=False)
+
+    def _draw_evaluation(self, event: EvalStepEnd) -> None:
+        now = time.monotonic()
+        if self._bar is None or now - self._drawn < _REDRAWN:
+            return
+        self._drawn = now
+        self._bar.update(self._evaluation, description=event.loader, completed=event.index + 1, visible=True)
+
+    def _epoch(self, epoch: int) -> str:
+        epochs = self._start.epochs if self._start else None
+        return f"epoch {epoch}/{epochs}" if epochs else f"epoch {epoch}"
+
+    def _print(self, line: str) -> None:
+        self._said = time.monotonic()
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        else:
+            print(line, file=self.stream, flush=True)
+
+
+def progress(stream: TextIO | None = None) -> Progress:
+    """A live bar with loss, learning rate, rate and remaining time on a terminal; elsewhere a line an epoch.
+
+    ``epoch 3/10  train_loss 0.123  val_loss 0.101  val_accuracy 0.981  lr 3.0e-04  12.3 steps/s``
+
+    Args:
+        stream: standard output by default.
+    """
+    return Progress(sys.stdout if stream is None else stream)
+
+
+def _text(values: Mapping[str, Any], rate: float) -> str:
+    found = [f"{key} {_shown(key, value)}" for key, value in values.items() if key not in _LAST]
+    if "lr" in values:
+        found.append(f"lr {values['lr']:.1e}")
+    if rate:
+        found.append(f"{rate:.3g} steps/s")
+    return "".join(f"  {part}" for part in found)
+
+
+def _shown(key: str, value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3f}" if 0.01 <= abs(value) < 1000 else f"{value:.3g}"
+
+
+def _bar(stream: TextIO) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    return Bar(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[values]}"),
+        TimeRemainingColumn(),
+        console=Console(file=stream),
+        transient=True,
+        refresh_per_second=4,
+    )

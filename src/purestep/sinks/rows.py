@@ -1,0 +1,252 @@
+"""Files of rows: the history as JSON, and rows by step as CSV or JSON lines.
+
+What is in a file belongs to one run. A fresh run moves a file that it finds aside; a resumed run keeps the rows up to
+the place where it goes on, so that no step is there twice and none is missing.
+"""
+
+from __future__ import annotations
+
+import csv as csv_format
+import io
+import json
+import math
+from abc import ABC, abstractmethod
+from itertools import count
+from pathlib import Path
+from typing import Any, TextIO, TypeAlias, cast
+
+from ..events import EpochEnd, Event, FitEnd, FitStart, Logged
+from ..files import read_json, write_bytes
+
+Row: TypeAlias = dict[str, Any]
+
+
+class History:
+    """One JSON list with a row an epoch; see `history_json`."""
+
+    wants = (FitStart, EpochEnd, FitEnd)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows: list[Row] = []
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, FitStart):
+            self._rows = self._kept(event)
+        elif isinstance(event, EpochEnd):
+            self._rows.append({key: finite(value) for key, value in event.record.items()})
+            self._write()
+        elif isinstance(event, FitEnd):
+            # The history of the run came through its snapshots, so it is right even where this file was lost.
+            self._rows = [
+                {key: finite(values[index]) for key, values in event.history.items() if index < len(values)}
+                for index in range(max(map(len, event.history.values()), default=0))
+            ]
+            self._write()
+
+    def _kept(self, event: FitStart) -> list[Row]:
+        if not event.resumed:
+            set_aside(self.path)
+            return []
+        try:
+            stored = read_json(self.path)
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError):
+            stored = None
+        if not isinstance(stored, list) or not all(isinstance(row, dict) for row in cast("list[Any]", stored)):
+            set_aside(self.path)
+            return []
+        rows = cast("list[Row]", stored)
+        return [row for row in rows if _number(row.get("epoch")) <= event.epoch]
+
+    def _write(self) -> None:
+        write_bytes(self.path, (json.dumps(self._rows, indent=1, allow_nan=False) + "\n").encode())
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def history_json(path: Path | str) -> History:
+    """``training_history.json``: a list of ``{"epoch": 1, "train_loss": ..., "val_loss": ..., "lr": ...}``.
+
+    Written anew after every epoch (to a temporary file, flushed, renamed) and at the end of the run from its whole
+    history. What is not a finite number is null.
+
+    Args:
+        path: of the file. A fresh run moves one that is there to ``training_history.1.json`` and so on.
+    """
+    return History(Path(path))
+
+
+class Rows(ABC):
+    """Rows by step, appended as they come; see `csv` and `jsonl`.
+
+    A row is ``{"kind": "step" or "epoch", "step": updates so far, "epoch": from 1, ...}``; there is one for each
+    (kind, step).
+    """
+
+    wants = (FitStart, Logged, EpochEnd, FitEnd)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+        self._last: dict[str, int] = {}  # kind -> step of its last row
+        self._whole = True  # False after a failed write: there may be half a row at the end
+
+    @abstractmethod
+    def _parse(self, text: str) -> list[Row]:
+        """The whole rows in a file."""
+
+    @abstractmethod
+    def _text(self, rows: list[Row]) -> str:
+        """A file with these rows."""
+
+    @abstractmethod
+    def _line(self, row: Row) -> str | None:
+        """One more row as text; None where the file has to be written anew for it."""
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, FitStart):
+            self._begin(event)
+        elif isinstance(event, Logged):
+            more = {"steps_per_second": event.steps_per_second, "wait_fraction": event.wait_fraction}
+            head = {"kind": "step", "step": event.updates, "epoch": event.epoch + 1}
+            self._add({**head, **event.values, **more})
+        elif isinstance(event, EpochEnd):
+            self._add({"kind": "epoch", "step": event.updates, **event.record})
+        elif isinstance(event, FitEnd):
+            self.close()
+
+    def close(self) -> None:
+        """Close the file; the next row opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _begin(self, event: FitStart) -> None:
+        self.close()
+        self._last = {}
+        if not event.resumed:
+            set_aside(self.path)
+            self._write([])
+            return
+        found = self._read()
+        if not found:
+            set_aside(self.path)  # no file of ours
+        rows = [row for row in found if row["step"] <= event.updates]
+        self._write(rows)
+        self._last = {row["kind"]: row["step"] for row in rows}
+
+    def _add(self, row: Row) -> None:
+        if row["step"] <= self._last.get(row["kind"], -1):
+            return  # written before the run was interrupted
+        line = self._line(row) if self._whole else None
+        if line is None:
+            self._write([*self._read(), row])
+        else:
+            self._append(line)
+        self._last[row["kind"]] = row["step"]
+
+    def _append(self, line: str) -> None:
+        self._whole = False
+        if self._file is None:
+            self._file = self.path.open("a", encoding="utf-8", newline="")
+        self._file.write(line)
+        self._file.flush()
+        self._whole = True
+
+    def _read(self) -> list[Row]:
+        if not self.path.exists():
+            return []
+        rows = self._parse(self.path.read_text(encoding="utf-8", errors="replace"))
+        return [row for row in rows if isinstance(row.get("step"), int) and isinstance(row.get("kind"), str)]
+
+    def _write(self, rows: list[Row]) -> None:
+        try:
+            self.close()
+        finally:
+            write_bytes(self.path, self._text(rows).encode())
+        self._whole = True
+
+
+class _JsonLines(Rows):
+    def _parse(self, text: str) -> list[Row]:
+        rows: list[Row] = []
+        for line in text.splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # half a row, from a run that was killed
+            if isinstance(row, dict):
+                rows.append(cast(Row, row))
+        return rows
+
+    def _text(self, rows: list[Row]) -> str:
+        return "".join(map(self._line, rows))
+
+    def _line(self, row: Row) -> str:
+        return json.dumps({key: finite(value) for key, value in row.items()}, allow_nan=False) + "\n"
+
+
+class _Csv(Rows):
+    _columns: tuple[str, ...] = ()
+
+    def _parse(self, text: str) -> list[Row]:
+        rows: list[Row] = []
+        for row in csv_format.DictReader(io.StringIO(text)):
+            whole = None not in row and None not in row.values()
+            if whole and all(row.get(key, "").isdecimal() for key in ("step", "epoch")):
+                rows.append({**row, "step": int(row["step"]), "epoch": int(row["epoch"])})
+        return rows
+
+    def _text(self, rows: list[Row]) -> str:
+        self._columns = tuple(dict.fromkeys(["kind", "step", "epoch", *(key for row in rows for key in row)]))
+        return self._joined(list(self._columns)) + "".join(self._cells(row) for row in rows)
+
+    def _line(self, row: Row) -> str | None:
+        return self._cells(row) if set(row) <= set(self._columns) else None
+
+    def _cells(self, row: Row) -> str:
+        return self._joined(["" if row.get(key) is None else row[key] for key in self._columns])
+
+    def _joined(self, cells: list[Any]) -> str:
+        out = io.StringIO()
+        csv_format.writer(out, lineterminator="\n").writerow(cells)
+        return out.getvalue()
+
+
+def csv(path: Path | str) -> Rows:
+    """Rows by step as CSV, blank where a row has no value for a column. A new column writes the file anew.
+
+    Args:
+        path: of the file. A fresh run moves one that is there aside (``metrics.1.csv``).
+    """
+    return _Csv(Path(path))
+
+
+def jsonl(path: Path | str) -> Rows:
+    """Rows by step, one JSON object a line; what is not a finite number is null.
+
+    Args:
+        path: of the file. A fresh run moves one that is there aside (``metrics.1.jsonl``).
+    """
+    return _JsonLines(Path(path))
+
+
+def set_aside(path: Path) -> Path | None:
+    """Give a file that is there the next free name ``name.1.suffix``, ``name.2.suffix``, ...; None where none is."""
+    if not path.exists():
+        return None
+    aside = next(found for n in count(1) if not (found := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists())
+    path.rename(aside)
+    return aside
+
+
+def finite(value: Any) -> Any:
+    """JSON has no nan and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.inf
