@@ -47,6 +47,7 @@ from .adam import adamax as adamax
 from .adam import adamw as adamw
 from .adam import nadam as nadam
 from .adam import radam as radam
+from .from_torch import from_torch as from_torch
 from .matrices import adafactor as adafactor
 from .matrices import lamb as lamb
 from .matrices import muon as muon

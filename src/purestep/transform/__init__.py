@@ -9,12 +9,15 @@ from .arithmetic import Rate as Rate
 from .arithmetic import Scalar as Scalar
 from .arithmetic import Schedule as Schedule
 from .arithmetic import is_on as is_on
+from .arithmetic import rate_at as rate_at
+from .arithmetic import zero_count as zero_count
 from .base import Transform as Transform
 from .base import apply_updates as apply_updates
 from .base import chain as chain
 from .base import global_norm as global_norm
 from .base import identity as identity
 from .base import require as require
+from .base import require_rate as require_rate
 from .base import stateless as stateless
 from .clip import adaptive_grad_clip as adaptive_grad_clip
 from .clip import clip_by_global_norm as clip_by_global_norm
@@ -56,6 +59,7 @@ from .scale import ScaleByLearningRateState as ScaleByLearningRateState
 from .scale import TraceState as TraceState
 from .scale import add_decayed_weights as add_decayed_weights
 from .scale import decay_parts as decay_parts
+from .scale import reported as reported
 from .scale import scale as scale
 from .scale import scale_by_learning_rate as scale_by_learning_rate
 from .scale import trace as trace

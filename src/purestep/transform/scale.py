@@ -59,7 +59,7 @@ def scale_by_learning_rate(learning_rate: Rate) -> Transform:
 
     def init(params: Params) -> ScaleByLearningRateState:
         count = zero_count(params)
-        return ScaleByLearningRateState(count, _reported(rate_at(learning_rate, count), count))
+        return ScaleByLearningRateState(count, reported(rate_at(learning_rate, count), count))
 
     def update(
         updates: Params, state: ScaleByLearningRateState, params: Params
@@ -67,12 +67,13 @@ def scale_by_learning_rate(learning_rate: Rate) -> Transform:
         del params  # The rate depends on the count alone.
         rate = rate_at(learning_rate, state.step)
         scaled = {name: times(u, -rate) for name, u in updates.items()}
-        return scaled, ScaleByLearningRateState(state.step + 1, _reported(rate, state.step))
+        return scaled, ScaleByLearningRateState(state.step + 1, reported(rate, state.step))
 
     return Transform(init, update)
 
 
-def _reported(rate: Scalar, count: Tensor) -> Tensor:
+def reported(rate: Scalar, count: Tensor) -> Tensor:
+    """The rate as a float32 leaf of its own on the counter's device. shape=()."""
     if isinstance(rate, Tensor):
         return rate.detach().to(device=count.device, dtype=torch.float32, copy=True)
     return torch.full((), rate, dtype=torch.float32, device=count.device)

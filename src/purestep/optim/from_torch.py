@@ -1,0 +1,176 @@
+"""Any `torch.optim.Optimizer` as a pure transform.
+
+In eager mode every update builds the optimizer anew on copies, hands it its state, lets it step and takes the state
+back: the numbers are exactly its own. A compiled step runs a graph instead, which `init` traces on fake tensors; it is
+there for every optimizer that keeps its state in tensors and reads none of them back.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, StateError
+from ..transform import Rate, Transform, rate_at, reported, require_rate, zero_count
+from ..types import Empty, Params, Tree
+from .probe import Maker, Outcome, Slots, initial, probe, run, trace
+
+
+class FromTorchState(NamedTuple):
+    """State of `from_torch`. A Python number is a tensor under a key that ends in its type (``step:int``)."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+    learning_rate: Tree  # shape=(), dtype=float32: of the last update; Empty for an optimizer without one
+    slots: Slots  # name -> key -> what the optimizer keeps for this parameter
+    group: dict[str, Any]  # key -> what it keeps in its parameter group; mostly nothing
+
+
+class _Plan(NamedTuple):
+    """What is known of an optimizer on certain parameters."""
+
+    first_differs: bool  # the first step does not follow from the state before it: SGD does not dampen that one
+    later: Callable[..., Outcome] | str  # the traced step, or why there is none
+    first: Callable[..., Outcome] | str  # the traced first step
+
+
+def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None, **kwargs: Any) -> Transform:
+    """A pure transform from any optimizer whose ``step`` needs no closure, third-party ones too.
+
+    In eager mode the updates are its own, bit for bit but for one rounding. Compiled it works for the dense optimizers
+    of torch.optim except Adafactor (`adafactor` does), and for others that keep their state in tensors and branch on
+    none. There is one parameter group; for more, see `partition`. Not elementwise.
+
+    Args:
+        optimizer: the class.
+        lr: in [0, inf), a 0-d tensor, or a schedule; the latter two are read back from the device at every eager
+            update. None: the optimizer's default.
+        kwargs: further arguments of the class.
+
+    Raises:
+        ConfigError: for an optimizer that needs a closure or sparse gradients, or whose state cannot be kept as
+            tensors under fixed keys; when compiling, for one that cannot be traced.
+
+    Example:
+        >>> tx = from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+        >>> params = {"w": torch.ones(1)}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> round(updates["w"].item(), 4), list(state.slots["w"])
+        (-0.1, ['momentum_buffer'])
+    """
+    where = f"from_torch({optimizer.__name__})"
+    _refuse(optimizer, where)
+    if lr is not None:
+        require_rate(where, lr)
+    start = lr if lr is None or isinstance(lr, float | int) else float(rate_at(lr, torch.zeros((), dtype=torch.int64)))
+    maker = Maker(optimizer, kwargs if start is None else {"lr": start, **kwargs}, where)
+    schedule = lr if isinstance(lr, Tensor) or callable(lr) else None
+    plans: dict[tuple[str, ...], _Plan] = {}
+
+    def init(params: Params) -> FromTorchState:
+        step = zero_count(params)
+        if not params:
+            return FromTorchState(step, Empty(), {}, {})
+        slots, group, plans[tuple(params)] = _prepare(maker, params, is_scheduled=schedule is not None)
+        rate = maker.rate() if schedule is None else rate_at(schedule, step)
+        return FromTorchState(step, Empty() if rate is None else reported(rate, step), slots, group)
+
+    def update(updates: Params, state: FromTorchState, params: Params) -> tuple[Params, FromTorchState]:
+        if not params:
+            return updates, state
+        rate = None if schedule is None else rate_at(schedule, state.step)
+        arguments = (params, updates, state.slots, state.group)
+        plan = plans.get(tuple(params))
+        if torch.compiler.is_compiling() or _is_traced():
+            new, slots, group = _traced_step(plan, where, arguments, rate, state.step)
+        else:
+            if plan is None:
+                plan = plans[tuple(params)] = _prepare(maker, params, is_scheduled=schedule is not None)[-1]
+            new, slots, group = _eager_step(plan, maker, arguments, rate, state.step)
+        shown = maker.rate() if rate is None else rate
+        learning_rate = state.learning_rate if shown is None else reported(shown, state.step)
+        changes = {name: new[name] - params[name] for name in updates}
+        return changes, FromTorchState(state.step + 1, learning_rate, slots, group)
+
+    return Transform(init, update, elementwise=False)
+
+
+def _is_traced() -> bool:
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # slow to load; `init` has loaded it
+
+    return get_proxy_mode() is not None
+
+
+@torch.compiler.assume_constant_result
+def _cannot_compile(what: str, where: str, hint: str) -> Any:
+    """Raises while Dynamo looks at the step, which cannot build an exception of ours."""
+    raise ConfigError(what, where=where, hint=hint)
+
+
+def _refuse(optimizer: type[torch.optim.Optimizer], where: str) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError("its step needs a closure, to evaluate the loss again", where=where, hint="optim.adamw(1e-3)")
+    if issubclass(optimizer, torch.optim.SparseAdam):
+        hint = "optim.adam(1e-3), and torch.nn.Embedding(..., sparse=False)"
+        raise ConfigError("it needs sparse gradients, and those of a pure step are dense", where=where, hint=hint)
+
+
+def _prepare(maker: Maker, params: Params, *, is_scheduled: bool) -> tuple[Slots, dict[str, Any], _Plan]:
+    found = probe(maker, params)
+    slots, group = initial(maker, params, found.group_keys)
+    # Other tensors than the parameters, since a tracer takes one object for one input.
+    grads = {name: param.detach() for name, param in params.items()}
+    arguments = (params, grads, slots, group)
+    later = trace(maker, arguments, is_scheduled=is_scheduled, is_first=False)
+    first = trace(maker, arguments, is_scheduled=is_scheduled, is_first=True) if found.first_differs else later
+    return slots, group, _Plan(found.first_differs, later, first)
+
+
+_Arguments = tuple[Params, Params, Slots, dict[str, Any]]
+
+
+def _eager_step(plan: _Plan, maker: Maker, arguments: _Arguments, rate: Any, step: Tensor) -> Outcome:
+    # Optimizers compare and format their learning rate as a Python number.
+    number = None if rate is None else float(rate)
+    later = run(maker, *arguments, rate=number)
+    _check_keys(maker, arguments[2], later.slots)
+    if not plan.first_differs:
+        return later
+    return _choose(step == 0, run(maker, *arguments, rate=number, is_first=True), later)
+
+
+def _traced_step(plan: _Plan | None, where: str, arguments: _Arguments, rate: Any, step: Tensor) -> Outcome:
+    if plan is None:
+        return _cannot_compile("its state was not made here", where, "tx.init(params), then compile")
+    if isinstance(plan.later, str) or isinstance(plan.first, str):
+        reason = plan.later if isinstance(plan.later, str) else plan.first
+        hint = "compile=False, or the optimizer of that name in purestep.optim"
+        return _cannot_compile(f"its step cannot be compiled: {reason}", where, hint)
+    rates = () if rate is None else (rate,)
+    later = plan.later(*arguments, *rates)
+    return _choose(step == 0, plan.first(*arguments, *rates), later) if plan.first_differs else later
+
+
+def _choose(is_first: Tensor, first: Outcome, later: Outcome) -> Outcome:
+    params = {name: torch.where(is_first, first.params[name], new) for name, new in later.params.items()}
+    slots = {name: _choose_each(is_first, first.slots[name], kept) for name, kept in later.slots.items()}
+    return Outcome(params, slots, _choose_each(is_first, first.group, later.group))
+
+
+def _choose_each(is_first: Tensor, first: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: torch.where(is_first, first[key], value) if isinstance(value, Tensor) else value
+        for key, value in later.items()
+    }
+
+
+def _check_keys(maker: Maker, before: Slots, after: Slots) -> None:
+    for name, kept in after.items():
+        if kept.keys() != before[name].keys():
+            new = sorted(kept.keys() ^ before[name].keys())
+            hint = "an optimizer whose state has the same keys from its first step on"
+            raise StateError(f"its state gained or lost {new}", where=f"{maker.where}: {name}", hint=hint)
