@@ -26,14 +26,6 @@ class Options(NamedTuple):
     options: Mapping[str, Any] | None
 
 
-class Plan(NamedTuple):
-    """What one graph returns, found while it was traced."""
-
-    metrics: tree.TreeDef
-    stacked: tuple[bool, ...]  # per metrics leaf: an element of the one float32 vector, or a tensor of its own
-    changed: tuple[int, ...]  # state leaves that the graph returns (not donated)
-
-
 def compile_step(
     step: Callable[..., tuple[Any, Metrics]],
     *,
@@ -154,9 +146,7 @@ class CompiledStep:
         phase = self._phase(store)
         leaves, treedef = tree.flatten(batch)
         key = (id(store.slots), phase, treedef)
-        graph = self._graphs.find(
-            key, leaves, store.buffers, lambda record: self._core(store, phase, treedef, leaves, record)
-        )
+        graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
         with _seeded(graph.draws, store.hosts[0] if store.hosts else None, store.device):
             metrics = graph(store.buffers, leaves)
         store.advance()
@@ -215,7 +205,7 @@ class CompiledStep:
         del phase  # the host's count is the same message
 
     def _core(
-        self, store: live_.Store, phase: tuple[type[Accum], ...], treedef: tree.TreeDef, leaves: list[Any], record: Any
+        self, store: live_.Store, phase: tuple[type[Accum], ...], treedef: tree.TreeDef
     ) -> Callable[..., Any]:
         slots, step = store.slots, self._step_on(store.layout)
         whole, parts = tree.indices(slots.treedef), tree.indices(treedef)
@@ -243,7 +233,7 @@ class CompiledStep:
         inputs = [old[index] for index in positions]
         key = (state_def, phase, treedef)
 
-        def build(record: Any) -> Callable[..., Any]:
+        def build() -> Callable[..., Any]:
             return self._pure_core(state_def, len(old), positions, phase, treedef)
 
         graph = self._graphs.find(key, leaves, inputs, build)
@@ -303,7 +293,7 @@ class CompiledEval:
         leaves, treedef = tree.flatten(batch)
         step = self._step
 
-        def build(record: Any) -> Callable[..., Any]:
+        def build() -> Callable[..., Any]:
             whole, parts = tree.indices(state_def), tree.indices(treedef)
 
             def core(tensors: list[Tensor], batch: list[Any]) -> Any:
@@ -340,18 +330,22 @@ class Graph(NamedTuple):
 
 
 class Graphs:
-    """The graphs of one step, by structure and by the shapes of the batch."""
+    """The graphs of one step, by structure and by the shapes of the batch.
+
+    The first two sizes of a batch (an epoch's batches, and its last one) get a graph each; from the third on, one
+    graph for every size is made. Where Dynamo cannot make that one, each size keeps a graph of its own.
+    """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.count = 0
         self.slots: dict[Any, live_.Slots] = {}
         self._exact: dict[Any, Graph] = {}
-        self._first: dict[Any, Any] = {}  # structure, dtypes and ranks -> the first shapes seen
-        self._sizes: dict[Any, Graph] = {}  # the same -> one graph for every other size
+        self._seen: dict[Any, list[Any]] = {}  # structure, dtypes and ranks -> the shapes seen
+        self._sizes: dict[Any, Graph | None] = {}  # the same -> one graph for every other size; None: there is none
 
     def find(
-        self, structure: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[Any], Callable[..., Any]]
+        self, structure: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Callable[..., Any]]
     ) -> Graph:
         """The graph for these inputs, compiled when there is none yet."""
         shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves)
@@ -362,21 +356,31 @@ class Graphs:
         if found is not None:
             return found
         family = (structure, kinds, state_kind)
-        first = self._first.setdefault(family, shapes)
-        if first != shapes and family in self._sizes:
-            return self._sizes[family]
-        return self._compile(exact, family, leaves, tensors, build(None), ragged=first != shapes)
+        general = self._sizes.get(family)
+        if general is not None:
+            return general
+        seen = self._seen.setdefault(family, [])
+        seen.append(shapes)
+        if len(seen) > 2 and family not in self._sizes:
+            general = self._sizes[family] = self._for_all_sizes(build(), leaves, tensors, seen[0])
+            if general is not None:
+                return general
+        graph = self._exact[exact] = self._make(build(), leaves, tensors)
+        return graph
 
-    def _compile(
-        self, exact: Any, family: Any, leaves: list[Any], tensors: list[Tensor], core: Any, *, ragged: bool
-    ) -> Graph:
-        if ragged:
-            capture_.mark_sizes(leaves, self._first[family])
-            graph = self._sizes[family] = self._dynamo(core)
-        elif self.options.capture == "dynamo":
-            graph = self._exact[exact] = self._dynamo(core)
-        else:
-            graph = self._exact[exact] = self._traced(core, leaves, tensors)
+    def _make(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
+        self.count += 1
+        return self._dynamo(core) if self.options.capture == "dynamo" else self._traced(core, leaves, tensors)
+
+    def _for_all_sizes(self, core: Any, leaves: list[Any], tensors: list[Tensor], first: Any) -> Graph | None:
+        """One graph for batches of any size, tried out on copies of the buffers."""
+        capture_.mark_sizes(leaves, first)
+        graph = self._dynamo(core)
+        try:
+            with rng.scoped(0):
+                graph([tensor.clone() for tensor in tensors], leaves)
+        except Exception:  # whatever stops Dynamo: a graph a size does the same work
+            return None
         self.count += 1
         return graph
 

@@ -1,0 +1,140 @@
+"""How long a step takes: interleaved blocks, medians and their spread."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from . import data, tree
+from .types import Tree
+
+
+class Timing(NamedTuple):
+    """Seconds a call."""
+
+    name: str
+    median: float  # s
+    low: float  # s, first decile over blocks
+    high: float  # s, last decile over blocks
+
+
+class Report(NamedTuple):
+    """What `benchmark` found; its text is a table."""
+
+    timings: list[Timing]
+    graphs: int | None  # compiled graphs of the step, None for one that is not compiled
+    recompiles: int | None  # graphs made after the first block
+    peak_bytes: int  # of the process (CPU) or of the device's allocator (CUDA)
+    device: str
+
+    @property
+    def ratio(self) -> float | None:
+        """Median of the other step over this one's: above 1, this step is faster."""
+        return None if len(self.timings) < 2 else self.timings[1].median / self.timings[0].median
+
+    def __str__(self) -> str:
+        lines = [f"{'step':<24} {'median':>10} {'10 %':>10} {'90 %':>10}"]
+        lines += [f"{t.name:<24} {_text(t.median):>10} {_text(t.low):>10} {_text(t.high):>10}" for t in self.timings]
+        if self.ratio is not None:
+            lines.append(f"{self.timings[0].name} is {self.ratio:.2f} times as fast")
+        if self.graphs is not None:
+            lines.append(f"graphs {self.graphs}, recompiles {self.recompiles}")
+        lines.append(f"peak memory {self.peak_bytes / 2**20:.0f} MiB on {self.device}")
+        return "\n".join(lines)
+
+
+def benchmark(
+    step: Callable[..., Any],
+    state: Tree,
+    batch: Any,
+    *,
+    against: Callable[..., Any] | None = None,
+    calls: int = 10,
+    blocks: int = 20,
+) -> Report:
+    """Time a step, or two of them side by side.
+
+    Contestants run in turns of ``calls`` calls each, so that a machine that drifts drifts for both. Each goes on from
+    its own last state, as in training; the state that is passed in is copied and stays valid.
+
+    Args:
+        step: ``(state, batch) -> (state, metrics)``, compiled or not.
+        state: where both start.
+        batch: of one size.
+        against: another step of the same signature.
+        calls: of one turn, >= 1.
+        blocks: turns, >= 2; one more is run first and not counted.
+
+    Example:
+        >>> import torch
+        >>> report = benchmark(lambda s, b: (s + b, {}), torch.zeros(()), torch.ones(()), calls=2, blocks=2)
+        >>> len(report.timings)
+        1
+    """
+    device = data.device_of(state)
+    contestants = [_Contestant(step, state, batch)]
+    if against is not None:
+        contestants.append(_Contestant(against, state, batch))
+    for contestant in contestants:
+        contestant.turn(calls, device)
+    graphs = getattr(step, "graphs", None)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    spent: list[list[float]] = [[] for _ in contestants]
+    for _ in range(blocks):
+        for contestant, times in zip(contestants, spent, strict=True):
+            times.append(contestant.turn(calls, device))
+    timings = [_timing(found, times) for found, times in zip(contestants, spent, strict=True)]
+    after = getattr(step, "graphs", None)
+    made = None if graphs is None or after is None else after - graphs
+    return Report(timings, after, made, _peak(device), str(device))
+
+
+class _Contestant:
+    def __init__(self, step: Callable[..., Any], state: Tree, batch: Any) -> None:
+        self.name = getattr(step, "__name__", type(step).__name__)
+        self._step = step
+        self._state = tree.clone(state)
+        self._batch = batch
+
+    def turn(self, calls: int, device: torch.device) -> float:
+        """Seconds a call."""
+        _settle(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            self._state, _ = self._step(self._state, self._batch)
+        _settle(device)
+        return (time.perf_counter() - start) / calls
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def _timing(found: _Contestant, times: list[float]) -> Timing:
+    deciles = statistics.quantiles(times, n=10)
+    return Timing(found.name, statistics.median(times), deciles[0], deciles[-1])
+
+
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _text(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.2f} {unit}"
+    return f"{seconds * 1e6:.1f} us"

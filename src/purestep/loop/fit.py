@@ -1,0 +1,390 @@
+"""fit: steps, evaluation and snapshots composed, in one fixed order.
+
+restore -> [batches -> flush -> evaluate -> history -> best and early stop -> callbacks -> snapshot -> stop?]
+
+The bracket is a boundary: the end of an epoch, or of an evaluation interval inside one. Everything that decides about
+a boundary lies in `Record`, which a snapshot holds beside the state; so a resumed run decides as the whole one did.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from .. import config as config_
+from .. import data, events
+from .. import ema as ema_
+from ..config import FitConfig
+from ..errors import NonFiniteError, PurestepError
+from ..signals import Preempted, Signals, interrupted
+from ..snapshot import Snapshots
+from ..types import Metrics, Program, TrainState, Tree
+from . import cadence, ledger, setup
+from . import meter as meter_
+from .judging import Judge, below_minimum, judge, limit_reached
+from .ledger import Ledger, Tag
+from .pieces import check_pair, evaluate, kind
+from .record import Cell, FitResult, Record, cell, from_json, to_json, with_row
+
+
+def fit(
+    init_state: Tree,
+    loaders: Any,
+    program: Program | None = None,
+    config: object = None,
+    *,
+    snapshots: Any = None,
+    callbacks: Iterable[events.Callback] = (),
+    sinks: Iterable[Any] | None = None,
+    **fields: Any,
+) -> FitResult:
+    """Train: compose a program's steps, evaluation and snapshots.
+
+    Args:
+        init_state: from ``program.init(seed=0)``, or any pytree of tensors that the program's step takes. It stays
+            valid unless ``donate="init"``.
+        loaders: ``{"train": loader, "val": loader, ...}`` or ``(train, val)``. A loader is a DataLoader, a list of
+            batches, or any iterable of batches. Every key but "train" is evaluated and prefixes its metrics.
+        program: from `program`, or `Program(train_step)` around a step of one's own.
+        config: a `FitConfig`, a mapping, an object with attributes, or the path of a JSON or TOML file.
+        snapshots: a directory, or a `Snapshots` with a policy of its own, which is left open.
+        callbacks: ``f(event)``, see `purestep.events`; may return None, a new state, or `Stop`.
+        sinks: where numbers go; None: a progress display, and ``training_history.json`` beside the snapshots.
+        fields: those of `FitConfig`: ``epochs=10, monitor="val_loss", early_stopping=5, ...``; they win over config.
+
+    Returns:
+        `FitResult`: the last state, the history, the best epoch, the number of epochs and why it ended.
+
+    Raises:
+        ConfigError: settings that do not exist or contradict each other, before anything is trained.
+        DataError: an empty, exhausted or failing loader; a batch of another structure than the first.
+        NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state.
+        SnapshotError: a snapshot that does not fit, is damaged or cannot be written.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Linear(2, 1)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> batch = (torch.ones(4, 2), torch.ones(4, 1))
+        >>> result = ps.fit(program.init(), {"train": [batch] * 5, "val": [batch]}, program, epochs=3, progress=False)
+        >>> result.epochs, result.stop_reason, len(result.history["val_loss"])
+        (3, 'epochs', 3)
+    """
+    resolved = config_.resolve(config, fields)
+    ready = setup.checked_program(program)
+    state = setup.placed(setup.checked_state(init_state), resolved.device)
+    with ExitStack() as stack:
+        stack.enter_context(setup.surroundings(resolved, data.device_of(state)))
+        feeds = setup.open_feeds(loaders, resolved, ready, setup.seed_of(state))
+        stack.callback(feeds.close)
+        store, owned = setup.open_snapshots(snapshots, resolved)
+        if store is not None and owned:
+            stack.callback(store.close)
+        told = setup.ready_sinks(sinks, store, resolved)
+        signals = stack.enter_context(Signals())
+        return _Run(state, ready, feeds, resolved, store, tuple(callbacks), told, signals).to_the_end()
+
+
+class _Run:
+    """One call of fit: the state, the record, and everybody who is told."""
+
+    def __init__(
+        self,
+        state: Tree,
+        program: Program,
+        feeds: setup.Feeds,
+        config: FitConfig,
+        snapshots: Snapshots | None,
+        callbacks: tuple[events.Callback, ...],
+        sinks: list[Any],
+        signals: Signals,
+    ) -> None:
+        self.config = config
+        self.feeds = feeds
+        self.snapshots = snapshots
+        self.callbacks = callbacks
+        self.sinks = sinks
+        self.signals = signals
+        self.view = setup.view_to_evaluate(state, config)
+        self.judge: Judge = judge(config, feeds.evaluation)
+        self.state, self.record, self.resumed = self._restored(state)
+        self.program = setup.ready_program(program, self.state, config)
+        self.window = program.static.accumulate if program.static else 1
+        self.left = setup.window_left(self.state, self.window)
+        self.ledger = Ledger(config.log_every)
+        self.ending: str | None = None
+        self.begun = time.monotonic()
+        self.first_batch: Any = None
+        self.kinds: set[Any] = set()
+        self.saved: int | None = self.record.calls if self.resumed else None
+        if snapshots is not None and self.judge.monitor is not None:
+            snapshots.track(self.judge.monitor, mode=self.judge.mode)
+
+    def _restored(self, state: Tree) -> tuple[Tree, Record, bool]:
+        found = setup.restored(state, self.snapshots, self.config)
+        if found is None:
+            return state, Record(), False
+        if not isinstance(found.loop, Mapping) or "record" not in found.loop:
+            return found.state, Record(), False  # saved by hand: a state without a loop's position
+        self.feeds.train.restore(found.loop["feed"])
+        record = from_json(found.loop["record"])
+        setup.log.info("resumed from step %d: epoch %d, batch %d", found.step, record.epoch + 1, record.batch)
+        return found.state, record, True
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def to_the_end(self) -> FitResult:
+        """Run, and tell everybody the end whatever it is."""
+        error: BaseException | None = None
+        try:
+            self._start()
+            while self.ending is None:
+                self._epoch()
+                self.ending = self.ending or limit_reached(self.config, self.record) or self._timed_out()
+            if self.snapshots is not None:
+                self.snapshots.wait()
+        except BaseException as caught:
+            error = caught
+            if isinstance(caught, NonFiniteError):
+                self._thaw(caught)
+            raise
+        finally:
+            self._finish(error)
+        return self.result()
+
+    def _start(self) -> None:
+        record, length = self.record, self.feeds.train.length
+        directory = None if self.snapshots is None else self.snapshots.directory
+        if self.snapshots is not None:
+            self.snapshots.begin(updates=record.updates, epoch=record.epoch)
+        self.ending = limit_reached(self.config, record)
+        epochs, steps = (None if limit == -1 else limit for limit in (self.config.epochs, self.config.steps))
+        self._tell(
+            events.FitStart(self.state, record.epoch, record.updates, epochs, steps, length, directory, self.resumed)
+        )
+
+    def _epoch(self) -> None:
+        """The batches of one epoch, with a boundary at its end and at every interval inside."""
+        fed = self.ledger.timed(self.feeds.train.epoch(self.record.epoch, self.record.batch))
+        for batch in self.signals.watch(data.prefetch(fed, data.device_of(self.state))):
+            self._step(batch)
+            self._inside()
+            self._between()
+            if self.record.batch != self.feeds.train.length and self._cut_off():
+                self._last_row()
+                return
+        self._between()  # the wait for a batch may have been broken off
+        self._flush()
+        self.record = self.record._replace(epoch=self.record.epoch + 1, batch=0)
+        self._settle(wait=True)
+        self._boundary(self._due(cadence.due_at_end))
+        self._between()
+
+    def _step(self, batch: Any) -> None:
+        """One call of train_step. Nothing is read from the device."""
+        record = self.record
+        self._check_batch(batch)
+        try:
+            self.state, metrics = check_pair(self.program.train_step(self.state, batch))
+        except Exception as error:
+            if not isinstance(error, PurestepError):
+                error.add_note(f"in train_step, epoch {record.epoch + 1}, batch {record.batch + 1}")
+            raise
+        closing = self.left == 1
+        self.left = self.window if closing else self.left - 1
+        self.record = record._replace(batch=record.batch + 1, calls=record.calls + 1)
+        self._measured(Tag(record.calls + 1, record.epoch, record.batch, closing), metrics, batch)
+
+    def _flush(self) -> None:
+        """Close a window that the epoch left open, as the program's tail says."""
+        static = self.program.static
+        if static is None or static.tail == "carry" or self.left == self.window:
+            return
+        self.state, metrics = self.program.flush(self.state)
+        self.left = self.window
+        record = self.record = self.record._replace(calls=self.record.calls + 1)
+        self._measured(Tag(record.calls, record.epoch, -1, static.tail == "step"), metrics, None)
+
+    def _measured(self, tag: Tag, metrics: Metrics, batch: Any) -> None:
+        self.ledger.add(tag, metrics, self.record)
+        if tag.closing and self.callbacks:
+            updates = self.record.updates + self.ledger.pending
+            self._ask(events.StepEnd(self.state, metrics, batch, tag.epoch, tag.batch, updates))
+        self._settle(wait=False)
+
+    def _settle(self, *, wait: bool) -> None:
+        """Take in the metrics that have arrived."""
+        self.record, lines = self.ledger.settle(self.record, self.state, wait=wait)
+        for line in lines:
+            self._tell(line)
+
+    # --- boundaries ---------------------------------------------------------------------------------------------------
+
+    def _inside(self) -> None:
+        """An evaluation inside the epoch, where an interval asks for one and no window is open."""
+        if self.left != self.window or not self.feeds.evaluation:
+            return
+        intervals = [self.config.interval(name) for name in self.feeds.evaluation]
+        ahead = self.ledger.pending
+        if any(isinstance(every, int) and cadence.crossed(every, self.record, ahead) for every in intervals):
+            self._settle(wait=True)  # only now is it worth to ask how many updates were applied
+        due = self._due(lambda every, record: cadence.due_inside(every, record, self.feeds.train.length))
+        if due:
+            self._settle(wait=True)
+            self._boundary(due)
+
+    def _due(self, rule: Callable[[int | float, Record], bool]) -> list[str]:
+        return [name for name in self.feeds.evaluation if rule(self.config.interval(name), self.record)]
+
+    def _boundary(self, due: list[str]) -> None:
+        """Evaluate, write the row, decide, tell, save, in this order."""
+        before = self.record
+        row: dict[str, Cell] = {"epoch": before.epoch + (before.batch > 0), "step": before.updates}
+        row |= ledger.named(meter_.means(before.interval), before.last)
+        for name in due:
+            row |= self._evaluate(name)
+        record = before._replace(interval={}, history=with_row(before.history, row))
+        self.judge = self.judge.check(record, self.feeds.evaluation)
+        self.record = self.judge.judge(record, row)
+        improved = self.judge.improved(before, self.record)
+        if self.judge.stops(self.record):
+            self.ending = self.ending or "early_stopping"
+        shown = {name: cell(value) for name, value in row.items()}
+        self._tell(events.EpochEnd(self.state, self.record.epoch, before.updates, shown, improved, self.ending))
+        if self.snapshots is not None and (improved or self._snapshot_due()):
+            self._save(row)
+
+    def _evaluate(self, name: str) -> dict[str, float]:
+        assert self.program.eval_step is not None
+        state = self.state if self.view == "params" else ema_.view(self.state, self.view)
+
+        def watch(batch: Any, metrics: Metrics, index: int) -> None:
+            self._ask(events.EvalStepEnd(self.state, name, metrics, batch, index), steer=False)
+
+        watched = watch if self.callbacks else None
+        values = evaluate(state, self.feeds.evaluation[name], self.program.eval_step, watch=watched, name=name)
+        found = {f"{name}_{key}": value for key, value in values.items()}
+        self._tell(events.EvalEnd(name, self.record.epoch, self.record.updates, found))
+        return found
+
+    def _cut_off(self) -> bool:
+        """Whether the run ends inside this epoch."""
+        steps = self.config.steps
+        if steps not in (None, -1) and self.record.updates + self.ledger.pending >= steps:
+            self._settle(wait=True)
+            self.ending = self.ending or limit_reached(self.config, self.record)
+        self.ending = self.ending or self._timed_out()
+        return self.ending is not None
+
+    def _last_row(self) -> None:
+        """The run ends inside an epoch: score the last state and save it. An open window stays open, to go on from."""
+        self._settle(wait=True)
+        if self.record.interval:
+            self._boundary(list(self.feeds.evaluation))
+        if self.snapshots is not None:
+            self._save({})
+
+    def _timed_out(self) -> str | None:
+        limit = self.config.max_time
+        if limit is None or time.monotonic() - self.begun < limit or below_minimum(self.config, self.record):
+            return None
+        return "max_time"
+
+    # --- saving and signals -------------------------------------------------------------------------------------------
+
+    def _between(self) -> None:
+        """After every call: the writer's errors, signals, snapshots that are due inside an epoch."""
+        if self.snapshots is not None:
+            self.snapshots.check()
+            if self._snapshot_due():
+                self._settle(wait=True)
+                self._save({})
+        if self.signals.pending is not None:
+            self._signalled()
+
+    def _signalled(self) -> None:
+        wish = self.signals.pending
+        self._settle(wait=True)
+        if self.snapshots is not None:
+            self._save({})
+        self.signals.saved()
+        if wish == "snapshot":
+            return
+        self.ending = "interrupted"
+        if self.snapshots is not None:
+            self.snapshots.wait()
+        raise Preempted(self.result()) if wish == "terminate" else interrupted(self.result())
+
+    def _snapshot_due(self) -> bool:
+        if self.snapshots is None or self.saved == self.record.calls:
+            return False
+        updates = self.record.updates + self.ledger.pending
+        return bool(self.snapshots.due(updates=updates, epoch=self.record.epoch))
+
+    def _save(self, row: Mapping[str, Cell]) -> None:
+        """One snapshot a call, whatever made it due."""
+        assert self.snapshots is not None
+        record = self.record
+        if self.saved == record.calls:
+            return
+        loop = {"record": to_json(record), "feed": self.feeds.train.position(record.epoch, record.batch)}
+        metrics = {name: float(value) for name, value in row.items() if value is not None}
+        self.saved = record.calls
+        self.snapshots.save(record.calls, self.state, loop=loop, metrics=metrics)
+        self._tell(events.Saved(record.calls, self.snapshots.directory / str(record.calls)))
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: events.Event) -> None:
+        """Sinks, then callbacks."""
+        for sink in self.sinks:
+            sink(event)
+        self._ask(event)
+
+    def _ask(self, event: Any, *, steer: bool = True) -> None:
+        """Callbacks, and what they answer."""
+        for callback in self.callbacks:
+            answer = callback(event)
+            if answer is None or not steer:
+                continue
+            if isinstance(answer, events.Stop):
+                if not below_minimum(self.config, self.record):
+                    self.ending = self.ending or answer.reason
+            else:
+                self.state = setup.checked_answer(self.state, answer)
+
+    def result(self) -> FitResult:
+        """What there is so far."""
+        record = self.record
+        return FitResult(
+            self.state, record.history, self.judge.best(record), record.epoch, self.ending or "error"
+        )
+
+    def _thaw(self, error: NonFiniteError) -> None:
+        """Give the caller the state as it was before the step that was not finite."""
+        call = getattr(error, "call", None)
+        if call is not None and isinstance(self.state, TrainState):
+            self.state = ledger.thawed(self.state, call)
+        error.result = self.result()  # pyright: ignore[reportAttributeAccessIssue]  # beside the message
+
+    def _finish(self, error: BaseException | None) -> None:
+        result = self.result()
+        event = events.FitEnd(result.state, result.stop_reason, result.history, result.best, error)
+        for sink in self.sinks:
+            sink(event)
+            close = getattr(sink, "close", None)
+            if close is not None:
+                close()
+        if error is None:
+            self._ask(event, steer=False)
+
+    def _check_batch(self, batch: Any) -> None:
+        """A batch of another structure than the first is found before it reaches a step."""
+        found = kind(batch)
+        if found not in self.kinds:
+            where = f"train, epoch {self.record.epoch + 1}, batch {self.record.batch + 1}"
+            spec = data.check_batch(batch, self.first_batch, where=where)
+            self.first_batch = self.first_batch or spec
+            self.kinds.add(found)

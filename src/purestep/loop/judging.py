@@ -1,0 +1,95 @@
+"""What a row of the history decides: whether it is the best, and whether the run stops early."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from .. import stopping
+from ..config import FitConfig
+from ..errors import ConfigError
+from .record import Cell, Record
+
+
+class Judge(NamedTuple):
+    """The monitored metric and the rules about it."""
+
+    monitor: str | None
+    mode: stopping.Mode
+    config: FitConfig
+
+    def judge(self, record: Record, row: Mapping[str, Cell]) -> Record:
+        """The record after this row: best value, patience."""
+        if self.monitor is None or self.monitor not in row:
+            return record
+        value = row[self.monitor]
+        count = record.evaluations + 1
+        planned = self.config.epochs
+        best = stopping.observe(
+            record.best,
+            math.nan if value is None else float(value),
+            epoch=count,
+            mode=self.mode,
+            rule=self.config.early_stopping,
+            total_epochs=None if planned == -1 else planned,
+        )
+        step = record.calls if stopping.improved(best, epoch=count) else record.best_step
+        return record._replace(best=best, evaluations=count, best_step=step)
+
+    def improved(self, before: Record, after: Record) -> bool:
+        """Whether the last row is the best so far."""
+        return after.evaluations > before.evaluations and stopping.improved(after.best, epoch=after.evaluations)
+
+    def stops(self, record: Record) -> bool:
+        """Whether the patience is used up."""
+        return stopping.should_stop(record.best, self.config.early_stopping) and not below_minimum(self.config, record)
+
+    def check(self, record: Record, loaders: Iterable[str]) -> Judge:
+        """The judge once every loader has been evaluated: a guessed monitor that does not exist is dropped.
+
+        Raises:
+            ConfigError: a monitor that was asked for does not exist; the message lists what there is.
+        """
+        known = set(record.history)
+        seen = all(any(name.startswith(f"{loader}_") for name in known) for loader in loaders)
+        if self.monitor is None or self.monitor in known or not seen:
+            return self
+        if self.config.monitor is None:
+            return self._replace(monitor=None)
+        raise ConfigError(
+            f"monitor={self.monitor!r} is not among the metrics: {sorted(known - {'epoch', 'step'})}",
+            where="fit",
+            hint=f"monitor={next((name for name in sorted(known) if name.endswith('loss')), 'val_loss')!r}",
+        )
+
+    def best(self, record: Record) -> dict[str, Cell] | None:
+        """``{"epoch", <monitor>, "step"}``; None where nothing has been judged."""
+        if self.monitor is None or record.best.best is None:
+            return None
+        column = record.history.get(self.monitor, [])
+        index = next((i for i, value in enumerate(column) if value == record.best.best), None)
+        epoch = None if index is None else record.history["epoch"][index]
+        return {"epoch": epoch, self.monitor: record.best.best, "step": record.best_step}
+
+
+def judge(config: FitConfig, loaders: Iterable[str]) -> Judge:
+    """The judge of a run: what is monitored, and in which direction it is good."""
+    monitor = config.monitor or ("val_loss" if "val" in loaders else None)
+    return Judge(monitor, config.mode or stopping.default_mode(monitor or "loss"), config)
+
+
+def below_minimum(config: FitConfig, record: Record) -> bool:
+    """Whether min_epochs or min_steps forbid to stop."""
+    return record.epoch < (config.min_epochs or 0) or record.updates < (config.min_steps or 0)
+
+
+def limit_reached(config: FitConfig, record: Record) -> str | None:
+    """The limit, of epochs or updates, that the run has reached."""
+    if config.fast_dev_run:
+        return "fast_dev_run" if record.epoch else None
+    if config.epochs not in (None, -1) and record.epoch >= config.epochs:
+        return "epochs"
+    if config.steps not in (None, -1) and record.updates >= config.steps:
+        return "steps"
+    return None

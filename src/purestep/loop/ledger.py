@@ -1,0 +1,153 @@
+"""The account of a run: calls made, metrics on their way, updates that are known to be applied."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import NonFiniteError
+from ..events import Logged
+from ..types import Empty, Metrics, TrainState, Tree
+from . import meter as meter_
+from .meter import Meter, Row, Totals
+from .record import Cell, Record
+
+_BARE = ("grad_norm", "scale")  # of a step's metrics, what says nothing about the training data
+_HIDDEN = ("applied",)
+_REMEMBERED = 4096  # calls whose place in the data is kept
+
+
+class Tag(NamedTuple):
+    """Which call a row of metrics belongs to."""
+
+    call: int  # from 1, as TrainState.step counts
+    epoch: int
+    batch: int  # 0-based within the epoch; -1 for a flush
+    closing: bool  # it closed an accumulation window
+
+
+class Ledger:
+    """Takes metrics in as tensors and gives records and log lines out as they arrive.
+
+    ``updates`` of the record are those that are known to be applied; ``pending`` windows have been closed since.
+    """
+
+    def __init__(self, log_every: int) -> None:
+        self.pending = 0
+        self._log_every = log_every
+        self._meter = Meter()
+        self._places: deque[Tag] = deque(maxlen=_REMEMBERED)
+        self._logged: Totals = {}
+        self._timer = Timer()
+
+    def add(self, tag: Tag, metrics: Metrics, record: Record) -> None:
+        """A call has been made."""
+        self._meter.add(tag, metrics)
+        self._places.append(tag)
+        if not tag.closing:
+            return
+        self.pending += 1
+        self._timer.steps += 1
+        if self._log_every and (record.updates + self.pending) % self._log_every == 0:
+            self._meter.ship()
+
+    def settle(self, record: Record, state: Tree, *, wait: bool) -> tuple[Record, list[Logged]]:
+        """The record with what has arrived, and the log lines that are complete; ``wait`` for everything.
+
+        Raises:
+            NonFiniteError: the state has halted.
+        """
+        lines: list[Logged] = []
+        for row in self._meter.rows(wait=wait):
+            record = self._take(row, record, state)
+            if row.tag.closing and self._log_every and record.updates % self._log_every == 0:
+                lines.append(self._line(row.tag, record))
+        return record, lines
+
+    def _take(self, row: Row, record: Record, state: Tree) -> Record:
+        applied = int(row.values.get("applied", (1.0, 1.0))[0]) if row.tag.closing else 0
+        if row.tag.closing:
+            self.pending -= 1
+            if not applied:
+                self._check_halted(state)
+        rates = {name: total / weight for name, (total, weight) in row.values.items() if _is_rate(name) and weight}
+        self._logged = meter_.add(self._logged, row.values)
+        return record._replace(
+            updates=record.updates + applied,
+            interval=meter_.add(record.interval, row.values),
+            last={**record.last, **rates},
+        )
+
+    def _line(self, tag: Tag, record: Record) -> Logged:
+        values = named(meter_.means(self._logged), record.last)
+        self._logged = {}
+        speed, waiting = self._timer.rates()
+        return Logged(tag.epoch, record.updates, values, speed, waiting)
+
+    def _check_halted(self, state: Tree) -> None:
+        if not isinstance(state, TrainState) or isinstance(state.halted, Empty):
+            return
+        call = int(state.halted)
+        if call == 0:
+            return
+        tag = next((tag for tag in self._places if tag.call == call), None)
+        error = NonFiniteError(
+            f"the loss or a gradient is not finite at call {call}; the state is what it was before it",
+            where="" if tag is None else f"epoch {tag.epoch + 1}, batch {tag.batch + 1}",
+            hint='a smaller learning rate, optim.clip_by_global_norm(1.0), or ps.program(..., nonfinite="skip")',
+        )
+        error.call = call  # pyright: ignore[reportAttributeAccessIssue]  # for fit, which puts the result on it
+        raise error
+
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches, with the time spent waiting for them on the account."""
+        while True:
+            start = time.monotonic()
+            batch = next(batches, _END)
+            self._timer.waited += time.monotonic() - start
+            if batch is _END:
+                return
+            yield batch
+
+
+_END = object()
+
+
+def thawed(state: TrainState, call: int) -> TrainState:
+    """A halted state as it was before the call that halted it: the host moves keys on, whatever happens on the device."""
+    key = torch.tensor([int(state.key[0]), call - 1], dtype=torch.int64)
+    return TrainState(*state)._replace(halted=torch.zeros_like(state.halted), key=key)
+
+
+def named(values: Mapping[str, float], rates: Mapping[str, float]) -> dict[str, Cell]:
+    """A step's metrics by their names in the history: what is measured on the training data is called ``train_``."""
+    found: dict[str, Cell] = {}
+    for name, value in values.items():
+        if name not in _HIDDEN and not _is_rate(name):
+            found[name if name in _BARE else f"train_{name}"] = value
+    return found | dict(rates)
+
+
+def _is_rate(name: str) -> bool:
+    return name == "lr" or name.startswith("lr/")
+
+
+class Timer:
+    """Steps a second and the share of time spent waiting for data, between two lines of the log."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.waited = 0.0
+        self._since = time.monotonic()
+
+    def rates(self) -> tuple[float, float]:
+        """Both; starts anew."""
+        now = time.monotonic()
+        passed = max(now - self._since, 1e-9)
+        found = self.steps / passed, min(self.waited / passed, 1.0)
+        self.steps, self.waited, self._since = 0, 0.0, now
+        return found

@@ -1,0 +1,130 @@
+"""Metrics read back late: steps hand in tensors, the host sees numbers when they have arrived.
+
+Nothing here waits for the device unless it is told to: what has been handed in is packed into one tensor, copied
+without blocking, and turned into rows once the copy is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..types import Mean, Metrics
+
+Totals = dict[str, tuple[float, float]]
+"""name -> (total, weight); entries of a vector-valued mean are called ``name[0]``, ``name[1]``, ..."""
+
+
+class Row(NamedTuple):
+    """One call's metrics, on the host, with the tag it was handed in under."""
+
+    tag: Any
+    values: Totals
+
+
+class _Shipment(NamedTuple):
+    tags: list[Any]
+    names: list[list[tuple[str, int]]]  # per call: name, how many numbers
+    numbers: Tensor
+    event: Any  # torch.cuda.Event, or None where the copy is done
+
+
+class Meter:
+    """A queue of metrics on their way to the host.
+
+    Args:
+        depth: calls that are packed at a time, >= 1.
+    """
+
+    def __init__(self, depth: int = 64) -> None:
+        self._depth = depth
+        self._waiting: list[tuple[Any, Metrics]] = []
+        self._shipped: deque[_Shipment] = deque()
+
+    def add(self, tag: Any, metrics: Metrics) -> None:
+        """Hand in the metrics of a call."""
+        self._waiting.append((tag, metrics))
+        if len(self._waiting) >= self._depth:
+            self.ship()
+
+    def ship(self) -> None:
+        """Start the copy of what was handed in."""
+        if not self._waiting:
+            return
+        tags = [tag for tag, _ in self._waiting]
+        named = [list(metrics.items()) for _, metrics in self._waiting]
+        self._waiting = []
+        parts = [part for items in named for _, mean in items for part in (mean.total, mean.weight)]
+        names = [[(name, mean.total.numel()) for name, mean in items] for items in named]
+        numbers, event = _to_host(_packed(parts)) if parts else (torch.zeros(0), None)
+        self._shipped.append(_Shipment(tags, names, numbers, event))
+
+    def rows(self, *, wait: bool) -> list[Row]:
+        """The rows that have arrived, oldest first; with ``wait`` everything that was handed in."""
+        if wait:
+            self.ship()
+        found: list[Row] = []
+        while self._shipped and (wait or self._shipped[0].event is None or self._shipped[0].event.query()):
+            shipment = self._shipped.popleft()
+            if shipment.event is not None:
+                shipment.event.synchronize()
+            found += _rows(shipment)
+        return found
+
+
+def _packed(parts: list[Tensor]) -> Tensor:
+    if all(part.dim() == 0 and part.dtype == parts[0].dtype for part in parts):
+        return torch.stack(parts)
+    return torch.cat([part.detach().reshape(-1).to(torch.float64) for part in parts])
+
+
+def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:
+    if numbers.device.type != "cuda":
+        return numbers.cpu(), None
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(numbers.device))
+    return host, event
+
+
+def _rows(shipment: _Shipment) -> list[Row]:
+    numbers = iter(shipment.numbers.tolist())
+    rows: list[Row] = []
+    for tag, names in zip(shipment.tags, shipment.names, strict=True):
+        values: Totals = {}
+        for name, count in names:
+            totals = [next(numbers) for _ in range(count)]
+            weights = [next(numbers) for _ in range(count)]
+            labels = [name] if count == 1 else [f"{name}[{index}]" for index in range(count)]
+            values |= dict(zip(labels, zip(totals, weights, strict=True), strict=True))
+        rows.append(Row(tag, values))
+    return rows
+
+
+def add(left: Totals, right: Totals) -> Totals:
+    """Sums of totals and weights, by name."""
+    merged = dict(left)
+    for name, (total, weight) in right.items():
+        before = merged.get(name, (0.0, 0.0))
+        merged[name] = (before[0] + total, before[1] + weight)
+    return merged
+
+
+def means(totals: Totals) -> dict[str, float]:
+    """Total over weight by name, nan where nothing counted; of vectors, the mean of the entries that count as well."""
+    found = {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
+    vectors: dict[str, list[float]] = {}
+    for name, value in found.items():
+        if name.endswith("]"):
+            vectors.setdefault(name.rpartition("[")[0], []).extend([] if math.isnan(value) else [value])
+    return found | {name: sum(values) / len(values) if values else math.nan for name, values in vectors.items()}
+
+
+def as_means(totals: Totals) -> Metrics:
+    """Totals as metrics on the host."""
+    return {name: Mean(torch.tensor(total), torch.tensor(weight)) for name, (total, weight) in totals.items()}

@@ -1,0 +1,129 @@
+"""The pieces a loop is composed of, for `fit` and for loops of one's own: `run_epoch` and `evaluate`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from .. import data, tree
+from ..errors import StepContractError
+from ..types import EvalStep, Metrics, TrainStep, Tree
+from . import meter as meter_
+from .meter import Meter
+
+Watch = Callable[[Any, Metrics, int], None]
+
+
+def run_epoch(
+    state: Tree, loader: Any, step: TrainStep, *, epoch: int = 0, start: int = 0, seed: int = 0
+) -> tuple[Tree, Metrics]:
+    """Every batch of an epoch through a step.
+
+    Args:
+        state: what the step takes.
+        loader: a DataLoader, a list of batches, any iterable of batches; or a `Feed`.
+        step: ``(state, batch) -> (state, metrics)``.
+        epoch: 0-based; with ``seed`` it decides the order of a shuffling DataLoader.
+        start: batches of that epoch that are done already.
+        seed: of the order.
+
+    Returns:
+        The last state and the merged metrics, on the host.
+
+    Raises:
+        DataError: an empty loader.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> step = lambda state, batch: (state + batch, {"loss": ps.Mean(batch, torch.ones(()))})
+        >>> state, metrics = run_epoch(torch.zeros(()), [torch.ones(()), 3 * torch.ones(())], step)
+        >>> state.item(), float(metrics["loss"])
+        (4.0, 2.0)
+    """
+    feed = data.open_feed(loader, name="train", seed=seed)
+    meter, total = Meter(), {}
+    try:
+        for batch in data.prefetch(feed.epoch(epoch, start), data.device_of(state)):
+            state, metrics = check_pair(step(state, batch))
+            meter.add(None, metrics)
+            for row in meter.rows(wait=False):
+                total = meter_.add(total, row.values)
+    finally:
+        feed.close()
+    for row in meter.rows(wait=True):
+        total = meter_.add(total, row.values)
+    return state, meter_.as_means(total)
+
+
+def evaluate(
+    state: Tree, loader: Any, eval_step: EvalStep, *, watch: Watch | None = None, name: str = "evaluation"
+) -> dict[str, float]:
+    """Weighted means of an evaluation over a loader. The state is only read.
+
+    Args:
+        state: to evaluate; ``ps.view(state, "ema")`` for averaged weights.
+        loader: as for `run_epoch`.
+        eval_step: ``(state, batch, *, index=0) -> metrics``.
+        watch: called with (batch, metrics, index) after every batch.
+        name: of the loader, for messages.
+
+    Returns:
+        name -> mean, as bare names (``loss``).
+
+    Raises:
+        DataError: an empty loader.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> step = lambda state, batch: {"loss": ps.Mean(state * batch.sum(), torch.tensor(float(len(batch))))}
+        >>> evaluate(torch.tensor(2.0), [torch.ones(3), torch.zeros(1)], step)
+        {'loss': 1.5}
+    """
+    feed = data.open_feed(loader, name=name)
+    meter, total = Meter(), {}
+    indexed = takes_index(eval_step)
+    try:
+        for index, batch in enumerate(data.prefetch(feed.epoch(0), data.device_of(state))):
+            metrics = eval_step(state, batch, index=index) if indexed else eval_step(state, batch)
+            meter.add(None, metrics)
+            if watch is not None:
+                watch(batch, metrics, index)
+            for row in meter.rows(wait=False):
+                total = meter_.add(total, row.values)
+    finally:
+        if feed is not loader:
+            feed.close()
+    for row in meter.rows(wait=True):
+        total = meter_.add(total, row.values)
+    return meter_.means(total)
+
+
+def takes_index(eval_step: EvalStep) -> bool:
+    """Whether an eval_step wants the number of the batch."""
+    try:
+        return "index" in inspect.signature(eval_step).parameters or hasattr(eval_step, "graphs")
+    except (TypeError, ValueError):
+        return False
+
+
+def check_pair(result: Any) -> tuple[Tree, Metrics]:
+    """What a step returned, if it is a state and a dict of metrics.
+
+    Raises:
+        StepContractError: it is not.
+    """
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+        return result
+    raise StepContractError(
+        f"returned a {type(result).__name__}"
+        + (f" of {len(result)}" if isinstance(result, tuple) and not hasattr(result, "_fields") else ""),
+        where="train_step",
+        hint="return (state, {name: ps.Mean(total, weight)})",
+    )
+
+
+def kind(batch: Any) -> Any:
+    """What must stay the same from batch to batch: structure, dtypes and ranks."""
+    leaves, treedef = tree.flatten(batch)
+    return treedef, tuple((x.dtype, x.dim()) if hasattr(x, "dim") else type(x) for x in leaves)

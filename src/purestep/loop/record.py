@@ -1,0 +1,88 @@
+"""What the loop remembers: plain numbers, so that a snapshot's manifest holds all of it as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .. import stopping
+from ..types import Tree
+from .meter import Totals
+
+Cell = float | int | None
+
+
+class Record(NamedTuple):
+    """The loop's position, and everything it decides from."""
+
+    epoch: int = 0  # completed epochs
+    batch: int = 0  # batches consumed in the running epoch; prefetched ones do not count
+    calls: int = 0  # of train_step and flush
+    updates: int = 0  # optimizer updates applied
+    interval: Totals = {}  # sums since the last row of the history
+    last: dict[str, float] = {}  # last learning rates
+    best: stopping.Record = stopping.init()
+    best_step: int | None = None  # the snapshot that holds it
+    evaluations: int = 0  # rows with a value of the monitor, which early stopping counts
+    history: dict[str, list[Cell]] = {}
+    elapsed: float = 0.0  # seconds spent in the run so far
+
+
+class FitResult(NamedTuple):
+    """What a run leaves behind."""
+
+    state: Tree
+    history: dict[str, list[Any]]  # "epoch", "step", "train_loss", "val_loss", "lr", ...: one entry a row
+    best: dict[str, Any] | None  # {"epoch", <monitor>, "step"}, None without a monitor
+    epochs: int  # completed
+    stop_reason: str  # "epochs", "steps", "max_time", "early_stopping", "interrupted", or a callback's
+
+    def summary(self) -> dict[str, Any]:
+        """``{"best": {"epoch", "val_loss"}, "epochs"}``.
+
+        Example:
+            >>> FitResult({}, {}, {"epoch": 2, "val_loss": 0.1, "step": 8}, 3, "epochs").summary()
+            {'best': {'epoch': 2, 'val_loss': 0.1}, 'epochs': 3}
+        """
+        best = None if self.best is None else {name: value for name, value in self.best.items() if name != "step"}
+        return {"best": best, "epochs": self.epochs}
+
+
+def to_json(record: Record) -> dict[str, Any]:
+    """The record as JSON."""
+    found = record._asdict()
+    return found | {
+        "best": stopping.to_json(record.best),
+        "interval": {name: [_bits(total), _bits(weight)] for name, (total, weight) in record.interval.items()},
+        "last": {name: _bits(value) for name, value in record.last.items()},
+    }
+
+
+def from_json(found: Mapping[str, Any]) -> Record:
+    """The way back; fields that a later version adds keep their defaults."""
+    known = {name: value for name, value in found.items() if name in Record._fields}
+    known["best"] = stopping.from_json(known["best"])
+    known["interval"] = {name: (_number(t), _number(w)) for name, (t, w) in known["interval"].items()}
+    known["last"] = {name: _number(value) for name, value in known["last"].items()}
+    return Record(**known)
+
+
+def with_row(history: dict[str, list[Cell]], row: Mapping[str, Cell]) -> dict[str, list[Cell]]:
+    """The history with one more row; what a row or an earlier one lacks is None, and so is what is not finite."""
+    count = len(next(iter(history.values()), []))
+    names = [*history, *(name for name in row if name not in history)]
+    return {name: [*history.get(name, [None] * count), cell(row.get(name))] for name in names}
+
+
+def cell(value: Cell) -> Cell:
+    """A number for JSON."""
+    return None if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
+
+
+def _bits(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _number(value: float | str) -> float:
+    return float(value)
