@@ -1,0 +1,146 @@
+"""Schedules of schedules: one after another, by the epoch, and torch's own."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ..errors import ConfigError
+from .clock import Count, Schedule, check_count, check_finite
+
+AnySchedule: TypeAlias = Callable[[Tensor], Tensor]
+"""One of a user's own, which need not take a Python int."""
+
+
+def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedule:
+    """One schedule after another; each counts from its own beginning. torch's `SequentialLR`.
+
+    Args:
+        schedules: at least one.
+        boundaries: the count at which each but the first begins: rising, one fewer than schedules.
+
+    Raises:
+        ConfigError: boundaries that do not fit.
+
+    Example:
+        >>> from purestep.schedules import constant, linear
+        >>> warm = join([linear(0.0, 1.0, transition_steps=2), constant(0.5)], [3])
+        >>> [float(warm(t)) for t in (1, 2, 3)]
+        [0.5, 1.0, 0.5]
+    """
+    parts, begins = list(schedules), list(boundaries)
+    for boundary in begins:
+        check_count("join", least=1, boundaries=boundary)
+    if len(parts) != len(begins) + 1 or any(later <= sooner for sooner, later in pairwise(begins)):
+        raise ConfigError(
+            f"{len(parts)} schedules and the boundaries {begins}",
+            where="join",
+            hint="rising boundaries, one fewer than schedules: join([warmup, decay], [100])",
+        )
+
+    def schedule(count: Count) -> Tensor:
+        t = torch.as_tensor(count)
+        value = parts[0](t)
+        for begin, part in zip(begins, parts[1:], strict=True):
+            # A schedule that has not begun is asked for its first value, never for one before it.
+            value = torch.where(t < begin, value, part((t - begin).clamp(min=0)))
+        return value
+
+    return schedule
+
+
+def per_epoch(schedule: AnySchedule, *, updates_per_epoch: int) -> Schedule:
+    """A schedule of epochs as one of updates: it holds its value throughout an epoch.
+
+    Args:
+        schedule: of the count of epochs.
+        updates_per_epoch: at least 1; with accumulation, the number of windows.
+
+    Example:
+        >>> from purestep.schedules import step
+        >>> by_epoch = per_epoch(step(1.0, 1, gamma=0.5), updates_per_epoch=10)
+        >>> [float(by_epoch(t)) for t in (9, 10, 20)]
+        [1.0, 0.5, 0.25]
+    """
+    check_count("per_epoch", least=1, updates_per_epoch=updates_per_epoch)
+    return lambda count: schedule(torch.div(torch.as_tensor(count), updates_per_epoch, rounding_mode="floor"))
+
+
+def from_torch_scheduler(
+    scheduler: Callable[..., LRScheduler], learning_rate: float, *, steps: int, **kwargs: Any
+) -> Schedule:
+    """The learning rates that one of torch's schedulers goes through, written down in a table.
+
+    Args:
+        scheduler: a class of `torch.optim.lr_scheduler`, a subclass of your own, or a function
+            ``optimizer -> scheduler`` (for `SequentialLR` and `ChainedScheduler`).
+        learning_rate: what the optimizer starts with, finite.
+        steps: how many values to write down, at least 1; the last one holds from then on. Epochs, under `per_epoch`.
+        **kwargs: the scheduler's own arguments.
+
+    Raises:
+        ConfigError: `ReduceLROnPlateau`, whose values depend on a metric; a scheduler that is built already; a value
+            that is not finite.
+
+    Example:
+        >>> from torch.optim.lr_scheduler import LambdaLR
+        >>> halving = from_torch_scheduler(LambdaLR, 1.0, steps=10, lr_lambda=lambda t: 0.5**t)
+        >>> [float(halving(t)) for t in (0, 2, 100)]
+        [1.0, 0.25, 0.001953125]
+    """
+    check_finite("from_torch_scheduler", learning_rate=learning_rate)
+    check_count("from_torch_scheduler", least=1, steps=steps)
+    table = torch.tensor(_tabulate(scheduler, learning_rate, steps, kwargs), dtype=torch.float64)
+
+    def schedule(count: Count) -> Tensor:
+        t = torch.as_tensor(count)
+        dtype = torch.float32 if t.device.type == "mps" else torch.float64
+        # Not table[t]: indexing with a 0-d tensor reads it back to the host.
+        values = table.to(dtype=dtype).to(t.device, non_blocking=True)
+        return values.index_select(0, t.clamp(0, steps - 1).reshape(1)).reshape(())
+
+    return schedule
+
+
+def _tabulate(
+    scheduler: Callable[..., LRScheduler], learning_rate: float, steps: int, kwargs: dict[str, Any]
+) -> list[float]:
+    _check_scheduler(scheduler)
+    optimizer = SGD([torch.zeros(1)], lr=learning_rate, momentum=0.9)  # momentum: what cyclic schedulers insist on
+    made: Any = scheduler(optimizer, **kwargs)  # a user's function may return anything
+    _check_scheduler(type(made) if isinstance(made, LRScheduler) else made)
+    values = [float(optimizer.param_groups[0]["lr"])]
+    for _ in range(steps - 1):
+        optimizer.step()
+        made.step()
+        values.append(float(optimizer.param_groups[0]["lr"]))
+    for index, value in enumerate(values):
+        if not math.isfinite(value):
+            raise ConfigError(
+                f"the learning rate of step {index} is {value}", where="from_torch_scheduler", hint=f"steps={index}"
+            )
+    return values
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    kind = scheduler if inspect.isclass(scheduler) else type(scheduler)
+    if issubclass(kind, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau depends on a metric, a schedule on the count of updates alone",
+            where="from_torch_scheduler",
+            hint="stopping.Plateau in a callback, which writes its scale through optim.inject",
+        )
+    if isinstance(scheduler, LRScheduler) or not callable(scheduler):
+        raise ConfigError(
+            f"a {type(scheduler).__name__}, where a class is needed",
+            where="from_torch_scheduler",
+            hint="the class and its arguments: from_torch_scheduler(StepLR, 0.1, steps=100, step_size=30)",
+        )
