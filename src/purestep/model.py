@@ -200,10 +200,17 @@ def _persistent(module: nn.Module, objective: nn.Module | None) -> frozenset[str
     found: set[str] = set()
     for prefix, root in (("", module), (OBJECTIVE, objective)):
         for path, owner in () if root is None else root.named_modules():
-            skipped = owner._non_persistent_buffers_set  # no public way to tell a buffer that state_dict leaves out
             start = f"{prefix}{path}." if path else prefix
-            found |= {start + name for name in owner._buffers if name not in skipped}
+            found |= {start + name for name in _saved_buffers(owner)}
     return frozenset(found)
+
+
+def _saved_buffers(owner: nn.Module) -> set[str]:
+    # torch tells which buffers a state_dict leaves out only by leaving them out. `state_dict` of the module alone would
+    # copy nothing, but runs hooks; the names of one module's own buffers do not.
+    kept: dict[str, Any] = {}
+    nn.Module._save_to_state_dict(owner, kept, "", keep_vars=True)  # pyright: ignore[reportPrivateUsage]  # see above
+    return set(kept) & {name for name, _ in owner.named_buffers(recurse=False)}
 
 
 def _ties(module: nn.Module) -> dict[str, str]:

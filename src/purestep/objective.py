@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .errors import ConfigError, DataError, StepContractError
-from .types import Loss, Mean, Metrics, Objective
+from .types import Loss, Mean, Objective
 
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)

@@ -106,9 +106,7 @@ def _convert(state: TrainState, one: Any) -> TrainState:
         accum = accum._replace(grads=one(accum.grads))
     # ema.buffers, frozen and buffers go by other names and are left as they are.
     ema = state.ema if isinstance(state.ema, Empty) else state.ema._replace(params=one(state.ema.params))
-    return TrainState(*state)._replace(
-        params=one(state.params), opt_state=one(state.opt_state), ema=ema, accum=accum
-    )
+    return TrainState(*state)._replace(params=one(state.params), opt_state=one(state.opt_state), ema=ema, accum=accum)
 
 
 def _pack_tree(layout: Layout, subtree: Tree) -> Tree:

@@ -85,9 +85,9 @@ def check(policy: Policy, device: torch.device) -> None:
         return
     dtype = policy.weights or torch.float32
     try:
-        if device.type == "cuda" and torch.bfloat16 in (policy.weights, policy.compute):
-            if not torch.cuda.is_bf16_supported(including_emulation=False):
-                raise RuntimeError("this GPU has no bfloat16 arithmetic")
+        emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+        if emulated and torch.bfloat16 in (policy.weights, policy.compute):
+            raise RuntimeError("this GPU has no bfloat16 arithmetic")
         with autocast(policy, device):
             one = torch.ones(2, 2, dtype=dtype, device=device)
             (one @ one).sum()

@@ -8,7 +8,7 @@ index), evaluation from a fixed stream with the batch index.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,7 +88,7 @@ def in_graph() -> bool:
 
 
 @contextmanager
-def capturing() -> Iterator[None]:
+def capturing() -> Generator[None]:
     """Mark the code inside as run to be traced into a graph."""
     global _outside
     before, _outside = _outside, False
@@ -99,7 +99,7 @@ def capturing() -> Iterator[None]:
 
 
 @contextmanager
-def scoped(seed: int, device: torch.device | None = None) -> Iterator[None]:
+def scoped(seed: int, device: torch.device | None = None) -> Generator[None]:
     """Draw from ``seed`` inside, and leave the caller's generators as they were.
 
     Args:
@@ -122,7 +122,7 @@ def _device_generators(device: torch.device | None) -> list[Any]:
         return []
     if device.type == "cuda":
         torch.cuda.init()
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = int(str(device).partition(":")[2] or torch.cuda.current_device())
         return [torch.cuda.default_generators[index]]
     if device.type == "mps":
         return [torch.mps._get_default_mps_generator()]  # pyright: ignore[reportPrivateUsage]  # no public accessor

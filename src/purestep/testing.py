@@ -85,7 +85,8 @@ def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Seq
     Raises:
         StepContractError: the parameter that differs most.
     """
-    assert program.init is not None and whole.init is not None
+    assert program.init is not None
+    assert whole.init is not None
     expected, _ = whole.train_step(whole.init(), batch)
     found = _through(program, program.init(), parts)
     for name, value in expected.params.items():
@@ -122,7 +123,9 @@ def _unchanged(before: Tree, after: Tree) -> None:
         if not _equal(old, new):
             where = {"0": "state", "1": "batch", "2": "context"}[path.partition("/")[0]]
             raise StepContractError(
-                "the step writes what it was given", where=f"{where}/{path.partition('/')[2]}", hint="x + 1, not x.add_(1)"
+                "the step writes what it was given",
+                where=f"{where}/{path.partition('/')[2]}",
+                hint="x + 1, not x.add_(1)",
             )
 
 
@@ -134,14 +137,18 @@ def _same_kind(old: Tree, new: Tree) -> None:
     for (path, left), (_, right) in zip(tree.with_paths(old), tree.with_paths(new), strict=True):
         found = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in (left, right)]
         if found[0] != found[1]:
-            raise StepContractError(f"was {found[0]} and is {found[1]}", where=path, hint="keep shape, dtype and device")
+            raise StepContractError(
+                f"was {found[0]} and is {found[1]}", where=path, hint="keep shape, dtype and device"
+            )
 
 
 def _no_graph(result: Tree) -> None:
     for path, leaf in tree.with_paths(result):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             where = f"{('state', 'metrics')[int(path[0])]}/{path.partition('/')[2]}"
-            raise StepContractError("carries a graph, which keeps its whole step in memory", where=where, hint=".detach()")
+            raise StepContractError(
+                "carries a graph, which keeps its whole step in memory", where=where, hint=".detach()"
+            )
 
 
 def _repeated(first: Tree, second: Tree) -> None:

@@ -76,9 +76,7 @@ def _numbered(positions: Tree, tree: Tree) -> list[tuple[int, Any]]:
     return [(int(index), leaf) for index, leaf in zip(leaves(positions), leaves(tree), strict=True)]
 
 
-def map(
-    fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None
-) -> Tree:
+def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
     """``fn`` of corresponding leaves; ``is_leaf`` makes a node one."""
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=_SPACE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .capture import stopped as stopped
 from .live import LiveState as LiveState
 from .runner import CompiledEval as CompiledEval
 from .runner import CompiledStep as CompiledStep

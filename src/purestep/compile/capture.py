@@ -7,6 +7,7 @@ the value of a tensor is an error. ``"auto"`` traces, and takes Dynamo where tha
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,9 @@ Flat = Callable[..., Any]
 CAPTURES = ("auto", "dynamo", "trace")
 
 
-def trace(function: Flat, inputs: list[Tensor], *, backend: Any, options: Mapping[str, Any] | None) -> tuple[Flat, bool]:
+def trace(
+    function: Flat, inputs: list[Tensor], *, backend: Any, options: Mapping[str, Any] | None
+) -> tuple[Flat, bool]:
     """One graph of ``function`` for inputs of these shapes, and whether it draws random numbers.
 
     Args:
@@ -75,10 +78,10 @@ def _lowered(graph: GraphModule, inputs: list[Tensor], backend: Any, options: Ma
         return graph
     if backend != "inductor":
         return backend(graph, inputs)
-    compiled = torch._inductor.standalone_compile(  # documented, not yet public; torch.compile stands behind it
-        graph, inputs, dynamic_shapes="from_example_inputs", options=dict(options) if options else None
-    )
-    return compiled
+    # Documented, not yet public; torch.compile stands behind it.
+    inductor: Any = importlib.import_module("torch._inductor")
+    chosen = dict(options) if options else None
+    return inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=chosen)
 
 
 def _draws(graph: GraphModule) -> bool:
@@ -100,17 +103,23 @@ def _user_line(error: BaseException) -> str:
 
 def dynamo(function: Flat, *, backend: Any, options: Mapping[str, Any] | None) -> Flat:
     """`torch.compile(function, fullgraph=True)`."""
-    chosen = {"options": dict(options)} if options and backend == "inductor" else {}
-    return torch.compile(function, fullgraph=True, backend=backend, **chosen)
+    chosen: Any = dict(options) if options and backend == "inductor" else None
+    return torch.compile(function, fullgraph=True, backend=backend, options=chosen)
+
+
+def stopped(error: BaseException) -> bool:
+    """Whether this is Dynamo's word that it cannot capture a function."""
+    return any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__)
 
 
 def mark_sizes(leaves: list[Any], first: tuple[Any, ...]) -> None:
     """Tell Dynamo which sizes of a batch vary, so that its next graph serves all of them."""
+    dynamo_: Any = importlib.import_module("torch._dynamo")
     for leaf, shape in zip(leaves, first, strict=True):
         if isinstance(leaf, Tensor):
             for dim in range(leaf.dim()):
                 if leaf.shape[dim] != shape[dim]:
-                    torch._dynamo.maybe_mark_dynamic(leaf, dim)
+                    dynamo_.maybe_mark_dynamic(leaf, dim)
 
 
 def check(capture: str) -> None:

@@ -7,7 +7,7 @@ older one raises when it is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,11 +121,13 @@ class Store:
         self.hosts = [Host(found) for found in states(self.named)]
         self.device = self.buffers[0].device
         self.generation = 0
-        self._parts = [tuple(found) for found in states(self.named)]
+        self.parts = [tuple(found) for found in states(self.named)]
         self._single = isinstance(self.named, TrainState)
 
     def _fill(self, leaves: list[Tensor], *, shared: set[int]) -> list[Tensor]:
-        chosen = {kind: [x for x, (k, _) in zip(leaves, self.slots.places, strict=True) if k == kind] for kind in _KINDS}
+        chosen = {
+            kind: [x for x, (k, _) in zip(leaves, self.slots.places, strict=True) if k == kind] for kind in _KINDS
+        }
         device = next((x.device for x in leaves if x.device.type != "cpu"), torch.device("cpu"))
         own = [x if id(x) in shared else x.detach().clone() for x in chosen["own"]]
         return [
@@ -162,39 +164,39 @@ class LiveState(TrainState):
     `_replace`, `view`, `clone`, copy and pickle give a plain TrainState.
     """
 
-    _store: Store | None = None
-    _generation: int = 0
-    _index: int = 0
+    live_store: Store | None = None
+    live_generation: int = 0
+    live_index: int = 0
 
-    def _alive(self) -> None:
+    def alive(self) -> None:
         """The store, or the news that this state's memory has been given away."""
-        store = self._store
-        if store is not None and store.generation != self._generation:
+        store = self.live_store
+        if store is not None and store.generation != self.live_generation:
             raise StateError(
-                f"donated at step {store.hosts[self._index].calls - (store.generation - self._generation) + 1}",
+                f"donated at step {store.hosts[self.live_index].calls - (store.generation - self.live_generation) + 1}",
                 where="state",
                 hint="go on with the state that the step returned, ps.clone(state) before the call, or donate=False",
             )
 
-    def _item(self, index: int) -> Any:
-        self._alive()
+    def item(self, index: int) -> Any:
+        self.alive()
         return tuple.__getitem__(self, index)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([self._item(index) for index in range(len(self))])
+        return iter([self.item(index) for index in range(len(self))])
 
     def __getitem__(self, index: Any) -> Any:
         return tuple(self)[index]
 
     def __repr__(self) -> str:
-        if self._store is not None and self._store.generation != self._generation:
+        if self.live_store is not None and self.live_store.generation != self.live_generation:
             return "TrainState(donated)"
         return repr(TrainState(*self))
 
-    def _replace(self, **fields: Any) -> TrainState:
+    def _replace(self, **fields: Any) -> TrainState:  # pyright: ignore[reportIncompatibleMethodOverride]  # plain, see above
         return TrainState(*self)._replace(**fields)
 
-    def _asdict(self) -> dict[str, Any]:
+    def _asdict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]  # checks that it lives
         return TrainState(*self)._asdict()
 
     def __eq__(self, other: object) -> bool:
@@ -214,7 +216,7 @@ class LiveState(TrainState):
 
 def _reader(index: int) -> Callable[[LiveState], Any]:
     def read(self: LiveState) -> Any:
-        return self._item(index)
+        return self.item(index)
 
     return read
 
@@ -225,31 +227,29 @@ tree.register(LiveState, lambda state: tuple(state), TrainState)
 
 
 def _live(store: Store, index: int) -> LiveState:
-    state = tuple.__new__(LiveState, store._parts[index])
-    state._store = store
-    state._generation = store.generation
-    state._index = index
+    state = tuple.__new__(LiveState, store.parts[index])
+    state.live_store = store
+    state.live_generation = store.generation
+    state.live_index = index
     return state
 
 
 def store_of(state: Tree) -> Store | None:
     """The store that a whole tree of live states of one generation stands in, if it does."""
     if isinstance(state, LiveState):
-        return state._store
+        return state.live_store
     if isinstance(state, Tensor) or not isinstance(state, tuple | dict | list):
         return None
-    found = states(state)
-    if not found or not all(isinstance(part, LiveState) for part in found):
+    found = [part for part in states(state) if isinstance(part, LiveState)]
+    if not found or len(found) < len(states(state)):
         return None
-    stores = {id(part._store) for part in found}
-    store = found[0]._store
-    whole = len(stores) == 1 and store is not None and len(store.hosts) == len(found)
-    ordered = [part._index for part in found] == list(range(len(found)))
-    return store if whole and ordered else None
+    store = found[0].live_store
+    whole = store is not None and [part.live_index for part in found] == list(range(len(store.hosts)))
+    return store if whole and all(part.live_store is store for part in found) else None
 
 
 def check_alive(state: Tree) -> None:
     """Raise the StateError of a donated state."""
     for found in states(state):
         if isinstance(found, LiveState):
-            found._alive()
+            found.alive()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,17 +13,10 @@ from .. import packed as packed_
 from .. import rng, tree
 from ..errors import StepContractError
 from ..step import Accum, Adding, Closing
-from ..types import Empty, Metrics, Program, Static, Steps, TrainState, Tree
+from ..types import Empty, Metrics, Program, Static, Steps, TrainState
 from . import capture as capture_
 from . import live as live_
-
-
-class Options(NamedTuple):
-    """How graphs are made."""
-
-    capture: str
-    backend: Any
-    options: Mapping[str, Any] | None
+from .graphs import Graphs, Options
 
 
 def compile_step(
@@ -93,7 +86,9 @@ def compile_program(
     capture_.check(capture)
     chosen = Options(capture, backend, options)
     train = CompiledStep(program.train_step, program.static, donate=donate, options=chosen)
-    flush = CompiledStep(program.flush, program.static, donate=donate, options=chosen, flush=True, layouts=train.layouts)
+    flush = CompiledStep(
+        program.flush, program.static, donate=donate, options=chosen, flush=True, layouts=train.layouts
+    )
     return program._replace(
         train_step=train,
         flush=flush,
@@ -179,7 +174,8 @@ class CompiledStep:
 
     def _step_on(self, layout: packed_.Layout | None) -> Callable[..., Any]:
         if layout not in self._steps:
-            assert layout is not None and self.static is not None
+            assert layout is not None
+            assert self.static is not None
             steps: Steps = self.static.steps(layout.form)
             self._steps[layout] = steps.flush if self._flush else steps.train_step
         return self._steps[layout]
@@ -204,9 +200,7 @@ class CompiledStep:
                 host.left = self.static.accumulate if self._flush or host.left == 1 else host.left - 1
         del phase  # the host's count is the same message
 
-    def _core(
-        self, store: live_.Store, phase: tuple[type[Accum], ...], treedef: tree.TreeDef
-    ) -> Callable[..., Any]:
+    def _core(self, store: live_.Store, phase: tuple[type[Accum], ...], treedef: tree.TreeDef) -> Callable[..., Any]:
         slots, step = store.slots, self._step_on(store.layout)
         whole, parts = tree.indices(slots.treedef), tree.indices(treedef)
 
@@ -305,7 +299,9 @@ class CompiledEval:
 
         graph = self._graphs.find((state_def, treedef), leaves, inputs, build)
         device = next((leaf.device for leaf in inputs if leaf.device.type != "cpu"), torch.device("cpu"))
-        with rng.scoped(rng.mix(int(parts[0].key[0]), "eval", index), device) if graph.draws and parts else nullcontext():
+        with (
+            rng.scoped(rng.mix(int(parts[0].key[0]), "eval", index), device) if graph.draws and parts else nullcontext()
+        ):
             return graph(inputs, leaves)
 
 
@@ -314,113 +310,6 @@ def _without_optimizer(state: Any) -> Any:
     if not isinstance(state, TrainState):
         return state
     return state._replace(opt_state=Empty(), ema=Empty(), scaler=Empty(), accum=Empty(), halted=Empty())
-
-
-# --- graphs -----------------------------------------------------------------------------------------------------------
-
-
-class Graph(NamedTuple):
-    """One compiled graph: ``(tensors, batch leaves) -> what the core returns``."""
-
-    run: Callable[[list[Tensor], list[Any]], Any]
-    draws: bool
-
-    def __call__(self, tensors: list[Tensor], batch: list[Any]) -> Any:
-        return self.run(tensors, batch)
-
-
-class Graphs:
-    """The graphs of one step, by structure and by the shapes of the batch.
-
-    The first two sizes of a batch (an epoch's batches, and its last one) get a graph each; from the third on, one
-    graph for every size is made. Where Dynamo cannot make that one, each size keeps a graph of its own.
-    """
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.count = 0
-        self.slots: dict[Any, live_.Slots] = {}
-        self._exact: dict[Any, Graph] = {}
-        self._seen: dict[Any, list[Any]] = {}  # structure, dtypes and ranks -> the shapes seen
-        self._sizes: dict[Any, Graph | None] = {}  # the same -> one graph for every other size; None: there is none
-
-    def find(
-        self, structure: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Callable[..., Any]]
-    ) -> Graph:
-        """The graph for these inputs, compiled when there is none yet."""
-        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        kinds = tuple((leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        state_kind = tuple((leaf.shape, leaf.dtype, leaf.device) for leaf in tensors)
-        exact = (structure, shapes, kinds, state_kind)
-        found = self._exact.get(exact)
-        if found is not None:
-            return found
-        family = (structure, kinds, state_kind)
-        general = self._sizes.get(family)
-        if general is not None:
-            return general
-        seen = self._seen.setdefault(family, [])
-        seen.append(shapes)
-        if len(seen) > 2 and family not in self._sizes:
-            general = self._sizes[family] = self._for_all_sizes(build(), leaves, tensors, seen[0])
-            if general is not None:
-                return general
-        graph = self._exact[exact] = self._make(build(), leaves, tensors)
-        return graph
-
-    def _make(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
-        self.count += 1
-        return self._dynamo(core) if self.options.capture == "dynamo" else self._traced(core, leaves, tensors)
-
-    def _for_all_sizes(self, core: Any, leaves: list[Any], tensors: list[Tensor], first: Any) -> Graph | None:
-        """One graph for batches of any size, tried out on copies of the buffers."""
-        capture_.mark_sizes(leaves, first)
-        graph = self._dynamo(core)
-        try:
-            with rng.scoped(0):
-                graph([tensor.clone() for tensor in tensors], leaves)
-        except Exception:  # whatever stops Dynamo: a graph a size does the same work
-            return None
-        self.count += 1
-        return graph
-
-    def _traced(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
-        where = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        found: list[Any] = []
-
-        def flat(*inputs: Tensor) -> list[Tensor]:
-            batch = list(leaves)
-            for index, leaf in zip(where, inputs[len(tensors) :], strict=True):
-                batch[index] = leaf
-            outputs, treedef = tree.flatten(core(list(inputs[: len(tensors)]), batch))
-            stacked = [leaf.dim() == 0 and leaf.dtype == torch.float32 for leaf in outputs]
-            found[:] = [treedef, stacked]
-            scalars = [leaf for leaf, one in zip(outputs, stacked, strict=True) if one]
-            rest = [leaf for leaf, one in zip(outputs, stacked, strict=True) if not one]
-            return [torch.stack(scalars), *rest] if scalars else rest
-
-        try:
-            inputs = [*tensors, *(leaves[index] for index in where)]
-            run, draws = capture_.trace(flat, inputs, backend=self.options.backend, options=self.options.options)
-        except StepContractError:
-            if self.options.capture == "trace":
-                raise
-            return self._dynamo(core)
-        treedef, stacked = found
-
-        def call(tensors: list[Tensor], batch: list[Any]) -> Any:
-            outputs = list(run(*tensors, *[batch[index] for index in where]))
-            if any(stacked):
-                scalars = iter(outputs[0].unbind())
-                rest = iter(outputs[1:])
-                outputs = [next(scalars) if one else next(rest) for one in stacked]
-            return tree.unflatten(treedef, outputs)
-
-        return Graph(call, draws)
-
-    def _dynamo(self, core: Any) -> Graph:
-        run = capture_.dynamo(core, backend=self.options.backend, options=self.options.options)
-        return Graph(run, True)
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
@@ -475,7 +364,9 @@ def _checked(result: Any) -> tuple[Any, Metrics]:
 def _same_structure(positions: tree.Tree, old: Any, new: Any) -> list[Tensor]:
     """The leaves of the new state, if it is one of the same structure, shapes and dtypes."""
     if torch.compiler.is_compiling():
-        return tree.collect(positions, new)  # Dynamo can neither compare structures nor raise; fit and the trace check them
+        return tree.collect(
+            positions, new
+        )  # Dynamo can neither compare structures nor raise; fit and the trace check them
     before, old_def = tree.flatten(old)
     after, new_def = tree.flatten(new)
     if old_def != new_def:
@@ -500,4 +391,3 @@ def _difference(old: Any, new: Any) -> str:
     before, after = set(tree.paths(old)), set(tree.paths(new))
     gone, come = sorted(before - after)[:3], sorted(after - before)[:3]
     return f"without {gone}, with {come}" if gone or come else "other node types"
-

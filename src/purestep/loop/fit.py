@@ -359,7 +359,7 @@ class _Run:
         """What there is so far."""
         record = self.record
         return FitResult(
-            self.state, record.history, self.judge.best(record), record.epoch, self.ending or "error"
+            self.state, dict(record.history), self.judge.best(record), record.epoch, self.ending or "error"
         )
 
     def _thaw(self, error: NonFiniteError) -> None:

@@ -84,9 +84,10 @@ class Ledger:
 
     def _line(self, tag: Tag, record: Record) -> Logged:
         values = named(meter_.means(self._logged), record.last)
+        numbers = {name: value for name, value in values.items() if value is not None}
         self._logged = {}
         speed, waiting = self._timer.rates()
-        return Logged(tag.epoch, record.updates, values, speed, waiting)
+        return Logged(tag.epoch, record.updates, numbers, speed, waiting)
 
     def _check_halted(self, state: Tree) -> None:
         if not isinstance(state, TrainState) or isinstance(state.halted, Empty):
@@ -118,7 +119,7 @@ _END = object()
 
 
 def thawed(state: TrainState, call: int) -> TrainState:
-    """A halted state as it was before the call that halted it: the host moves keys on, whatever happens on the device."""
+    """A halted state as it was before the call that halted it: the host moves keys on whatever the device does."""
     key = torch.tensor([int(state.key[0]), call - 1], dtype=torch.int64)
     return TrainState(*state)._replace(halted=torch.zeros_like(state.halted), key=key)
 

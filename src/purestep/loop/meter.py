@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -106,7 +107,7 @@ def _rows(shipment: _Shipment) -> list[Row]:
     return rows
 
 
-def add(left: Totals, right: Totals) -> Totals:
+def add(left: Mapping[str, tuple[float, float]], right: Totals) -> Totals:
     """Sums of totals and weights, by name."""
     merged = dict(left)
     for name, (total, weight) in right.items():
@@ -115,7 +116,7 @@ def add(left: Totals, right: Totals) -> Totals:
     return merged
 
 
-def means(totals: Totals) -> dict[str, float]:
+def means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Total over weight by name, nan where nothing counted; of vectors, the mean of the entries that count as well."""
     found = {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
     vectors: dict[str, list[float]] = {}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .. import stopping
 from ..types import Tree
-from .meter import Totals
 
 Cell = float | int | None
 
@@ -20,12 +20,12 @@ class Record(NamedTuple):
     batch: int = 0  # batches consumed in the running epoch; prefetched ones do not count
     calls: int = 0  # of train_step and flush
     updates: int = 0  # optimizer updates applied
-    interval: Totals = {}  # sums since the last row of the history
-    last: dict[str, float] = {}  # last learning rates
+    interval: Mapping[str, tuple[float, float]] = MappingProxyType({})  # sums since the last row of the history
+    last: Mapping[str, float] = MappingProxyType({})  # last learning rates
     best: stopping.Record = stopping.init()
     best_step: int | None = None  # the snapshot that holds it
     evaluations: int = 0  # rows with a value of the monitor, which early stopping counts
-    history: dict[str, list[Cell]] = {}
+    history: Mapping[str, list[Cell]] = MappingProxyType({})
     elapsed: float = 0.0  # seconds spent in the run so far
 
 
@@ -53,6 +53,7 @@ def to_json(record: Record) -> dict[str, Any]:
     """The record as JSON."""
     found = record._asdict()
     return found | {
+        "history": dict(record.history),
         "best": stopping.to_json(record.best),
         "interval": {name: [_bits(total), _bits(weight)] for name, (total, weight) in record.interval.items()},
         "last": {name: _bits(value) for name, value in record.last.items()},
@@ -68,7 +69,7 @@ def from_json(found: Mapping[str, Any]) -> Record:
     return Record(**known)
 
 
-def with_row(history: dict[str, list[Cell]], row: Mapping[str, Cell]) -> dict[str, list[Cell]]:
+def with_row(history: Mapping[str, list[Cell]], row: Mapping[str, Cell]) -> dict[str, list[Cell]]:
     """The history with one more row; what a row or an earlier one lacks is None, and so is what is not finite."""
     count = len(next(iter(history.values()), []))
     names = [*history, *(name for name in row if name not in history)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,12 +65,13 @@ def open_feeds(loaders: Any, config: FitConfig, program: Program, seed: int) -> 
         for name in value if isinstance(value, Mapping) else ():
             if name not in named:
                 raise ConfigError(f"{field} names a loader {name!r}", where="fit", hint=f"one of {sorted(named)}")
-    opened = {name: _limited(name, loader, config, seed) for name, loader in named.items()}
-    train = opened.pop("train")
+    train = _limited("train", named.pop("train"), config, seed)
+    limits = {name: config.limit(name) for name in named}
+    opened = {name: _limited(name, loader, config, seed) for name, loader in named.items() if limits[name] != 0}
     if config.overfit_batches:
         count = _share(config.overfit_batches, train)
         train = data.overfit(train, count)
-        opened = {name: train for name in opened}
+        opened = dict.fromkeys(opened, train)
     assert train is not None
     if opened and program.eval_step is None:
         raise ConfigError(
@@ -78,7 +79,7 @@ def open_feeds(loaders: Any, config: FitConfig, program: Program, seed: int) -> 
             where="fit",
             hint='ps.Program(train_step, eval_step=...), or {"train": loader} alone',
         )
-    return Feeds(train, {name: feed for name, feed in opened.items() if feed is not None})
+    return Feeds(train, opened)
 
 
 def _named_loaders(loaders: Any) -> dict[str, Any]:
@@ -97,12 +98,10 @@ def _named_loaders(loaders: Any) -> dict[str, Any]:
     return named
 
 
-def _limited(name: str, loader: Any, config: FitConfig, seed: int) -> data.Feed | None:
+def _limited(name: str, loader: Any, config: FitConfig, seed: int) -> data.Feed:
     feed = data.open_feed(loader, name=name, seed=seed)
     amount = config.fast_dev_run or config.limit(name)
-    if name != "train" and amount in (0, 0.0) and amount is not None and not config.fast_dev_run:
-        return None
-    return feed if amount is None or amount == 0 else data.limit(feed, amount)
+    return feed if amount is None else data.limit(feed, amount)
 
 
 def _share(amount: int | float, feed: data.Feed) -> int:
@@ -157,14 +156,16 @@ def seed_of(state: Tree) -> int:
 
 
 def view_to_evaluate(state: Tree, config: FitConfig) -> str:
-    """"ema" or "params".
+    """ "ema" or "params".
 
     Raises:
         ConfigError: "ema" of a state without one.
     """
     has_ema = isinstance(state, TrainState) and not isinstance(state.ema, Empty)
     if config.evaluate_on == "ema" and not has_ema:
-        raise ConfigError('evaluate_on="ema", but the state has no average', where="fit", hint="ps.program(..., ema=0.999)")
+        raise ConfigError(
+            'evaluate_on="ema", but the state has no average', where="fit", hint="ps.program(..., ema=0.999)"
+        )
     return config.evaluate_on or ("ema" if has_ema else "params")
 
 
@@ -198,7 +199,9 @@ class _Fallback:
             return self._chosen(state, *batch)
         try:
             found = self._chosen(state, *batch)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except Exception as error:
+            if not compile_.stopped(error):
+                raise
             warnings.warn(
                 f"the step cannot be compiled and runs in eager: {str(error).splitlines()[0]} "
                 "(compile=False says that this is meant, compile=True makes it an error)",
@@ -299,7 +302,7 @@ def ready_sinks(given: Iterable[Any] | None, snapshots: Snapshots | None, config
 
 
 @contextmanager
-def surroundings(config: FitConfig, device: torch.device) -> Iterator[None]:
+def surroundings(config: FitConfig, device: torch.device) -> Generator[None]:
     """Process-wide switches of a run, as they were afterwards. What is drawn outside of steps leaves no trace."""
     with ExitStack() as stack:
         stack.enter_context(rng.scoped(0, device))
@@ -313,7 +316,7 @@ def surroundings(config: FitConfig, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _deterministic(*, warn_only: bool) -> Iterator[None]:
+def _deterministic(*, warn_only: bool) -> Generator[None]:
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
@@ -326,7 +329,7 @@ def _deterministic(*, warn_only: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
+def _tf32(allowed: bool) -> Generator[None]:
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
     try:

@@ -1,0 +1,126 @@
+"""The graphs of one step: which there are, and how a new one is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import rng, tree
+from ..errors import StepContractError
+from . import capture as capture_
+from . import live as live_
+
+
+class Options(NamedTuple):
+    """How graphs are made."""
+
+    capture: str
+    backend: Any
+    options: Mapping[str, Any] | None
+
+
+class Graph(NamedTuple):
+    """One compiled graph: ``(tensors, batch leaves) -> what the core returns``."""
+
+    run: Callable[[list[Tensor], list[Any]], Any]
+    draws: bool
+
+    def __call__(self, tensors: list[Tensor], batch: list[Any]) -> Any:
+        return self.run(tensors, batch)
+
+
+class Graphs:
+    """The graphs of one step, by structure and by the shapes of the batch.
+
+    The first two sizes of a batch (an epoch's batches, and its last one) get a graph each; from the third on, one
+    graph for every size is made. Where Dynamo cannot make that one, each size keeps a graph of its own.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.count = 0
+        self.slots: dict[Any, live_.Slots] = {}
+        self._exact: dict[Any, Graph] = {}
+        self._seen: dict[Any, list[Any]] = {}  # structure, dtypes and ranks -> the shapes seen
+        self._sizes: dict[Any, Graph | None] = {}  # the same -> one graph for every other size; None: there is none
+
+    def find(
+        self, structure: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Callable[..., Any]]
+    ) -> Graph:
+        """The graph for these inputs, compiled when there is none yet."""
+        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        kinds = tuple((leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        state_kind = tuple((leaf.shape, leaf.dtype, leaf.device) for leaf in tensors)
+        exact = (structure, shapes, kinds, state_kind)
+        found = self._exact.get(exact)
+        if found is not None:
+            return found
+        family = (structure, kinds, state_kind)
+        general = self._sizes.get(family)
+        if general is not None:
+            return general
+        seen = self._seen.setdefault(family, [])
+        seen.append(shapes)
+        if len(seen) > 2 and family not in self._sizes:
+            general = self._sizes[family] = self._for_all_sizes(build(), leaves, tensors, seen[0])
+            if general is not None:
+                return general
+        graph = self._exact[exact] = self._make(build(), leaves, tensors)
+        return graph
+
+    def _make(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
+        self.count += 1
+        return self._dynamo(core) if self.options.capture == "dynamo" else self._traced(core, leaves, tensors)
+
+    def _for_all_sizes(self, core: Any, leaves: list[Any], tensors: list[Tensor], first: Any) -> Graph | None:
+        """One graph for batches of any size, tried out on copies of the buffers."""
+        capture_.mark_sizes(leaves, first)
+        graph = self._dynamo(core)
+        try:
+            with rng.scoped(0):
+                graph([tensor.clone() for tensor in tensors], leaves)
+        except Exception:  # whatever stops Dynamo: a graph a size does the same work
+            return None
+        self.count += 1
+        return graph
+
+    def _traced(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
+        where = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        found: list[Any] = []
+
+        def flat(*inputs: Tensor) -> list[Tensor]:
+            batch = list(leaves)
+            for index, leaf in zip(where, inputs[len(tensors) :], strict=True):
+                batch[index] = leaf
+            outputs, treedef = tree.flatten(core(list(inputs[: len(tensors)]), batch))
+            stacked = [leaf.dim() == 0 and leaf.dtype == torch.float32 for leaf in outputs]
+            found[:] = [treedef, stacked]
+            scalars = [leaf for leaf, one in zip(outputs, stacked, strict=True) if one]
+            rest = [leaf for leaf, one in zip(outputs, stacked, strict=True) if not one]
+            return [torch.stack(scalars), *rest] if scalars else rest
+
+        try:
+            inputs = [*tensors, *(leaves[index] for index in where)]
+            run, draws = capture_.trace(flat, inputs, backend=self.options.backend, options=self.options.options)
+        except StepContractError:
+            if self.options.capture == "trace":
+                raise
+            return self._dynamo(core)
+        treedef, stacked = found
+
+        def call(tensors: list[Tensor], batch: list[Any]) -> Any:
+            outputs = list(run(*tensors, *[batch[index] for index in where]))
+            if any(stacked):
+                scalars = iter(outputs[0].unbind())
+                rest = iter(outputs[1:])
+                outputs = [next(scalars) if one else next(rest) for one in stacked]
+            return tree.unflatten(treedef, outputs)
+
+        return Graph(call, draws)
+
+    def _dynamo(self, core: Any) -> Graph:
+        run = capture_.dynamo(core, backend=self.options.backend, options=self.options.options)
+        return Graph(run, True)

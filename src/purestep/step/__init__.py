@@ -1,0 +1,14 @@
+"""Train steps: the order of everything that happens between a batch and the next state.
+
+private copies of buffers -> forward under the precision policy -> mean x scale -> gradients -> accumulate x weight ->
+[on the last micro-batch of a window: divide by weight and scale -> finite check -> `tx.update` (clipping is part of it)
+-> keep new or old on the finite flag -> EMA -> empty the window] -> counters, scaler.
+
+Everything is decided on the device: nothing here reads a tensor on the host, except the position in an accumulation
+window in an eager step.
+"""
+
+from .build import program as program
+from .parts import Accum as Accum
+from .parts import Adding as Adding
+from .parts import Closing as Closing

@@ -1,0 +1,122 @@
+"""`program`: a module, an objective and a transformation made into pure steps."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+
+from .. import ema as ema_
+from .. import model as model_
+from .. import precision as precision_
+from .. import transform
+from ..errors import ConfigError
+from ..types import Objective, Program, Static
+from .evaluation import bind_of, eval_step_of
+from .parts import IDENTITY, Spec
+from .state import init_of
+from .update import steps_of
+
+
+def program(
+    model: nn.Module,
+    objective: Objective,
+    tx: transform.Transform,
+    *,
+    precision: str | precision_.Policy = "32-true",
+    ema: float | ema_.Average | None = None,
+    accumulate: int = 1,
+    microbatches: int = 1,
+    tail: Literal["step", "carry", "drop"] = "step",
+    engine: Literal["func", "autograd", "auto"] = "auto",
+    nonfinite: Literal["raise", "skip"] = "raise",
+    keep_eval: tuple[str, ...] = (),
+) -> Program:
+    """Pure steps from a module, an objective and a gradient transformation.
+
+    Args:
+        model: a template: never written to, its weights are read by ``init`` only. Training runs in train mode
+            whatever mode it is in.
+        objective: ``(model, batch, *context) -> Loss``; see `supervised`, `hf_loss`, `masked_reconstruction`.
+        tx: from `purestep.optim`.
+        precision: "32-true", "64-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
+        ema: decay of the averaged weights in [0, 1), or an `ema.average(...)`; None for none.
+        accumulate: micro-batches (calls of train_step) to an optimizer update, >= 1.
+        microbatches: parts that each batch is split into inside one call, along the leading dimension, >= 1.
+        tail: what ``flush`` does with a window left open at the end of an epoch: apply it with its true weight, carry
+            it over, or drop it.
+        engine: "func" (`torch.func.grad_and_value`), "autograd" (`torch.autograd.grad`, for activation checkpointing
+            and foreign autograd Functions), "auto": func inside a graph, autograd in eager. Gradients are the same.
+        nonfinite: what a loss or gradient that is not finite does: "raise" freezes the state until the host has
+            looked (`fit` raises), "skip" goes on without that update.
+        keep_eval: glob patterns of submodules that stay in eval mode.
+
+    Raises:
+        ConfigError: a setting out of range.
+        StateError: parameters that cannot be trained.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Linear(2, 1)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> state = program.init(seed=0)
+        >>> new, metrics = program.train_step(state, (torch.ones(4, 2), torch.ones(4, 1)))
+        >>> int(state.step), int(new.step), float(metrics["applied"])
+        (0, 1, 1.0)
+    """
+    _check_choices(accumulate=accumulate, microbatches=microbatches, tail=tail, engine=engine, nonfinite=nonfinite)
+    own = getattr(objective, "module", None)
+    spec = Spec(
+        template=model_.template(model, objective=own, keep_eval=keep_eval),
+        objective=objective,
+        tx=tx,
+        policy=precision_.policy(precision),
+        average=_average(ema),
+        accumulate=accumulate,
+        microbatches=microbatches,
+        tail=tail,
+        engine=engine,
+        halts=nonfinite == "raise",
+    )
+    names = spec.template.names
+    static = Static(
+        trained=names.params,
+        frozen=names.frozen,
+        ties=names.ties,
+        persistent=names.persistent,
+        accumulate=accumulate,
+        tail=tail,
+        has_ema=ema is not None,
+        labels=tx.labels if tx.elementwise else None,
+        steps=lambda form: steps_of(spec, form),
+    )
+    steps = steps_of(spec, IDENTITY)
+    # How compile_step, given the bare function, finds what it may pack.
+    steps.train_step.static = static  # pyright: ignore[reportFunctionMemberAccess]  # an attribute of our own function
+    return Program(
+        train_step=steps.train_step,
+        flush=steps.flush,
+        eval_step=eval_step_of(spec),
+        init=init_of(spec, model, own),
+        bind=bind_of(spec),
+        static=static,
+    )
+
+
+def _check_choices(*, accumulate: int, microbatches: int, tail: str, engine: str, nonfinite: str) -> None:
+    for name, value in (("accumulate", accumulate), ("microbatches", microbatches)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}", where="program", hint=f"{name}=1, or more")
+    for name, value, known in (
+        ("tail", tail, ("step", "carry", "drop")),
+        ("engine", engine, ("func", "autograd", "auto")),
+        ("nonfinite", nonfinite, ("raise", "skip")),
+    ):
+        if value not in known:
+            raise ConfigError(f"{name} is {value!r}", where="program", hint=f"one of {known}")
+
+
+def _average(ema: float | ema_.Average | None) -> ema_.Average:
+    if ema is None:
+        return ema_.none()
+    return ema if isinstance(ema, ema_.Average) else ema_.average(ema)

@@ -1,0 +1,149 @@
+"""One call's gradients: forward pass, loss, backward pass, and their sum over micro-batches of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import model as model_
+from .. import precision as precision_
+from .. import tree
+from ..errors import DataError, StepContractError
+from ..types import Batch, Form, Loss, Mean, Params, TrainState
+from .parts import Micro, Spec, wide
+
+
+def _forward(spec: Spec, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Callable[[Params], Any]:
+    """``named params -> (mean x scale, (loss, buffers))``, to be differentiated."""
+    device = state.step.device
+    scale = spec.policy.scaler.scale(state.scaler)
+
+    def forward(named: Params) -> tuple[Tensor, tuple[Loss, Params]]:
+        bound = model_.bind(spec.template, named, state.frozen, state.buffers, train=True)
+        with precision_.autocast(spec.policy, device):
+            loss = check_loss(spec.objective(bound, precision_.cast(spec.policy, batch), *context), device)
+        _check_connected(loss.mean)
+        scaled = loss.mean if scale is None else loss.mean * scale
+        return scaled, (tree.detach(loss), tree.detach(bound.buffers))
+
+    return forward
+
+
+def check_loss(loss: Any, device: torch.device) -> Loss:
+    """The objective's result with its mean at least float32 and its weight a 0-d float32 tensor on the device.
+
+    Raises:
+        StepContractError: no Loss, or a mean that is no floating scalar.
+    """
+    cure = "return ps.Loss(mean, weight, metrics), or use ps.supervised"
+    if not isinstance(loss, Loss):
+        raise StepContractError(f"returned a {type(loss).__name__}, not a Loss", where="objective", hint=cure)
+    mean: Any = loss.mean
+    if not isinstance(mean, Tensor):
+        raise StepContractError(f"the loss is a {type(mean).__name__}, not a tensor", where="objective", hint=cure)
+    if mean.dim() != 0 or not mean.is_floating_point():
+        raise StepContractError(
+            f"the loss has shape {list(mean.shape)} and dtype {mean.dtype}; a floating scalar is needed",
+            where="objective",
+            hint='reduction="mean", or loss.mean() (loss.real for a complex one)',
+        )
+    if mean.device != device:
+        raise StepContractError(
+            f"the loss is on {mean.device}, the state on {device}",
+            where="objective",
+            hint="batch = ps.to_device(batch, state)",
+        )
+    given: Any = loss.weight
+    weight = given if isinstance(given, Tensor) else torch.full((), given, device=device)
+    return Loss(mean.to(wide(mean.dtype)), weight.to(device=device, dtype=torch.float32), loss.metrics)
+
+
+def _check_connected(mean: Tensor) -> None:
+    # torch.func.grad of a detached loss returns zeros without a word. Dynamo cannot ask, so fit asks before compiling.
+    if not torch.compiler.is_compiling() and not mean.requires_grad:
+        raise StepContractError(
+            "the loss does not depend on the parameters: every gradient would be zero",
+            where="objective",
+            hint="take out .detach(), .item() or torch.no_grad() between model(...) and the loss",
+        )
+
+
+def _value_and_grad(spec: Spec, forward: Callable[[Params], Any], named: Params) -> tuple[Params, Any]:
+    engine = spec.engine
+    if engine == "auto":
+        engine = "func" if torch.compiler.is_compiling() else "autograd"
+    if engine == "func":
+        grads, (_, extra) = torch.func.grad_and_value(forward, has_aux=True)(named)
+        return grads, extra
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in named.items()}
+        scaled, extra = forward(leaves)
+        found = torch.autograd.grad(scaled, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True)), extra
+
+
+def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
+    """One forward and backward pass."""
+    forward = _forward(spec, state, batch, context)
+    grads, (loss, buffers) = _value_and_grad(spec, forward, form.expand(state.params))
+    metrics = {name: finite_mean(mean.total, mean.weight) for name, mean in loss.metrics.items()}
+    metrics["loss"] = finite_mean(loss.mean.float() * loss.weight, loss.weight)
+    return Micro(form.collect(grads), loss.mean, loss.weight, buffers, metrics)
+
+
+def finite_mean(total: Tensor, weight: Tensor) -> Mean:
+    """A Mean in which what is not finite, or counts nothing, is left out: a nan must not poison an epoch's mean."""
+    counted = torch.isfinite(total) & (weight > 0)
+    zero = torch.zeros_like(total, dtype=torch.float32)
+    return Mean(torch.where(counted, total.float(), zero), torch.where(counted, weight.float(), zero))
+
+
+def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
+    """The batch in ``microbatches`` parts, their gradients summed by weight, as one."""
+    if spec.microbatches == 1:
+        return _micro(spec, form, state, batch, context)
+    total = None
+    for part in _parts(batch, spec.microbatches):
+        micro = _micro(spec, form, state, part, context)
+        state = state._replace(buffers=micro.buffers)
+        weighted = tree.map(lambda g, w=micro.weight: times(g.to(wide(g.dtype)), w), micro.grads)
+        summed = Micro(weighted, micro.mean * micro.weight, micro.weight, micro.buffers, micro.metrics)
+        total = summed if total is None else _add(total, summed)
+    assert total is not None
+    divisor = total.weight.clamp(min=torch.finfo(torch.float32).tiny)
+    grads = {
+        name: torch.where(total.weight > 0, g / divisor, g).to(state.params[name].dtype)
+        for name, g in total.grads.items()
+    }
+    return total._replace(grads=grads, mean=torch.where(total.weight > 0, total.mean / divisor, total.mean))
+
+
+def _parts(batch: Batch, count: int) -> Iterator[Batch]:
+    leaves, treedef = tree.flatten(batch)
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(sizes) != 1 or min(sizes) < count:
+        raise DataError(
+            f"leading dimensions are {sorted(sizes)}; {count} micro-batches need one common size of at least {count}",
+            where="batch",
+            hint="pass what must not be split as context, or microbatches=1",
+        )
+    split = [leaf.tensor_split(count) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * count for leaf in leaves]
+    for index in range(count):
+        yield tree.unflatten(treedef, [part[index] for part in split])
+
+
+def times(grad: Tensor, weight: Tensor) -> Tensor:
+    """Gradient x weight; 0 for weight 0, since a batch without anything to count has a loss of 0/0."""
+    return torch.where(weight > 0, grad * weight.to(grad.dtype), torch.zeros_like(grad))
+
+
+def _add(left: Micro, right: Micro) -> Micro:
+    metrics = {
+        name: Mean(mean.total + right.metrics[name].total, mean.weight + right.metrics[name].weight)
+        for name, mean in left.metrics.items()
+    }
+    grads = {name: grad + right.grads[name] for name, grad in left.grads.items()}
+    return Micro(grads, left.mean + right.mean, left.weight + right.weight, right.buffers, metrics)

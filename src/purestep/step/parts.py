@@ -1,0 +1,66 @@
+"""What the files of a step share: a program's parts, the accumulation window, one call's contribution."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import ema as ema_
+from .. import model as model_
+from .. import precision as precision_
+from .. import transform
+from ..types import Form, Metrics, Objective, Params
+
+IDENTITY = Form(lambda stored: stored, lambda named: named)
+
+
+class Accum(NamedTuple):
+    """An open accumulation window."""
+
+    left: Tensor  # shape=(), dtype=int64: micro-batches still to come; the one that finds 1 closes the window
+    weight: Tensor  # shape=(), dtype=float32: summed weight so far; nan once a loss was not finite
+    grads: Params  # name -> P, at least float32: summed weight x gradient x scale
+
+
+class Adding(Accum):
+    """A window whose next micro-batch is known to be added only. The type is the message: it selects a graph."""
+
+    __slots__ = ()
+
+
+class Closing(Accum):
+    """A window whose next micro-batch is known to close it."""
+
+    __slots__ = ()
+
+
+class Micro(NamedTuple):
+    """What one call has contributed."""
+
+    grads: Params  # stored form: gradient of mean x scale
+    mean: Tensor  # shape=()
+    weight: Tensor  # shape=(), dtype=float32
+    buffers: Params
+    metrics: Metrics
+
+
+class Spec(NamedTuple):
+    """A program's parts, resolved."""
+
+    template: model_.Template
+    objective: Objective
+    tx: transform.Transform
+    policy: precision_.Policy
+    average: ema_.Average
+    accumulate: int
+    microbatches: int
+    tail: str
+    engine: str
+    halts: bool
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums of this dtype are kept in: at least float32."""
+    return torch.float32 if dtype.itemsize < 4 else dtype

@@ -1,0 +1,198 @@
+"""From gradients to the next state: accumulation, the finite check, the update and what it leaves untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .. import rng, transform, tree
+from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
+from .gradient import finite_mean, gradients, times
+from .parts import Accum, Adding, Closing, Micro, Spec
+
+
+def steps_of(spec: Spec, form: Form) -> Steps:
+    """A program's ``train_step`` and ``flush`` on one form of its state."""
+
+    def train_step(state: TrainState, batch: Batch, *context: Any) -> tuple[TrainState, Metrics]:
+        """``(state, batch, *context) -> (state, metrics)``; the state that goes in stays what it is."""
+        with _drawing(state):
+            micro = gradients(spec, form, state, batch, context)
+        if isinstance(state.accum, Empty):
+            new, metrics = _apply(spec, state, micro.grads, micro.weight, _verdict(micro), micro.buffers)
+            new = new._replace(buffers=_kept_buffers(state, micro, metrics["finite"].total > 0))
+            del metrics["finite"]
+        else:
+            new, metrics = _accumulate(spec, state, micro)
+        return _count_call(state, new), {**micro.metrics, **metrics}
+
+    def flush(state: TrainState) -> tuple[TrainState, Metrics]:
+        """Close a window that is still open, as the program's ``tail`` says."""
+        if isinstance(state.accum, Empty) or spec.tail == "carry":
+            return state, {}
+        accum = cast(Accum, state.accum)
+        weight = accum.weight if spec.tail == "step" else torch.zeros_like(accum.weight)
+        new, metrics = _close(spec, state, accum._replace(weight=weight))
+        return _count_call(state, new), metrics
+
+    return Steps(train_step, flush)
+
+
+@contextmanager
+def _drawing(state: TrainState) -> Generator[None]:
+    """Random numbers of this call, unless the host has seeded for a whole graph."""
+    if rng.in_graph():
+        yield
+        return
+    with rng.scoped(rng.mix(*state.key.tolist(), "step"), state.step.device):
+        yield
+
+
+def _verdict(micro: Micro) -> Tensor:
+    """The weight, nan where the loss is not finite: it carries the verdict on every loss of a window to its end."""
+    bad = ~torch.isfinite(micro.mean) & (micro.weight != 0)
+    return torch.where(bad, torch.full_like(micro.weight, torch.nan), micro.weight)
+
+
+def _kept_buffers(state: TrainState, micro: Micro, finite: Tensor) -> Params:
+    return {name: torch.where(finite, new, state.buffers[name]) for name, new in micro.buffers.items()}
+
+
+def _accumulate(spec: Spec, state: TrainState, micro: Micro) -> tuple[TrainState, Metrics]:
+    """Add to the window, and close it when this was its last micro-batch."""
+    old = cast(Accum, state.accum)
+    grads = {name: total + times(micro.grads[name].to(total.dtype), micro.weight) for name, total in old.grads.items()}
+    accum = Accum(old.left - 1, old.weight + _verdict(micro), grads)
+    state = _with_buffers(state, micro)
+    if isinstance(old, Adding):
+        return _keep_open(state, accum)
+    if isinstance(old, Closing):
+        return _close(spec, state, accum)
+    if not rng.in_graph():
+        return _close(spec, state, accum) if int(old.left) == 1 else _keep_open(state, accum)
+    # Nobody outside this graph could tell where the window stands: compute both, keep one.
+    (opened, open_metrics), (closed, close_metrics) = _keep_open(state, accum), _close(spec, state, accum)
+    last = old.left == 1
+    return tree.where(last, closed, opened), tree.where(last, close_metrics, open_metrics)
+
+
+def _with_buffers(state: TrainState, micro: Micro) -> TrainState:
+    """The state with this micro-batch's buffers, unless it is not finite: then they are rolled back."""
+    if not micro.buffers:
+        return state
+    finite = torch.isfinite(transform.global_norm(micro.grads)) & torch.isfinite(micro.mean) & ~_halted(state)
+    return state._replace(buffers=_kept_buffers(state, micro, finite))
+
+
+def _keep_open(state: TrainState, accum: Accum) -> tuple[TrainState, Metrics]:
+    zero = torch.zeros((), dtype=torch.float32, device=state.step.device)
+    frozen = _halted(state)
+    kept = Accum(*(tree.where(frozen, old, new) for old, new in zip(cast(Accum, state.accum), accum, strict=True)))
+    metrics = {"lr": Mean(zero, zero), "grad_norm": Mean(zero, zero), "applied": Mean(zero, torch.ones_like(zero))}
+    metrics |= {name: Mean(zero, zero) for name in _group_rates(state.opt_state)}
+    if not isinstance(state.scaler, Empty):
+        metrics["scale"] = Mean(state.scaler.scale, torch.ones_like(zero))
+    return state._replace(accum=kept), metrics
+
+
+def _close(spec: Spec, state: TrainState, accum: Accum) -> tuple[TrainState, Metrics]:
+    """Divide the window by its weight, apply it and empty it."""
+    divisor = torch.where(accum.weight > 0, accum.weight, torch.ones_like(accum.weight))
+    grads = {name: (g / divisor.to(g.dtype)).to(state.params[name].dtype) for name, g in accum.grads.items()}
+    counted = torch.where(torch.isnan(accum.weight), torch.ones_like(accum.weight), accum.weight)
+    new, metrics = _apply(spec, state, grads, counted, accum.weight, state.buffers)
+    del metrics["finite"]
+    left = torch.full_like(accum.left, spec.accumulate)
+    empty = Accum(left, torch.zeros_like(accum.weight), tree.map(torch.zeros_like, accum.grads))
+    old = cast(Accum, state.accum)
+    frozen = _halted(state)
+    return new._replace(accum=Accum(*(tree.where(frozen, o, e) for o, e in zip(old, empty, strict=True)))), metrics
+
+
+def _apply(
+    spec: Spec, state: TrainState, grads: Params, weight: Tensor, verdict: Tensor, buffers: Params
+) -> tuple[TrainState, Metrics]:
+    """The optimizer update of one window, kept or refused as a whole.
+
+    Args:
+        grads: stored form, mean gradient x scale.
+        weight: shape=(); 0 where there was nothing to learn from.
+        verdict: shape=(); nan where a loss was not finite.
+        buffers: as the forward pass left them, for an average of them.
+    """
+    scale = spec.policy.scaler.scale(state.scaler)
+    if scale is not None:
+        inverse = scale.reciprocal()
+        grads = {name: g * inverse.to(g.dtype) for name, g in grads.items()}
+    norm = transform.global_norm(grads)
+    nothing = weight == 0
+    finite = (torch.isfinite(norm) & torch.isfinite(verdict)) | nothing
+    halted = _halted(state)
+    applied = finite & ~nothing & ~halted
+    deltas, opt_state = spec.tx.update(grads, state.opt_state, state.params)
+    params = transform.apply_updates(state.params, deltas)
+    average = spec.average.update(state.ema, params, buffers, state.updates)
+    kept = tree.where(applied, (params, opt_state, average), (state.params, state.opt_state, state.ema))
+    attempted = ~nothing & ~halted
+    scaler = tree.where(attempted, spec.policy.scaler.update(state.scaler, finite), state.scaler)
+    new = state._replace(
+        updates=state.updates + applied,
+        params=kept[0],
+        opt_state=kept[1],
+        ema=kept[2],
+        scaler=scaler,
+        halted=_halt(spec, state, finite, scaler),
+    )
+    return new, _update_metrics(state, opt_state, norm, applied, finite & ~halted)
+
+
+def _halted(state: TrainState) -> Tensor:
+    if isinstance(state.halted, Empty):
+        return torch.zeros((), dtype=torch.bool, device=state.step.device)
+    return state.halted != 0
+
+
+def _halt(spec: Spec, state: TrainState, finite: Tensor, scaler: Tree) -> Tree:
+    if isinstance(state.halted, Empty):
+        return state.halted
+    stops = spec.policy.scaler.exhausted(scaler, finite) & (state.halted == 0)
+    return torch.where(stops, state.step + 1, state.halted)
+
+
+def _update_metrics(state: TrainState, opt_state: Tree, norm: Tensor, applied: Tensor, finite: Tensor) -> Metrics:
+    one = torch.ones((), dtype=torch.float32, device=state.step.device)
+    counted = applied.float()
+    metrics = {
+        "lr": Mean(_first_rate(opt_state, one) * counted, counted),
+        "grad_norm": finite_mean(torch.where(applied, norm, torch.zeros_like(norm)), counted),
+        "applied": Mean(counted, one),
+        "finite": Mean(finite.float(), one),
+    }
+    metrics |= {name: Mean(rate * counted, counted) for name, rate in _group_rates(opt_state).items()}
+    if not isinstance(state.scaler, Empty):
+        metrics["scale"] = Mean(state.scaler.scale, one)  # the scale this update was made with
+    return metrics
+
+
+def _first_rate(opt_state: Tree, like: Tensor) -> Tensor:
+    rates = transform.hyperparams(opt_state)
+    found = [rate for name, rate in rates.items() if name.rpartition("/")[2] == "learning_rate"]
+    return found[0].float() if found else torch.full_like(like, torch.nan)
+
+
+def _group_rates(opt_state: Tree) -> dict[str, Tensor]:
+    """``lr/<group>`` of every parameter group, where there are several."""
+    rates = transform.hyperparams(opt_state)
+    found = {name: rate for name, rate in rates.items() if name.endswith("/learning_rate")}
+    if len(found) < 2:
+        return {}
+    return {f"lr/{name.rpartition('/')[0]}": rate.float() for name, rate in found.items()}
+
+
+def _count_call(old: TrainState, new: TrainState) -> TrainState:
+    step = torch.where(_halted(old), old.step, old.step + 1)
+    return new._replace(step=step, key=old.key if rng.in_graph() else rng.advance(old.key))
