@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-from contextlib import contextmanager
-
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_files import file_size_limit
 from torch import Tensor, nn
 
 from purestep import errors
@@ -50,25 +48,6 @@ def made(module: nn.Module, ema: EmaState | Empty = OFF, objective: nn.Module | 
         **empty,
     )
     return Program(lambda state, batch: (state, {}), static=static), state
-
-
-@pytest.fixture
-def file_size_limit():
-    """A disk that takes no file larger than so many bytes."""
-    resource = pytest.importorskip("resource")
-
-    @contextmanager
-    def limit(size: int):
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            signal.signal(signal.SIGXFSZ, handler)
-
-    return limit
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -142,7 +121,7 @@ def test_a_failed_export_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_a_disk_that_is_full(tmp_path, suffix, file_size_limit):
+def test_a_disk_that_is_full(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     export_weights(path, *made(nn.Linear(1, 1)))
     before = path.read_bytes()

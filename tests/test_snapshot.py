@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from purestep import errors, tree
-from purestep.snapshot import Snapshots
+from purestep.snapshot import Snapshots, cadence, host, manifest, store
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
@@ -310,3 +316,178 @@ def test_a_step_that_goes_backwards(tmp_path):
 def test_settings_that_make_no_sense(tmp_path, kwargs, text):
     with pytest.raises(errors.ConfigError, match=text):
         Snapshots(tmp_path, **kwargs)
+
+
+# --- when ---------------------------------------------------------------------------------------------------------
+
+
+def test_due_at_multiples_and_ages(tmp_path):
+    snapshots = Snapshots(tmp_path, every_steps=4, every_epochs=2, every_seconds=10)
+    snapshots.begin(updates=6, epoch=1, now=100.0)
+    assert snapshots.due(updates=7, epoch=1, now=109.0) == ()
+    assert snapshots.due(updates=9, epoch=1, now=109.0) == ("every_steps",)
+    assert snapshots.due(updates=9, epoch=2, now=110.0) == ("every_steps", "every_epochs", "every_seconds")
+    snapshots.save(9, small())
+    assert snapshots.due(updates=10, epoch=2, now=119.0) == ()
+    assert snapshots.due(updates=12, epoch=2, now=120.0) == ("every_steps", "every_seconds")
+    snapshots.close()
+
+
+def test_the_default_is_every_epoch(tmp_path):
+    snapshots = Snapshots(tmp_path)
+    assert snapshots.due(updates=10**6, epoch=0) == ()
+    assert snapshots.due(updates=10**6, epoch=1) == ("every_epochs",)
+    assert Snapshots(tmp_path, every_epochs=None).due(updates=10**6, epoch=10**6) == ()
+
+
+@given(
+    every=st.integers(1, 7),
+    moves=st.lists(st.integers(0, 9), max_size=30),
+)
+def test_no_multiple_is_missed_and_none_counted_twice(every, moves):
+    rule = cadence.every(every, None, None)
+    last, updates, saved = cadence.Mark(0, 0, 0.0), 0, 0
+    for move in moves:
+        updates += move
+        here = cadence.Mark(updates, 0, 0.0)
+        crossed = updates // every > last.updates // every
+        assert bool(cadence.due(rule, last, here)) == crossed
+        if crossed:
+            last, saved = here, saved + 1
+    assert saved <= updates // every
+    assert updates - last.updates < every + max(moves, default=0)
+
+
+# --- which is best ------------------------------------------------------------------------------------------------
+
+
+def test_a_monitor_set_later_and_never_twice(tmp_path):
+    with Snapshots(tmp_path, keep=1) as snapshots:
+        snapshots.track("acc", mode="max")
+        snapshots.track("loss", mode="min")
+        for step, (acc, loss) in enumerate([(0.9, 0.9), (0.1, 0.1), (0.5, 0.5)]):
+            snapshots.save(step, small(), metrics={"acc": acc, "loss": loss})
+        snapshots.wait()
+        assert snapshots.best() == 0
+        assert snapshots.steps() == [0, 2]
+
+
+def test_without_a_value_there_is_no_best(tmp_path):
+    with Snapshots(tmp_path, monitor="loss") as snapshots:
+        snapshots.save(1, small())
+        snapshots.save(2, small(), metrics={"loss": math.nan, "acc": 1.0})
+        snapshots.wait()
+        assert snapshots.best() is None
+
+
+# --- the parts ----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def odd_tensors(draw: st.DrawFn) -> Tensor:
+    """Any dtype, 0 to 4 dimensions, some of them permuted, strided or expanded."""
+    dtype = draw(st.sampled_from([d for d in DTYPES if d != torch.bool]))
+    shape = draw(st.lists(st.integers(1, 4), max_size=4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    count = math.prod(shape) * dtype.itemsize
+    tensor = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+    if shape:
+        tensor = tensor.permute(draw(st.permutations(range(len(shape)))))
+        tensor = tensor[:: draw(st.integers(1, 2))]
+        if draw(st.booleans()):
+            tensor = tensor.unsqueeze(0).expand(draw(st.integers(1, 3)), *tensor.shape)
+    return tensor
+
+
+@given(tensors=st.lists(odd_tensors(), min_size=1, max_size=4), again=st.lists(odd_tensors(), max_size=4))
+@settings(deadline=None)
+def test_to_host_memory_and_back(tensors, again):
+    """Also with buffers left over from a state of other shapes."""
+    spare: host.Buffers = {}
+    for round_of in (tensors, again, tensors):
+        spare = host.stage({str(i): tensor for i, tensor in enumerate(round_of)}, spare)
+        for i, tensor in enumerate(round_of):
+            like = torch.empty_like(tensor)
+            back = host.tensor(host.array(spare[str(i)]), like)
+            assert (back.shape, back.dtype, back.stride()) == (like.shape, like.dtype, like.stride())
+            assert bits(back) == bits(tensor)
+
+
+def test_buffers_are_used_again():
+    state = {"a": torch.randn(10), "b": torch.randn(3, 4).t()}
+    first = host.stage(state, {})
+    second = host.stage({"a": state["a"], "b": torch.randn(4, 3)}, first)
+    assert second["a"].data_ptr() == first["a"].data_ptr()
+    assert second["b"].data_ptr() != first["b"].data_ptr()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(), children, max_size=4),
+)
+
+
+@given(value=JSON)
+def test_records_come_back_as_they_went(value):
+    copied = manifest.as_json(value, where="loop")
+    assert copied == value
+    assert json.loads(json.dumps(copied)) == value
+
+
+@given(paths=st.lists(st.text(min_size=0, max_size=8), unique=True, max_size=20))
+def test_stored_names_are_distinct_and_tame(paths):
+    keys = [store.key(path) for path in paths]
+    assert len(set(keys)) == len(keys)
+    assert all(re.fullmatch(r"[A-Za-z0-9_%-]+", key) for key in keys)
+
+
+def test_another_library_reads_the_arrays(tmp_path):
+    from orbax.checkpoint import v1
+
+    state = {"params": {"layer.0": torch.randn(3, 2)}, "half": torch.randn(4).bfloat16()}
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, state)
+    found = v1.load(tmp_path / "1", checkpointable_name="state")
+    assert found["params%2Flayer%2E0"].tolist() == state["params"]["layer.0"].tolist()
+    assert str(found["half"].dtype) == "bfloat16"
+
+
+def test_a_tensor_at_two_places_is_one_again(tmp_path):
+    shared = torch.randn(3)
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, {"a": shared, "b": shared, "c": shared.clone()})
+        found = snapshots.restore({"a": shared, "b": shared, "c": shared.clone()}).state
+        assert found["a"] is found["b"]
+        assert found["c"] is not found["a"]
+        assert_same(found, {"a": shared, "b": shared, "c": shared})
+        snapshots.save(2, {"a": shared, "b": shared + 1, "c": shared})
+        found = snapshots.restore({"a": shared, "b": shared, "c": shared}).state
+        assert_same(found, {"a": shared, "b": shared + 1, "c": shared})
+
+
+GOLDEN = Path(__file__).parent / "golden" / "snapshot-format-1"
+
+
+def golden_state() -> dict[str, Any]:
+    return {
+        "params": {"layers.0.weight": torch.arange(6.0).reshape(2, 3), "layers.0.bias": torch.tensor([0.5, -0.0])},
+        "half": torch.tensor([1.5, math.inf]).bfloat16(),
+        "eight": torch.tensor([0.25, 448.0]).to(torch.float8_e4m3fn),
+        "count": torch.tensor(2**40),
+        "empty": torch.zeros(0, 2),
+        "python": {"rate": 0.1, "name": "adamw", "on": True, "epoch": 3},
+    }
+
+
+def test_the_first_format_loads_for_ever():
+    """Made by `python tests/test_snapshot.py FOLDER`; a new format gets a folder of its own, this one stays as it is."""
+    template = tree.map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, golden_state())
+    found = Snapshots(GOLDEN, writer=False).restore(template)
+    assert_same(found.state, golden_state())
+    assert (found.step, found.loop, found.metrics, found.meta) == (12, {"epoch": 3}, {"loss": 0.25}, ["golden"])
+    assert Snapshots(GOLDEN, writer=False).best() == 12
+
+
+if __name__ == "__main__":
+    with Snapshots(sys.argv[1], monitor="loss") as golden:
+        golden.save(12, golden_state(), loop={"epoch": 3}, metrics={"loss": 0.25}, meta=["golden"])

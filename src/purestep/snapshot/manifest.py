@@ -1,8 +1,8 @@
 """The manifest of one snapshot: what is in it, in our own words, and whether that fits a template.
 
-``manifest.json`` names every leaf with dtype, shape and digest, every file with its size, and carries what is no
-tensor: Python leaves, the loop's record, metrics, the user's notes. ``manifest.sha256`` holds its digest in the format
-of ``sha256sum -c``. A directory without both is no snapshot.
+``manifest.json`` names every leaf and every file with its digest, and carries what is no tensor: Python leaves, the
+loop's record, metrics, the user's notes. ``manifest.sha256`` holds its own digest in the format of ``sha256sum -c``. A
+directory without both is no snapshot.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import zlib
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -55,6 +56,13 @@ class Leaf(NamedTuple):
         return not self.is_python and 0 not in self.shape
 
 
+class File(NamedTuple):
+    """One file of a step."""
+
+    size: int  # bytes
+    crc32: int | None  # None for the files that hold values: those have a digest for each leaf
+
+
 class Manifest(NamedTuple):
     """What one snapshot holds."""
 
@@ -65,7 +73,7 @@ class Manifest(NamedTuple):
     meta: Any
     monitor: tuple[str, str] | None  # (metric, "min" or "max") that decided which snapshot is best
     environment: dict[str, Any]  # versions, thread count, device
-    files: dict[str, int]  # path below the step's directory -> bytes
+    files: dict[str, File]  # by path below the step's directory
 
 
 # --- leaves -------------------------------------------------------------------------------------------------------
@@ -189,14 +197,29 @@ def write(folder: Path, manifest: Manifest) -> None:
         "format": FORMAT,
         "library": "purestep",
         "leaves": {path: leaf._asdict() for path, leaf in manifest.leaves.items()},
+        "files": {name: file._asdict() for name, file in manifest.files.items()},
     }
     data = (json.dumps(record, indent=1) + "\n").encode()
     write_bytes(folder / NAME, data)
     write_bytes(folder / DIGEST_NAME, f"{hashlib.sha256(data).hexdigest()}  {NAME}\n".encode())
 
 
-def file_sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every regular file below ``folder``, by path from there; the manifest's own two left out.
+def inventory(folder: Path) -> dict[str, File]:
+    """Every file below ``folder`` with size and digest; the manifest's own two left out.
+
+    Raises:
+        Corrupt: a symbolic link, a pipe or a device among them.
+    """
+    return {name: File(size, _file_digest(folder / name)) for name, size in _sizes(folder).items()}
+
+
+def _file_digest(path: Path) -> int | None:
+    # orbax keeps values in ocdbt.process_0/d; everything else is small and tells where they are.
+    return None if path.match("ocdbt.process_*/d/*") else zlib.crc32(path.read_bytes())
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every regular file by path below ``folder``.
 
     Raises:
         Corrupt: a symbolic link, a pipe or a device among them.
@@ -204,13 +227,14 @@ def file_sizes(folder: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     waiting = [folder]
     while waiting:
-        for entry in os.scandir(waiting.pop()):
-            if entry.is_dir(follow_symlinks=False):
-                waiting.append(Path(entry.path))
-            elif not entry.is_file(follow_symlinks=False):
-                raise Corrupt("neither a file nor a directory; links are not followed", where=entry.path)
-            else:
-                found[os.path.relpath(entry.path, folder)] = entry.stat(follow_symlinks=False).st_size
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(Path(entry.path))
+                elif not entry.is_file(follow_symlinks=False):
+                    raise Corrupt("neither a file nor a directory; links are not followed", where=entry.path)
+                else:
+                    found[os.path.relpath(entry.path, folder)] = entry.stat(follow_symlinks=False).st_size
     return {name: size for name, size in sorted(found.items()) if name not in (NAME, DIGEST_NAME)}
 
 
@@ -233,12 +257,19 @@ def read(folder: Path) -> Manifest:
     manifest = _from_record(record, where=str(folder / NAME))
     if str(manifest.step) != folder.name and not folder.name.startswith((".", f"{manifest.step}.")):
         raise Corrupt(f"holds step {manifest.step}", where=str(folder))
-    present = file_sizes(folder)
-    for name, size in manifest.files.items():
-        if present.get(name) != size:
-            found = f"{present[name]:,} bytes" if name in present else "missing"
-            raise Corrupt(f"{found} where {size:,} bytes were written", where=str(folder / name))
+    _check_files(folder, manifest.files)
     return manifest
+
+
+def _check_files(folder: Path, files: dict[str, File]) -> None:
+    """Before orbax sees any of them: what it says about damaged ones is long, late, or nothing."""
+    present = _sizes(folder)
+    for name, file in files.items():
+        if present.get(name) != file.size:
+            found = f"{present[name]:,} bytes" if name in present else "missing"
+            raise Corrupt(f"{found} where {file.size:,} bytes were written", where=str(folder / name))
+        if file.crc32 is not None and _file_digest(folder / name) != file.crc32:
+            raise Corrupt("not what was written (its digest differs)", where=str(folder / name))
 
 
 def _parse(path: Path, digest_path: Path) -> dict[str, Any]:
@@ -272,10 +303,14 @@ def _from_record(record: dict[str, Any], *, where: str) -> Manifest:
             meta=record["meta"],
             monitor=None if monitor is None else (str(monitor[0]), str(monitor[1])),
             environment=dict(record["environment"]),
-            files={str(name): _integer(size) for name, size in record["files"].items()},
+            files={name: _file(entry) for name, entry in record["files"].items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise Corrupt(f"not a manifest: {type(error).__name__}: {error}", where=where) from error
+
+
+def _file(entry: Any) -> File:
+    return File(_integer(entry["size"]), None if entry["crc32"] is None else _integer(entry["crc32"]))
 
 
 def _leaf(entry: Any) -> Leaf:

@@ -72,7 +72,7 @@ def _stage(job: Job, staging: Path) -> None:
     failpoint("snapshot.digest")
     digested = {path: leaves[path]._replace(crc32=host.digest(values)) for path, (_, values) in arrays.items()}
     failpoint("snapshot.manifest")
-    files = manifests.file_sizes(staging)
+    files = manifests.inventory(staging)
     manifests.write(staging, job.manifest._replace(leaves=leaves | digested, files=files))
     failpoint("snapshot.sync")
     sync_tree(staging)

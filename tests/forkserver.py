@@ -1,0 +1,115 @@
+"""Processes that may be killed, without paying for their imports each time.
+
+The server imports torch, JAX and orbax once and has a single thread, so that its children can be forked safely; each
+child runs a piece of Python as if it were a script of its own, interpreter shutdown included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+_SERVER = """
+import json, os, sys
+import numpy, torch, jax, orbax.checkpoint
+import purestep.snapshot
+torch.set_num_threads(1)
+
+def serve():
+    for line in sys.stdin:
+        ask = json.loads(line)
+        if "wait" in ask:
+            answer = os.waitstatus_to_exitcode(os.waitpid(ask["wait"], 0)[1])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                return ask
+        print(json.dumps(answer), flush=True)
+
+ask = serve()
+if ask is not None:
+    os.dup2(os.open(ask["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    os.dup2(os.open(ask["err"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(ask["env"])
+    exec(compile(ask["code"], "<child>", "exec"), {"__name__": "__main__"})
+"""
+
+
+class Done(NamedTuple):
+    """How a child ended."""
+
+    status: int  # exit status, or minus the signal
+    out: str
+    err: str
+
+
+class Child:
+    """A running child."""
+
+    def __init__(self, server: ForkServer, pid: int, folder: Path) -> None:
+        self.pid = pid
+        self._server = server
+        self._folder = folder
+
+    def wait(self) -> Done:
+        """Blocks until it has ended."""
+        status = self._server.ask({"wait": self.pid})
+        return Done(status, self.out(), (self._folder / "err").read_text())
+
+    def out(self) -> str:
+        """What it has printed so far."""
+        path = self._folder / "out"
+        return path.read_text() if path.exists() else ""
+
+
+class ForkServer:
+    """``with ForkServer() as server: server.run("print(1)").out``."""
+
+    def __enter__(self) -> ForkServer:
+        self._scratch = tempfile.TemporaryDirectory()
+        environment = {key: value for key, value in os.environ.items() if key != "PURESTEP_FAILPOINT"}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self._count = 0
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._scratch.cleanup()
+
+    def ask(self, question: dict[str, object]) -> int:
+        """One line to the server, one number back."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the fork server has ended"
+        return int(json.loads(answer))
+
+    def start(self, code: str, **env: str) -> Child:
+        """Starts a child and returns at once."""
+        self._count += 1
+        folder = Path(self._scratch.name) / str(self._count)
+        folder.mkdir()
+        pid = self.ask({"code": code, "env": env, "out": str(folder / "out"), "err": str(folder / "err")})
+        return Child(self, pid, folder)
+
+    def run(self, code: str, **env: str) -> Done:
+        """Runs a child to its end."""
+        return self.start(code, **env).wait()
