@@ -418,6 +418,69 @@ def test_a_position_survives_prefetching():
         feed.position(0, 9)
 
 
+class Counted(Stateful):
+    def __len__(self) -> int:
+        return 4
+
+
+def test_a_state_of_the_very_end_is_that_of_the_next_beginning():
+    feed = open_feed(Counted())
+    whole = [values(feed, epoch) for epoch in range(3)]
+    again = open_feed(Counted())
+    again.restore(feed.position(1, 4))
+    assert values(again, 1, 4) == []
+    assert values(again, 2) == whole[2]
+
+
+class RunsOut(Stateful):
+    """Restored to an end, it ends at once, and begins anew the time after."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self.resumed:
+            self.epoch, self.place = self.epoch + 1, 0
+        self.resumed = False
+        while self.place < 4:
+            self.place += 1
+            yield torch.tensor([self.epoch, self.place])
+
+
+def test_a_restored_end_runs_out_first():
+    feed = open_feed(RunsOut())
+    assert values(feed, 0)[-1] == [0, 4]
+    again = open_feed(RunsOut())
+    again.restore(feed.position(1, 0))
+    assert values(again, 1) == [[1, place] for place in range(1, 5)]
+
+
+@pytest.mark.peer
+@pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")  # torchdata's own
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_loader_is_resumed_with_its_draws(workers: int):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def opened() -> Feed:
+        return open_feed(stateful(Augmented(11), 4, shuffle=True, num_workers=workers), seed=1)
+
+    feed = opened()
+    whole = [values(feed, epoch) for epoch in range(2)]
+    assert whole[0] != whole[1]
+    again = opened()
+    again.restore(feed.position(1, 2))
+    assert values(again, 1, 2) == whole[1][2:]
+
+
+@pytest.mark.peer
+@pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")  # torchdata's own
+def test_torchdatas_loader_over_a_stream_is_resumed_by_its_state():
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    feed = open_feed(stateful(StatefulStream(), batch_size=2))
+    assert feed.resume == "state"
+    assert [values(feed, 0), values(feed, 1)] == [[[1, 2], [3, 4], [5, 6]]] * 2
+    again = open_feed(stateful(StatefulStream(), batch_size=2))
+    again.restore(json.loads(json.dumps(feed.position(0, 1))))
+    assert values(again, 0, 1) == [[3, 4], [5, 6]]
+
+
 class StatefulStream(IterableDataset[Tensor]):
     def __init__(self) -> None:
         self.place = 0
@@ -584,6 +647,22 @@ def test_workers_left_in_the_middle_end_at_once():
     batches.close()  # pyright: ignore[reportAttributeAccessIssue]  # a generator
     assert time.monotonic() - began < 20
     assert torch.multiprocessing.active_children() == []
+
+
+class Deaf(Slow):
+    def __getitem__(self, index: int) -> Tensor:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_does_not_obey_is_killed_without_an_error():
+    feed = open_feed(DataLoader(Deaf(4), batch_size=1, num_workers=1))
+    batches = feed.epoch(0)
+    assert next(batches) == 0.0
+    batches.close()  # pyright: ignore[reportAttributeAccessIssue]  # a generator
+    time.sleep(0.01)  # where torch would raise: "DataLoader worker is killed by signal"
+    assert torch.multiprocessing.active_children() == []
+    assert values(open_feed(DataLoader(Plain(2), num_workers=1))) == [[0.0], [1.0]]
 
 
 # Positions of another loader.

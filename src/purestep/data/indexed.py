@@ -244,14 +244,14 @@ class IndexedFeed(Feed):
 
     def _is_ready(self) -> bool:
         """Whether the order is torch's own, random or sequential, and can be made again from a seed."""
-        batched = type(self._source.batch_sampler) in (BatchSampler, type(None))
-        return batched and (not self._shuffle or type(self._sampler) in (RandomSampler, SequentialSampler))
+        batched = self._source.batch_sampler is None or _is_torchs(self._source.batch_sampler, "BatchSampler")
+        return batched and (not self._shuffle or _is_torchs(self._sampler, "RandomSampler", "SequentialSampler"))
 
     def _ready_sampler(self, number: int) -> Any:
         if not self._shuffle:
             return SequentialSampler(self._source.dataset)  # pyright: ignore[reportArgumentType]  # sized, or torch says
         sampler = self._sampler
-        if not isinstance(sampler, RandomSampler):
+        if not _is_torchs(sampler, "RandomSampler"):
             return sampler
         own = torch.Generator().manual_seed(number)
         count = None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
@@ -263,6 +263,12 @@ class IndexedFeed(Feed):
             "Draw from torch's, numpy's or Python's global generator in the dataset: they are seeded per item.",
             self.name,
         )
+
+
+def _is_torchs(sampler: Any, *names: str) -> bool:
+    """Whether a sampler is one of these of torch's, or torchdata's copy of it; not a class derived from one."""
+    kind = type(sampler)
+    return kind.__name__ in names and kind.__module__.startswith(("torch.utils.data.", "torchdata."))
 
 
 def _drawn(loader: DataLoader[Any], epoch: int, seed: int) -> Iterator[Any]:

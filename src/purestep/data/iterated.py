@@ -151,6 +151,23 @@ class StatefulFeed(Feed):
         self._restored = position.get("state")
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        if start and start == self.length:
+            return  # the state is that of an end: it is loaded where the next epoch begins
+        state = self._load(epoch, start)
+        seed = mix(self._seed, "order", epoch)
+        # A loader whose restored state is that of an end may have to run out before it begins anew.
+        for _ in range(2 if state is not None and not start else 1):
+            with draws.scoped(seed):
+                iterator = self._source(epoch)
+            number = start
+            for number, batch in enumerate(_scoped(iterator, seed, start), start + 1):
+                self._keep(epoch, number, copy.deepcopy(self._owner.state_dict()))
+                yield batch
+            if number > start:
+                break
+        self._keep(epoch + 1, 0, copy.deepcopy(self._owner.state_dict()))
+
+    def _load(self, epoch: int, start: int) -> Any:
         held, self._restored = self._restored, None
         self._announce(epoch)
         state = position.decode(held) if held is not None else self._states.get((epoch, start)) if start else None
@@ -159,13 +176,7 @@ class StatefulFeed(Feed):
         if state is not None:
             self._owner.load_state_dict(copy.deepcopy(state))
             self._keep(epoch, start, state)
-        seed = mix(self._seed, "order", epoch)
-        with draws.scoped(seed):
-            iterator = self._source(epoch)
-        for number, batch in enumerate(_scoped(iterator, seed, start), start + 1):
-            self._keep(epoch, number, copy.deepcopy(self._owner.state_dict()))
-            yield batch
-        self._keep(epoch + 1, 0, copy.deepcopy(self._owner.state_dict()))
+        return state
 
     def _keep(self, epoch: int, consumed: int, state: Any) -> None:
         self._states[epoch, consumed] = state

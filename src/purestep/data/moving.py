@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -118,8 +118,6 @@ def _mapped_mapping(tree: Mapping[Any, Any], fn: Callable[[Any], Any], path: str
         return new
     try:
         other: Any = copy.copy(tree)
-        if isinstance(other, UserDict) and other.data is cast("UserDict[Any, Any]", tree).data:
-            other.data = dict(other.data)  # a shallow copy that shares what is written to next
         for key, child in changed.items():
             other[key] = child
     except TypeError:  # an immutable mapping
@@ -179,7 +177,7 @@ def _ahead(batches: Iterator[Batch], device: Device, depth: int) -> Iterator[Bat
             current.wait_event(event)
             # The allocator must not give this memory to the side stream again before the consumer's work is done.
             _mapped(batch, partial(_recorded, current), "")
-            yield batch
+            yield to_device(batch, device)  # what is neither tensor nor array could not be recorded: it moves here
     if failed is not None:
         raise failed
 
@@ -187,7 +185,7 @@ def _ahead(batches: Iterator[Batch], device: Device, depth: int) -> Iterator[Bat
 def _copied(batch: Batch, device: Device, stream: torch.cuda.Stream) -> _Copied:
     pinned = _mapped(batch, _pinned, "")
     with torch.cuda.stream(stream):
-        moved = to_device(pinned, device)
+        moved = _mapped(pinned, lambda leaf: _moved(leaf, device) if isinstance(leaf, Tensor) else leaf, "")
         event = torch.cuda.Event()
         event.record(stream)
     return _Copied(moved, event)

@@ -36,6 +36,9 @@ def open_feed(loader: Any, *, name: str = "train", seed: int = 0, replay: bool =
     dataset draws from torch's, numpy's or Python's global generator, with or without workers. The caller's generators
     are left as they were.
 
+    A loader with a state of its own is in charge of what its workers draw. A dataset in worker processes that draws
+    from a generator of its own cannot be loaded again as it was; for datasets with indices that is noticed and logged.
+
     Args:
         loader: see the table.
         name: for messages and for stored positions.
@@ -83,11 +86,11 @@ def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float) 
     if isinstance(loader, (str, bytes, Mapping, Tensor, nn.Module)) or not _iterable(loader):
         raise _no_loader(loader, name)
     only_replay: Resume = "replay" if replay else "none"
+    if isinstance(loader, DataLoader) and _by_indices(loader):
+        return IndexedFeed(loader, name=name, seed=seed, timeout=timeout)
     if _stateful(loader):
         return StatefulFeed(_iterate(loader), loader, **_described(loader, name, seed))
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
-        if not isinstance(loader.dataset, IterableDataset):
-            return IndexedFeed(loader, name=name, seed=seed, timeout=timeout)
         source = _streamed(loader, seed, timeout)
         if _stateful(loader.dataset) and loader.num_workers == 0:
             return StatefulFeed(source, loader.dataset, **_described(loader, name, seed))
@@ -102,6 +105,16 @@ def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float) 
 def _iterable(loader: Any) -> bool:
     # torch's Dataset says nothing of __iter__, yet Python would iterate it through __getitem__, item by item.
     return isinstance(loader, (Iterable, Sequence)) or hasattr(loader, "__iter__")
+
+
+def _by_indices(loader: DataLoader[Any]) -> bool:
+    """Whether the place in this loader is an index and nothing else. torchdata's StatefulDataLoader is one of these
+    unless its dataset or sampler has a state: by indices the draws of its workers are resumed too."""
+    kind = type(loader)
+    known = kind.__iter__ is DataLoader.__iter__ or kind.__module__.startswith("torchdata.stateful_dataloader")
+    parts: list[Any] = [loader.dataset, loader.sampler, loader.batch_sampler]
+    alone = known and kind is not DataLoader and any(map(_stateful, parts))
+    return known and not alone and not isinstance(loader.dataset, IterableDataset)
 
 
 def _stateful(owner: Any) -> bool:

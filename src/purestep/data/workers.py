@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,14 +58,15 @@ class Engine:
     def close(self) -> None:
         """End the workers: by SIGTERM, which they obey in Python code, else by SIGKILL."""
         workers, self._workers, self._loader = self._workers, [], None
-        for worker in workers:
-            if worker.is_alive():
-                worker.terminate()
-        for worker in workers:
-            worker.join(1.0)
-            if worker.is_alive():
-                worker.kill()
+        with _children_unwatched():
+            for worker in workers:
+                if worker.is_alive():
+                    worker.terminate()
+            for worker in workers:
                 worker.join(1.0)
+                if worker.is_alive():
+                    worker.kill()
+                    worker.join(1.0)
 
     def _build(self) -> DataLoader[Any]:
         like = self._like
@@ -79,6 +82,21 @@ class Engine:
             persistent_workers=like.persistent_workers,
             **self._how,
         )
+
+
+@contextmanager
+def _children_unwatched() -> Generator[None]:
+    """Keep torch's SIGCHLD handler from raising for workers that are ended on purpose."""
+    number = getattr(signal, "SIGCHLD", None)  # not on Windows
+    previous = None if number is None else signal.getsignal(number)
+    if number is None or previous is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)
 
 
 def _ending(code: int) -> str:
