@@ -33,6 +33,7 @@ from . import optim as optim
 from . import precision as precision
 from . import rng as rng
 from . import scaler as scaler
+from . import schedules as schedules
 from . import sinks as sinks
 from . import testing as testing
 from . import tree as tree

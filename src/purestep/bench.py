@@ -121,7 +121,7 @@ def _settle(device: torch.device) -> None:
 
 
 def _timing(found: _Contestant, times: list[float]) -> Timing:
-    deciles = statistics.quantiles(times, n=10)
+    deciles = statistics.quantiles(times, n=10, method="inclusive")
     return Timing(found.name, statistics.median(times), deciles[0], deciles[-1])
 
 
