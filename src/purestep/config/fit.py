@@ -43,7 +43,7 @@ class FitConfig(BaseModel):
     """Early stopping and callbacks cannot end the run before this many updates: at least 1."""
 
     max_time: fields.Seconds = None
-    """Wall-clock limit, counted anew after a resume, in seconds > 0. Also a timedelta, its keywords, or ``"DD:HH:MM:SS"``."""
+    """Wall-clock limit in seconds > 0, counted anew after a resume. Also a timedelta, its keywords or ``"DD:HH:MM:SS"``."""
 
     evaluate_every: fields.Intervals = None
     """By type: an int is a number of updates, counted over the whole run; a float is a number of epochs (0.25 four
