@@ -288,6 +288,11 @@ def trace(
         is_first: see `run`.
     """
 
+    slots, group = arguments[2:]
+    numbers = sorted({key for kept in (*slots.values(), group) for key in kept if ":" in key})
+    if numbers:
+        return f"it keeps Python numbers, {', '.join(numbers)}, which a graph would take for constants"
+
     def step(params: Params, grads: Params, slots: Slots, group: dict[str, Any], *rates: Tensor) -> Outcome:
         rate = rates[0] if rates else None
         return run(maker, params, grads, slots, group, rate=rate, is_first=is_first, is_traced=True)

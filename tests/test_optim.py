@@ -1,0 +1,732 @@
+"""Named optimizers: laws that all of them keep, hand-computed steps where torch has no twin, and `from_torch`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_trees_close, count_graphs, quadratic
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from purestep import optim, tree
+from purestep.errors import ConfigError, StateError
+from purestep.optim import Transform
+from purestep.types import Empty, Params, Tree
+
+HIDDEN = ("tall", "wide")
+SHAPES = {"tall": (6, 3), "wide": (3, 5), "bias": (4,), "gain": (), "kernel": (2, 3, 2, 2)}
+
+
+def muon_and_adamw() -> Transform:
+    rules = [("tall|wide", "muon"), ("", "adamw")]
+    return optim.partition({"muon": optim.muon(0.01), "adamw": optim.adamw(0.01)}, rules)
+
+
+def warm_up(count: Tensor) -> Tensor:
+    return 0.02 * torch.clamp((count + 1) / 10, max=1.0)
+
+
+ELEMENTWISE: dict[str, Callable[[], Transform]] = {
+    "sgd": lambda: optim.sgd(0.01),
+    "sgd with everything": lambda: optim.sgd(0.01, 0.9, dampening=0.1, weight_decay=0.1, mask="tall|wide|kernel"),
+    "sgd nesterov": lambda: optim.sgd(0.01, 0.9, nesterov=True),
+    "adam": lambda: optim.adam(0.01, weight_decay=0.1),
+    "adamw": lambda: optim.adamw(warm_up, mask="tall|wide|kernel"),
+    "adamw amsgrad": lambda: optim.adamw(0.01, amsgrad=True, mu_dtype=torch.float32),
+    "nadam": lambda: optim.nadam(0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": lambda: optim.radam(warm_up, b2=0.9, weight_decay=0.1),
+    "adamax": lambda: optim.adamax(0.01, weight_decay=0.1),
+    "rmsprop": lambda: optim.rmsprop(0.01, momentum=0.9, centered=True, weight_decay=0.1, eps=1e-3),
+    "adagrad": lambda: optim.adagrad(0.01, lr_decay=0.1, initial_accumulator_value=0.1, weight_decay=0.1),
+    "adadelta": lambda: optim.adadelta(weight_decay=0.1),
+    "lion": lambda: optim.lion(0.01, weight_decay=0.1, mask="kernel"),
+    "clipped": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.01)),
+    "groups": lambda: optim.partition(
+        {"clip": optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)), "rest": optim.adam(0.01, mask="wide")},
+        [("tall|bias", "clip"), ("", "rest")],
+    ),
+    "injected": lambda: optim.inject(optim.adamw)(learning_rate=warm_up, b1=0.8, weight_decay=0.1, mask="tall"),
+}
+WHOLE: dict[str, Callable[[], Transform]] = {
+    "adafactor": lambda: optim.adafactor(0.1, weight_decay=0.1),
+    "lamb": lambda: optim.lamb(warm_up, weight_decay=0.1),
+    "muon and adamw": muon_and_adamw,
+    "adaptive clipping": lambda: optim.chain(optim.adaptive_grad_clip(0.01), optim.sgd(0.1)),
+}
+ALL = {**ELEMENTWISE, **WHOLE}
+
+
+def problem(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Params, Params]:
+    generator = torch.Generator().manual_seed(seed)
+    params = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    return params, {name: torch.randn(p.shape, generator=generator).to(dtype) for name, p in params.items()}
+
+
+def step(tx: Transform, params: Params, state: Tree, grads: Params) -> tuple[Params, Tree]:
+    updates, state = tx.update(grads, state, params)
+    return optim.apply_updates(params, updates), state
+
+
+def run(tx: Transform, params: Params, steps: int = 5) -> tuple[Params, Tree]:
+    """Steps with gradients that depend on the parameters."""
+    state = tx.init(params)
+    for count in range(steps):
+        grads = {name: torch.sin(3 * p + count) for name, p in params.items()}
+        params, state = step(tx, params, state, grads)
+    return params, state
+
+
+# ---------------------------------------------------------------------------------------------------------------- laws
+
+
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+def test_every_optimizer_goes_downhill(make: Callable[[], Transform]) -> None:
+    params, _ = problem(torch.float64)
+    centre = {name: torch.full_like(p, 0.3) for name, p in params.items()}
+
+    def loss(at: Params) -> Tensor:
+        return sum(((at[name] - centre[name]) ** 2).sum() for name in at) / 2  # type: ignore[return-value]
+
+    tx, state = make(), None
+    start, state = float(loss(params)), make().init(params)
+    for _ in range(30):
+        params, state = step(tx, params, state, {name: params[name] - centre[name] for name in params})
+    assert float(loss(params)) < 0.99 * start
+
+
+def test_gradient_descent_finds_the_minimum_of_a_quadratic() -> None:
+    found = quadratic()
+    params, tx = found.params, optim.sgd(0.1, 0.5)
+    state = tx.init(params)
+    for _ in range(300):
+        params, state = step(tx, params, state, found.gradient(params))
+    assert_trees_close(params, found.minimum, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+def test_every_optimizer_is_pure_and_keeps_structure_and_dtypes(
+    make: Callable[[], Transform], dtype: torch.dtype
+) -> None:
+    params, grads = problem(dtype)
+    tx = make()
+    state = tx.init(params)
+    for _ in range(2):
+        before = tree.clone((grads, state, params))
+        new_params, new_state = step(tx, params, state, grads)
+        assert_trees_close((grads, state, params), before, exact=True)
+        assert tree.signature(new_state) == tree.signature(state)
+        assert tree.signature(new_params) == tree.signature(params)
+        assert all(bool(p.isfinite().all()) for p in new_params.values())
+        params, state = new_params, new_state
+
+
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+def test_a_state_shares_no_memory_with_the_parameters(make: Callable[[], Transform]) -> None:
+    params, grads = problem()
+    tx = make()
+    state = tx.init(params)
+    owned = {leaf.data_ptr() for leaf in params.values()}
+    assert not owned & {leaf.data_ptr() for leaf in tree.leaves(state)}
+    new_params, new_state = step(tx, params, state, grads)
+    taken = owned | {leaf.data_ptr() for leaf in grads.values()}
+    assert not taken & {leaf.data_ptr() for leaf in tree.leaves((new_params, new_state))}
+
+
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+def test_every_optimizer_reports_its_learning_rate(make: Callable[[], Transform]) -> None:
+    _, state = run(make(), problem()[0], steps=2)
+    rates = {name: value for name, value in optim.hyperparams(state).items() if "learning_rate" in name}
+    assert rates
+    assert all(value.dtype == torch.float32 and value.shape == () and value > 0 for value in rates.values())
+
+
+# ------------------------------------------------------------------------------------------------------ the packed form
+
+
+def groups_of(tx: Transform, params: Params) -> dict[str, list[str]]:
+    """First name -> the names of equal dtype and label."""
+    labels = tx.labels(params)
+    groups: dict[Any, list[str]] = {}
+    for name, p in params.items():
+        groups.setdefault((p.dtype, labels[name]), []).append(name)
+    return {names[0]: names for names in groups.values()}
+
+
+def packed(node: Tree, groups: dict[str, list[str]]) -> Tree:
+    """Every dict by parameter names as one by first names, its tensors flat and joined."""
+
+    def is_named(value: Any) -> bool:
+        return isinstance(value, dict) and bool(value) and all(isinstance(x, Tensor | Empty) for x in value.values())
+
+    def pack(value: Any) -> Any:
+        if not is_named(value) or not set(value) <= set(SHAPES):
+            return value
+        joined: dict[str, Any] = {}
+        for first, names in groups.items():
+            if first in value:
+                leaves = [value[name] for name in names]
+                joined[first] = Empty() if leaves[0] == Empty() else torch.cat([leaf.flatten() for leaf in leaves])
+        return joined
+
+    if is_named(node):
+        return pack(node)
+    if isinstance(node, dict):
+        return {key: packed(value, groups) for key, value in node.items()}
+    if isinstance(node, tuple):
+        parts = [packed(value, groups) for value in node]
+        return type(node)(*parts) if hasattr(node, "_fields") else tuple(parts)
+    return node
+
+
+def packed_error(tx: Transform, params: Params, steps: int = 4) -> float:
+    """The largest difference between the named and the packed form."""
+    groups = groups_of(tx, params)
+    state, worst = tx.init(params), 0.0
+    flat_params, flat_state = packed(params, groups), packed(state, groups)
+    for count in range(steps):
+        grads = {name: torch.sin(3 * p + count) for name, p in params.items()}
+        params, state = step(tx, params, state, grads)
+        flat_params, flat_state = step(tx, flat_params, flat_state, packed(grads, groups))
+        for one, other in zip(
+            tree.leaves(packed((params, state), groups)), tree.leaves((flat_params, flat_state)), strict=True
+        ):
+            worst = max(worst, float((one - other).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("make", ELEMENTWISE.values(), ids=ELEMENTWISE)
+def test_the_packed_form_gives_the_same_numbers(make: Callable[[], Transform]) -> None:
+    tx = make()
+    assert tx.elementwise
+    assert packed_error(tx, problem(torch.float64)[0]) < 1e-14
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    names=st.permutations(sorted(SHAPES)),
+    decayed=st.sets(st.sampled_from(sorted(SHAPES))),
+    clipped=st.sets(st.sampled_from(sorted(SHAPES))),
+    half=st.sets(st.sampled_from(sorted(SHAPES))),
+)
+def test_the_packed_form_gives_the_same_numbers_for_any_groups(
+    names: list[str], decayed: set[str], clipped: set[str], half: set[str]
+) -> None:
+    given_params, _ = problem(torch.float64)
+    params = {name: given_params[name].float() if name in half else given_params[name] for name in names}
+    mask = {name: name in decayed for name in params}
+    groups = {
+        "clip": optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.01, mask=mask)),
+        "rest": optim.adam(0.01),
+    }
+    tx = optim.partition(groups, {name: "clip" if name in clipped else "rest" for name in params})
+    assert packed_error(tx, params) < 1e-6
+
+
+def test_the_packed_law_catches_a_transform_that_only_says_it_is_elementwise() -> None:
+    """The planted fault: a ratio of norms per tensor."""
+    broken = optim.scale_by_trust_ratio()._replace(elementwise=True)
+    assert packed_error(optim.chain(broken, optim.sgd(0.1)), problem(torch.float64)[0]) > 1e-3
+
+
+def test_the_packed_law_catches_labels_that_hide_a_mask() -> None:
+    """The planted fault: one label for parameters of which some decay."""
+    tx = optim.adamw(0.1, weight_decay=0.5, mask="tall")
+    broken = tx._replace(labels=lambda params: dict.fromkeys(params, ()))
+    assert packed_error(tx, problem(torch.float64)[0]) < 1e-14
+    with pytest.raises((AssertionError, KeyError, RuntimeError, StateError)):
+        assert packed_error(broken, problem(torch.float64)[0]) < 1e-14
+
+
+@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
+def test_what_needs_whole_parameters_says_so(make: Callable[[], Transform]) -> None:
+    assert not make().elementwise
+
+
+# ------------------------------------------------------------------------------------------------------------- compiled
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+def test_every_optimizer_compiles_to_one_graph_with_the_same_numbers(make: Callable[[], Transform]) -> None:
+    tx = make()
+    params, grads = problem()
+    state = tx.init(params)
+    compiled = torch.compile(lambda p, s, g: step(tx, p, s, g), fullgraph=True, backend="eager")
+    with count_graphs() as graphs:
+        for _ in range(3):
+            expected = step(tx, params, state, grads)
+            assert_trees_close(compiled(params, state, grads), expected, rtol=1e-6, atol=1e-7)
+            params, state = expected
+        assert graphs() == 1
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+def test_every_optimizer_can_be_traced_once(make: Callable[[], Transform]) -> None:
+    tx = make()
+    params, grads = problem()
+    state = tx.init(params)
+    traced = by_trace(tx, params, state)
+    assert_trees_close(traced(params, state, grads), step(tx, params, state, grads), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.compile
+def test_a_schedule_never_recompiles() -> None:
+    tx = optim.adamw(warm_up)
+    params, grads = problem()
+    state = tx.init(params)
+    compiled = torch.compile(lambda p, s, g: step(tx, p, s, g), fullgraph=True, backend="eager")
+    rates: list[float] = []
+    with count_graphs() as graphs:
+        for _ in range(15):
+            params, state = compiled(params, state, grads)
+            rates.append(optim.hyperparams(state)["learning_rate"].item())
+        assert graphs() == 1
+    assert rates == pytest.approx([0.02 * min((count + 1) / 10, 1.0) for count in range(15)])
+
+
+@pytest.mark.compile
+def test_the_graph_count_catches_a_rate_that_is_a_python_number() -> None:
+    """The planted fault."""
+    params, grads = problem()
+    compiled = torch.compile(
+        lambda p, g, rate: step(optim.sgd(rate), p, optim.sgd(rate).init(p), g)[0], fullgraph=True, backend="eager"
+    )
+    with count_graphs() as graphs:
+        for rate in (0.1, 0.2, 0.3):
+            params = compiled(params, grads, rate)
+        assert graphs() > 1
+
+
+# -------------------------------------------------------------------------------------------------------- by hand
+
+
+def test_two_steps_of_lion_by_hand() -> None:
+    tx = optim.lion(0.1, b1=0.5, b2=0.75, weight_decay=0.2)
+    params = {"w": torch.tensor([1.0, -2.0], dtype=torch.float64)}
+    state = tx.init(params)
+    params, state = step(tx, params, state, {"w": torch.tensor([4.0, -4.0], dtype=torch.float64)})
+    # m = 0: the signs are those of the gradient; m becomes (1, -1).
+    expected = [1.0 - 0.1 * (1 + 0.2), -2.0 - 0.1 * (-1 - 0.4)]
+    assert params["w"].tolist() == pytest.approx(expected, abs=1e-15)
+    params, state = step(tx, params, state, {"w": torch.tensor([-0.5, 3.0], dtype=torch.float64)})
+    # 0.5 * (1, -1) + 0.5 * (-0.5, 3) = (0.25, 1): the first still follows the mean.
+    expected = [p - 0.1 * (1 + 0.2 * p) for p in expected]
+    assert params["w"].tolist() == pytest.approx(expected, abs=1e-15)
+    assert state[0].mu["w"].tolist() == pytest.approx([0.75 - 0.125, -0.75 + 0.75], abs=1e-15)
+
+
+def test_one_step_of_lamb_by_hand() -> None:
+    tx = optim.lamb(0.1, eps=0.0, weight_decay=0.5)
+    params = {"w": torch.tensor([3.0, 4.0], dtype=torch.float64), "new": torch.zeros(1, dtype=torch.float64)}
+    grads = {"w": torch.tensor([2.0, -7.0], dtype=torch.float64), "new": torch.tensor([-2.0], dtype=torch.float64)}
+    params, _ = step(tx, params, tx.init(params), grads)
+    # Adam's first direction is the sign; with the decay it is (2.5, 1), and the weights' norm is 5.
+    ratio = 5 / math.hypot(2.5, 1.0)
+    assert params["w"].tolist() == pytest.approx([3 - 0.1 * ratio * 2.5, 4 - 0.1 * ratio], rel=1e-9)
+    assert params["new"].tolist() == pytest.approx([0.1], rel=1e-9)
+
+
+def test_radam_starts_without_adapting_and_then_does() -> None:
+    tx = optim.radam(1.0)
+    params = {"w": torch.zeros(1, dtype=torch.float64)}
+    grads, state = {"w": torch.full((1,), 8.0, dtype=torch.float64)}, tx.init(params)
+    sizes: list[float] = []
+    for _ in range(8):
+        updates, state = tx.update(grads, state, params)
+        sizes.append(-updates["w"].item())
+    assert sizes[:5] == pytest.approx([8.0] * 5)
+    assert all(size < 0.2 for size in sizes[5:])
+
+
+def test_an_optimizer_is_the_chain_that_it_says() -> None:
+    params, grads = problem(torch.float64)
+    by_parts = optim.chain(optim.scale_by_adam(), optim.add_decayed_weights(0.01), optim.scale_by_learning_rate(0.1))
+    one, other = optim.adamw(0.1), by_parts
+    assert_trees_close(step(one, params, one.init(params), grads), step(other, params, other.init(params), grads))
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optim.sgd(-1.0), "learning_rate is -1.0, outside [0.0, inf)"),
+        (lambda: optim.sgd(0.1, -0.9), "decay is -0.9"),
+        (lambda: optim.sgd(0.1, nesterov=True), "sgd: nesterov without momentum (cure: momentum=0.9)"),
+        (lambda: optim.sgd(0.1, 0.9, nesterov=True, dampening=0.1), "nesterov with dampening=0.1"),
+        (lambda: optim.sgd(0.1, weight_decay=-0.1), "weight_decay is -0.1"),
+        (lambda: optim.adam(b1=1.0), "adam: b1 is 1.0, outside [0.0, 1.0)"),
+        (lambda: optim.adamw(b2=1.5), "b2 is 1.5"),
+        (lambda: optim.adamw(eps=-1e-8), "eps is -1e-08"),
+        (lambda: optim.nadam(momentum_decay=-1.0), "nadam: momentum_decay is -1.0"),
+        (lambda: optim.radam(b1=-0.1), "radam: b1 is -0.1"),
+        (lambda: optim.adamax(b2=1.0), "adamax: b2 is 1.0"),
+        (lambda: optim.rmsprop(decay=1.0), "rmsprop: decay is 1.0"),
+        (lambda: optim.adagrad(lr_decay=-1.0), "decay is -1.0"),
+        (lambda: optim.adagrad(initial_accumulator_value=-1.0), "adagrad: initial_accumulator_value is -1.0"),
+        (lambda: optim.adadelta(rho=1.0), "adadelta: rho is 1.0"),
+        (lambda: optim.adafactor(clipping_threshold=0.5), "adafactor: clipping_threshold is 0.5, outside [1.0, inf)"),
+        (lambda: optim.adafactor(decay_rate=-0.8), "adafactor: decay_rate is -0.8"),
+        (lambda: optim.lion(b1=1.0), "lion: b1 is 1.0"),
+        (lambda: optim.lamb(eps=-1.0), "eps is -1.0"),
+        (lambda: optim.muon(momentum=1.0), "muon: momentum is 1.0"),
+        (lambda: optim.muon(ns_steps=100), "muon: ns_steps is 100, outside [0.0, 100)"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make: Callable[[], Transform], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make()
+
+
+def test_muon_refuses_what_is_no_matrix_and_shows_the_cure() -> None:
+    params, _ = problem()
+    message = (
+        "params/bias: muon is for matrices, and this parameter has shape (4,) (cure: "
+        'optim.partition({"muon": optim.muon(...), "adamw": optim.adamw(...)}, optim.muon_labels(model)))'
+    )
+    with pytest.raises(StateError, match=re.escape(message)):
+        optim.muon().init(params)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.conv = nn.Conv1d(4, 4, 3)
+        self.norm = nn.LayerNorm((2, 2))
+        self.hidden = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.value = nn.Linear(4, 1)
+
+
+def test_muon_labels_choose_hidden_matrices() -> None:
+    labels = optim.muon_labels(Tied(), skip=("value",))
+    assert {name for name, label in labels.items() if label == "muon"} == {"hidden.weight"}
+    assert labels["head.weight"] == labels["embed.weight"] == "adamw"
+    assert optim.muon_labels(Tied())["value.weight"] == "muon"
+    with pytest.raises(ConfigError, match=r"no parameter is named 'heat'"):
+        optim.muon_labels(Tied(), skip=("heat",))
+
+
+def test_muon_for_hidden_matrices_and_adamw_for_the_rest() -> None:
+    model = Tied()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    labels = optim.muon_labels(model, skip=("value",))
+    tx = optim.partition({"muon": optim.muon(0.02), "adamw": optim.adamw(1e-3)}, labels)
+    grads = {name: torch.randn_like(p) for name, p in params.items()}
+    new, state = step(tx, params, tx.init(params), grads)
+    for label, alone in (("muon", optim.muon(0.02)), ("adamw", optim.adamw(1e-3))):
+        mine = {name: p for name, p in params.items() if labels[name] == label}
+        expected, _ = step(alone, mine, alone.init(mine), {name: grads[name] for name in mine})
+        assert_trees_close({name: new[name] for name in mine}, expected, exact=True)
+    rates = {name: value.item() for name, value in optim.hyperparams(state).items()}
+    assert rates == pytest.approx({"muon/learning_rate": 0.02, "adamw/learning_rate": 1e-3})
+
+
+# ----------------------------------------------------------------------------------------------------------- from_torch
+
+T = torch.optim
+TORCH: dict[str, tuple[type[T.Optimizer], dict[str, Any]]] = {
+    "Adadelta": (T.Adadelta, {}),
+    "Adafactor": (T.Adafactor, {}),
+    "Adagrad": (T.Adagrad, {"initial_accumulator_value": 0.5}),
+    "Adam": (T.Adam, {"amsgrad": True}),
+    "AdamW": (T.AdamW, {}),
+    "Adamax": (T.Adamax, {}),
+    "ASGD": (T.ASGD, {"t0": 5}),
+    "Muon": (T.Muon, {}),
+    "NAdam": (T.NAdam, {}),
+    "RAdam": (T.RAdam, {}),
+    "RMSprop": (T.RMSprop, {"centered": True, "momentum": 0.9}),
+    "Rprop": (T.Rprop, {}),
+    "SGD": (T.SGD, {}),
+    "SGD with dampening": (T.SGD, {"momentum": 0.9, "dampening": 0.5}),
+}
+
+
+class CountsInPython(T.Optimizer):
+    """A third-party optimizer of an old style: Python numbers and None in its state, gradients changed in place."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("step", 0)
+                state.setdefault("size", 0.0)
+                state.setdefault("started", False)
+                state.setdefault("nothing", None)
+                state["step"] += 1
+                state["size"] = 0.9 * state["size"] + float(p.grad.abs().max())
+                state["started"] = True
+                p.grad.add_(p, alpha=0.01)
+                p.add_(p.grad, alpha=-group["lr"] / (state["step"] * (1 + state["size"])))
+
+
+class KeepsInGroup(T.Optimizer):
+    """As schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "total": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["total"] += group["lr"] ** 2
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] / group["k"] / (1 + group["total"]))
+
+
+class Anchored(T.Optimizer):
+    """State that starts as the parameter, and an update that draws random numbers."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["anchor"] = p.clone()
+                p.add_(p.grad + p - state["anchor"] + 0.0 * torch.randn_like(p), alpha=-group["lr"])
+                state["anchor"].lerp_(p, 0.1)
+
+
+THIRD = {"counts": CountsInPython, "group": KeepsInGroup, "anchored": Anchored}
+
+
+def torch_error(
+    cls: type[T.Optimizer],
+    options: dict[str, Any],
+    *,
+    dtype: torch.dtype = torch.float64,
+    scheduled: bool = False,
+    capture: Callable[..., Any] | None = None,
+    steps: int = 12,
+) -> float:
+    """The largest difference from the optimizer itself."""
+    names = HIDDEN if cls is T.Muon else tuple(SHAPES)
+    params = {name: p for name, p in problem(dtype)[0].items() if name in names}
+    twins = [nn.Parameter(p.clone()) for p in params.values()]
+    twin = cls(twins, lr=0.02, **options)  # type: ignore[call-arg]
+    tx = optim.from_torch(cls, lr=(lambda count: 0.02 * 0.9 ** count.double()) if scheduled else 0.02, **options)
+    state, worst = tx.init(params), 0.0
+    one = capture(tx, params, state) if capture else lambda p, s, g: step(tx, p, s, g)
+    for count in range(steps):
+        grads = {name: torch.sin(3 * p + count) for name, p in params.items()}
+        for parameter, grad in zip(twins, grads.values(), strict=True):
+            parameter.grad = grad.clone()
+        twin.param_groups[0]["lr"] = 0.02 * 0.9**count if scheduled else 0.02
+        twin.step()
+        before = tree.clone((params, state, grads))
+        new_params, new_state = one(params, state, grads)
+        assert_trees_close((params, state, grads), before, exact=True)
+        assert tree.signature(new_state) == tree.signature(state)
+        params, state = new_params, new_state
+        worst = max(worst, *(float((p - q.detach()).abs().max()) for p, q in zip(params.values(), twins, strict=True)))
+    return worst
+
+
+@pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "scheduled"])
+@pytest.mark.parametrize(("cls", "options"), TORCH.values(), ids=TORCH)
+def test_from_torch_is_that_optimizer(cls: type[T.Optimizer], options: dict[str, Any], scheduled: bool) -> None:
+    assert torch_error(cls, options, scheduled=scheduled) < 1e-14
+
+
+@pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "scheduled"])
+@pytest.mark.parametrize("cls", THIRD.values(), ids=THIRD)
+def test_from_torch_takes_third_party_optimizers(cls: type[T.Optimizer], scheduled: bool) -> None:
+    assert torch_error(cls, {}, scheduled=scheduled) < 1e-14
+
+
+def test_the_comparison_catches_a_state_that_starts_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: dampening the first step of SGD too."""
+    from purestep.optim import probe
+
+    monkeypatch.setattr(probe, "_first_differs", lambda *args: False)
+    assert torch_error(T.SGD, {"momentum": 0.9, "dampening": 0.5}) > 1e-3
+
+
+def by_trace(tx: Transform, params: Params, state: Tree) -> Callable[..., Any]:
+    """A step whose Python ran once."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    leaves, structure = tree.flatten((params, state, params))
+
+    def flat(*values: Tensor) -> list[Tensor]:
+        return tree.leaves(step(tx, *tree.unflatten(structure, values)))
+
+    graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*(leaf.clone() for leaf in leaves))
+    out = tree.flatten((params, state))[1]
+    return lambda *arguments: tree.unflatten(out, graph(*tree.leaves(arguments)))
+
+
+def by_dynamo(tx: Transform, params: Params, state: Tree) -> Callable[..., Any]:
+    return torch.compile(lambda p, s, g: step(tx, p, s, g), fullgraph=True, backend="eager")
+
+
+# A float32 product of momenta in NAdam's state is rounded elsewhere; RAdam subtracts nearly equal numbers.
+LIMITS = {T.NAdam: 1e-7, T.RAdam: 1e-7}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "scheduled"])
+@pytest.mark.parametrize("name", [name for name in TORCH if name != "Adafactor"])
+def test_from_torch_can_be_traced(name: str, scheduled: bool) -> None:
+    cls, options = TORCH[name]
+    assert torch_error(cls, options, scheduled=scheduled, capture=by_trace) < LIMITS.get(cls, 1e-14)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("name", "scheduled"), [("AdamW", True), ("SGD with dampening", False)])
+def test_from_torch_compiles(name: str, scheduled: bool) -> None:
+    cls, options = TORCH[name]
+    with count_graphs() as graphs:
+        assert torch_error(cls, options, scheduled=scheduled, capture=by_dynamo) < 1e-14
+        assert graphs() == 1
+
+
+def test_from_torch_states_are_tensors_under_fixed_keys() -> None:
+    params, _ = problem(torch.float64)
+    slots = optim.from_torch(T.AdamW).init(params).slots
+    assert {key: leaf.dtype for key, leaf in slots["tall"].items()} == {
+        "step": torch.float32,
+        "exp_avg": torch.float64,
+        "exp_avg_sq": torch.float64,
+    }
+    kept = optim.from_torch(CountsInPython).init(params)
+    assert set(kept.slots["tall"]) == {"step:int", "size:float", "started:bool", "nothing"}
+    assert kept.slots["tall"]["size:float"].shape == (1,)
+    assert set(optim.from_torch(KeepsInGroup).init(params).group) == {"k:int", "total:float"}
+    assert torch.equal(optim.from_torch(Anchored).init(params).slots["tall"]["anchor"], params["tall"])
+
+
+def test_from_torch_reports_its_learning_rate() -> None:
+    params, grads = problem()
+    assert optim.hyperparams(optim.from_torch(T.AdamW).init(params))["learning_rate"].item() == pytest.approx(1e-3)
+    tx = optim.from_torch(T.SGD, lr=warm_up)
+    _, state = step(tx, params, tx.init(params), grads)
+    _, state = step(tx, params, state, grads)
+    assert optim.hyperparams(state)["learning_rate"].item() == pytest.approx(0.004)
+
+
+def test_from_torch_goes_on_from_a_state_of_another_process() -> None:
+    params, grads = problem(torch.float64)
+    one = optim.from_torch(T.AdamW, lr=0.1)
+    params, state = step(one, params, one.init(params), grads)
+    other = optim.from_torch(T.AdamW, lr=0.1)  # its init is never called
+    assert_trees_close(step(other, params, state, grads), step(one, params, state, grads), exact=True)
+
+
+def test_from_torch_leaves_the_global_generator_alone() -> None:
+    params, _ = problem()
+    before = torch.get_rng_state()
+    optim.from_torch(Anchored).init(params)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_from_torch_works_below_a_partition() -> None:
+    params, grads = problem(torch.float64)
+    tx = optim.partition(
+        {"a": optim.from_torch(T.Muon, lr=0.1), "b": optim.from_torch(T.SGD, lr=0.1)}, [("tall|wide", "a"), ("", "b")]
+    )
+    new, state = step(tx, params, tx.init(params), grads)
+    torch.testing.assert_close(new["bias"], params["bias"] - 0.1 * grads["bias"])
+    assert set(optim.hyperparams(state)) == {"a/learning_rate", "b/learning_rate"}
+
+
+class NeedsClosure(T.Optimizer):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is None:
+            raise RuntimeError("a closure is needed")
+
+
+class Grows(CountsInPython):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if self.state[p]:
+                self.state[p]["second"] = torch.zeros(1)
+            self.state[p]["first"] = torch.zeros(1)
+
+
+class KeepsAList(CountsInPython):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["history"] = [1.0]
+
+
+class KeepsOnItself(CountsInPython):
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls = self.__dict__.get("calls", 0) + 1
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.calls = 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optim.from_torch(T.LBFGS), "from_torch(LBFGS): its step needs a closure"),
+        (lambda: optim.from_torch(T.SparseAdam), "from_torch(SparseAdam): it needs sparse gradients"),
+        (lambda: optim.from_torch(T.SGD, lr=-1.0), "from_torch(SGD): learning_rate is -1.0"),
+        (lambda: optim.from_torch(T.AdamW, betas=(2.0, 0.9)), "from_torch(AdamW): a step failed: Invalid beta"),
+        (lambda: optim.from_torch(T.Muon), "from_torch(Muon): a step failed: Muon only supports 2D"),
+        (lambda: optim.from_torch(NeedsClosure), "a step failed: a closure is needed"),
+        (lambda: optim.from_torch(Grows), "its state gained or lost ['second'] after the first step"),
+        (lambda: optim.from_torch(KeepsAList), "it keeps a list under 'history'"),
+        (lambda: optim.from_torch(KeepsOnItself), "it keeps calls on itself"),
+    ],
+)
+def test_from_torch_refuses_what_it_cannot_keep(make: Callable[[], Transform], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make().init(problem()[0])
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (T.Adafactor, "GuardOnDataDependentSymNode"),
+        (CountsInPython, "it keeps Python numbers, size:float, started:bool, step:int"),
+    ],
+)
+def test_what_cannot_be_compiled_says_so(cls: type[T.Optimizer], reason: str) -> None:
+    tx = optim.from_torch(cls)
+    params, grads = problem()
+    state = tx.init(params)
+    compiled = torch.compile(lambda p, s, g: step(tx, p, s, g), fullgraph=True, backend="eager")
+    message = rf"(?s)from_torch\({cls.__name__}\): its step cannot be compiled: .*{reason}.*cure: compile=False"
+    with pytest.raises(Exception, match=message):
+        compiled(params, state, grads)
+
+
+@pytest.mark.compile
+def test_a_state_from_elsewhere_must_be_made_here_before_compiling() -> None:
+    params, grads = problem()
+    state = optim.from_torch(T.SGD).init(params)
+    other = optim.from_torch(T.SGD)
+    compiled = torch.compile(lambda p, s, g: step(other, p, s, g), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"its state was not made here \(cure: tx.init\(params\), then compile\)"):
+        compiled(params, state, grads)
