@@ -35,8 +35,12 @@ def small(value: float = 0.0) -> dict[str, Tensor]:
 
 
 def bits(tensor: Tensor) -> bytes:
-    """Equal for equal bits, NaN and -0 included."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    """The values' bytes in C order: NaN equals NaN, -0 differs from 0."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.dtype == torch.complex128:
+        plain = torch.view_as_real(plain)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return plain.view(integers[plain.dtype.itemsize]).numpy().tobytes()
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -480,7 +484,7 @@ def golden_state() -> dict[str, Any]:
 
 
 def test_the_first_format_loads_for_ever():
-    """Made by `python tests/test_snapshot.py FOLDER`; a new format gets a folder of its own, this one stays as it is."""
+    """Made by `python tests/test_snapshot.py FOLDER`; a new format gets its own, this one stays as it is."""
     template = tree.map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, golden_state())
     found = Snapshots(GOLDEN, writer=False).restore(template)
     assert_same(found.state, golden_state())

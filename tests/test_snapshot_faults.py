@@ -78,7 +78,7 @@ with Snapshots(sys.argv[1] if len(sys.argv) > 1 else FOLDER, keep=1) as snapshot
 SAVE_POINTS = [name for name in files.POINTS if name.startswith("snapshot.") and name != "snapshot.quarantine"]
 
 
-@pytest.mark.parametrize("point", [*SAVE_POINTS, "files.rename", "files.unlink"])
+@pytest.mark.parametrize("point", [*SAVE_POINTS, "files.unlink"])
 def test_a_kill_at_any_point_loses_nothing_acknowledged(tmp_path, server, point):
     turn = {
         "files.rename": 4,

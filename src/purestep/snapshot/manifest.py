@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ..errors import Corrupt, Mismatch, SnapshotError
-from ..files import write_bytes
 from . import host
 
 FORMAT = 1
@@ -192,7 +191,7 @@ def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Writes both files into a directory that is not yet under its final name."""
+    """Writes both files into a directory that is not yet under its final name; the caller flushes it."""
     record = manifest._asdict() | {
         "format": FORMAT,
         "library": "purestep",
@@ -200,8 +199,8 @@ def write(folder: Path, manifest: Manifest) -> None:
         "files": {name: file._asdict() for name, file in manifest.files.items()},
     }
     data = (json.dumps(record, indent=1) + "\n").encode()
-    write_bytes(folder / NAME, data)
-    write_bytes(folder / DIGEST_NAME, f"{hashlib.sha256(data).hexdigest()}  {NAME}\n".encode())
+    (folder / NAME).write_bytes(data)
+    (folder / DIGEST_NAME).write_bytes(f"{hashlib.sha256(data).hexdigest()}  {NAME}\n".encode())
 
 
 def inventory(folder: Path) -> dict[str, File]:
