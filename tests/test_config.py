@@ -147,10 +147,12 @@ def test_intervals_and_limits_of_one_loader():
     assert (both.interval("val"), both.limit("train"), both.limit("val")) == (1.0, 3, 3)
 
 
-def test_the_direction_follows_the_name_or_the_mode():
-    assert FitConfig(epochs=1, monitor="val_loss").direction == "min"
-    assert FitConfig(epochs=1, monitor="val_f1", mode="max").direction == "max"
-    assert FitConfig(epochs=1).direction == "min"
+def test_a_share_of_epochs_needs_a_number_of_epochs_before_the_run_begins():
+    late = EarlyStopping(patience=2, start_ratio=0.5)
+    assert FitConfig(epochs=4, early_stopping=late).early_stopping == late
+    for limit in ({"steps": 100}, {"epochs": -1}):
+        with pytest.raises(ConfigError, match=r"start_ratio=0\.5 is a share of the planned epochs"):
+            FitConfig(early_stopping=late, **limit)
 
 
 def test_another_monitor_does_not_keep_the_direction_of_the_first():
@@ -195,7 +197,7 @@ def test_a_config_comes_back_from_json_as_it_was(one: FitConfig, tmp_path: Path)
         optional={
             "evaluate_every": st.integers(1, 9) | st.sampled_from([0.25, 1.0, 3.0]),
             "limit_batches": st.dictionaries(st.text(min_size=1), st.integers(1, 9) | st.floats(0.01, 1.0)),
-            "early_stopping": st.builds(EarlyStopping, st.integers(1, 9), st.floats(0, 1), st.floats(0, 1)),
+            "early_stopping": st.builds(EarlyStopping, st.integers(1, 9), st.floats(0, 1)),
             "max_time": st.floats(1, 1e6),
             "donate": st.sampled_from([True, False, "init"]),
         },

@@ -43,7 +43,7 @@ class FitConfig(BaseModel):
     """Early stopping and callbacks cannot end the run before this many updates: at least 1."""
 
     max_time: fields.Seconds = None
-    """Wall-clock limit in seconds > 0, counted anew after a resume. Also a timedelta, its keywords or ``"DD:HH:MM:SS"``."""
+    """Wall-clock limit, seconds > 0, counted anew after a resume. Also a timedelta, its keywords, ``"DD:HH:MM:SS"``."""
 
     evaluate_every: fields.Intervals = None
     """By type: an int is a number of updates, counted over the whole run; a float is a number of epochs (0.25 four
@@ -142,16 +142,8 @@ class FitConfig(BaseModel):
             raise ConfigError("anomalies are detected in eager mode only", hint='compile=False, or compile="auto"')
         if self.monitor is not None and self.mode is None:
             stopping.default_mode(self.monitor)
+        stopping.start_epoch(self.early_stopping, None if self.epochs == -1 else self.epochs)
         return self
-
-    @property
-    def direction(self) -> stopping.Mode:
-        """``mode``, or what the name of ``monitor`` says; ``"min"`` without a monitor.
-
-        Raises:
-            ConfigError: a name that does not say.
-        """
-        return self.mode or ("min" if self.monitor is None else stopping.default_mode(self.monitor))
 
     def interval(self, loader: str) -> int | float:
         """``evaluate_every`` of one evaluation loader: an int is updates, a float is epochs.
