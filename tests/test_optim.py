@@ -45,7 +45,7 @@ ELEMENTWISE: dict[str, Callable[[], Transform]] = {
     "rmsprop": lambda: optim.rmsprop(0.01, momentum=0.9, centered=True, weight_decay=0.1, eps=1e-3),
     "adagrad": lambda: optim.adagrad(0.01, lr_decay=0.1, initial_accumulator_value=0.1, weight_decay=0.1),
     "adadelta": lambda: optim.adadelta(weight_decay=0.1),
-    "lion": lambda: optim.lion(0.01, weight_decay=0.1, mask="kernel"),
+    "lion": lambda: optim.lion(0.01, weight_decay=0.1, mask="wide"),
     "clipped": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.01)),
     "groups": lambda: optim.partition(
         {"clip": optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)), "rest": optim.adam(0.01, mask="wide")},
@@ -66,6 +66,11 @@ def problem(dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Params, 
     generator = torch.Generator().manual_seed(seed)
     params = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
     return params, {name: torch.randn(p.shape, generator=generator).to(dtype) for name, p in params.items()}
+
+
+def few(tensors: Params) -> Params:
+    """Three of them: capturing takes time by the tensor."""
+    return {name: tensors[name] for name in ("tall", "wide", "bias")}
 
 
 def step(tx: Transform, params: Params, state: Tree, grads: Params) -> tuple[Params, Tree]:
@@ -256,7 +261,7 @@ def test_what_needs_whole_parameters_says_so(make: Callable[[], Transform]) -> N
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 def test_every_optimizer_compiles_to_one_graph_with_the_same_numbers(make: Callable[[], Transform]) -> None:
     tx = make()
-    params, grads = problem()
+    params, grads = map(few, problem())
     state = tx.init(params)
     compiled = torch.compile(lambda p, s, g: step(tx, p, s, g), fullgraph=True, backend="eager")
     with count_graphs() as graphs:
@@ -271,7 +276,7 @@ def test_every_optimizer_compiles_to_one_graph_with_the_same_numbers(make: Calla
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 def test_every_optimizer_can_be_traced_once(make: Callable[[], Transform]) -> None:
     tx = make()
-    params, grads = problem()
+    params, grads = map(few, problem())
     state = tx.init(params)
     traced = by_trace(tx, params, state)
     assert_trees_close(traced(params, state, grads), step(tx, params, state, grads), rtol=1e-6, atol=1e-7)
@@ -280,7 +285,7 @@ def test_every_optimizer_can_be_traced_once(make: Callable[[], Transform]) -> No
 @pytest.mark.compile
 def test_a_schedule_never_recompiles() -> None:
     tx = optim.adamw(warm_up)
-    params, grads = problem()
+    params, grads = map(few, problem())
     state = tx.init(params)
     compiled = torch.compile(lambda p, s, g: step(tx, p, s, g), fullgraph=True, backend="eager")
     rates: list[float] = []
@@ -295,7 +300,7 @@ def test_a_schedule_never_recompiles() -> None:
 @pytest.mark.compile
 def test_the_graph_count_catches_a_rate_that_is_a_python_number() -> None:
     """The planted fault."""
-    params, grads = problem()
+    params, grads = map(few, problem())
     compiled = torch.compile(
         lambda p, g, rate: step(optim.sgd(rate), p, optim.sgd(rate).init(p), g)[0], fullgraph=True, backend="eager"
     )
@@ -521,7 +526,7 @@ def torch_error(
     steps: int = 12,
 ) -> float:
     """The largest difference from the optimizer itself."""
-    names = HIDDEN if cls is T.Muon else tuple(SHAPES)
+    names = HIDDEN if cls is T.Muon else ("tall", "bias", "gain")
     params = {name: p for name, p in problem(dtype)[0].items() if name in names}
     twins = [nn.Parameter(p.clone()) for p in params.values()]
     twin = cls(twins, lr=0.02, **options)  # type: ignore[call-arg]
