@@ -63,6 +63,8 @@ from .tree import clone as clone
 from .types import Empty as Empty
 from .types import Loss as Loss
 from .types import Mean as Mean
+from .types import Metrics as Metrics
+from .types import Model as Model
 from .types import Program as Program
 from .types import TrainState as TrainState
 

@@ -116,7 +116,7 @@ def call_model(model: Any, inputs: Any) -> Any:
 def as_mean(value: Any, targets: Any) -> Mean:
     """What a metric returned, as a Mean: a bare tensor is a mean over the leading dimension of ``targets``."""
     if isinstance(value, Mean):
-        return Mean(value.total.detach(), value.weight.detach())
+        return value._replace(total=value.total.detach(), weight=value.weight.detach())
     if isinstance(value, tuple):
         total, weight = cast(tuple[Any, Any], value)
         like = total if isinstance(total, Tensor) else torch.as_tensor(total, dtype=torch.float32)

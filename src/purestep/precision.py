@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import scaler as scaler_
 from . import tree
 from .errors import ConfigError
 from .types import Tree
@@ -19,14 +18,14 @@ class Policy(NamedTuple):
     name: str
     weights: torch.dtype | None
     compute: torch.dtype | None
-    scaler: scaler_.Scaler
+    scaled: bool  # whether the loss is scaled, see scaler.py
 
 
 _WEIGHTS = {"64-true": torch.float64, "32-true": None, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def policy(name: str | Policy, *, scaler: scaler_.Scaler | None = None) -> Policy:
+def policy(name: str | Policy) -> Policy:
     """The precision of that name.
 
     ``"32-true"`` computes in the module's own dtype (float32 as a rule); ``"64-true"``, ``"bf16-true"`` and
@@ -35,7 +34,6 @@ def policy(name: str | Policy, *, scaler: scaler_.Scaler | None = None) -> Polic
 
     Args:
         name: one of those, or a policy, which is returned as it is.
-        scaler: for "16-mixed", another one than `scaler.dynamic`'s defaults.
 
     Raises:
         ConfigError: no such precision.
@@ -47,10 +45,9 @@ def policy(name: str | Policy, *, scaler: scaler_.Scaler | None = None) -> Polic
     if isinstance(name, Policy):
         return name
     if name in _COMPUTE:
-        found = (scaler or scaler_.dynamic()) if name == "16-mixed" else scaler_.none()
-        return Policy(name, None, _COMPUTE[name], found)
+        return Policy(name, None, _COMPUTE[name], scaled=name == "16-mixed")
     if name in _WEIGHTS:
-        return Policy(name, _WEIGHTS[name], None, scaler_.none())
+        return Policy(name, _WEIGHTS[name], None, scaled=False)
     known = ", ".join(repr(key) for key in (*_WEIGHTS, *_COMPUTE))
     raise ConfigError(f"{name!r} is no precision", where="precision", hint=f"one of {known}")
 

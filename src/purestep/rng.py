@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def _splitmix64(number: int) -> int:
     return number ^ (number >> 31)
 
 
-_outside = True
+_capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
 
 def in_graph() -> bool:
@@ -84,18 +85,17 @@ def in_graph() -> bool:
 
     Seeding inside a graph is not capturable, and several seeds in one graph would be constants of it.
     """
-    return torch.compiler.is_compiling() or not _outside
+    return torch.compiler.is_compiling() or _capturing.get()
 
 
 @contextmanager
 def capturing() -> Generator[None]:
     """Mark the code inside as run to be traced into a graph."""
-    global _outside
-    before, _outside = _outside, False
+    token = _capturing.set(True)
     try:
         yield
     finally:
-        _outside = before
+        _capturing.reset(token)
 
 
 @contextmanager
@@ -115,6 +115,12 @@ def scoped(seed: int, device: torch.device | None = None) -> Generator[None]:
     finally:
         for found, state in zip(generators, states, strict=True):
             found.set_state(state)
+
+
+def states() -> list[Tensor]:
+    """The states of the global generators of the CPU and of every CUDA device, to compare."""
+    found = [torch.default_generator.get_state()]
+    return found + (list(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else [])
 
 
 def _device_generators(device: torch.device | None) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import tree
+from . import rng, tree
 from .errors import StepContractError
 from .types import Program, Tree
 
@@ -39,10 +39,10 @@ def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any
         purestep.errors.StepContractError: state: the second call on the same state and batch gives another value ...
     """
     before = tree.clone((state, batch, context))
-    generators = _generators()
+    generators = rng.states()
     first, first_metrics = _pair(step(state, batch, *context))
     _unchanged(before, (state, batch, context))
-    if any(not torch.equal(old, new) for old, new in zip(generators, _generators(), strict=True)):
+    if any(not torch.equal(old, new) for old, new in zip(generators, rng.states(), strict=True)):
         raise StepContractError(
             "draws from the caller's generator", where="step", hint="with rng.scoped(seed): ..., or a torch.Generator"
         )
@@ -103,13 +103,6 @@ def _through(program: Program, state: Tree, batches: Sequence[Any]) -> Tree:
     for batch in batches:
         state, _ = program.train_step(state, batch)
     return state
-
-
-def _generators() -> list[Tensor]:
-    found = [torch.default_generator.get_state()]
-    if torch.cuda.is_available():
-        found += torch.cuda.get_rng_state_all()
-    return found
 
 
 def _pair(result: Any) -> tuple[Tree, Any]:

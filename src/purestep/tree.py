@@ -7,7 +7,7 @@ Paths are the names of fields, keys and indices joined by ``/``: ``opt_state/0/m
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import optree
@@ -125,6 +125,17 @@ def clone(tree: Tree) -> Tree:
 def detach(tree: Tree) -> Tree:
     """The same tensors without their graph."""
     return map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def dicts(tree: Tree) -> Tree:
+    """The tree with mappings that are no nodes (Hugging Face's BatchEncoding) as plain dicts; else the tree itself."""
+    if isinstance(tree, Tensor) or not any(_is_mapping(leaf) for leaf in leaves(tree)):
+        return tree
+    return map(lambda leaf: {key: dicts(leaf[key]) for key in leaf} if _is_mapping(leaf) else leaf, tree)
+
+
+def _is_mapping(leaf: Any) -> bool:
+    return not isinstance(leaf, Tensor) and isinstance(leaf, Mapping)
 
 
 def signature(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:

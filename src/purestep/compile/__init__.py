@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .capture import DataDependent as DataDependent
 from .capture import stopped as stopped
 from .live import LiveState as LiveState
 from .runner import CompiledEval as CompiledEval

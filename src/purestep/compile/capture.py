@@ -24,6 +24,11 @@ Flat = Callable[..., Any]
 """``f(*tensors) -> tensors``"""
 
 CAPTURES = ("auto", "dynamo", "trace")
+_HERE = __file__.rpartition("compile")[0]
+
+
+class DataDependent(StepContractError):
+    """The step looks at the value of a tensor, which a trace does not have."""
 
 
 def trace(
@@ -39,7 +44,7 @@ def trace(
         options: inductor's configuration.
 
     Raises:
-        StepContractError: the Python branches on the value of a tensor.
+        DataDependent: the Python branches on the value of a tensor.
     """
     with rng.capturing(), torch.no_grad():
         graph = _traced(function, inputs)
@@ -55,7 +60,7 @@ def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
     except PurestepError:
         raise
     except _data_dependent() as error:
-        raise StepContractError(
+        raise DataDependent(
             f"the step looks at the value of a tensor: {error}",
             where=_user_line(error),
             hint="torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing",
@@ -95,7 +100,7 @@ def _user_line(error: BaseException) -> str:
     step = error.__traceback__
     while step is not None:
         name = step.tb_frame.f_code.co_filename
-        if "/torch/" not in name and "/purestep/" not in name and "/optree/" not in name:
+        if "/torch/" not in name and "/optree/" not in name and not name.startswith(_HERE):
             found = f"{name}:{step.tb_lineno}"
         step = step.tb_next
     return found or "step"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import rng, tree
-from ..errors import StepContractError
+from ..errors import PurestepError
 from . import capture as capture_
 from . import live as live_
 
@@ -105,10 +105,12 @@ class Graphs:
         try:
             inputs = [*tensors, *(leaves[index] for index in where)]
             run, draws = capture_.trace(flat, inputs, backend=self.options.backend, options=self.options.options)
-        except StepContractError:
-            if self.options.capture == "trace":
+        except Exception as error:
+            # What is wrong with the step itself is wrong with Dynamo too, and the trace says it better.
+            broken = isinstance(error, PurestepError) and not isinstance(error, capture_.DataDependent)
+            if broken or self.options.capture == "trace":
                 raise
-            return self._dynamo(core)
+            return Graph(_or_raise(self._dynamo(core).run, error), True)
         treedef, stacked = found
 
         def call(tensors: list[Tensor], batch: list[Any]) -> Any:
@@ -124,3 +126,18 @@ class Graphs:
     def _dynamo(self, core: Any) -> Graph:
         run = capture_.dynamo(core, backend=self.options.backend, options=self.options.options)
         return Graph(run, True)
+
+
+def _or_raise(run: Callable[..., Any], cause: Exception) -> Callable[..., Any]:
+    """``run``, and when Dynamo cannot capture the step either, the error that the trace met."""
+
+    def call(*inputs: Any) -> Any:
+        try:
+            return run(*inputs)
+        except Exception as error:
+            if capture_.stopped(error):
+                cause.add_note(f"torch.compile cannot capture it either: {str(error).strip().splitlines()[0]}")
+                raise cause from error
+            raise
+
+    return call

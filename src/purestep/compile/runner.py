@@ -139,7 +139,7 @@ class CompiledStep:
         else:
             live_.check_alive(state)
         phase = self._phase(store)
-        leaves, treedef = tree.flatten(batch)
+        leaves, treedef = tree.flatten(tree.dicts(batch))
         key = (id(store.slots), phase, treedef)
         graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
         with _seeded(graph.draws, store.hosts[0] if store.hosts else None, store.device):
@@ -223,7 +223,7 @@ class CompiledStep:
         old, state_def = tree.flatten(given)
         keys = {id(part.key) for part in parts}
         positions = [index for index, leaf in enumerate(old) if id(leaf) not in keys]
-        leaves, treedef = tree.flatten(batch)
+        leaves, treedef = tree.flatten(tree.dicts(batch))
         inputs = [old[index] for index in positions]
         key = (state_def, phase, treedef)
 
@@ -284,7 +284,7 @@ class CompiledEval:
         keys = {id(part.key) for part in parts}
         inputs = [leaf for leaf in old if id(leaf) not in keys]
         places = [id(leaf) in keys for leaf in old]
-        leaves, treedef = tree.flatten(batch)
+        leaves, treedef = tree.flatten(tree.dicts(batch))
         step = self._step
 
         def build() -> Callable[..., Any]:

@@ -242,7 +242,7 @@ class _Run:
         """Evaluate, write the row, decide, tell, save, in this order."""
         before = self.record
         row: dict[str, Cell] = {"epoch": before.epoch + (before.batch > 0), "step": before.updates}
-        row |= ledger.named(meter_.means(before.interval), before.last)
+        row |= ledger.named(meter_.means(before.interval, self.ledger.kinds), before.last)
         for name in due:
             row |= self._evaluate(name)
         record = before._replace(interval={}, history=with_row(before.history, row))

@@ -44,6 +44,11 @@ class Ledger:
         self._logged: Totals = {}
         self._timer = Timer()
 
+    @property
+    def kinds(self) -> meter_.Kinds:
+        """See `Meter.kinds`."""
+        return self._meter.kinds
+
     def add(self, tag: Tag, metrics: Metrics, record: Record) -> None:
         """A call has been made."""
         self._meter.add(tag, metrics)
@@ -83,7 +88,7 @@ class Ledger:
         )
 
     def _line(self, tag: Tag, record: Record) -> Logged:
-        values = named(meter_.means(self._logged), record.last)
+        values = named(meter_.means(self._logged, self.kinds), record.last)
         numbers = {name: value for name, value in values.items() if value is not None}
         self._logged = {}
         speed, waiting = self._timer.rates()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,10 @@ from ..types import Mean, Metrics
 
 Totals = dict[str, tuple[float, float]]
 """name -> (total, weight); entries of a vector-valued mean are called ``name[0]``, ``name[1]``, ..."""
+
+Kinds = dict[str, type[Mean]]
+"""name -> the class of a mean that is finished in a way of its own (`metrics.from_torchmetrics`)."""
+_NO_KINDS: Mapping[str, type[Mean]] = MappingProxyType({})
 
 
 class Row(NamedTuple):
@@ -45,10 +50,12 @@ class Meter:
         self._depth = depth
         self._waiting: list[tuple[Any, Metrics]] = []
         self._shipped: deque[_Shipment] = deque()
+        self.kinds: Kinds = {}
 
     def add(self, tag: Any, metrics: Metrics) -> None:
         """Hand in the metrics of a call."""
         self._waiting.append((tag, metrics))
+        self.kinds |= {name: type(mean) for name, mean in metrics.items() if type(mean) is not Mean}
         if len(self._waiting) >= self._depth:
             self.ship()
 
@@ -116,16 +123,30 @@ def add(left: Mapping[str, tuple[float, float]], right: Totals) -> Totals:
     return merged
 
 
-def means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+def means(totals: Mapping[str, tuple[float, float]], kinds: Mapping[str, type[Mean]] = _NO_KINDS) -> dict[str, float]:
     """Total over weight by name, nan where nothing counted; of vectors, the mean of the entries that count as well."""
+    totals, finished = _finished(totals, kinds)
     found = {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
     vectors: dict[str, list[float]] = {}
     for name, value in found.items():
         if name.endswith("]"):
             vectors.setdefault(name.rpartition("[")[0], []).extend([] if math.isnan(value) else [value])
-    return found | {name: sum(values) / len(values) if values else math.nan for name, values in vectors.items()}
+    averaged = {name: sum(values) / len(values) if values else math.nan for name, values in vectors.items()}
+    return found | averaged | {name: float(mean) for name, mean in finished.items()}
 
 
-def as_means(totals: Totals) -> Metrics:
+def as_means(totals: Totals, kinds: Mapping[str, type[Mean]] = _NO_KINDS) -> Metrics:
     """Totals as metrics on the host."""
-    return {name: Mean(torch.tensor(total), torch.tensor(weight)) for name, (total, weight) in totals.items()}
+    plain, finished = _finished(totals, kinds)
+    return {name: Mean(torch.tensor(t), torch.tensor(w)) for name, (t, w) in plain.items()} | finished
+
+
+def _finished(totals: Mapping[str, tuple[float, float]], kinds: Mapping[str, type[Mean]]) -> tuple[Totals, Metrics]:
+    """What is left, and the means of a kind of their own, put together again from their entries."""
+    left, found = dict(totals), {}
+    for name, kind in kinds.items():
+        entries = [key for key in totals if key == name or key.startswith(f"{name}[")]
+        pairs = [left.pop(key) for key in entries]
+        if pairs:
+            found[name] = kind(*(torch.tensor(column) for column in zip(*pairs, strict=True)))
+    return left, found

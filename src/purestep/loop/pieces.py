@@ -53,7 +53,7 @@ def run_epoch(
         feed.close()
     for row in meter.rows(wait=True):
         total = meter_.add(total, row.values)
-    return state, meter_.as_means(total)
+    return state, meter_.as_means(total, meter.kinds)
 
 
 def evaluate(
@@ -96,7 +96,7 @@ def evaluate(
             feed.close()
     for row in meter.rows(wait=True):
         total = meter_.add(total, row.values)
-    return meter_.means(total)
+    return meter_.means(total, meter.kinds)
 
 
 def takes_index(eval_step: EvalStep) -> bool:
@@ -125,5 +125,5 @@ def check_pair(result: Any) -> tuple[Tree, Metrics]:
 
 def kind(batch: Any) -> Any:
     """What must stay the same from batch to batch: structure, dtypes and ranks."""
-    leaves, treedef = tree.flatten(batch)
+    leaves, treedef = tree.flatten(tree.dicts(batch))
     return treedef, tuple((x.dtype, x.dim()) if hasattr(x, "dim") else type(x) for x in leaves)

@@ -200,7 +200,7 @@ class _Fallback:
         try:
             found = self._chosen(state, *batch)
         except Exception as error:
-            if not compile_.stopped(error):
+            if not (compile_.stopped(error) or isinstance(error, compile_.DataDependent)):
                 raise
             warnings.warn(
                 f"the step cannot be compiled and runs in eager: {str(error).splitlines()[0]} "

@@ -9,6 +9,7 @@ from torch import nn
 from .. import ema as ema_
 from .. import model as model_
 from .. import precision as precision_
+from .. import scaler as scaler_
 from .. import transform
 from ..errors import ConfigError
 from ..types import Objective, Program, Static
@@ -31,6 +32,7 @@ def program(
     engine: Literal["func", "autograd", "auto"] = "auto",
     nonfinite: Literal["raise", "skip"] = "raise",
     keep_eval: tuple[str, ...] = (),
+    scaler: scaler_.Scaler | None = None,
 ) -> Program:
     """Pure steps from a module, an objective and a gradient transformation.
 
@@ -50,6 +52,7 @@ def program(
         nonfinite: what a loss or gradient that is not finite does: "raise" freezes the state until the host has
             looked (`fit` raises), "skip" goes on without that update.
         keep_eval: glob patterns of submodules that stay in eval mode.
+        scaler: of the loss; None: `scaler.dynamic()` for "16-mixed", none for the others.
 
     Raises:
         ConfigError: a setting out of range.
@@ -66,11 +69,13 @@ def program(
     """
     _check_choices(accumulate=accumulate, microbatches=microbatches, tail=tail, engine=engine, nonfinite=nonfinite)
     own = getattr(objective, "module", None)
+    policy = precision_.policy(precision)
     spec = Spec(
         template=model_.template(model, objective=own, keep_eval=keep_eval),
         objective=objective,
         tx=tx,
-        policy=precision_.policy(precision),
+        policy=policy,
+        scaler=scaler or (scaler_.dynamic() if policy.scaled else scaler_.none()),
         average=_average(ema),
         accumulate=accumulate,
         microbatches=microbatches,

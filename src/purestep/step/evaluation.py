@@ -26,7 +26,7 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
         with torch.no_grad(), _evaluating(state, index):
             bound = model_.bind(spec.template, state.params, state.frozen, state.buffers, train=False)
             with precision_.autocast(spec.policy, state.step.device):
-                found = spec.objective(bound, precision_.cast(spec.policy, batch), *context)
+                found = spec.objective(bound, precision_.cast(spec.policy, tree.dicts(batch)), *context)
             loss = check_loss(found, state.step.device)
         weight = torch.where(loss.weight > 0, loss.weight, torch.zeros_like(loss.weight))
         total = torch.where(loss.weight > 0, loss.mean.float() * weight, torch.zeros_like(weight))

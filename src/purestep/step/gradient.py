@@ -12,6 +12,7 @@ from .. import model as model_
 from .. import precision as precision_
 from .. import tree
 from ..errors import DataError, StepContractError
+from ..metrics import merge
 from ..types import Batch, Form, Loss, Mean, Params, TrainState
 from .parts import Micro, Spec, wide
 
@@ -19,7 +20,7 @@ from .parts import Micro, Spec, wide
 def _forward(spec: Spec, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Callable[[Params], Any]:
     """``named params -> (mean x scale, (loss, buffers))``, to be differentiated."""
     device = state.step.device
-    scale = spec.policy.scaler.scale(state.scaler)
+    scale = spec.scaler.scale(state.scaler)
 
     def forward(named: Params) -> tuple[Tensor, tuple[Loss, Params]]:
         bound = model_.bind(spec.template, named, state.frozen, state.buffers, train=True)
@@ -89,7 +90,7 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
     """One forward and backward pass."""
     forward = _forward(spec, state, batch, context)
     grads, (loss, buffers) = _value_and_grad(spec, forward, form.expand(state.params))
-    metrics = {name: finite_mean(mean.total, mean.weight) for name, mean in loss.metrics.items()}
+    metrics = {name: mean._replace(**finite_mean(*mean)._asdict()) for name, mean in loss.metrics.items()}
     metrics["loss"] = finite_mean(loss.mean.float() * loss.weight, loss.weight)
     return Micro(form.collect(grads), loss.mean, loss.weight, buffers, metrics)
 
@@ -103,6 +104,7 @@ def finite_mean(total: Tensor, weight: Tensor) -> Mean:
 
 def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
     """The batch in ``microbatches`` parts, their gradients summed by weight, as one."""
+    batch = tree.dicts(batch)
     if spec.microbatches == 1:
         return _micro(spec, form, state, batch, context)
     total = None
@@ -141,9 +143,6 @@ def times(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def _add(left: Micro, right: Micro) -> Micro:
-    metrics = {
-        name: Mean(mean.total + right.metrics[name].total, mean.weight + right.metrics[name].weight)
-        for name, mean in left.metrics.items()
-    }
+    metrics = merge(left.metrics, right.metrics)
     grads = {name: grad + right.grads[name] for name, grad in left.grads.items()}
     return Micro(grads, left.mean + right.mean, left.weight + right.weight, right.buffers, metrics)

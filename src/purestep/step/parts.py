@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import ema as ema_
 from .. import model as model_
 from .. import precision as precision_
+from .. import scaler as scaler_
 from .. import transform
 from ..types import Form, Metrics, Objective, Params
 
@@ -53,6 +54,7 @@ class Spec(NamedTuple):
     objective: Objective
     tx: transform.Transform
     policy: precision_.Policy
+    scaler: scaler_.Scaler
     average: ema_.Average
     accumulate: int
     microbatches: int

@@ -41,7 +41,7 @@ def init_of(spec: Spec, module: nn.Module, own: nn.Module | None) -> Callable[..
             buffers=buffers,
             opt_state=spec.tx.init(params),
             ema=spec.average.init(params, buffers),
-            scaler=spec.policy.scaler.init(target),
+            scaler=spec.scaler.init(target),
             accum=_open_window(spec, params, target),
             halted=_count(target) if spec.halts else Empty(),
             key=rng.key(seed),

@@ -124,7 +124,7 @@ def _apply(
         verdict: shape=(); nan where a loss was not finite.
         buffers: as the forward pass left them, for an average of them.
     """
-    scale = spec.policy.scaler.scale(state.scaler)
+    scale = spec.scaler.scale(state.scaler)
     if scale is not None:
         inverse = scale.reciprocal()
         grads = {name: g * inverse.to(g.dtype) for name, g in grads.items()}
@@ -138,7 +138,7 @@ def _apply(
     average = spec.average.update(state.ema, params, buffers, state.updates)
     kept = tree.where(applied, (params, opt_state, average), (state.params, state.opt_state, state.ema))
     attempted = ~nothing & ~halted
-    scaler = tree.where(attempted, spec.policy.scaler.update(state.scaler, finite), state.scaler)
+    scaler = tree.where(attempted, spec.scaler.update(state.scaler, finite), state.scaler)
     new = state._replace(
         updates=state.updates + applied,
         params=kept[0],
@@ -159,7 +159,7 @@ def _halted(state: TrainState) -> Tensor:
 def _halt(spec: Spec, state: TrainState, finite: Tensor, scaler: Tree) -> Tree:
     if isinstance(state.halted, Empty):
         return state.halted
-    stops = spec.policy.scaler.exhausted(scaler, finite) & (state.halted == 0)
+    stops = spec.scaler.exhausted(scaler, finite) & (state.halted == 0)
     return torch.where(stops, state.step + 1, state.halted)
 
 
