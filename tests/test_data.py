@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -649,20 +650,43 @@ def test_workers_left_in_the_middle_end_at_once():
     assert torch.multiprocessing.active_children() == []
 
 
-class Deaf(Slow):
+class Deaf(Plain):
     def __getitem__(self, index: int) -> Tensor:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return super().__getitem__(index)
 
 
 def test_a_worker_that_does_not_obey_is_killed_without_an_error():
-    feed = open_feed(DataLoader(Deaf(4), batch_size=1, num_workers=1))
+    feed = open_feed(DataLoader(Deaf(8), batch_size=1, num_workers=2))
     batches = feed.epoch(0)
     assert next(batches) == 0.0
     batches.close()  # pyright: ignore[reportAttributeAccessIssue]  # a generator
     time.sleep(0.01)  # where torch would raise: "DataLoader worker is killed by signal"
     assert torch.multiprocessing.active_children() == []
     assert values(open_feed(DataLoader(Plain(2), num_workers=1))) == [[0.0], [1.0]]
+
+
+def trainer(reading: int, writing: int) -> None:
+    os.close(reading)
+    batches = open_feed(DataLoader(Slow(4), num_workers=2)).epoch(0)
+    next(batches)
+    os.write(writing, b"!")
+    time.sleep(60)
+    batches.close()  # pyright: ignore[reportAttributeAccessIssue]  # not reached; until here the workers are held
+
+
+def test_a_killed_trainer_leaves_no_worker_behind():
+    reading, writing = os.pipe()
+    process = multiprocessing.get_context("fork").Process(target=trainer, args=(reading, writing))
+    process.start()
+    os.close(writing)
+    assert os.read(reading, 1) == b"!"
+    began = time.monotonic()
+    process.kill()
+    assert os.read(reading, 1) == b""  # nobody holds the other end any more: the workers, one of them asleep, are gone
+    assert time.monotonic() - began < 30  # against the 60 that it would sleep
+    os.close(reading)
+    process.join()
 
 
 # Positions of another loader.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,14 +60,13 @@ class Engine:
         """End the workers: by SIGTERM, which they obey in Python code, else by SIGKILL."""
         workers, self._workers, self._loader = self._workers, [], None
         with _children_unwatched():
-            for worker in workers:
-                if worker.is_alive():
-                    worker.terminate()
-            for worker in workers:
-                worker.join(1.0)
-                if worker.is_alive():
-                    worker.kill()
-                    worker.join(1.0)
+            for end in ("terminate", "kill"):
+                alive = [worker for worker in workers if worker.is_alive()]
+                for worker in alive:
+                    getattr(worker, end)()
+                deadline = time.monotonic() + 1.0
+                for worker in alive:
+                    worker.join(max(0.0, deadline - time.monotonic()))
 
     def _build(self) -> DataLoader[Any]:
         like = self._like
@@ -118,8 +118,16 @@ class _WorkerStart:
         for name in ("SIGINT", "SIGUSR1"):
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
+        threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
         if self.then is not None:
             self.then(worker)
+
+
+def _follow(parent: int) -> None:
+    """End with the parent, were it killed: torch looks for it only between two batches."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _leave(signum: int, frame: Any) -> None:
