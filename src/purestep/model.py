@@ -29,7 +29,8 @@ class Names(NamedTuple):
     frozen: tuple[str, ...]  # requires_grad=False
     buffers: tuple[str, ...]
     persistent: frozenset[str]  # buffers that a state_dict holds
-    ties: dict[str, str]  # alias -> the name it is trained under
+    ties: dict[str, str]  # alias -> the name it goes by here, as a state_dict has it
+    aliases: dict[str, str]  # the same, of those that are attributes of their own and so must be set in every call
 
 
 class Template(NamedTuple):
@@ -56,9 +57,7 @@ class Bound:
         self.frozen = frozen
         self.buffers = buffers
         self.training = train
-        tensors = {**params, **frozen}
-        tensors.update({alias: tensors[name] for alias, name in template.names.ties.items()})
-        self._tensors = {_inner(name): tensor for name, tensor in tensors.items()}
+        self._tensors = {_inner(name): tensor for name, tensor in {**params, **frozen}.items()}
 
     @property
     def module(self) -> nn.Module:
@@ -89,7 +88,8 @@ class Bound:
 
     def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = {**self._tensors, **{_inner(name): buffer for name, buffer in self.buffers.items()}}
-        # Ties are resolved above, once, instead of in every call.
+        tensors.update({_inner(alias): tensors[_inner(name)] for alias, name in self._names.aliases.items()})
+        # Ties are known, so that functional_call need not look for them in every call.
         call = (self._names.buffers, target, method, args, kwargs)
         output, written = functional_call(self._module, tensors, call, tie_weights=False)
         if self.buffers:
@@ -128,8 +128,7 @@ def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval
         ConfigError: a pattern of ``keep_eval`` that matches no submodule.
     """
     names = _names(module, objective)
-    hollow = _hollow(module), None if objective is None else _hollow(objective)
-    train, evaluation = _Dispatch(*hollow), _Dispatch(_hollow(module), None if objective is None else hollow[1])
+    train, evaluation = _hollow_pair(module, objective), _hollow_pair(module, objective)
     train.train()
     evaluation.eval()
     _keep_eval(train.model, keep_eval)
@@ -148,58 +147,90 @@ def tensors(module: nn.Module, objective: nn.Module | None = None) -> tuple[Para
     """``(params, frozen, buffers)`` of a module as they are now, by name, tied ones once, not copied."""
     params: Params = {}
     frozen: Params = {}
-    for name, parameter in _named_parameters(module, objective):
+    for name, parameter in _first(_parameters(module, objective)).items():
         (params if parameter.requires_grad else frozen)[name] = parameter.detach()
-    buffers = {name: buffer.detach() for name, buffer in _named_buffers(module, objective)}
+    buffers = {name: buffer.detach() for name, buffer in _first(_buffers(module, objective)).items()}
     return params, frozen, buffers
 
 
-def _named_parameters(module: nn.Module, objective: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
-    own = [] if objective is None else [(OBJECTIVE + name, p) for name, p in objective.named_parameters()]
-    return [*module.named_parameters(), *own]
+_Named = list[tuple[str, Tensor]]
+"""Of every name a tensor goes by, tied ones under each."""
 
 
-def _named_buffers(module: nn.Module, objective: nn.Module | None) -> list[tuple[str, Tensor]]:
-    own = [] if objective is None else [(OBJECTIVE + name, b) for name, b in objective.named_buffers()]
-    return [*module.named_buffers(), *own]
+def _parameters(module: nn.Module, objective: nn.Module | None) -> _Named:
+    own = [] if objective is None else objective.named_parameters(prefix=OBJECTIVE[:-1], remove_duplicate=False)
+    return [*module.named_parameters(remove_duplicate=False), *own]
+
+
+def _buffers(module: nn.Module, objective: nn.Module | None) -> _Named:
+    own = [] if objective is None else objective.named_buffers(prefix=OBJECTIVE[:-1], remove_duplicate=False)
+    return [*module.named_buffers(remove_duplicate=False), *own]
+
+
+def _first(named: _Named) -> dict[str, Tensor]:
+    """Each tensor once, under its first name."""
+    ties = _ties(named)
+    return {name: value for name, value in named if name not in ties}
+
+
+def _ties(named: _Named) -> dict[str, str]:
+    first: dict[int, str] = {}
+    return {name: known for name, value in named if (known := first.setdefault(id(value), name)) != name}
 
 
 def _names(module: nn.Module, objective: nn.Module | None) -> Names:
-    params: list[str] = []
-    frozen: list[str] = []
-    for name, parameter in _named_parameters(module, objective):
-        _check_parameter(name, parameter)
-        (params if parameter.requires_grad else frozen).append(name)
-    buffers = [name for name, _ in _named_buffers(module, objective)]
+    taken = [name for name, _ in (*_parameters(module, None), *_buffers(module, None)) if name.startswith(OBJECTIVE)]
+    if taken:
+        raise StateError(
+            "the name is kept for the objective's own tensors", where=taken[0], hint="rename the submodule 'objective'"
+        )
+    parameters, buffers = _parameters(module, objective), _buffers(module, objective)
+    for name, value in (*parameters, *buffers):
+        _check_tensor(name, value)
+    found = _first(parameters)
+    params = tuple(name for name, parameter in found.items() if parameter.requires_grad)
     if not params:
         raise StateError(
             "the module has no parameter with requires_grad=True",
             where=type(module).__name__,
             hint="module.requires_grad_(True), or there is nothing to train",
         )
-    clash = [name for name in (*params, *frozen, *buffers) if (*params, *frozen, *buffers).count(name) > 1]
-    if clash:
-        raise StateError(
-            "the module and the objective both have this name", where=clash[0], hint="rename the submodule 'objective'"
-        )
-    return Names(tuple(params), tuple(frozen), tuple(buffers), _persistent(module, objective), _ties(module))
+    frozen = tuple(name for name in found if name not in set(params))
+    persistent = _persistent(module, objective)
+    ties = _ties(parameters) | _ties(buffers)
+    saved = {alias: name for alias, name in ties.items() if name in found or {alias, name} <= persistent}
+    return Names(params, frozen, tuple(_first(buffers)), persistent, saved, _attributes(module, objective, ties))
 
 
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
+def _attributes(module: nn.Module, objective: nn.Module | None, ties: dict[str, str]) -> dict[str, str]:
+    """Ties without those of a module that is used twice: its one attribute is set under its first name."""
+    seen: set[tuple[int, str]] = set()
+    found: dict[str, str] = {}
+    for name, _ in (*_parameters(module, objective), *_buffers(module, objective)):
+        root = objective if name.startswith(OBJECTIVE) and objective is not None else module
+        owner, _, attribute = name.removeprefix(OBJECTIVE).rpartition(".")
+        slot = id(root.get_submodule(owner)), attribute
+        if name in ties and slot not in seen:
+            found[name] = ties[name]
+        seen.add(slot)
+    return found
+
+
+def _check_tensor(name: str, value: Tensor) -> None:
+    if nn.parameter.is_lazy(value):
         raise StateError("is lazy and has no shape yet", where=name, hint="run one forward pass before ps.program")
-    if parameter.is_floating_point():
+    if value.is_floating_point() or not isinstance(value, nn.Parameter):
         return
     cure = f"module.register_buffer({name.rpartition('.')[2]!r}, ...) for what is not trained"
-    if parameter.is_complex():
+    if value.is_complex():
         cure = "hold real and imaginary part as one real parameter and use torch.view_as_complex in forward"
-    raise StateError(f"is a parameter of dtype {parameter.dtype}; floating point is needed", where=name, hint=cure)
+    raise StateError(f"is a parameter of dtype {value.dtype}; floating point is needed", where=name, hint=cure)
 
 
 def _persistent(module: nn.Module, objective: nn.Module | None) -> frozenset[str]:
     found: set[str] = set()
     for prefix, root in (("", module), (OBJECTIVE, objective)):
-        for path, owner in () if root is None else root.named_modules():
+        for path, owner in () if root is None else root.named_modules(remove_duplicate=False):
             start = f"{prefix}{path}." if path else prefix
             found |= {start + name for name in _saved_buffers(owner)}
     return frozenset(found)
@@ -213,14 +244,8 @@ def _saved_buffers(owner: nn.Module) -> set[str]:
     return set(kept) & {name for name, _ in owner.named_buffers(recurse=False)}
 
 
-def _ties(module: nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    ties: dict[str, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        if known != name:
-            ties[name] = known
-    return ties
+def _hollow_pair(module: nn.Module, objective: nn.Module | None) -> _Dispatch:
+    return _Dispatch(_hollow(module), None if objective is None else _hollow(objective))
 
 
 def _hollow(module: nn.Module) -> nn.Module:
@@ -243,7 +268,7 @@ def _hollow(module: nn.Module) -> nn.Module:
 
 def _keep_eval(module: nn.Module, patterns: Iterable[str]) -> None:
     known = [name for name, _ in module.named_modules() if name]
-    for pattern in patterns:
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         matched = [name for name in known if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
         if not matched:
             raise ConfigError(f"{pattern!r} matches no submodule", where="keep_eval", hint=f"one of {known}")

@@ -69,7 +69,11 @@ def supervised(
         del context  # a supervised loss depends on the batch alone
         inputs, targets = split(batch)
         outputs = run(model, inputs)
-        mean = criterion(outputs, targets) if module is None else _own(model, module)(outputs, targets)
+        mean: Any = criterion(outputs, targets) if module is None else _own(model, module)(outputs, targets)
+        if not isinstance(mean, Tensor):
+            raise StepContractError(
+                f"the criterion returned a {type(mean).__name__}", where="criterion", hint="return a 0-d tensor"
+            )
         weight = _weight(criterion, _own_weight(model, module), outputs, targets, mean)
         values = {name: as_mean(metric(outputs, targets), targets) for name, metric in measured.items()}
         return Loss(mean, weight, values)
@@ -228,8 +232,9 @@ def masked_sse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "ba
             where="masked_reconstruction",
             hint="three tensors of one shape, the mask of dtype bool",
         )
-    # No boolean indexing: its result has a shape that depends on the data, which no graph can hold.
-    total = ((x_recon - x).square() * mask).sum()
+    # No boolean indexing: its result has a shape that depends on the data, which no graph can hold. No product with
+    # the mask: nan x 0 is nan, and what is not scored may be missing.
+    total = torch.where(mask, x_recon - x, torch.zeros_like(x_recon)).square().sum()
     if reduction == "sum":
         return total
     return total / (mask.sum().clamp(min=1) if reduction == "mean" else len(x))
@@ -273,11 +278,14 @@ def _weight(criterion: Any, class_weight: Tensor | None, outputs: Any, targets: 
 
 def _counted_targets(targets: Tensor, ignore_index: int, class_weight: Tensor | None) -> Tensor:
     if targets.is_floating_point():  # class probabilities: torch divides by the number of rows, weights or not
-        return torch.full((), targets.numel() // targets.shape[1], dtype=torch.float32, device=targets.device)
+        classes = targets.shape[min(1, targets.dim() - 1)]
+        return torch.full((), targets.numel() // classes, dtype=torch.float32, device=targets.device)
     counted = targets != ignore_index
     if class_weight is None:
         return counted.sum().to(torch.float32)
-    of_target = class_weight[torch.where(counted, targets, torch.zeros_like(targets))]
+    # Summed in at least float32: 257 targets of weight 1 are 256 in bfloat16.
+    wide = class_weight.to(torch.promote_types(class_weight.dtype, torch.float32))
+    of_target = wide[torch.where(counted, targets, torch.zeros_like(targets)).long()]
     return (of_target * counted).sum().to(torch.float32)
 
 

@@ -109,12 +109,14 @@ def states(state: Tree) -> list[TrainState]:
 class Store:
     """Static buffers, the named tree over them, and the generation."""
 
-    def __init__(self, state: Tree, layout: packed_.Layout | None) -> None:
+    def __init__(self, state: Tree, layout: packed_.Layout | None, *, adopt: bool = False) -> None:
         self.layout = layout
         packed = state if layout is None else packed_.pack(layout, state)
         assert packed is not None
         self.slots = place(packed)
-        self.buffers = self._fill(tree.leaves(packed), shared=_frozen(packed))
+        leaves = tree.leaves(packed)
+        given = set[int]() if adopt else {id(leaf) for leaf in tree.leaves(state)} - _frozen(packed)
+        self.buffers = self._fill(leaves, copied=given)
         keys = [found.key.clone() for found in states(packed)]
         whole = tree.unflatten(self.slots.treedef, self.slots.gather(self.buffers, keys))
         self.named = whole if layout is None else packed_.unpack(layout, whole)
@@ -124,12 +126,12 @@ class Store:
         self.parts = [tuple(found) for found in states(self.named)]
         self._single = isinstance(self.named, TrainState)
 
-    def _fill(self, leaves: list[Tensor], *, shared: set[int]) -> list[Tensor]:
+    def _fill(self, leaves: list[Tensor], *, copied: set[int]) -> list[Tensor]:
         chosen = {
             kind: [x for x, (k, _) in zip(leaves, self.slots.places, strict=True) if k == kind] for kind in _KINDS
         }
         device = next((x.device for x in leaves if x.device.type != "cpu"), torch.device("cpu"))
-        own = [x if id(x) in shared else x.detach().clone() for x in chosen["own"]]
+        own = [x.detach().clone() if id(x) in copied else x for x in chosen["own"]]
         return [
             torch.stack(chosen["int64"]) if chosen["int64"] else torch.zeros(0, dtype=torch.int64, device=device),
             torch.stack(chosen["float32"]) if chosen["float32"] else torch.zeros(0, device=device),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from .graphs import Graphs, Options
 def compile_step(
     step: Callable[..., tuple[Any, Metrics]],
     *,
-    donate: bool = False,
+    donate: bool | Literal["init"] = False,
     capture: str = "auto",
     backend: Any = "inductor",
     options: Mapping[str, Any] | None = None,
@@ -33,7 +33,7 @@ def compile_step(
         step: ``(state, batch, *context) -> (state, metrics)``, a program's or one's own.
         donate: write the new state into the memory of the old one. The first state that goes in is copied and stays
             valid; each state that comes out is dead once it went in again: reading it raises StateError, and tensors
-            taken out of it before may show new values.
+            taken out of it before may show new values. "init": the first state's memory is taken over as well.
         capture: "dynamo" (torch.compile), "trace" (Python runs once, as under jax.jit) or "auto": the trace, which is
             faster to call, and Dynamo where it does not work.
         backend: of torch.compile.
@@ -65,7 +65,7 @@ def compile_step(
 def compile_program(
     program: Program,
     *,
-    donate: bool = False,
+    donate: bool | Literal["init"] = False,
     capture: str = "auto",
     backend: Any = "inductor",
     options: Mapping[str, Any] | None = None,
@@ -104,7 +104,7 @@ class CompiledStep:
         step: Callable[..., Any],
         static: Static | None,
         *,
-        donate: bool,
+        donate: bool | Literal["init"],
         options: Options,
         flush: bool = False,
         layouts: dict[Any, packed_.Layout | None] | None = None,
@@ -155,7 +155,7 @@ class CompiledStep:
         """Copy a plain state into buffers of its own."""
         live_.check_alive(state)
         given = live_.plain(state)
-        return self._share_slots(live_.Store(given, self._layout(given)))
+        return self._share_slots(live_.Store(given, self._layout(given), adopt=self.donate == "init"))
 
     def _share_slots(self, store: live_.Store) -> live_.Store:
         # Stores of one structure share their slots object, whose identity is the key of the graphs.

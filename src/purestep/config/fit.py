@@ -104,8 +104,9 @@ class FitConfig(BaseModel):
     loader, where 0 leaves an evaluation loader out. None: all."""
 
     rollback: fields.AtLeast0 = 0
-    """How often a run may go back to its last snapshot after a loss or gradient that is not finite, before
-    `NonFiniteError` is raised: at least 0."""
+    """How often a run may go back to its last good state (kept in memory at the start and after every evaluation) after
+    a loss or gradient that is not finite, and go on behind the batches between, before `NonFiniteError` is raised: at
+    least 0."""
 
     progress: fields.Flag = True
     """A progress bar on a terminal and plain lines elsewhere. False: silence."""

@@ -27,6 +27,7 @@ from .judging import Judge, below_minimum, judge, limit_reached
 from .ledger import Ledger, Tag
 from .pieces import check_pair, evaluate, kind
 from .record import Cell, FitResult, Record, cell, from_json, to_json, with_row
+from .rollback import Keeper
 
 
 def fit(
@@ -114,6 +115,8 @@ class _Run:
         self.window = program.static.accumulate if program.static else 1
         self.left = setup.window_left(self.state, self.window)
         self.ledger = Ledger(config.log_every)
+        self.keeper = Keeper(config.rollback)
+        self.keeper.keep(self.state, self.record)
         self.ending: str | None = None
         self.begun = time.monotonic()
         self.first_batch: Any = None
@@ -216,9 +219,22 @@ class _Run:
 
     def _settle(self, *, wait: bool) -> None:
         """Take in the metrics that have arrived."""
-        self.record, lines = self.ledger.settle(self.record, self.state, wait=wait)
+        try:
+            self.record, lines = self.ledger.settle(self.record, self.state, wait=wait)
+        except NonFiniteError as error:
+            self._go_back(error)
+            return
         for line in lines:
             self._tell(line)
+
+    def _go_back(self, error: NonFiniteError) -> None:
+        found = self.keeper.back(self.state, self.record)
+        if found is None:
+            raise error
+        self.ledger.forget()
+        self.state, self.record = found
+        self.left = setup.window_left(self.state, self.window)
+        setup.log.warning("went back to update %d: %s", self.record.updates, error)
 
     # --- boundaries ---------------------------------------------------------------------------------------------------
 
@@ -249,6 +265,7 @@ class _Run:
         self.judge = self.judge.check(record, self.feeds.evaluation)
         self.record = self.judge.judge(record, row)
         improved = self.judge.improved(before, self.record)
+        self.keeper.keep(self.state, self.record)
         if self.judge.stops(self.record):
             self.ending = self.ending or "early_stopping"
         shown = {name: cell(value) for name, value in row.items()}

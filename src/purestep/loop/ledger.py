@@ -73,6 +73,11 @@ class Ledger:
                 lines.append(self._line(row.tag, record))
         return record, lines
 
+    def forget(self) -> None:
+        """What is on its way belongs to calls that are undone."""
+        self._meter.rows(wait=True)
+        self.pending = 0
+
     def _take(self, row: Row, record: Record, state: Tree) -> Record:
         applied = int(row.values.get("applied", (1.0, 1.0))[0]) if row.tag.closing else 0
         if row.tag.closing:

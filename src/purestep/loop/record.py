@@ -25,6 +25,7 @@ class Record(NamedTuple):
     best: stopping.Record = stopping.init()
     best_step: int | None = None  # the snapshot that holds it
     evaluations: int = 0  # rows with a value of the monitor, which early stopping counts
+    rollbacks: int = 0  # how often the run went back to a good state
     history: Mapping[str, list[Cell]] = MappingProxyType({})
     elapsed: float = 0.0  # seconds spent in the run so far
 

@@ -57,19 +57,45 @@ def check_loss(loss: Any, device: torch.device) -> Loss:
             where="objective",
             hint="batch = ps.to_device(batch, state)",
         )
-    given: Any = loss.weight
-    weight = given if isinstance(given, Tensor) else torch.full((), given, device=device)
-    return Loss(mean.to(wide(mean.dtype)), weight.to(device=device, dtype=torch.float32), loss.metrics)
+    return Loss(mean.to(wide(mean.dtype)), _weight(loss.weight, device), _checked_metrics(loss.metrics))
+
+
+def _weight(given: Any, device: torch.device) -> Tensor:
+    weight = torch.full((), given, device=device) if isinstance(given, int | float) else given
+    if not isinstance(weight, Tensor) or weight.dim() != 0 or weight.is_complex():
+        found = f"of shape {list(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
+        raise StepContractError(
+            f"the weight of the loss is {found}; a scalar is needed",
+            where="objective",
+            hint="weight: what `mean` is a mean over, as a number or a 0-d tensor",
+        )
+    return weight.to(device=device, dtype=torch.float32)
+
+
+def _checked_metrics(given: Any) -> Metrics:
+    found: dict[str, Any] = cast(Any, given) if isinstance(given, dict) else {"": given}
+    for name, mean in found.items():
+        if not isinstance(mean, Mean):
+            raise StepContractError(
+                f"is a {type(mean).__name__}, not a Mean",
+                where="metrics" + (f"/{name}" if name else ""),
+                hint="ps.Loss(mean, weight, {name: ps.Mean(total, weight)})",
+            )
+    return found
 
 
 def _check_connected(mean: Tensor) -> None:
     # torch.func.grad of a detached loss returns zeros without a word. Dynamo cannot ask, so fit asks before compiling.
     if not torch.compiler.is_compiling() and not mean.requires_grad:
-        raise StepContractError(
-            "the loss does not depend on the parameters: every gradient would be zero",
-            where="objective",
-            hint="take out .detach(), .item() or torch.no_grad() between model(...) and the loss",
-        )
+        raise _not_connected()
+
+
+def _not_connected() -> StepContractError:
+    return StepContractError(
+        "the loss does not depend on the parameters: every gradient would be zero",
+        where="objective",
+        hint="take out .detach(), .item() or torch.no_grad() between model(...) and the loss",
+    )
 
 
 def _value_and_grad(spec: Spec, forward: Callable[[Params], Any], named: Params) -> tuple[Params, Any]:
@@ -82,8 +108,11 @@ def _value_and_grad(spec: Spec, forward: Callable[[Params], Any], named: Params)
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in named.items()}
         scaled, extra = forward(leaves)
-        found = torch.autograd.grad(scaled, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return dict(zip(leaves, found, strict=True)), extra
+        found = torch.autograd.grad(scaled, list(leaves.values()), allow_unused=True)
+    if all(grad is None for grad in found):
+        raise _not_connected()
+    pairs = zip(leaves.items(), found, strict=True)
+    return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}, extra
 
 
 def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
@@ -112,7 +141,7 @@ def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: 
         micro = _micro(spec, form, state, part, context)
         state = state._replace(buffers=micro.buffers)
         weighted = tree.map(lambda g, w=micro.weight: times(g.to(wide(g.dtype)), w), micro.grads)
-        summed = Micro(weighted, micro.mean * micro.weight, micro.weight, micro.buffers, micro.metrics)
+        summed = Micro(weighted, times(micro.mean, micro.weight), micro.weight, micro.buffers, micro.metrics)
         total = summed if total is None else _add(total, summed)
     assert total is not None
     divisor = total.weight.clamp(min=torch.finfo(torch.float32).tiny)
@@ -120,7 +149,7 @@ def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: 
         name: torch.where(total.weight > 0, g / divisor, g).to(state.params[name].dtype)
         for name, g in total.grads.items()
     }
-    return total._replace(grads=grads, mean=torch.where(total.weight > 0, total.mean / divisor, total.mean))
+    return total._replace(grads=grads, mean=total.mean / divisor)
 
 
 def _parts(batch: Batch, count: int) -> Iterator[Batch]:

@@ -1,0 +1,41 @@
+"""Going back: a good state is kept, and taken up again when a loss or gradient is not finite."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import tree
+from ..types import TrainState, Tree
+from .record import Record
+
+
+class Keeper:
+    """The last good state and its record, where a run may go back; nothing is kept where it may not.
+
+    Args:
+        allowed: how often, in one run, >= 0.
+    """
+
+    def __init__(self, allowed: int) -> None:
+        self._allowed = allowed
+        self._kept: tuple[TrainState, Record] | None = None
+
+    def keep(self, state: Tree, record: Record) -> None:
+        """This is a good state: everything known about it has arrived and is finite."""
+        if self._allowed and isinstance(state, TrainState):
+            self._kept = tree.clone(TrainState(*state)), record
+
+    def back(self, state: Tree, record: Record) -> tuple[TrainState, Record] | None:
+        """The kept state with the counters of the present one, and a record that goes on behind the batches between.
+
+        Calls, key and place in the data go on: what led to the bad step is not repeated. None where there is nothing
+        to go back to, or it has been done as often as it may be.
+        """
+        if self._kept is None or record.rollbacks >= self._allowed or not isinstance(state, TrainState):
+            return None
+        good, then = self._kept
+        calls = torch.full_like(good.step, record.calls)
+        key = torch.tensor([int(state.key[0]), record.calls], dtype=torch.int64)
+        return tree.clone(good)._replace(step=calls, key=key), record._replace(
+            updates=then.updates, interval=then.interval, last=then.last, rollbacks=record.rollbacks + 1
+        )
