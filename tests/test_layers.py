@@ -294,7 +294,7 @@ def state():
             torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.is_grad_enabled())
 before = state()
 {body}
-heavy = {{name.split(".")[0] for name in sys.modules}} & {{"jax", "orbax"}}
+heavy = {{name.split(".")[0] for name in sys.modules}} & {{"jax", "orbax", "sympy"}}  # sympy: Dynamo, a second
 print("same" if state() == before else "changed", *sorted(heavy))
 """
 

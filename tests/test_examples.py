@@ -1,0 +1,109 @@
+"""The shipped examples, made small and run: they cannot rot."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+FILES = sorted(EXAMPLES.glob("*.py"))
+
+
+def load(name: str) -> ModuleType:
+    """An example as a module; importing it trains nothing."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their annotations up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(name: str, tmp_path: Path, **fields: Any) -> float:
+    module = load(name)
+    return module.main(module.Config(runs=tmp_path / name, **fields))
+
+
+def test_digits_learns_and_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    small = {"width": 8, "batch_size": 128, "ema": 0.8}
+    first = run("digits", tmp_path, epochs=2, **small)
+    assert first > 0.3  # a guess is right once in ten
+    assert f"test accuracy {100 * first:.1f} % (EMA)" == capsys.readouterr().out.splitlines()[-1]
+    finished = run("digits", tmp_path, epochs=2, **small)
+    assert finished == first  # the second run finds nothing left to do
+    assert run("digits", tmp_path, epochs=2, fresh=True, **small) == first  # nor does starting again change anything
+
+
+def test_digits_gives_what_an_uninterrupted_run_gives(tmp_path: Path):
+    digits = load("digits")
+    small = {"width": 4, "batch_size": 256, "ema": 0.5, "epochs": 3}
+    whole = digits.main(digits.Config(runs=tmp_path / "whole", **small))
+
+    fit = digits.ps.fit
+    interrupted = {"runs": 0}
+
+    def stop_early(*args: Any, **fields: Any) -> Any:
+        interrupted["runs"] += 1
+        return fit(*args, callbacks=[stop_after_one_epoch], **fields)
+
+    def stop_after_one_epoch(event: Any) -> Any:
+        if isinstance(event, digits.ps.events.EpochEnd):
+            return digits.ps.Stop("interrupted")
+        return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits.ps, "fit", stop_early)
+        digits.main(digits.Config(runs=tmp_path / "parts", **small))
+    assert interrupted["runs"] == 1
+    assert digits.main(digits.Config(runs=tmp_path / "parts", **small)) == whole
+
+
+def test_byte_lm_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    small = {"updates": 12, "batch_size": 4, "context": 32, "width": 32, "heads": 2, "layers": 1, "sample": 20}
+    bits = run("byte_lm", tmp_path, **small)
+    assert bits < 7.9  # 8 is a uniform guess
+    sample, *_, last = capsys.readouterr().out.split("def ")[-1], f"held-out bits per byte {bits:.2f}"
+    assert last in sample
+
+
+def test_custom_step_trains_both_networks(tmp_path: Path):
+    assert 0 <= run("custom_step", tmp_path, epochs=1, points=1024, width=8) <= 1
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_custom_step_is_compiled(tmp_path: Path):
+    assert 0 <= run("custom_step", tmp_path, epochs=1, points=512, width=8, compile=True) <= 1
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_example_is_one_short_file_that_says_how_to_run_it(path: Path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert f"python examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
+    assert f"`{path.name}`" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.compile
+def test_the_readme_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its blocks are one program. The one that compiles takes a backend that needs no C++ compiler and little time."""
+    import purestep as ps
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ps, "compile_step", functools.partial(ps.compile_step, backend="aot_eager"))
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(blocks) > 4
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    assert names["result"].history["val_accuracy"][-1] > 0.9
