@@ -11,7 +11,7 @@ reported once and does not end the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -37,6 +37,7 @@ class FitStart:
     batches: int | None  # micro-batches an epoch, None where the loader has no length
     directory: Path | None  # of the snapshots
     resumed: bool
+    history: Mapping[str, list[Any]] = field(default_factory=dict[str, list[Any]])  # of the run so far
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,14 +164,13 @@ class _Run:
             self.snapshots.begin(updates=record.updates, epoch=record.epoch)
         self.ending = limit_reached(self.config, record)
         epochs, steps = (None if limit == -1 else limit for limit in (self.config.epochs, self.config.steps))
-        self._tell(
-            events.FitStart(self.state, record.epoch, record.updates, epochs, steps, length, directory, self.resumed)
-        )
+        place = record.epoch, record.updates, epochs, steps, length
+        self._tell(events.FitStart(self.state, *place, directory, self.resumed, dict(record.history)))
 
     def _epoch(self) -> None:
         """The batches of one epoch, with a boundary at its end and at every interval inside."""
         fed = self.ledger.timed(self.feeds.train.epoch(self.record.epoch, self.record.batch))
-        for batch in self.signals.watch(data.prefetch(fed, data.device_of(self.state))):
+        for batch in data.prefetch(self.signals.watch(fed), data.device_of(self.state)):
             self._step(batch)
             self._inside()
             self._between()

@@ -11,6 +11,7 @@ import io
 import json
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias, cast
@@ -38,16 +39,15 @@ class History:
             self._write()
         elif isinstance(event, FitEnd):
             # The history of the run came through its snapshots, so it is right even where this file was lost.
-            self._rows = [
-                {key: finite(values[index]) for key, values in event.history.items() if index < len(values)}
-                for index in range(max(map(len, event.history.values()), default=0))
-            ]
+            self._rows = _as_rows(event.history)
             self._write()
 
     def _kept(self, event: FitStart) -> list[Row]:
         if not event.resumed:
             set_aside(self.path)
             return []
+        if event.history:
+            return _as_rows(event.history)
         try:
             stored = read_json(self.path)
         except FileNotFoundError:
@@ -65,6 +65,13 @@ class History:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+def _as_rows(history: Mapping[str, list[Any]]) -> list[Row]:
+    return [
+        {key: finite(values[index]) for key, values in history.items() if index < len(values)}
+        for index in range(max(map(len, history.values()), default=0))
+    ]
 
 
 def history_json(path: Path | str) -> History:
