@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import importlib
 import statistics
 import sys
 import time
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import data, tree
+from .errors import ConfigError
 from .types import Tree
 
 
@@ -30,7 +31,7 @@ class Report(NamedTuple):
     timings: list[Timing]
     graphs: int | None  # compiled graphs of the step, None for one that is not compiled
     recompiles: int | None  # graphs made after the first block
-    peak_bytes: int  # of the process (CPU) or of the device's allocator (CUDA)
+    peak_bytes: int  # of the process (CPU; 0 where the system does not tell) or of the device's allocator (CUDA)
     device: str
 
     @property
@@ -71,12 +72,17 @@ def benchmark(
         calls: of one turn, >= 1.
         blocks: turns, >= 2; one more is run first and not counted.
 
+    Raises:
+        ConfigError: fewer calls or blocks.
+
     Example:
         >>> import torch
         >>> report = benchmark(lambda s, b: (s + b, {}), torch.zeros(()), torch.ones(()), calls=2, blocks=2)
         >>> len(report.timings)
         1
     """
+    if calls < 1 or blocks < 2:
+        raise ConfigError(f"calls={calls}, blocks={blocks}", where="benchmark", hint="calls >= 1, blocks >= 2")
     device = data.device_of(state)
     contestants = [_Contestant(step, state, batch)]
     if against is not None:
@@ -128,6 +134,9 @@ def _timing(found: _Contestant, times: list[float]) -> Timing:
 def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return 0
+    resource: Any = importlib.import_module("resource")  # not on Windows
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -72,6 +73,25 @@ def cast(policy: Policy, batch: Tree) -> Tree:
     return tree.map(leaf, batch)
 
 
+def usable(name: str | torch.device) -> torch.device:
+    """The device of that name, if this machine has it.
+
+    Raises:
+        ConfigError: it has not.
+
+    Example:
+        >>> usable("cpu")
+        device(type='cpu')
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # an AssertionError where torch was built without CUDA
+        words = str(error).partition(". ")[0]  # torch goes on to list every backend it knows
+        raise ConfigError(f"no device {str(name)!r} here: {words}", where="device", hint='device="cpu"') from error
+    return device
+
+
 def check(policy: Policy, device: torch.device) -> None:
     """Run a product of two small matrices as a step would.
 
@@ -85,9 +105,12 @@ def check(policy: Policy, device: torch.device) -> None:
         emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
         if emulated and torch.bfloat16 in (policy.weights, policy.compute):
             raise RuntimeError("this GPU has no bfloat16 arithmetic")
-        with autocast(policy, device):
-            one = torch.ones(2, 2, dtype=dtype, device=device)
-            (one @ one).sum()
+        one = torch.ones(2, 2, dtype=dtype, device=device)
+        # What autocast cannot do it announces in a warning, and goes on without.
+        with warnings.catch_warnings(action="ignore"), autocast(policy, device):
+            product = one @ one
+        if product.dtype != (policy.compute or dtype):
+            raise RuntimeError(f"autocast computes in {product.dtype}")
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
             f"{device.type} cannot do {policy.name}: {error}", where="precision", hint='precision="32-true"'

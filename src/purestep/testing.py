@@ -112,12 +112,14 @@ def _pair(result: Any) -> tuple[Tree, Any]:
 
 
 def _unchanged(before: Tree, after: Tree) -> None:
-    for (path, old), (_, new) in zip(tree.with_paths(before), tree.with_paths(after), strict=True):
-        if not _equal(old, new):
-            where = {"0": "state", "1": "batch", "2": "context"}[path.partition("/")[0]]
+    left, right = dict(tree.with_paths(before)), dict(tree.with_paths(after))
+    for path in (*left, *right):
+        if path not in left or path not in right or not _equal(left[path], right[path]):
+            root, _, rest = path.partition("/")
+            where = {"0": "state", "1": "batch", "2": "context"}[root]
             raise StepContractError(
                 "the step writes what it was given",
-                where=f"{where}/{path.partition('/')[2]}",
+                where="/".join(filter(None, (where, rest))),
                 hint="x + 1, not x.add_(1)",
             )
 
@@ -131,7 +133,9 @@ def _same_kind(old: Tree, new: Tree) -> None:
         found = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in (left, right)]
         if found[0] != found[1]:
             raise StepContractError(
-                f"was {found[0]} and is {found[1]}", where=path, hint="keep shape, dtype and device"
+                f"was {found[0]} and is {found[1]}",
+                where="/".join(filter(None, ("state", path))),
+                hint="keep shape, dtype and device",
             )
 
 
@@ -145,6 +149,12 @@ def _no_graph(result: Tree) -> None:
 
 
 def _repeated(first: Tree, second: Tree) -> None:
+    if tree.paths(first) != tree.paths(second):
+        raise StepContractError(
+            "the second call on the same state and batch gives another structure",
+            where="step",
+            hint="everything a step reads must be in its arguments: no counters, clocks or global generators",
+        )
     for (path, left), (_, right) in zip(tree.with_paths(first), tree.with_paths(second), strict=True):
         if not _equal(left, right):
             where = "/".join(filter(None, (("state", "metrics")[int(path[0])], path.partition("/")[2])))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -68,6 +68,7 @@ def program(
         (0, 1, 1.0)
     """
     _check_choices(accumulate=accumulate, microbatches=microbatches, tail=tail, engine=engine, nonfinite=nonfinite)
+    _check_parts(model, objective, tx)
     own = getattr(objective, "module", None)
     policy = precision_.policy(precision)
     spec = Spec(
@@ -108,10 +109,27 @@ def program(
     )
 
 
+def _check_parts(model: Any, objective: Any, tx: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the model is a {type(model).__name__}", where="program", hint="a torch.nn.Module")
+    if isinstance(objective, nn.Module) or not callable(objective):
+        raise ConfigError(
+            f"the objective is a {type(objective).__name__}",
+            where="program",
+            hint="ps.supervised(criterion), or a function (model, batch) -> ps.Loss",
+        )
+    if not isinstance(tx, transform.Transform):
+        raise ConfigError(
+            f"the transformation is a {type(tx).__name__}",
+            where="program",
+            hint="ps.optim.adamw(3e-4), or ps.optim.from_torch(torch.optim.AdamW, lr=3e-4)",
+        )
+
+
 def _check_choices(*, accumulate: int, microbatches: int, tail: str, engine: str, nonfinite: str) -> None:
     for name, value in (("accumulate", accumulate), ("microbatches", microbatches)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}", where="program", hint=f"{name}=1, or more")
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name} is {value!r}", where="program", hint=f"{name}=1, or more")
     for name, value, known in (
         ("tail", tail, ("step", "carry", "drop")),
         ("engine", engine, ("func", "autograd", "auto")),

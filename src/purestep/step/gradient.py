@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from .. import precision as precision_
 from .. import tree
 from ..errors import DataError, StepContractError
 from ..metrics import merge
-from ..types import Batch, Form, Loss, Mean, Params, TrainState
+from ..types import Batch, Form, Loss, Mean, Metrics, Params, TrainState
 from .parts import Micro, Spec, wide
 
 
@@ -108,7 +108,7 @@ def _value_and_grad(spec: Spec, forward: Callable[[Params], Any], named: Params)
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in named.items()}
         scaled, extra = forward(leaves)
-        found = torch.autograd.grad(scaled, list(leaves.values()), allow_unused=True)
+        found: Any = torch.autograd.grad(scaled, list(leaves.values()), allow_unused=True)
     if all(grad is None for grad in found):
         raise _not_connected()
     pairs = zip(leaves.items(), found, strict=True)

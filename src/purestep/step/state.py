@@ -26,7 +26,7 @@ def init_of(spec: Spec, module: nn.Module, own: nn.Module | None) -> Callable[..
             device: None takes the module's, or the best one there is if that is the CPU.
 
         Raises:
-            ConfigError: the device cannot compute in the program's precision.
+            ConfigError: there is no such device, or it cannot compute in the program's precision.
         """
         target = _target(module, device)
         precision_.check(spec.policy, target)
@@ -52,7 +52,7 @@ def init_of(spec: Spec, module: nn.Module, own: nn.Module | None) -> Callable[..
 
 def _target(module: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        return precision_.usable(device)
     found = {parameter.device for parameter in module.parameters()}
     if len(found) > 1:
         raise StateError(

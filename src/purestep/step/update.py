@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import rng, transform, tree
+from ..errors import DataError
 from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
 from .gradient import finite_mean, gradients, times
 from .parts import Accum, Adding, Closing, Micro, Spec
@@ -20,11 +21,12 @@ def steps_of(spec: Spec, form: Form) -> Steps:
 
     def train_step(state: TrainState, batch: Batch, *context: Any) -> tuple[TrainState, Metrics]:
         """``(state, batch, *context) -> (state, metrics)``; the state that goes in stays what it is."""
-        with _drawing(state):
+        with _drawing(state, batch):
             micro = gradients(spec, form, state, batch, context)
         if isinstance(state.accum, Empty):
             new, metrics = _apply(spec, state, micro.grads, micro.weight, _verdict(micro), micro.buffers)
-            new = new._replace(buffers=_kept_buffers(state, micro, metrics["finite"].total > 0))
+            counted = (metrics["finite"].total > 0) & (micro.weight != 0)
+            new = new._replace(buffers=_kept_buffers(state, micro, counted))
             del metrics["finite"]
         else:
             new, metrics = _accumulate(spec, state, micro)
@@ -43,13 +45,29 @@ def steps_of(spec: Spec, form: Form) -> Steps:
 
 
 @contextmanager
-def _drawing(state: TrainState) -> Generator[None]:
-    """Random numbers of this call, unless the host has seeded for a whole graph."""
+def _drawing(state: TrainState, batch: Batch) -> Generator[None]:
+    """Random numbers of this call, unless the host has seeded for a whole graph.
+
+    Raises:
+        DataError: torch found tensors on two devices, and one of them is the batch's. Not asked before: an operation
+            may want an index on the CPU.
+    """
     if rng.in_graph():
         yield
         return
     with rng.scoped(rng.mix(*state.key.tolist(), "step"), state.step.device):
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            here = state.step.device
+            elsewhere = [path for path, leaf in tree.with_paths(batch) if getattr(leaf, "device", here) != here]
+            if not elsewhere or "device" not in str(error):
+                raise
+            raise DataError(
+                f"is not on {here}, where the state is",
+                where="/".join(filter(None, ("batch", elsewhere[0]))),
+                hint="batch = ps.to_device(batch, state)",
+            ) from error
 
 
 def _verdict(micro: Micro) -> Tensor:
@@ -81,11 +99,12 @@ def _accumulate(spec: Spec, state: TrainState, micro: Micro) -> tuple[TrainState
 
 
 def _with_buffers(state: TrainState, micro: Micro) -> TrainState:
-    """The state with this micro-batch's buffers, unless it is not finite: then they are rolled back."""
+    """The state with this micro-batch's buffers, unless it is not finite or counts nothing: then they roll back."""
     if not micro.buffers:
         return state
-    finite = torch.isfinite(transform.global_norm(micro.grads)) & torch.isfinite(micro.mean) & ~_halted(state)
-    return state._replace(buffers=_kept_buffers(state, micro, finite))
+    finite = torch.isfinite(transform.global_norm(micro.grads)) & torch.isfinite(micro.mean)
+    counted = finite & (micro.weight != 0) & ~_halted(state)
+    return state._replace(buffers=_kept_buffers(state, micro, counted))
 
 
 def _keep_open(state: TrainState, accum: Accum) -> tuple[TrainState, Metrics]:
