@@ -25,7 +25,7 @@ from . import cadence, ledger, setup
 from . import meter as meter_
 from .judging import Judge, below_minimum, judge, limit_reached
 from .ledger import Ledger, Tag
-from .pieces import check_pair, evaluate, kind
+from .pieces import BatchCheck, check_pair, evaluate
 from .record import Cell, FitResult, Record, cell, from_json, to_json, with_row
 from .rollback import Keeper
 
@@ -119,8 +119,7 @@ class _Run:
         self.keeper.keep(self.state, self.record)
         self.ending: str | None = None
         self.begun = time.monotonic()
-        self.first_batch: Any = None
-        self.kinds: set[Any] = set()
+        self.check_batch = BatchCheck()
         self.saved: int | None = self.record.calls if self.resumed else None
         if snapshots is not None and self.judge.monitor is not None:
             snapshots.track(self.judge.monitor, mode=self.judge.mode)
@@ -187,7 +186,7 @@ class _Run:
     def _step(self, batch: Any) -> None:
         """One call of train_step. Nothing is read from the device."""
         record = self.record
-        self._check_batch(batch)
+        self.check_batch(batch, record)
         try:
             self.state, metrics = check_pair(self.program.train_step(self.state, batch))
         except Exception as error:
@@ -395,12 +394,3 @@ class _Run:
                 close()
         if error is None:
             self._ask(event, steer=False)
-
-    def _check_batch(self, batch: Any) -> None:
-        """A batch of another structure than the first is found before it reaches a step."""
-        found = kind(batch)
-        if found not in self.kinds:
-            where = f"train, epoch {self.record.epoch + 1}, batch {self.record.batch + 1}"
-            spec = data.check_batch(batch, self.first_batch, where=where)
-            self.first_batch = self.first_batch or spec
-            self.kinds.add(found)

@@ -6,11 +6,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from .. import data, tree
 from ..errors import StepContractError
 from ..types import EvalStep, Metrics, TrainStep, Tree
 from . import meter as meter_
 from .meter import Meter
+from .record import Record
 
 Watch = Callable[[Any, Metrics, int], None]
 
@@ -123,7 +126,23 @@ def check_pair(result: Any) -> tuple[Tree, Metrics]:
     )
 
 
-def kind(batch: Any) -> Any:
-    """What must stay the same from batch to batch: structure, dtypes and ranks."""
-    leaves, treedef = tree.flatten(tree.dicts(batch))
-    return treedef, tuple((x.dtype, x.dim()) if hasattr(x, "dim") else type(x) for x in leaves)
+class BatchCheck:
+    """Finds a batch of another structure than the first before it reaches a step."""
+
+    def __init__(self) -> None:
+        self._first: data.BatchSpec | None = None
+        self._known: set[Any] = set()
+
+    def __call__(self, batch: Any, record: Record) -> None:
+        """Check a batch, the next one of this record.
+
+        Raises:
+            DataError: with the path and what the first batch had there.
+        """
+        leaves, treedef = tree.flatten(tree.dicts(batch))
+        kind = treedef, tuple((x.dtype, x.dim(), x.device) if isinstance(x, Tensor) else type(x) for x in leaves)
+        if kind not in self._known:
+            where = f"train, epoch {record.epoch + 1}, batch {record.batch + 1}"
+            spec = data.check_batch(batch, self._first, where=where)
+            self._first = self._first or spec
+            self._known.add(kind)
