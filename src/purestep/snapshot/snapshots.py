@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import time
 import warnings
@@ -28,6 +27,9 @@ class Snapshots:
     A step counts as saved when `steps` lists it: whole, flushed to the disk, read back once. A kill or a power cut at
     any moment leaves the steps listed before it. Use it as a context manager; a script that ends without one waits for
     its last save as well. Nothing is read or written before the first call; reading takes no lock and deletes nothing.
+
+    The first save or restore imports orbax and JAX, which puts a handler on the root logger (call `logging.basicConfig`
+    before) and starts threads (Python 3.12 and JAX then warn when a DataLoader forks its workers; they do no harm).
 
     Args:
         directory: made on the first save.
@@ -150,15 +152,21 @@ class Snapshots:
         finally:
             self._closed = True
             self._spare = {}
-            self._lock.release()
+            if not self._background.busy:  # else Ctrl-C broke the wait, and the script's end waits instead
+                self._lock.release()
 
     def __enter__(self) -> Snapshots:
         if self._is_writer:
             self.open()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except SnapshotError as failed:
+            if error is None:
+                raise
+            error.add_note(f"and the last save failed: {failed}")
 
     # --- when -----------------------------------------------------------------------------------------------------
 
@@ -271,7 +279,7 @@ class Snapshots:
             Locked: another run writes into the directory.
         """
         self.open()
-        step = self._checked(step)
+        step = directory.checked_step(self.directory, step)
         leaves = tree.with_paths(state)
         manifest = Manifest(
             step=step,
@@ -316,15 +324,6 @@ class Snapshots:
             hint = "a larger machine, or fewer workers: a save needs a copy of the state in host memory"
             text = f"step {step}: no host copy: {type(error).__name__}: {error}"
             raise WriteFailed(text, where=str(self.directory), hint=hint) from error
-
-    def _checked(self, step: int) -> int:
-        try:
-            number = -1 if isinstance(step, bool) else operator.index(step)
-        except TypeError:
-            number = -1
-        if not 0 <= number < 10**18:
-            raise SnapshotError(f"step is {step!r}", where=str(self.directory), hint="save(int(state.updates), state)")
-        return number
 
     # --- restore --------------------------------------------------------------------------------------------------
 

@@ -50,10 +50,10 @@ def _context(orbax: Any) -> Any:
 
 
 class _Noise(logging.Filter):
-    """orbax logs hundreds of lines of traceback for each error that it also raises; the error reaches the caller."""
+    """orbax logs dozens of lines for each save, and hundreds for each error that it also raises."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return "raised an exception" not in str(record.msg)
+        return record.levelno >= logging.WARNING and "raised an exception" not in str(record.msg)
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def write(folder: Path, arrays: Mapping[str, tuple[str, Array]], *, platforms: s
         platforms: what JAX may start on; None leaves JAX alone.
     """
     orbax = _orbax(platforms)
-    with _context(orbax), _quiet():
+    with _quiet(), _context(orbax):
         state = {key(path): values.view(_stored_type(dtype)) for path, (dtype, values) in arrays.items()}
         orbax.save(folder, state, checkpointable_name=_ITEM)
 
@@ -119,7 +119,7 @@ def read(folder: Path, wanted: Mapping[str, str], *, platforms: str | None) -> d
         wanted: path -> dtype name; only these are read.
     """
     orbax = _orbax(platforms)
-    with _context(orbax), _quiet():
+    with _quiet(), _context(orbax):
         placeholders = {key(path): np.empty(0, _stored_type(dtype)) for path, dtype in wanted.items()}
         found = orbax.load(folder, placeholders, checkpointable_name=_ITEM)
     return {path: _carried(found[key(path)]) for path in wanted}
