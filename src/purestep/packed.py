@@ -41,6 +41,7 @@ class Layout(NamedTuple):
     """The groups of a program's parameters."""
 
     groups: tuple[Group, ...]
+    names: tuple[str, ...]  # in the module's order
 
     @property
     def form(self) -> Form:
@@ -48,20 +49,21 @@ class Layout(NamedTuple):
         return Form(self.expand, self.collect)
 
     def expand(self, stored: Params) -> Params:
-        """Flat buffers as named views."""
+        """Flat buffers as named views, in the module's order."""
         named: Params = {}
         for group in self.groups:
-            parts = stored[group.name].split([slot.size for slot in group.slots])
-            for slot, part in zip(group.slots, parts, strict=True):
-                named[slot.name] = _shaped(part, slot)
-        return named
+            if group.name in stored:
+                parts = stored[group.name].split([slot.size for slot in group.slots])
+                named |= {slot.name: _shaped(part, slot) for slot, part in zip(group.slots, parts, strict=True)}
+        return self.ordered(named)
+
+    def ordered(self, named: dict[str, Any]) -> dict[str, Any]:
+        """The same dict in the module's order."""
+        return {name: named[name] for name in self.names if name in named}
 
     def collect(self, named: Params) -> Params:
         """Named tensors as flat buffers (copied)."""
-        return {
-            group.name: torch.cat([named[slot.name].permute(slot.order).reshape(-1) for slot in group.slots])
-            for group in self.groups
-        }
+        return {group.name: _concatenated(group, named) for group in self.groups}
 
 
 def layout(params: Params, labels: Labels) -> Layout:
@@ -80,7 +82,7 @@ def layout(params: Params, labels: Labels) -> Layout:
     grouped: dict[Any, list[Slot]] = {}
     for name, value in params.items():
         grouped.setdefault((value.dtype, labels[name]), []).append(_slot(name, value))
-    return Layout(tuple(Group(tuple(slots)) for slots in grouped.values()))
+    return Layout(tuple(Group(tuple(slots)) for slots in grouped.values()), tuple(params))
 
 
 def pack(layout: Layout, state: TrainState) -> TrainState | None:
@@ -129,7 +131,7 @@ def _pack_dict(layout: Layout, node: dict[str, Any]) -> dict[str, Any]:
         if isinstance(node[group.name], Empty):
             packed[group.name] = Empty()
         else:
-            packed |= Layout((group,)).collect(node)
+            packed[group.name] = _concatenated(group, node)
     return packed
 
 
@@ -139,17 +141,18 @@ def _unpack_tree(layout: Layout, subtree: Tree) -> Tree:
     def flat(node: Any) -> bool:
         return isinstance(node, dict) and bool(node) and all(_holds(groups.get(k), v) for k, v in node.items())
 
-    return tree.map(lambda node: _unpack_dict(groups, node) if flat(node) else node, subtree, is_leaf=flat)
+    return tree.map(lambda node: _unpack_dict(layout, node) if flat(node) else node, subtree, is_leaf=flat)
 
 
-def _unpack_dict(groups: dict[str, Group], node: dict[str, Any]) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for name, value in node.items():
-        if isinstance(value, Empty):
-            named |= {slot.name: Empty() for slot in groups[name].slots}
-        else:
-            named |= Layout((groups[name],)).expand({name: value})
-    return named
+def _unpack_dict(layout: Layout, node: dict[str, Any]) -> dict[str, Any]:
+    groups = [group for group in layout.groups if group.name in node]
+    if isinstance(next(iter(node.values())), Empty):
+        return layout.ordered({slot.name: Empty() for group in groups for slot in group.slots})
+    return layout.expand(node)
+
+
+def _concatenated(group: Group, named: Params) -> Tensor:
+    return torch.cat([named[slot.name].permute(slot.order).reshape(-1) for slot in group.slots])
 
 
 def _fits(slot: Slot | None, value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -69,7 +70,8 @@ def dynamic(
         >>> state.scale.item()
         4.0
     """
-    if growth_factor <= 1 or not 0 < backoff_factor < 1 or init_scale <= 0 or growth_interval < 1:
+    # nan is in no range.
+    if not (0 < init_scale < math.inf and growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval >= 1):
         raise ConfigError(
             f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
             f"growth_interval={growth_interval}",
@@ -83,10 +85,10 @@ def dynamic(
 
     def update(state: ScalerState, finite: Tensor) -> ScalerState:
         run = state.growth_tracker + 1
-        grown = state.scale * growth_factor
+        grown = _times(state.scale, growth_factor)
         # As torch does: a scale that would overflow float32 stays.
         grows = (run == growth_interval) & torch.isfinite(grown)
-        scale = torch.where(finite, torch.where(grows, grown, state.scale), state.scale * backoff_factor)
+        scale = torch.where(finite, torch.where(grows, grown, state.scale), _times(state.scale, backoff_factor))
         tracker = torch.where(finite & (run < growth_interval), run, torch.zeros_like(run))
         return ScalerState(scale, tracker)
 
@@ -94,3 +96,8 @@ def dynamic(
         return ~finite & (state.scale < min_scale)
 
     return Scaler(init, lambda state: state.scale, update, exhausted)
+
+
+def _times(scale: Tensor, factor: float) -> Tensor:
+    # In float64 and rounded once, as torch does it: factors need not be powers of two.
+    return scale * factor if scale.device.type == "mps" else (scale.double() * factor).float()

@@ -67,6 +67,24 @@ def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
         ) from error
 
 
+def rehearse(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> None:
+    """Run a function on fake tensors: no arithmetic, all of its checks.
+
+    Raises:
+        StepContractError: from those checks. What else goes wrong is left to the real capture, which says it better.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # no public name
+
+    with rng.capturing(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [[mode.from_tensor(x) if isinstance(x, Tensor) else x for x in group] for group in (tensors, leaves)]
+        try:
+            core(*fakes)
+        except PurestepError:
+            raise
+        except Exception:  # a data-dependent branch, an operator without a fake: not what is asked here
+            return
+
+
 def _data_dependent() -> tuple[type[BaseException], ...]:
     from torch._subclasses import fake_tensor  # no public name for what a fake tensor refuses
     from torch.fx.experimental import symbolic_shapes

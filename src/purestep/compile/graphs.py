@@ -28,9 +28,6 @@ class Graph(NamedTuple):
     run: Callable[[list[Tensor], list[Any]], Any]
     draws: bool
 
-    def __call__(self, tensors: list[Tensor], batch: list[Any]) -> Any:
-        return self.run(tensors, batch)
-
 
 class Graphs:
     """The graphs of one step, by structure and by the shapes of the batch.
@@ -50,20 +47,25 @@ class Graphs:
     def find(
         self, structure: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Callable[..., Any]]
     ) -> Graph:
-        """The graph for these inputs, compiled when there is none yet."""
-        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        kinds = tuple((leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        state_kind = tuple((leaf.shape, leaf.dtype, leaf.device) for leaf in tensors)
-        exact = (structure, shapes, kinds, state_kind)
-        found = self._exact.get(exact)
-        if found is not None:
-            return found
-        family = (structure, kinds, state_kind)
+        """The graph for these inputs, compiled when there is none yet.
+
+        Args:
+            structure: everything else that a graph depends on, the shapes of ``tensors`` included.
+            leaves: of the batch.
+            tensors: the state's.
+            build: makes the function to compile.
+        """
+        exact = (structure, kinds(leaves))
+        return self._exact.get(exact) or self._found(exact, leaves, tensors, build)
+
+    def _found(self, exact: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]) -> Graph:
+        ranks = tuple((x.dtype, x.device, x.dim()) if isinstance(x, Tensor) else x for x in leaves)
+        family = (exact[0], ranks)
         general = self._sizes.get(family)
         if general is not None:
             return general
         seen = self._seen.setdefault(family, [])
-        seen.append(shapes)
+        seen.append([leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves])
         if len(seen) > 2 and family not in self._sizes:
             general = self._sizes[family] = self._for_all_sizes(build(), leaves, tensors, seen[0])
             if general is not None:
@@ -73,7 +75,11 @@ class Graphs:
 
     def _make(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
         self.count += 1
-        return self._dynamo(core) if self.options.capture == "dynamo" else self._traced(core, leaves, tensors)
+        if self.options.capture != "dynamo":
+            return self._traced(core, leaves, tensors)
+        # Dynamo checks nothing of what a step has to keep to; a run on fake tensors does.
+        capture_.rehearse(core, tensors, leaves)
+        return self._dynamo(core)
 
     def _for_all_sizes(self, core: Any, leaves: list[Any], tensors: list[Tensor], first: Any) -> Graph | None:
         """One graph for batches of any size, tried out on copies of the buffers."""
@@ -81,7 +87,7 @@ class Graphs:
         graph = self._dynamo(core)
         try:
             with rng.scoped(0):
-                graph([tensor.clone() for tensor in tensors], leaves)
+                graph.run([tensor.clone() for tensor in tensors], leaves)
         except Exception:  # whatever stops Dynamo: a graph a size does the same work
             return None
         self.count += 1
@@ -110,7 +116,7 @@ class Graphs:
             broken = isinstance(error, PurestepError) and not isinstance(error, capture_.DataDependent)
             if broken or self.options.capture == "trace":
                 raise
-            return Graph(_or_raise(self._dynamo(core).run, error), True)
+            return Graph(_or_raise(self._dynamo(core).run, error), draws=True)
         treedef, stacked = found
 
         def call(tensors: list[Tensor], batch: list[Any]) -> Any:
@@ -125,7 +131,12 @@ class Graphs:
 
     def _dynamo(self, core: Any) -> Graph:
         run = capture_.dynamo(core, backend=self.options.backend, options=self.options.options)
-        return Graph(run, True)
+        return Graph(run, draws=True)
+
+
+def kinds(leaves: list[Any]) -> tuple[Any, ...]:
+    """What a compiled graph depends on: shape, dtype and device of tensors, the value of anything else."""
+    return tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves)
 
 
 def _or_raise(run: Callable[..., Any], cause: Exception) -> Callable[..., Any]:

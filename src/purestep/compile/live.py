@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import packed as packed_
 from .. import tree
@@ -49,6 +50,7 @@ class Slots(NamedTuple):
 
     treedef: tree.TreeDef
     places: tuple[tuple[str, int], ...]  # per leaf: ("int64" | "float32" | "key" | "own", index)
+    identity: object  # hashed once instead of the structure; stores of one structure share it
 
     def gather(self, buffers: list[Tensor], keys: list[Tensor] | None = None) -> list[Tensor]:
         """The leaves: 0-d ones are elements of one buffer a dtype. Keys belong to the host: inside a graph they are
@@ -64,9 +66,23 @@ class Slots(NamedTuple):
             fresh = [leaf for leaf, (place, _) in zip(new, self.places, strict=True) if place == kind]
             if fresh:
                 buffers[number].copy_(torch.stack(fresh))
-        for before, after, (kind, index) in zip(old, new, self.places, strict=True):
-            if kind == "own" and after is not before:
-                buffers[2 + index].copy_(after)
+        own = [
+            (buffers[2 + index], after)
+            for before, after, (kind, index) in zip(old, new, self.places, strict=True)
+            if kind == "own" and after is not before
+        ]
+        # A leaf may be another one's old value: all are taken before the first is written.
+        for buffer, after in [(buffer, apart(after, buffers)) for buffer, after in own]:
+            buffer.copy_(after)
+
+
+def apart(value: Tensor, buffers: list[Tensor]) -> Tensor:
+    """The value in memory of its own, if it may lie in one of the buffers."""
+    if torch.compiler.is_compiling():
+        return value.clone()  # Dynamo cannot compare memory; inductor folds the copy into what made the value
+    memory = StorageWeakRef(value.untyped_storage())
+    taken = any(StorageWeakRef(buffer.untyped_storage()) == memory for buffer in buffers)
+    return value.clone() if taken else value
 
 
 def place(packed: Tree) -> Slots:
@@ -79,7 +95,7 @@ def place(packed: Tree) -> Slots:
         kind = _kind(leaf, keys)
         places.append((kind, counts[kind]))
         counts[kind] += 1
-    return Slots(treedef, tuple(places))
+    return Slots(treedef, tuple(places), object())
 
 
 def _kind(leaf: Any, keys: set[int]) -> str:

@@ -16,7 +16,7 @@ from ..step import Accum, Adding, Closing
 from ..types import Empty, Metrics, Program, Static, Steps, TrainState
 from . import capture as capture_
 from . import live as live_
-from .graphs import Graphs, Options
+from .graphs import Graphs, Options, kinds
 
 
 def compile_step(
@@ -140,10 +140,14 @@ class CompiledStep:
             live_.check_alive(state)
         phase = self._phase(store)
         leaves, treedef = tree.flatten(tree.dicts(batch))
-        key = (id(store.slots), phase, treedef)
+        key = (store.slots.identity, phase, treedef)
         graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
-        with _seeded(graph.draws, store.hosts[0] if store.hosts else None, store.device):
-            metrics = graph(store.buffers, leaves)
+        if graph.draws and store.hosts:
+            host = store.hosts[0]
+            with rng.scoped(rng.mix(host.seed, host.calls, "step"), store.device):
+                metrics = graph.run(store.buffers, leaves)
+        else:
+            metrics = graph.run(store.buffers, leaves)
         store.advance()
         self._count_window(store, phase)
         return store.live(), metrics
@@ -159,8 +163,8 @@ class CompiledStep:
 
     def _share_slots(self, store: live_.Store) -> live_.Store:
         # Stores of one structure share their slots object, whose identity is the key of the graphs.
-        known = self._graphs.slots.setdefault((store.layout, store.slots.treedef, store.slots.places), store.slots)
-        store.slots = known
+        key = (store.layout, store.slots.treedef, store.slots.places, kinds(store.buffers))
+        store.slots = self._graphs.slots.setdefault(key, store.slots)
         return store
 
     def _layout(self, state: Any) -> packed_.Layout | None:
@@ -209,8 +213,9 @@ class CompiledStep:
             before = tree.fill(whole, old)
             new, metrics = _checked(step(_marked(before, phase), *tree.fill(parts, batch)))
             new_leaves = _same_structure(whole, before, _marked(new, phase, back=True))
+            kept = tree.map(lambda leaf: live_.apart(leaf, buffers), metrics)
             slots.scatter(buffers, old, new_leaves)
-            return metrics
+            return kept
 
         return core
 
@@ -225,7 +230,7 @@ class CompiledStep:
         positions = [index for index, leaf in enumerate(old) if id(leaf) not in keys]
         leaves, treedef = tree.flatten(tree.dicts(batch))
         inputs = [old[index] for index in positions]
-        key = (state_def, phase, treedef)
+        key = (state_def, phase, treedef, kinds(inputs))
 
         def build() -> Callable[..., Any]:
             return self._pure_core(state_def, len(old), positions, phase, treedef)
@@ -234,7 +239,7 @@ class CompiledStep:
         host = live_.Host(parts[0]) if parts else None
         device = next((leaf.device for leaf in inputs if leaf.device.type != "cpu"), torch.device("cpu"))
         with _seeded(graph.draws, host, device):
-            outputs, metrics = graph(inputs, leaves)
+            outputs, metrics = graph.run(inputs, leaves)
         for index, leaf in zip(positions, outputs, strict=True):
             old[index] = leaf
         for index, leaf in enumerate(old):
@@ -297,12 +302,12 @@ class CompiledEval:
 
             return core
 
-        graph = self._graphs.find((state_def, treedef), leaves, inputs, build)
+        graph = self._graphs.find((state_def, treedef, kinds(inputs)), leaves, inputs, build)
         device = next((leaf.device for leaf in inputs if leaf.device.type != "cpu"), torch.device("cpu"))
         with (
             rng.scoped(rng.mix(int(parts[0].key[0]), "eval", index), device) if graph.draws and parts else nullcontext()
         ):
-            return graph(inputs, leaves)
+            return graph.run(inputs, leaves)
 
 
 def _without_optimizer(state: Any) -> Any:
