@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import purestep as ps
+from purestep import ema, optim
+from purestep.errors import ConfigError, StateError
+from purestep.types import Empty
+
+
+def count(n: int) -> torch.Tensor:
+    return torch.tensor(n)
+
+
+def run(average: ema.Average, weights: list[float], decay_from: int = 0) -> list[float]:
+    """The shadow of one number after each update, from 0."""
+    state = average.init({"w": torch.zeros(())}, {})
+    found = []
+    for index, weight in enumerate(weights):
+        state = average.update(state, {"w": torch.tensor(weight)}, {}, count(decay_from + index))
+        found.append(state.params["w"].item())
+    return found
+
+
+def program(net: nn.Module, **kwargs: Any) -> ps.Program:
+    return ps.program(net, ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.5), **kwargs)
+
+
+def test_the_first_update_copies_and_the_next_ones_average():
+    assert run(ema.average(0.75), [4.0, 8.0, 0.0]) == [4.0, 5.0, 3.75]
+
+
+def test_a_resumed_average_goes_on_instead_of_copying():
+    assert run(ema.average(0.75), [4.0], decay_from=10) == [1.0]
+
+
+def test_warm_up_follows_its_formula():
+    # (1 + t) / (10 + t) is 2/11 at t=1 and 3/12 at t=2; 0.2 is below it from t=2 on.
+    found = run(ema.average(0.2, warmup=True), [11.0, 0.0, 1.0])
+    assert found == pytest.approx([11.0, 2.0, 0.2 * 2 + 0.8 * 1])
+
+
+def test_warm_up_that_is_over_is_the_plain_average():
+    late = run(ema.average(0.5, warmup=True), [1.0, 2.0], decay_from=1000)
+    assert late == run(ema.average(0.5), [1.0, 2.0], decay_from=1000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.999])
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_it_is_torchs_averaged_model_bit_for_bit(dtype: torch.dtype, decay: float, use_buffers: bool):
+    net = tiny_convnet().to(dtype)
+    peer = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=use_buffers)
+    average = ema.average(decay, buffers="average" if use_buffers else "copy")
+    tensors = dict(net.named_parameters()), dict(net.named_buffers())
+    state = average.init(*tensors)
+    generator = torch.Generator().manual_seed(1)
+    for updates in range(6):
+        with torch.no_grad():
+            for value in (*tensors[0].values(), *tensors[1].values()):
+                fresh = torch.randn(value.shape, generator=generator)
+                value.copy_(fresh) if value.is_floating_point() else value.add_(1)
+        peer.update_parameters(net)
+        state = average.update(state, *tensors, count(updates))
+        assert_trees_close(state.params, {k: v.detach() for k, v in peer.module.named_parameters()}, exact=True)
+        if use_buffers:
+            theirs = dict(peer.module.named_buffers())
+            # torch averages an integer counter as a number and truncates it; ours is copied.
+            del theirs["1.num_batches_tracked"]
+            ours = {name: value for name, value in state.buffers.items() if name in theirs}
+            assert_trees_close(ours, theirs, exact=True)
+            assert torch.equal(state.buffers["1.num_batches_tracked"], net[1].num_batches_tracked)
+        else:
+            assert state.buffers == Empty()
+
+
+def test_a_program_averages_as_torch_beside_a_torch_loop():
+    """Twenty steps of SGD by hand with AveragedModel, and the same by train_step."""
+    net = tiny_mlp(dtype=torch.float64)
+    batches = [vector_batch(8, seed, torch.float64) for seed in range(20)]
+    chosen = program(net, ema=0.9)
+    state = chosen.init(device="cpu")
+    peer = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for x, y in batches:
+        state, _ = chosen.train_step(state, (x, y))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        peer.update_parameters(net)
+        assert_trees_close(state.params, {k: v.detach() for k, v in net.named_parameters()}, rtol=1e-12, atol=1e-12)
+        theirs = {k: v.detach() for k, v in peer.module.named_parameters()}
+        assert_trees_close(state.ema.params, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_nothing_is_averaged_in_place():
+    average = ema.average(0.5, buffers="average")
+    params, buffers = {"w": torch.zeros(2)}, {"b": torch.zeros(2), "n": torch.tensor(1)}
+    first = average.init(params, buffers)
+    assert first.params["w"].data_ptr() != params["w"].data_ptr()
+    kept = ps.clone(first)
+    second = average.update(first, {"w": torch.ones(2)}, {"b": torch.ones(2), "n": torch.tensor(5)}, count(0))
+    assert_trees_close(first, kept, exact=True)
+    assert second.buffers["n"].item() == 5
+    assert second.buffers["b"].tolist() == [1.0, 1.0]
+
+
+def test_the_shadow_of_bfloat16_weights_is_float32_and_moves():
+    """In bfloat16 the shadow stays where it is for ever: 1 - 0.999 of a difference is below its resolution."""
+    average = ema.average(0.999)
+    weights = {"w": torch.ones(1, dtype=torch.bfloat16)}
+    state = average.update(average.init(weights, {}), weights, {}, count(0))
+    assert state.params["w"].dtype == torch.float32
+    target = {"w": torch.full((1,), 1.5, dtype=torch.bfloat16)}
+    narrow = weights["w"].clone()
+    for step in range(1, 200):
+        state = average.update(state, target, {}, count(step))
+        narrow = torch.lerp(narrow, target["w"], 0.001)
+    assert state.params["w"].item() == pytest.approx(1.5 - 0.5 * 0.999**199, rel=1e-4)
+    assert narrow.item() == 1.0
+
+
+def test_a_bfloat16_program_keeps_a_shadow_that_moves():
+    chosen = program(tiny_mlp(), ema=0.999, precision="bf16-true")
+    state = chosen.init(device="cpu")
+    assert ema.check(state.ema) == []
+    batch = vector_batch()
+    state, _ = chosen.train_step(state, batch)
+    first = ps.clone(state.ema)
+    for _ in range(5):
+        state, _ = chosen.train_step(state, batch)
+    assert not torch.equal(first.params["0.weight"], state.ema.params["0.weight"])
+    shown = ps.view(state, "ema")
+    assert {p.dtype for p in shown.params.values()} == {torch.bfloat16}
+    assert chosen.bind(state, view="ema")(batch[0]).dtype == torch.bfloat16
+
+
+def test_a_shadow_that_was_cast_by_hand_is_found():
+    state = ema.average(0.5).init({"w": torch.ones(1)}, {})
+    cast = state._replace(params={"w": state.params["w"].bfloat16()})
+    assert ema.check(cast) == ["params/w"]
+
+
+def test_frozen_parameters_are_not_averaged():
+    net = tiny_mlp()
+    net[0].requires_grad_(False)
+    state = program(net, ema=0.9).init(device="cpu")
+    assert set(state.ema.params) == {"2.weight", "2.bias"}
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0, 1, 2, float("nan")])
+def test_a_decay_out_of_range_is_refused(decay: float):
+    with pytest.raises(ConfigError, match=r"ema: decay is .* \(cure: 0.999, in \[0, 1\)\)"):
+        ema.average(decay)
+    with pytest.raises(ConfigError, match="decay is"):
+        program(tiny_mlp(), ema=decay)
+
+
+def test_off_is_empty():
+    off = ema.none()
+    state = off.init({"w": torch.ones(1)}, {})
+    assert state == Empty()
+    assert off.update(state, {"w": torch.ones(1)}, {}, count(0)) is state
+
+
+class TestView:
+    @pytest.fixture
+    def state(self) -> ps.TrainState:
+        chosen = ps.program(
+            tiny_convnet(),
+            ps.supervised(nn.CrossEntropyLoss()),
+            optim.sgd(0.5),
+            ema=ema.average(0.5, buffers="average"),
+        )
+        state = chosen.init(device="cpu")
+        for seed in range(3):
+            state, _ = chosen.train_step(state, image_batch(seed=seed))
+        return state
+
+    def test_params_is_the_state_itself(self, state: ps.TrainState):
+        assert_trees_close(ps.view(state, "params"), state, exact=True)
+        assert_trees_close(ps.view(state), state, exact=True)
+
+    def test_ema_has_the_averages_in_the_places_of_the_weights(self, state: ps.TrainState):
+        shown = ps.view(state, "ema")
+        assert_trees_close(shown.params, state.ema.params, exact=True)
+        assert_trees_close(shown.buffers, state.ema.buffers, exact=True)
+        assert not torch.equal(shown.params["6.weight"], state.params["6.weight"])
+        assert not torch.equal(shown.buffers["1.running_mean"], state.buffers["1.running_mean"])
+        rest = {"params": {}, "buffers": {}}
+        assert_trees_close(shown._replace(**rest), state._replace(**rest), exact=True)
+
+    def test_nothing_is_copied_and_nothing_is_swapped(self, state: ps.TrainState):
+        kept = ps.clone(state)
+        shown = ps.view(state, "ema")
+        assert shown.params["6.weight"] is state.ema.params["6.weight"]
+        assert_trees_close(state, kept, exact=True)
+
+    def test_copied_buffers_are_those_of_the_state(self):
+        chosen = program(tiny_convnet(), ema=0.5)
+        state, _ = chosen.train_step(chosen.init(device="cpu"), image_batch())
+        assert ps.view(state, "ema").buffers is state.buffers
+
+    def test_without_an_average_there_is_nothing_to_show(self):
+        state = program(tiny_mlp()).init(device="cpu")
+        with pytest.raises(StateError, match=r"ema: this state has no average \(cure: ps.program\(..., ema=0.999\)\)"):
+            ps.view(state, "ema")
+
+    def test_another_name_is_refused(self, state: ps.TrainState):
+        with pytest.raises(ConfigError, match=r"""view: 'average' is no view \(cure: "params" or "ema"\)"""):
+            ps.view(state, "average")

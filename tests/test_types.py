@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import tiny_convnet, tiny_mlp
+from torch import nn
+
+import purestep as ps
+from purestep import optim, tree
+from purestep.types import Empty, Mean, Program
+
+
+def mean(total: float | list[float], weight: float | list[float]) -> Mean:
+    return Mean(torch.tensor(total), torch.tensor(weight))
+
+
+def test_a_mean_is_its_total_over_its_weight():
+    assert mean(6.0, 4.0).compute().item() == 1.5
+    assert float(mean(6.0, 4.0)) == 1.5
+
+
+def test_nothing_counted_is_nan_and_not_zero():
+    assert math.isnan(float(mean(0.0, 0.0)))
+    assert math.isnan(mean(0.0, 0.0).compute().item())
+
+
+def test_a_vector_as_a_number_is_the_mean_over_the_classes_that_were_counted():
+    of_classes = mean([1.0, 0.0, 3.0], [2.0, 0.0, 4.0])
+    assert float(of_classes) == (0.5 + 0.75) / 2
+    assert of_classes.compute().tolist()[0] == 0.5
+    assert math.isnan(of_classes.compute()[1])
+
+
+def test_what_is_off_has_no_leaves_in_either_kind_of_tree():
+    assert tree.leaves(Empty()) == []
+    assert torch.utils._pytree.tree_leaves(Empty()) == []
+    assert Empty() == Empty()
+
+
+def test_the_repr_of_a_state_is_a_line_and_no_dump():
+    net = tiny_convnet()
+    net[0].requires_grad_(False)
+    program = ps.program(
+        net, ps.supervised(nn.CrossEntropyLoss()), optim.adamw(1e-3), ema=0.9, accumulate=2, precision="16-mixed"
+    )
+    assert repr(program.init(seed=7, device="cpu")) == (
+        "TrainState(step=0, updates=0, params=4 (59 numbers), frozen=1, buffers=3, ema, scaler, accum, seed=7, "
+        "device=cpu)"
+    )
+
+
+def test_the_repr_leaves_out_what_is_off():
+    state = ps.program(tiny_mlp(), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1)).init(device="cpu")
+    assert repr(state) == (
+        "TrainState(step=0, updates=0, params=4 (67 numbers), frozen=0, buffers=0, seed=0, device=cpu)"
+    )
+
+
+def test_a_program_of_ones_own_needs_a_train_step_alone():
+    program = Program(lambda state, batch: (state + batch, {}))
+    assert program.train_step(1, 2) == (3, {})
+    assert program.flush("any state") == ("any state", {})
+    assert program[2:] == (None, None, None, None)
+
+
+@pytest.mark.parametrize("name", ["TrainState", "Mean", "Loss", "Empty", "Program"])
+def test_the_vocabulary_is_at_the_top(name: str):
+    assert getattr(ps, name) is getattr(ps.types, name)
