@@ -282,6 +282,16 @@ def test_every_optimizer_can_be_traced_once(make: Callable[[], Transform]) -> No
     assert_trees_close(traced(params, state, grads), step(tx, params, state, grads), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("make", ELEMENTWISE.values(), ids=ELEMENTWISE)
+def test_stacked_states_go_through_vmap(make: Callable[[], Transform]) -> None:
+    tx, pairs = make(), [problem(torch.float64, seed) for seed in (0, 1)]
+    ensemble = [(params, tx.init(params), grads) for params, grads in pairs]
+    stacked = tree.map(lambda *leaves: torch.stack(leaves), *ensemble)
+    found = torch.vmap(lambda p, s, g: step(tx, p, s, g))(*stacked)
+    alone = [step(tx, *member) for member in ensemble]
+    assert_trees_close(found, tree.map(lambda *leaves: torch.stack(leaves), *alone))
+
+
 @pytest.mark.compile
 def test_a_schedule_never_recompiles() -> None:
     tx = optim.adamw(warm_up)

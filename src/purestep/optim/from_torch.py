@@ -69,6 +69,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
     maker = Maker(optimizer, kwargs if start is None else {"lr": start, **kwargs}, where)
     schedule = lr if isinstance(lr, Tensor) or callable(lr) else None
     plans: dict[tuple[str, ...], _Plan] = {}
+    torch.compiler.assume_constant_result(_cannot_compile)  # here, since it loads Dynamo
 
     def init(params: Params) -> FromTorchState:
         step = zero_count(params)
@@ -104,9 +105,8 @@ def _is_traced() -> bool:
     return get_proxy_mode() is not None
 
 
-@torch.compiler.assume_constant_result
 def _cannot_compile(what: str, where: str, hint: str) -> Any:
-    """Raises while Dynamo looks at the step, which cannot build an exception of ours."""
+    """Raises, while Dynamo looks at the step: marked as a constant, it is called instead of captured."""
     raise ConfigError(what, where=where, hint=hint)
 
 

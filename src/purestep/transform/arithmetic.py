@@ -96,13 +96,13 @@ def decay_square(nu: Tensor, update: Tensor, decay: Scalar) -> Tensor:
     old, new = nu.to(dtype), update.to(dtype)
     if isinstance(decay, Tensor):
         return (times(old, decay) + times(new * new, 1 - decay)).to(nu.dtype)
-    # In place on a product of its own: in eager mode fresh memory costs more than the arithmetic.
-    return (old * decay).addcmul_(new, new, value=1 - decay).to(nu.dtype)
+    return torch.addcmul(old * decay, new, new, value=1 - decay).to(nu.dtype)
 
 
 def adam_ratio(mu: Tensor, nu: Tensor, mean_weight: Tensor, root_weight: Tensor, eps: Scalar) -> Tensor:
     """``mu / mean_weight / (sqrt(nu) / root_weight + eps)``, computed in at least float32."""
     mean, root = wide(mu), wide(nu).sqrt()
+    # In place on a root of its own: in eager mode fresh memory costs more than the arithmetic.
     return mean / root.div_(like(root_weight, root)).add_(like(eps, root)).mul_(like(mean_weight, root))
 
 
