@@ -1,0 +1,557 @@
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import purestep as ps
+from purestep import model, optim, tree
+from purestep.errors import ConfigError, StateError
+
+LR = 0.25
+
+
+def program(net: nn.Module, objective: Any = None, **kwargs: Any) -> ps.Program:
+    return ps.program(net, objective or ps.supervised(nn.CrossEntropyLoss()), optim.sgd(LR), **kwargs)
+
+
+def trained_by_torch(net: nn.Module, batches: list[Any], criterion: Any = functional.cross_entropy) -> nn.Module:
+    """The usual loop on a copy of the module."""
+    net = copy.deepcopy(net).train()
+    own = criterion.parameters() if isinstance(criterion, nn.Module) else []
+    optimizer = torch.optim.SGD([*net.parameters(), *(p for p in own if all(p is not q for q in net.parameters()))], LR)
+    for x, y in batches:
+        optimizer.zero_grad()
+        criterion(net(x), y).backward()
+        optimizer.step()
+    return net
+
+
+def trained(chosen: ps.Program, batches: list[Any]) -> ps.TrainState:
+    state = chosen.init(device="cpu")
+    for batch in batches:
+        state, _ = chosen.train_step(state, batch)
+    return state
+
+
+def assert_same_weights(state: ps.TrainState, net: nn.Module, **tolerance: Any) -> None:
+    tolerance = tolerance or {"rtol": 1e-6, "atol": 1e-7}
+    theirs = {name: p.detach() for name, p in net.named_parameters()}
+    assert_trees_close({**state.params, **state.frozen}, theirs, **tolerance)
+    assert_trees_close(state.buffers, dict(net.named_buffers()), **tolerance)
+
+
+def is_hollow(chosen: ps.Program | model.Template) -> bool:
+    template = chosen if isinstance(chosen, model.Template) else template_of(chosen)
+    modules = (template.train, template.eval)
+    return all(t.is_meta for module in modules for t in (*module.parameters(), *module.buffers()))
+
+
+def template_of(chosen: ps.Program) -> model.Template:
+    cells = [cell.cell_contents for cell in chosen.train_step.__closure__ or ()]
+    return next(cell.template for cell in cells if hasattr(cell, "template"))
+
+
+class Language(nn.Module):
+    """Words in, the next word out, through one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.embedding(words).tanh()).movedim(-1, 1)
+
+
+class TwoBuffers(nn.Module):
+    """One buffer under two names, written under one and read under the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("scale", torch.ones(4))
+        self.other = nn.Module()
+        self.other.register_buffer("scale", self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.mul_(2)
+        return self.layer(x * self.other.scale)
+
+
+class Counting(nn.Module):
+    """Counts its calls in buffers: one assigned anew, one written, one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("assigned", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("written", torch.zeros(()))
+        self.register_buffer("passing", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.assigned = self.assigned + 1
+        self.written.add_(1)
+        self.passing = self.passing + 3
+        return self.layer(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 6, num_layers=2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x.unsqueeze(1).expand(-1, 5, -1))[0][:, -1])
+
+
+def words_batch() -> tuple[Tensor, Tensor]:
+    words = torch.randint(7, (4, 9), generator=torch.Generator().manual_seed(0))
+    return words[:, :-1], words[:, 1:]
+
+
+BATCHES = [vector_batch(8, seed) for seed in range(4)]
+
+
+class TestTies:
+    @pytest.mark.parametrize("engine", ["autograd", "func"])
+    def test_embedding_and_head_stay_one_matrix(self, engine: str):
+        net = Language()
+        batches = [words_batch()] * 3
+        chosen = program(net, engine=engine)
+        state = trained(chosen, batches)
+        assert list(state.params) == ["embedding.weight"]
+        assert chosen.static.ties == {"head.weight": "embedding.weight"}
+        theirs = trained_by_torch(net, batches)
+        assert theirs.head.weight is theirs.embedding.weight
+        assert_same_weights(state, theirs)
+        assert torch.allclose(chosen.bind(state)(batches[0][0]), theirs.eval()(batches[0][0]), atol=1e-6)
+
+    def test_the_gradient_of_a_tie_is_the_sum_over_both_places(self):
+        """Without the tie half of the gradient is missing: the test above can tell."""
+        net, untied = Language(), Language()
+        untied.load_state_dict(net.state_dict())
+        untied.head.weight = nn.Parameter(net.head.weight.detach().clone())
+        one, two = (trained(program(n), [words_batch()]) for n in (net, untied))
+        start = net.embedding.weight.detach()
+        both = sum(value - start for value in two.params.values())
+        assert torch.allclose(one.params["embedding.weight"] - start, both, atol=1e-6)
+        assert not torch.allclose(one.params["embedding.weight"], two.params["embedding.weight"], atol=1e-4)
+
+    def test_a_frozen_tie_is_frozen_in_both_places(self):
+        net = Language()
+        net.embedding.weight.requires_grad_(False)
+        net.register_parameter("gain", nn.Parameter(torch.ones(())))
+        objective = ps.supervised(nn.CrossEntropyLoss(), forward=lambda m, x: m(x) * m.params["gain"])
+        state = trained(program(net, objective), [words_batch()] * 2)
+        assert list(state.params) == ["gain"]
+        assert torch.equal(state.frozen["embedding.weight"], net.embedding.weight)
+        assert state.params["gain"] != 1
+
+    def test_a_module_used_twice_is_trained_once_and_leaves_nothing_behind(self):
+        shared = nn.Linear(4, 4)
+        net = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(4, 3))
+        chosen = program(net)
+        state = trained(chosen, BATCHES)
+        assert set(state.params) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+        assert chosen.static.ties == {"2.weight": "0.weight", "2.bias": "0.bias"}
+        assert_same_weights(state, trained_by_torch(net, BATCHES))
+        assert is_hollow(chosen)
+
+    def test_a_norm_used_twice_moves_its_buffers_twice(self):
+        shared = nn.BatchNorm1d(4)
+        net = nn.Sequential(shared, nn.Linear(4, 4), shared, nn.Linear(4, 3))
+        state = trained(program(net), BATCHES)
+        assert int(state.buffers["0.num_batches_tracked"]) == 8
+        assert_same_weights(state, trained_by_torch(net, BATCHES))
+
+    def test_a_buffer_under_two_names_is_one(self):
+        net = TwoBuffers()
+        chosen = program(net)
+        state = trained(chosen, BATCHES[:2])
+        assert list(state.buffers) == ["scale"]
+        assert state.buffers["scale"].tolist() == [4.0] * 4
+        assert chosen.static.ties == {"other.scale": "scale"}
+        assert chosen.static.persistent == {"scale", "other.scale"}
+        assert_same_weights(state, trained_by_torch(net, BATCHES[:2]))
+
+
+class TestFrozen:
+    @pytest.fixture
+    def net(self) -> nn.Module:
+        net = tiny_mlp()
+        net[0].requires_grad_(False)
+        return net
+
+    def test_no_gradient_no_optimizer_state_no_average(self, net: nn.Module):
+        seen: list[bool] = []
+
+        def objective(m: Any, batch: Any) -> ps.Loss:
+            seen.extend(p.requires_grad for p in m.frozen.values())
+            return ps.Loss(functional.cross_entropy(m(batch[0]), batch[1]), 8, {})
+
+        chosen = ps.program(net, objective, optim.adamw(0.1), ema=0.5, accumulate=2)
+        state = trained(chosen, BATCHES[:2])
+        assert seen == [False] * 4
+        assert set(state.frozen) == {"0.weight", "0.bias"}
+        assert chosen.static.frozen == ("0.weight", "0.bias")
+        rest = {*tree.paths(state.opt_state), *tree.paths(state.ema), *tree.paths(state.accum)}
+        assert not [path for path in rest if "0.weight" in path or "0.bias" in path]
+        assert int(state.updates) == 1
+
+    def test_it_keeps_its_bits_while_the_rest_trains_as_in_torch(self, net: nn.Module):
+        state = trained(program(net), BATCHES)
+        assert torch.equal(state.frozen["0.weight"], net[0].weight)
+        assert not torch.equal(state.params["2.weight"], net[2].weight)
+        assert_same_weights(state, trained_by_torch(net, BATCHES))
+
+    def test_weight_decay_does_not_reach_it(self, net: nn.Module):
+        chosen = ps.program(net, ps.supervised(nn.CrossEntropyLoss()), optim.adamw(0.1, weight_decay=0.5))
+        assert torch.equal(trained(chosen, BATCHES).frozen["0.weight"], net[0].weight)
+
+
+class TestKeepEval:
+    @pytest.mark.parametrize("patterns", [("1",), "1", ("[1]",), ("1", "5")])
+    def test_a_norm_that_stays_in_eval_mode_uses_and_keeps_its_statistics(self, patterns: Any):
+        net = tiny_convnet(dropout=0.0)
+        state = trained(program(net, keep_eval=patterns), [image_batch()] * 3)
+        assert_trees_close(state.buffers, dict(net.named_buffers()), exact=True)
+
+        class Still(nn.BatchNorm2d):
+            def train(self, mode: bool = True) -> nn.Module:
+                return super().train(False)
+
+        frozen = copy.deepcopy(net)
+        frozen[1] = Still(4)
+        assert_same_weights(state, trained_by_torch(frozen, [image_batch()] * 3))
+
+    def test_without_it_the_statistics_move(self):
+        net = tiny_convnet(dropout=0.0)
+        state = trained(program(net), [image_batch()])
+        assert not torch.equal(state.buffers["1.running_mean"], net[1].running_mean)
+
+    def test_children_of_a_name_are_meant_too(self):
+        net = nn.Sequential(nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        state = trained(program(net, keep_eval=("0",)), BATCHES)
+        tracked = {name: int(b) for name, b in state.buffers.items() if name.endswith("tracked")}
+        assert tracked == {
+            "0.0.num_batches_tracked": 0, "0.1.num_batches_tracked": 0, "1.num_batches_tracked": 4
+        }  # fmt: skip
+
+    def test_the_rest_of_the_program_is_as_ever(self):
+        net = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3))
+        still = program(net, keep_eval=("0",))
+        a, b = (still.train_step(still.init(seed, device="cpu"), BATCHES[0])[0] for seed in (1, 2))
+        assert_trees_close(a.params, b.params, exact=True)
+        draws = program(net)
+        a, b = (draws.train_step(draws.init(seed, device="cpu"), BATCHES[0])[0] for seed in (1, 2))
+        assert not torch.equal(a.params["1.weight"], b.params["1.weight"])
+
+    def test_a_pattern_that_matches_nothing_is_refused(self):
+        with pytest.raises(ConfigError, match=r"keep_eval: 'norm\*' matches no submodule \(cure: one of \['0', '1'"):
+            program(tiny_convnet(), keep_eval=("1", "norm*"))
+
+
+class TestTheModuleIsATemplate:
+    @pytest.mark.parametrize("engine", ["autograd", "func"])
+    @pytest.mark.parametrize("mode", [True, False])
+    def test_it_is_never_written(self, mode: bool, engine: str):
+        net = tiny_convnet().train(mode)
+        kept = copy.deepcopy(net.state_dict())
+        chosen = program(net, engine=engine)
+        state = trained(chosen, [image_batch()] * 2)
+        chosen.eval_step(state, image_batch())
+        chosen.bind(state)(image_batch()[0])
+        assert_trees_close(dict(net.state_dict()), dict(kept), exact=True)
+        assert all(module.training is mode for module in net.modules())
+        assert all(p.grad is None and p.requires_grad for p in net.parameters())
+
+    def test_its_mode_makes_no_difference(self):
+        of_train, of_eval = (trained(program(tiny_convnet().train(m)), [image_batch()] * 2) for m in (True, False))
+        assert_trees_close(of_train, of_eval, exact=True)
+        assert int(of_train.buffers["1.num_batches_tracked"]) == 2
+
+    def test_no_second_copy_of_the_weights_is_kept(self):
+        chosen = program(tiny_convnet())
+        assert is_hollow(chosen)
+        trained(chosen, [image_batch()] * 2)
+        assert is_hollow(chosen)
+
+    def test_a_forward_pass_that_fails_leaves_it_hollow(self):
+        chosen = program(tiny_mlp())
+        with pytest.raises(RuntimeError, match="shapes"):
+            chosen.train_step(chosen.init(device="cpu"), (torch.ones(2, 5), torch.zeros(2, dtype=torch.int64)))
+        assert is_hollow(chosen)
+
+    def test_a_second_program_of_it_is_another(self):
+        net = tiny_mlp()
+        first, second = program(net), program(net)
+        assert_trees_close(trained(first, BATCHES), trained(second, BATCHES), exact=True)
+
+    def test_later_changes_of_the_module_reach_init_alone(self):
+        net = tiny_mlp()
+        chosen = program(net)
+        with torch.no_grad():
+            net[0].weight.fill_(7)
+        state = chosen.init(device="cpu")
+        assert state.params["0.weight"].eq(7).all()
+        with torch.no_grad():
+            net[0].weight.fill_(8)
+        assert state.params["0.weight"].eq(7).all()
+
+
+class TestBuffers:
+    def test_written_and_assigned_ones_come_back_in_the_state(self):
+        net = Counting()
+        chosen = program(net)
+        state = chosen.init(device="cpu")
+        kept = ps.clone(state)
+        new = trained(chosen, BATCHES[:3])
+        assert (int(new.buffers["assigned"]), float(new.buffers["written"])) == (3, 3.0)
+        assert new.buffers["passing"].tolist() == [9.0, 9.0]
+        assert new.buffers["assigned"].dtype == torch.int64
+        assert_trees_close(state, kept, exact=True)
+        assert (int(net.assigned), float(net.written)) == (0, 0.0)
+
+    def test_two_calls_in_one_objective_see_each_other(self):
+        def twice(m: Any, batch: Any) -> ps.Loss:
+            x, y = batch
+            loss = functional.cross_entropy(m(x), y)
+            assert int(m.buffers["assigned"]) % 2 == 1
+            return ps.Loss((loss + functional.cross_entropy(m(2 * x), y)) / 2, len(x), {})
+
+        new = trained(program(Counting(), twice), BATCHES[:2])
+        assert (int(new.buffers["assigned"]), float(new.buffers["written"])) == (4, 4.0)
+
+    def test_evaluation_changes_none(self):
+        chosen = program(Counting())
+        state = chosen.init(device="cpu")
+        chosen.eval_step(state, BATCHES[0])
+        predict = chosen.bind(state, train=True)
+        predict(BATCHES[0][0])
+        predict(BATCHES[0][0])
+        assert int(state.buffers["assigned"]) == 0
+
+    def test_the_persistent_ones_are_those_of_a_state_dict(self):
+        net = Counting()
+        names = model.template(net).names
+        assert names.buffers == ("assigned", "written", "passing")
+        assert names.persistent == {"assigned", "written"} == set(net.state_dict()) - {"layer.weight", "layer.bias"}
+
+    def test_what_bind_is_given_is_not_written(self):
+        net = Counting()
+        params, frozen, buffers = model.tensors(net)
+        bound = model.bind(model.template(net), params, frozen, buffers, train=True)
+        bound(torch.ones(2, 4))
+        assert float(buffers["written"]) == 0
+        assert float(bound.buffers["written"]) == 1
+
+
+class TestBound:
+    def test_methods_other_than_forward_run_on_the_same_weights(self):
+        class Coder(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = nn.Linear(4, 3)
+                self.register_buffer("calls", torch.zeros(()))
+
+            def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+                self.calls.add_(1)
+                return self.inner(x) * scale
+
+            def forward(self, x: Tensor) -> Tensor:
+                return -self.encode(x)
+
+        net = Coder()
+        bound = model.bind(model.template(net), *model.tensors(net), train=True)
+        x = torch.ones(2, 4)
+        expected = net.inner(x) * 2
+        assert torch.equal(bound.call("encode", x, scale=2.0), expected)
+        assert torch.equal(bound(x), -expected / 2)
+        assert float(bound.buffers["calls"]) == 2
+
+        def objective(m: Any, batch: Any) -> ps.Loss:
+            return ps.Loss(m.call("encode", batch, scale=3.0).sum(), 1, {})
+
+        state = trained(program(net, objective), [x])
+        assert torch.allclose(state.params["inner.bias"], net.inner.bias - LR * 2 * 3)
+
+    def test_it_shows_weights_mode_and_the_hollow_module(self):
+        net = tiny_mlp()
+        net[0].bias.requires_grad_(False)
+        template = model.template(net)
+        params, frozen, buffers = model.tensors(net)
+        assert params["0.weight"].data_ptr() == net[0].weight.data_ptr()
+        assert not params["0.weight"].requires_grad
+        for train in (True, False):
+            bound = model.bind(template, params, frozen, buffers, train=train)
+            assert bound.training is train
+            assert set(bound.params) == {"0.weight", "2.weight", "2.bias"}
+            assert set(bound.frozen) == {"0.bias"}
+            assert isinstance(bound.module, nn.Sequential)
+            assert bound.module.training is train
+            assert next(bound.module.parameters()).is_meta
+
+    def test_weights_can_be_penalized_by_the_objective(self):
+        def objective(m: Any, batch: Any) -> ps.Loss:
+            return ps.Loss(functional.cross_entropy(m(batch[0]), batch[1]) + m.params["2.bias"].sum(), 8, {})
+
+        plain, penalized = (trained(program(tiny_mlp(), o), BATCHES[:1]) for o in (None, objective))
+        assert torch.allclose(penalized.params["2.bias"], plain.params["2.bias"] - LR)
+
+
+class TestKindsOfModules:
+    @pytest.mark.parametrize("engine", ["autograd", "func"])
+    def test_an_lstm_trains_as_in_torch(self, engine: str):
+        net = Recurrent()
+        chosen = program(net, engine=engine)
+        state = trained(chosen, BATCHES)
+        theirs = trained_by_torch(net, BATCHES)
+        assert_same_weights(state, theirs)
+        x = BATCHES[0][0]
+        assert torch.allclose(chosen.bind(state)(x), theirs(x), atol=1e-6)
+
+    @pytest.mark.parametrize("wrap", ["weight_norm", "spectral_norm", "orthogonal"])
+    def test_parametrizations_train_as_in_torch(self, wrap: str):
+        net = nn.Sequential(getattr(nn.utils.parametrizations, wrap)(nn.Linear(4, 3)))
+        state = trained(program(net), BATCHES)
+        assert set(state.params) == {name for name, _ in net.named_parameters()}
+        assert_same_weights(state, trained_by_torch(net, BATCHES), rtol=1e-5, atol=1e-6)
+
+    def test_dropout_of_zero_and_a_convnet_train_as_in_torch(self):
+        net = tiny_convnet(dropout=0.0)
+        batches = [image_batch(seed=seed) for seed in range(3)]
+        assert_same_weights(trained(program(net), batches), trained_by_torch(net, batches), rtol=1e-5, atol=1e-6)
+
+
+class TestWhatCannotBeTrained:
+    @pytest.mark.parametrize(
+        ("parameter", "message"),
+        [
+            (nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False), "torch.int64.*register_buffer"),
+            (nn.Parameter(torch.ones(2, dtype=torch.bool), requires_grad=False), "torch.bool.*register_buffer"),
+            (nn.Parameter(torch.ones(2, dtype=torch.complex64)), "torch.complex64.*cure: .*view_as_complex"),
+            (nn.parameter.UninitializedParameter(), r"is lazy and has no shape yet \(cure: run one forward pass"),
+        ],
+        ids=["integer", "bool", "complex", "lazy"],
+    )
+    def test_parameters_are_named(self, parameter: nn.Parameter, message: str):
+        net = nn.Sequential(nn.Linear(4, 3))
+        net[0].register_parameter("odd", parameter)
+        with pytest.raises(StateError, match=rf"0\.odd: .*{message}"):
+            program(net)
+
+    def test_lazy_buffers_are_named(self):
+        with pytest.raises(StateError, match=r"0\.running_mean: is lazy"):
+            program(nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(4, 3)))
+
+    def test_nothing_to_train(self):
+        with pytest.raises(StateError, match=r"Sequential: the module has no parameter with requires_grad=True"):
+            program(tiny_mlp().requires_grad_(False))
+
+    def test_old_weight_norm_is_refused_with_the_new_one_as_cure(self):
+        with warnings.catch_warnings(action="ignore"):
+            net = nn.utils.weight_norm(nn.Linear(4, 3))
+        with pytest.raises(StateError, match=r"cannot be copied.*parametrizations\.weight_norm instead") as caught:
+            program(net)
+        assert caught.value.__cause__ is not None
+
+    def test_names_of_the_objective_are_reserved(self):
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.objective = nn.Linear(4, 3)
+
+        with pytest.raises(StateError, match=r"objective\.weight: the name is kept for the objective's own"):
+            program(Net())
+
+
+class Weighted(nn.Module):
+    """A criterion that learns: class offsets, and a buffer that counts its calls."""
+
+    def __init__(self, *, drop: float = 0.0) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(3))
+        self.register_buffer("calls", torch.zeros(()))
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return functional.cross_entropy(self.drop(outputs) + self.offset, targets)
+
+
+class TestCriteriaWithTensors:
+    def test_its_parameters_train_with_the_model_under_names_of_their_own(self):
+        net, criterion = tiny_mlp(), Weighted()
+        theirs = copy.deepcopy(criterion)
+        state = trained(program(net, ps.supervised(criterion)), BATCHES)
+        assert_same_weights(
+            state._replace(params={k: v for k, v in state.params.items() if k != "objective.offset"}, buffers={}),
+            trained_by_torch(net, BATCHES, theirs),
+        )
+        assert torch.allclose(state.params["objective.offset"], theirs.offset, atol=1e-6)
+        assert float(state.buffers["objective.calls"]) == 4
+        assert float(criterion.calls) == 0
+        assert not criterion.offset.any()
+
+    def test_it_has_the_mode_of_the_step(self):
+        objective = ps.supervised(Weighted(drop=0.5).eval())
+        chosen = program(tiny_mlp(), objective)
+        losses = {float(chosen.train_step(chosen.init(seed, device="cpu"), BATCHES[0])[1]["loss"]) for seed in range(3)}
+        assert len(losses) == 3
+        state = chosen.init(device="cpu")
+        assert len({float(chosen.eval_step(state, BATCHES[0], index=index)["loss"]) for index in range(3)}) == 1
+
+    def test_class_weights_are_a_buffer_in_the_state_and_follow_it(self):
+        weight = torch.tensor([1.0, 2.0, 4.0])
+        chosen = program(tiny_mlp(), ps.supervised(nn.CrossEntropyLoss(weight=weight)))
+        state = chosen.init(device="cpu")
+        assert torch.equal(state.buffers["objective.weight"], weight)
+        _, y = BATCHES[0]
+        _, metrics = chosen.train_step(state, BATCHES[0])
+        assert float(metrics["loss"].weight) == weight[y].sum()
+        other = state._replace(buffers={"objective.weight": torch.tensor([0.0, 0.0, 8.0])})
+        assert float(chosen.train_step(other, BATCHES[0])[1]["loss"].weight) == 8 * (y == 2).sum()
+
+    def test_ties_inside_of_it_hold(self):
+        class Two(Weighted):
+            def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+                return functional.cross_entropy(outputs + self.offset + self.other, targets)
+
+        tied = Two()
+        tied.other = tied.offset
+        net = tiny_mlp()
+        theirs = copy.deepcopy(tied)
+        state = trained(program(net, ps.supervised(tied)), BATCHES)
+        trained_by_torch(net, BATCHES, theirs)
+        assert torch.allclose(state.params["objective.offset"], theirs.offset, atol=1e-6)
+        assert "objective.other" not in state.params
+
+    def test_a_parameter_it_shares_with_the_model_is_one(self):
+        net = tiny_mlp()
+
+        class Decay(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.bias = net[2].bias
+
+            def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+                return functional.cross_entropy(outputs, targets) + self.bias.square().sum()
+
+        theirs, criterion = copy.deepcopy((net, Decay()))
+        optimizer = torch.optim.SGD(theirs.parameters(), LR)
+        for x, y in BATCHES:
+            optimizer.zero_grad()
+            criterion(theirs(x), y).backward()
+            optimizer.step()
+        state = trained(program(net, ps.supervised(Decay())), BATCHES)
+        assert set(state.params) == {name for name, _ in net.named_parameters()}
+        assert_same_weights(state, theirs)
