@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
+import sys
 import sysconfig
 from collections import OrderedDict
 from collections.abc import Callable
@@ -116,10 +117,8 @@ def main(config: Config) -> float:
         shutil.rmtree(config.runs, ignore_errors=True)
     # Windows of T + 1 bytes, each starting with the last byte of the one before; of the held-out ones every 40th.
     train, held_out = (TensorDataset(text.unfold(0, config.context + 1, config.context)) for text in library_text())
-    loaders = {
-        "train": DataLoader(train, config.batch_size, shuffle=True),
-        "held_out": DataLoader(TensorDataset(held_out.tensors[0][::40]), 25),
-    }
+    few = DataLoader(TensorDataset(held_out.tensors[0][::40]), 25)
+    loaders = {"train": DataLoader(train, config.batch_size, shuffle=True), "held_out": few}
     torch.manual_seed(config.seed)
     model = gpt(config.width, config.heads, config.layers)
     rate = schedules.warmup_stable_decay(1.0, config.updates // 20, decay=config.updates // 2, total=config.updates)
@@ -132,9 +131,8 @@ def main(config: Config) -> float:
     with ps.Snapshots(config.runs, every_steps=100) as snapshots:
         limits = {"steps": config.updates, "evaluate_every": 50, "monitor": "held_out_loss"}
         state = ps.fit(state, loaders, program, snapshots=snapshots, compile=config.compile, **limits).state
-    bits = ps.evaluate(state, loaders["held_out"], program.eval_step)["loss"]
-    device = state.step.device
-    print(write(program.bind(state), b"def ", length=config.sample, context=config.context, device=device))
+    bits = ps.evaluate(state, few, program.eval_step)["loss"]
+    print(write(program.bind(state), b"def ", length=config.sample, context=config.context, device=state.step.device))
     print(f"held-out bits per byte {bits:.2f}")
     return bits
 
@@ -142,6 +140,10 @@ def main(config: Config) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     for name, default in vars(Config()).items():
-        kind = {"action": "store_true"} if default is False else {"type": type(default or ""), "default": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", **kind)
-    main(Config(**vars(parser.parse_args())))
+        of_type = {"type": str if default is None else type(default), "default": default}
+        parser.add_argument(f"--{name.replace('_', '-')}", **{"action": "store_true"} if default is False else of_type)
+    try:
+        main(Config(**vars(parser.parse_args())))
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here")
+        sys.exit(130)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,7 +119,6 @@ def main(config: Config) -> float:
         compile=config.compile,
     )
     accuracy = ps.evaluate(ps.view(result.state, "ema"), test, program.eval_step)["accuracy"]
-    print(f"stopped after {result.epochs} epochs: {result.stop_reason}")
     print(f"test accuracy {100 * accuracy:.1f} % (EMA)")
     return accuracy
 
@@ -126,6 +126,10 @@ def main(config: Config) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     for name, default in vars(Config()).items():
-        kind = {"action": "store_true"} if default is False else {"type": type(default or ""), "default": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", **kind)
-    main(Config(**vars(parser.parse_args())))
+        of_type = {"type": str if default is None else type(default), "default": default}
+        parser.add_argument(f"--{name.replace('_', '-')}", **{"action": "store_true"} if default is False else of_type)
+    try:
+        main(Config(**vars(parser.parse_args())))
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here")
+        sys.exit(130)
