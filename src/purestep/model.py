@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-from collections.abc import Iterable
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch.func import functional_call
 
 from .errors import ConfigError, StateError
 from .types import Params
+
+_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 OBJECTIVE = "objective."  # prefix of the names of an objective's own parameters and buffers
 
@@ -48,7 +51,7 @@ class Bound:
     that a second call sees what the first one left.
     """
 
-    __slots__ = ("_module", "_names", "_tensors", "buffers", "frozen", "params", "training")
+    __slots__ = ("_held", "_module", "_names", "_tensors", "buffers", "frozen", "params", "training")
 
     def __init__(self, template: Template, params: Params, frozen: Params, buffers: Params, *, train: bool) -> None:
         self._module = template.train if train else template.eval
@@ -57,6 +60,7 @@ class Bound:
         self.frozen = frozen
         self.buffers = buffers
         self.training = train
+        self._held = False
         self._tensors = {_inner(name): tensor for name, tensor in {**params, **frozen}.items()}
 
     @property
@@ -86,14 +90,46 @@ class Bound:
         """The objective's own module (a criterion with parameters or buffers)."""
         return self._run("objective", "__call__", args, kwargs)
 
-    def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def hold(self, forward: Callable[[], _Found], backward: Callable[[_Found], _Result]) -> _Result:
+        """``backward(forward())`` with the weights in the module until both are done.
+
+        Activation checkpointing runs parts of the forward pass again during the backward pass, where a single call's
+        weights would be gone. Those parts find the buffers as they were before the forward pass, and what they write
+        into them is dropped.
+        """
+        before = {name: buffer.clone() for name, buffer in self.buffers.items()}
+
+        def both() -> _Result:
+            found = forward()
+            for name, buffer in before.items():
+                owner, attribute = _place(self._module, _inner(name))
+                setattr(owner, attribute, buffer)
+            return backward(found)
+
+        self._held = True
+        try:
+            return functional_call(self._module, self._named(), (both,), tie_weights=False)
+        finally:
+            self._held = False
+
+    def _named(self) -> Params:
         tensors = {**self._tensors, **{_inner(name): buffer for name, buffer in self.buffers.items()}}
-        tensors.update({_inner(alias): tensors[_inner(name)] for alias, name in self._names.aliases.items()})
         # Ties are known, so that functional_call need not look for them in every call.
-        call = (self._names.buffers, target, method, args, kwargs)
-        output, written = functional_call(self._module, tensors, call, tie_weights=False)
+        return tensors | {_inner(alias): tensors[_inner(name)] for alias, name in self._names.aliases.items()}
+
+    def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def call() -> Any:
+            owner = getattr(self._module, target)
+            output = owner(*args, **kwargs) if method == "__call__" else getattr(owner, method)(*args, **kwargs)
+            # Read here, while the tensors are swapped in: a buffer may have been assigned anew instead of written to.
+            written = {name: _attribute(self._module, _inner(name)) for name in self._names.buffers}
+            return output, written
+
+        output, written = (
+            call() if self._held else functional_call(self._module, self._named(), (call,), tie_weights=False)
+        )
         if self.buffers:
-            self.buffers = dict(zip(self._names.buffers, written, strict=True))
+            self.buffers = written
         return output
 
 
@@ -106,13 +142,8 @@ class _Dispatch(nn.Module):
         if objective is not None:
             self.objective = objective
 
-    def forward(
-        self, buffers: tuple[str, ...], target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, tuple[Tensor, ...]]:
-        owner = self.model if target == "model" else self.objective
-        output = owner(*args, **kwargs) if method == "__call__" else getattr(owner, method)(*args, **kwargs)
-        # Read here, while the tensors are swapped in: a buffer may have been assigned anew instead of written to.
-        return output, tuple(_attribute(self, _inner(name)) for name in buffers)
+    def forward(self, run: Callable[[], _Result]) -> _Result:
+        return run()
 
 
 def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval: Iterable[str] = ()) -> Template:
@@ -280,6 +311,10 @@ def _inner(name: str) -> str:
     return name if name.startswith(OBJECTIVE) else f"model.{name}"
 
 
-def _attribute(root: nn.Module, name: str) -> Tensor:
+def _place(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     owner, _, attribute = name.rpartition(".")
-    return cast(Tensor, getattr(root.get_submodule(owner), attribute))
+    return root.get_submodule(owner), attribute
+
+
+def _attribute(root: nn.Module, name: str) -> Tensor:
+    return cast(Tensor, getattr(*_place(root, name)))

@@ -8,6 +8,7 @@ the value of a tensor is an error. ``"auto"`` traces, and takes Dynamo where tha
 from __future__ import annotations
 
 import importlib
+import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ def trace(
         DataDependent: the Python branches on the value of a tensor.
     """
     with rng.capturing(), torch.no_grad():
-        graph = _traced(function, inputs)
+        graph = _scalars_apart(_traced(function, inputs))
     return _lowered(graph, inputs, backend, options), _draws(graph)
 
 
@@ -65,6 +66,32 @@ def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
             where=_user_line(error),
             hint="torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing",
         ) from error
+
+
+def _scalars_apart(graph: GraphModule) -> GraphModule:
+    """Keep every scalar that a larger tensor is computed with in memory of its own.
+
+    Inductor computes a 0-d expression anew wherever it is read: a bias correction once for every few parameters. A view
+    by strides needs memory to look at, so it makes inductor compute the scalar once.
+    """
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or not _is_scalar(node):
+            continue
+        readers = [user for user in node.users if isinstance(user.meta.get("val"), Tensor) and not _is_scalar(user)]
+        if not readers:
+            continue
+        with graph.graph.inserting_after(node):
+            apart = graph.graph.call_function(torch.ops.aten.as_strided.default, (node, [], []))
+        apart.meta.update(node.meta)
+        for reader in readers:
+            reader.replace_input_with(node, apart)
+    graph.recompile()
+    return graph
+
+
+def _is_scalar(node: Any) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dim() == 0
 
 
 def rehearse(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> None:
@@ -124,10 +151,18 @@ def _user_line(error: BaseException) -> str:
     return found or "step"
 
 
-def dynamo(function: Flat, *, backend: Any, options: Mapping[str, Any] | None) -> Flat:
+def dynamo(function: types.FunctionType, *, backend: Any, options: Mapping[str, Any] | None) -> Flat:
     """`torch.compile(function, fullgraph=True)`."""
     chosen: Any = dict(options) if options and backend == "inductor" else None
-    return torch.compile(function, fullgraph=True, backend=backend, options=chosen)
+    # Dynamo counts graphs by code object and stops at eight: every function gets a code object of its own.
+    own = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    return torch.compile(own, fullgraph=True, backend=backend, options=chosen)
 
 
 def stopped(error: BaseException) -> bool:

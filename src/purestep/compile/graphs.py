@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import rng, tree
-from ..errors import PurestepError
+from ..errors import PurestepError, StepContractError
 from . import capture as capture_
 from . import live as live_
 
@@ -132,6 +132,29 @@ class Graphs:
     def _dynamo(self, core: Any) -> Graph:
         run = capture_.dynamo(core, backend=self.options.backend, options=self.options.options)
         return Graph(run, draws=True)
+
+
+class Text:
+    """Stands for text of a batch inside a graph, which cannot hold it: using it is an error."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__len__":
+            return object.__getattribute__(self, name)
+        raise StepContractError(
+            "the step reads text of the batch, which no compiled graph can hold",
+            where="batch",
+            hint="turn it into tensors in the loader, or leave it out: ps.supervised(..., prepare=...)",
+        )
+
+
+TEXT = Text()
+
+
+def without_text(leaves: list[Any]) -> list[Any]:
+    """The leaves of a batch with text replaced: its value must not select a graph."""
+    if any(isinstance(leaf, str | bytes) for leaf in leaves):
+        return [TEXT if isinstance(leaf, str | bytes) else leaf for leaf in leaves]
+    return leaves
 
 
 def kinds(leaves: list[Any]) -> tuple[Any, ...]:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from .. import packed as packed_
 from .. import rng, tree
-from ..errors import StepContractError
 from ..step import Accum, Adding, Closing
 from ..types import Empty, Metrics, Program, Static, Steps, TrainState
 from . import capture as capture_
 from . import live as live_
-from .graphs import Graphs, Options, kinds
+from .contract import checked, same_structure
+from .graphs import Graphs, Options, kinds, without_text
 
 
 def compile_step(
@@ -139,7 +139,7 @@ class CompiledStep:
         else:
             live_.check_alive(state)
         phase = self._phase(store)
-        leaves, treedef = tree.flatten(tree.dicts(batch))
+        leaves, treedef = _batch(batch)
         key = (store.slots.identity, phase, treedef)
         graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
         if graph.draws and store.hosts:
@@ -211,8 +211,8 @@ class CompiledStep:
         def core(buffers: list[Tensor], batch: list[Any]) -> Any:
             old = slots.gather(buffers)
             before = tree.fill(whole, old)
-            new, metrics = _checked(step(_marked(before, phase), *tree.fill(parts, batch)))
-            new_leaves = _same_structure(whole, before, _marked(new, phase, back=True))
+            new, metrics = checked(step(_marked(before, phase), *tree.fill(parts, batch)))
+            new_leaves = same_structure(whole, before, _marked(new, phase, back=True))
             kept = tree.map(lambda leaf: live_.apart(leaf, buffers), metrics)
             slots.scatter(buffers, old, new_leaves)
             return kept
@@ -228,7 +228,7 @@ class CompiledStep:
         old, state_def = tree.flatten(given)
         keys = {id(part.key) for part in parts}
         positions = [index for index, leaf in enumerate(old) if id(leaf) not in keys]
-        leaves, treedef = tree.flatten(tree.dicts(batch))
+        leaves, treedef = _batch(batch)
         inputs = [old[index] for index in positions]
         key = (state_def, phase, treedef, kinds(inputs))
 
@@ -263,8 +263,8 @@ class CompiledStep:
             for index, leaf in zip(positions, inputs, strict=True):
                 old[index] = leaf
             before = tree.fill(whole, old)
-            new, metrics = _checked(step(_marked(before, phase), *tree.fill(parts, batch)))
-            leaves = _same_structure(whole, before, _marked(new, phase, back=True))
+            new, metrics = checked(step(_marked(before, phase), *tree.fill(parts, batch)))
+            leaves = same_structure(whole, before, _marked(new, phase, back=True))
             return [leaves[index] for index in positions], metrics
 
         return core
@@ -289,7 +289,7 @@ class CompiledEval:
         keys = {id(part.key) for part in parts}
         inputs = [leaf for leaf in old if id(leaf) not in keys]
         places = [id(leaf) in keys for leaf in old]
-        leaves, treedef = tree.flatten(tree.dicts(batch))
+        leaves, treedef = _batch(batch)
         step = self._step
 
         def build() -> Callable[..., Any]:
@@ -318,6 +318,11 @@ def _without_optimizer(state: Any) -> Any:
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def _batch(batch: tuple[Any, ...]) -> tuple[list[Any], tree.TreeDef]:
+    leaves, treedef = tree.flatten(tree.dicts(batch))
+    return without_text(leaves), treedef
 
 
 def _seeded(draws: bool, host: live_.Host | None, device: torch.device) -> Any:
@@ -351,48 +356,3 @@ def _marked(state: Any, phase: tuple[type[Accum], ...], *, back: bool = False) -
         return TrainState(*node)._replace(accum=(Accum if back else kind)(*node.accum))
 
     return tree.map(one, state, is_leaf=live_.is_state)
-
-
-def _checked(result: Any) -> tuple[Any, Metrics]:
-    if not isinstance(result, tuple) or len(cast(tuple[Any, ...], result)) != 2:
-        raise StepContractError(
-            f"returned a {type(result).__name__}", where="step", hint="return (state, metrics): a pair"
-        )
-    state, metrics = cast(tuple[Any, Any], result)
-    if not isinstance(metrics, dict):
-        raise StepContractError(
-            f"returned metrics of type {type(metrics).__name__}", where="step", hint="return (state, {name: ps.Mean})"
-        )
-    return state, cast(Metrics, metrics)
-
-
-def _same_structure(positions: tree.Tree, old: Any, new: Any) -> list[Tensor]:
-    """The leaves of the new state, if it is one of the same structure, shapes and dtypes."""
-    if torch.compiler.is_compiling():
-        return tree.collect(
-            positions, new
-        )  # Dynamo can neither compare structures nor raise; fit and the trace check them
-    before, old_def = tree.flatten(old)
-    after, new_def = tree.flatten(new)
-    if old_def != new_def:
-        raise StepContractError(
-            f"the structure of the state changes: {_difference(old, new)}",
-            where="step",
-            hint="return a state of the structure that went in",
-        )
-    for index, (left, right) in enumerate(zip(before, after, strict=True)):
-        same = isinstance(right, Tensor) and (left.shape, left.dtype) == (right.shape, right.dtype)
-        if not same:
-            found = f"{list(right.shape)} {right.dtype}" if isinstance(right, Tensor) else type(right).__name__
-            raise StepContractError(
-                f"goes in as {list(left.shape)} {left.dtype} and comes out as {found}",
-                where=tree.paths(old)[index],
-                hint="keep shape and dtype of every leaf (.to(old.dtype))",
-            )
-    return after
-
-
-def _difference(old: Any, new: Any) -> str:
-    before, after = set(tree.paths(old)), set(tree.paths(new))
-    gone, come = sorted(before - after)[:3], sorted(after - before)[:3]
-    return f"without {gone}, with {come}" if gone or come else "other node types"

@@ -245,7 +245,12 @@ def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Sna
         NotFound: ``resume`` names a path without snapshots.
         Mismatch, Corrupt: what is there does not fit, or is damaged in every copy.
     """
+    if snapshots is not None and not config.fast_dev_run:
+        snapshots.check_space(state)
     if config.resume is None or config.fast_dev_run:
+        if snapshots is not None and snapshots.steps():
+            log.info("fresh start: the steps %s in %s are set aside", snapshots.steps(), snapshots.directory)
+            snapshots.start_over()
         return None
     source = snapshots
     if config.resume != "auto":

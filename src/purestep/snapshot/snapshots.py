@@ -229,6 +229,12 @@ class Snapshots:
         ranked = directory.best(found, *monitor) if monitor else []
         return ranked[0] if ranked else None
 
+    def start_over(self) -> None:
+        """Sets aside what earlier runs left, as ``<step>.archived``, so that a fresh run does not mix with them."""
+        self.open()
+        for step in directory.numbered(self.directory):
+            directory.set_aside(self.directory, step, "archived")
+
     def check_space(self, state: Tree) -> None:
         """Warns when the disk has no room for the snapshots of this state that will be kept; for before the first step.
 

@@ -16,14 +16,15 @@ from ..metrics import merge
 from ..types import Batch, Form, Loss, Mean, Metrics, Params, TrainState
 from .parts import Micro, Spec, wide
 
+Forward = Callable[[model_.Bound], Any]
+"""``bound model -> (mean x scale, (loss, buffers))``, to be differentiated."""
 
-def _forward(spec: Spec, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Callable[[Params], Any]:
-    """``named params -> (mean x scale, (loss, buffers))``, to be differentiated."""
+
+def _forward(spec: Spec, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Forward:
     device = state.step.device
     scale = spec.scaler.scale(state.scaler)
 
-    def forward(named: Params) -> tuple[Tensor, tuple[Loss, Params]]:
-        bound = model_.bind(spec.template, named, state.frozen, state.buffers, train=True)
+    def forward(bound: model_.Bound) -> tuple[Tensor, tuple[Loss, Params]]:
         with precision_.autocast(spec.policy, device):
             loss = check_loss(spec.objective(bound, precision_.cast(spec.policy, batch), *context), device)
         _check_connected(loss.mean)
@@ -98,17 +99,24 @@ def _not_connected() -> StepContractError:
     )
 
 
-def _value_and_grad(spec: Spec, forward: Callable[[Params], Any], named: Params) -> tuple[Params, Any]:
+def _value_and_grad(spec: Spec, forward: Forward, state: TrainState, named: Params) -> tuple[Params, Any]:
+    def bind(params: Params) -> model_.Bound:
+        return model_.bind(spec.template, params, state.frozen, state.buffers, train=True)
+
     engine = spec.engine
     if engine == "auto":
         engine = "func" if torch.compiler.is_compiling() else "autograd"
     if engine == "func":
-        grads, (_, extra) = torch.func.grad_and_value(forward, has_aux=True)(named)
+        grads, (_, extra) = torch.func.grad_and_value(lambda params: forward(bind(params)), has_aux=True)(named)
         return grads, extra
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in named.items()}
-        scaled, extra = forward(leaves)
-        found: Any = torch.autograd.grad(scaled, list(leaves.values()), allow_unused=True)
+        bound = bind(leaves)
+
+        def backward(found: tuple[Tensor, Any]) -> tuple[Any, Any]:
+            return torch.autograd.grad(found[0], list(leaves.values()), allow_unused=True), found[1]
+
+        found, extra = bound.hold(lambda: forward(bound), backward)
     if all(grad is None for grad in found):
         raise _not_connected()
     pairs = zip(leaves.items(), found, strict=True)
@@ -118,7 +126,7 @@ def _value_and_grad(spec: Spec, forward: Callable[[Params], Any], named: Params)
 def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
     """One forward and backward pass."""
     forward = _forward(spec, state, batch, context)
-    grads, (loss, buffers) = _value_and_grad(spec, forward, form.expand(state.params))
+    grads, (loss, buffers) = _value_and_grad(spec, forward, state, form.expand(state.params))
     metrics = {name: mean._replace(**finite_mean(*mean)._asdict()) for name, mean in loss.metrics.items()}
     metrics["loss"] = finite_mean(loss.mean.float() * loss.weight, loss.weight)
     return Micro(form.collect(grads), loss.mean, loss.weight, buffers, metrics)

@@ -1,0 +1,71 @@
+"""What a step has to keep to, checked while its graph is made."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..errors import StepContractError
+from ..types import Metrics
+
+
+def checked(result: Any) -> tuple[Any, Metrics]:
+    """What a step returned, if it is a state and a dict of metrics.
+
+    Raises:
+        StepContractError: it is not.
+    """
+    if not isinstance(result, tuple) or len(cast(tuple[Any, ...], result)) != 2:
+        raise StepContractError(
+            f"returned a {type(result).__name__}", where="step", hint="return (state, metrics): a pair"
+        )
+    state, metrics = cast(tuple[Any, Any], result)
+    if not isinstance(metrics, dict):
+        raise StepContractError(
+            f"returned metrics of type {type(metrics).__name__}", where="step", hint="return (state, {name: ps.Mean})"
+        )
+    return state, cast(Metrics, metrics)
+
+
+def same_structure(positions: tree.Tree, old: Any, new: Any) -> list[Tensor]:
+    """The leaves of the new state, if it is one of the same structure, shapes and dtypes.
+
+    Args:
+        positions: of the leaves, from `tree.indices`.
+        old: the state that went in.
+        new: the state that came out.
+
+    Raises:
+        StepContractError: the first leaf that differs.
+    """
+    if torch.compiler.is_compiling():
+        return tree.collect(
+            positions, new
+        )  # Dynamo can neither compare structures nor raise; fit and the trace check them
+    before, old_def = tree.flatten(old)
+    after, new_def = tree.flatten(new)
+    if old_def != new_def:
+        raise StepContractError(
+            f"the structure of the state changes: {_difference(old, new)}",
+            where="step",
+            hint="return a state of the structure that went in",
+        )
+    for index, (left, right) in enumerate(zip(before, after, strict=True)):
+        same = isinstance(right, Tensor) and (left.shape, left.dtype) == (right.shape, right.dtype)
+        if not same:
+            found = f"{list(right.shape)} {right.dtype}" if isinstance(right, Tensor) else type(right).__name__
+            raise StepContractError(
+                f"goes in as {list(left.shape)} {left.dtype} and comes out as {found}",
+                where=tree.paths(old)[index],
+                hint="keep shape and dtype of every leaf (.to(old.dtype))",
+            )
+    return after
+
+
+def _difference(old: Any, new: Any) -> str:
+    before, after = set(tree.paths(old)), set(tree.paths(new))
+    gone, come = sorted(before - after)[:3], sorted(after - before)[:3]
+    return f"without {gone}, with {come}" if gone or come else "other node types"
