@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -137,14 +137,14 @@ class Graphs:
 class Text:
     """Stands for text of a batch inside a graph, which cannot hold it: using it is an error."""
 
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__len__":
-            return object.__getattribute__(self, name)
+    def _refuse(self, *_: Any) -> NoReturn:
         raise StepContractError(
             "the step reads text of the batch, which no compiled graph can hold",
             where="batch",
             hint="turn it into tensors in the loader, or leave it out: ps.supervised(..., prepare=...)",
         )
+
+    __len__ = __iter__ = __getitem__ = __contains__ = __add__ = __str__ = __bool__ = __getattr__ = _refuse
 
 
 TEXT = Text()
