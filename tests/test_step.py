@@ -1,0 +1,1077 @@
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import purestep as ps
+from purestep import optim, rng, schedules, tree
+from purestep.errors import ConfigError, DataError, StateError, StepContractError
+from purestep.scaler import ScalerState
+from purestep.step import Accum, Adding, Closing
+from purestep.types import Empty
+
+LR = 0.5
+CROSS_ENTROPY = ps.supervised(nn.CrossEntropyLoss())
+
+
+def program(net: nn.Module | None = None, objective: Any = CROSS_ENTROPY, tx: Any = None, **kwargs: Any) -> ps.Program:
+    return ps.program(net or tiny_mlp(), objective, tx or optim.sgd(LR), **kwargs)
+
+
+def init(chosen: ps.Program, seed: int = 0) -> ps.TrainState:
+    assert chosen.init is not None
+    return chosen.init(seed, device="cpu")
+
+
+def run(chosen: ps.Program, batches: list[Any], state: ps.TrainState | None = None) -> ps.TrainState:
+    state = init(chosen) if state is None else state
+    for batch in batches:
+        state, _ = chosen.train_step(state, batch)
+    return state
+
+
+def cut(batch: Any, sizes: list[int]) -> list[Any]:
+    """A batch in parts of these sizes."""
+    leaves, treedef = tree.flatten(batch)
+    return [tree.unflatten(treedef, part) for part in zip(*(leaf.split(sizes) for leaf in leaves), strict=True)]
+
+
+def without(state: ps.TrainState, *names: str) -> ps.TrainState:
+    return state._replace(**dict.fromkeys(names, Empty()))
+
+
+class TestInit:
+    """The lines of the contract under "State"."""
+
+    def test_with_everything_off(self):
+        net = tiny_convnet()
+        net[0].requires_grad_(False)
+        state = init(program(net, nonfinite="skip"), seed=7)
+        for name in ("step", "updates"):
+            value = getattr(state, name)
+            assert (value.dtype, value.shape, int(value)) == (torch.int64, (), 0)
+        assert (state.key.tolist(), state.key.dtype, state.key.device.type) == ([7, 0], torch.int64, "cpu")
+        assert (state.ema, state.scaler, state.accum, state.halted) == (Empty(),) * 4
+        assert list(state.params) == ["1.weight", "1.bias", "6.weight", "6.bias"]
+        assert list(state.frozen) == ["0.weight"]
+        assert list(state.buffers) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+
+    def test_with_everything_on(self):
+        chosen = program(ema=0.9, precision="16-mixed", accumulate=3)
+        state = init(chosen)
+        assert (state.halted.dtype, state.halted.shape, int(state.halted)) == (torch.int64, (), 0)
+        assert isinstance(state.scaler, ScalerState)
+        assert isinstance(state.accum, Accum)
+        assert (state.accum.left.dtype, int(state.accum.left)) == (torch.int64, 3)
+        assert (state.accum.weight.dtype, state.accum.weight.shape, float(state.accum.weight)) == (torch.float32, (), 0)
+        for named in (state.accum.grads, state.ema.params):
+            assert {n: p.shape for n, p in named.items()} == {n: p.shape for n, p in state.params.items()}
+        assert not any(g.any() for g in state.accum.grads.values())
+        assert_trees_close(state.ema.params, state.params, exact=True)
+        # tx.init's state is the transform's own.
+        assert_trees_close(state.opt_state, optim.sgd(LR).init(state.params), exact=True)
+
+    @pytest.mark.parametrize("name", ["bf16-true", "16-true"])
+    def test_sums_are_float32_at_least(self, name: str):
+        state = init(program(precision=name, accumulate=2, ema=0.9))
+        assert {leaf.dtype for leaf in (*state.accum.grads.values(), *state.ema.params.values())} == {torch.float32}
+
+    def test_no_two_leaves_share_memory(self):
+        """A shared zero would be two names of one tensor once a step is donated."""
+        state = init(program(tiny_convnet(), tx=optim.adamw(0.1), ema=0.9, precision="16-mixed", accumulate=2))
+        places = [leaf.data_ptr() for leaf in tree.leaves(state) if leaf.numel()]
+        assert len(places) == len(set(places))
+        assert not any(leaf.requires_grad for leaf in tree.leaves(state))
+
+    def test_weights_are_the_modules_as_they_are_and_the_seed_is_of_the_key_alone(self):
+        net = tiny_convnet()
+        chosen = program(net)
+        first, second = init(chosen, 1), init(chosen, 2)
+        assert_trees_close(without(first, "key"), without(second, "key"), exact=True)
+        assert first.key.tolist() != second.key.tolist()
+        assert_trees_close(first.params, {n: p.detach() for n, p in net.named_parameters()}, exact=True)
+        assert first.params["6.weight"].data_ptr() != net[6].weight.data_ptr()
+
+    def test_layouts_are_kept(self):
+        net = tiny_convnet()
+        net[0] = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        assert init(program(net)).params["0.weight"].is_contiguous(memory_format=torch.channels_last)
+
+    def test_an_expanded_buffer_gets_memory_of_its_own(self):
+        net = tiny_mlp()
+        net.register_buffer("wide", torch.ones(1).expand(5))
+        state = init(program(net))
+        state.buffers["wide"][0] = 7
+        assert state.buffers["wide"].tolist() == [7, 1, 1, 1, 1]
+
+    def test_without_a_device_the_best_one_is_taken(self, monkeypatch: pytest.MonkeyPatch):
+        asked = []
+        monkeypatch.setattr(ps.precision, "auto_device", lambda: asked.append(1) or torch.device("cpu"))
+        assert program().init().step.device.type == "cpu"
+        assert asked == [1]
+        program().init(device="cpu")
+        assert asked == [1]
+
+    def test_a_module_on_meta_has_nothing_to_start_from(self):
+        with pytest.raises(StateError, match=r"weight: is on the meta device and has no values \(cure: load weights"):
+            program(nn.Linear(4, 3, device="meta")).init(device="cpu")
+
+    def test_a_module_on_two_devices_needs_to_be_told(self):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3, device="meta"))
+        with pytest.raises(
+            StateError, match=r"Sequential: parameters are on several devices: \['cpu', 'meta'\] \(cure: pro"
+        ):
+            program(net).init()
+
+    def test_a_clone_is_independent(self):
+        state = init(program(tiny_convnet(), ema=0.9, accumulate=2))
+        copy = ps.clone(state)
+        assert_trees_close(copy, state, exact=True)
+        for leaf in tree.leaves(copy):
+            leaf.zero_() if leaf.dtype != torch.int64 else leaf.add_(1)
+        assert int(state.step) == 0
+        assert state.params["6.weight"].any()
+
+
+class TestPurity:
+    @pytest.mark.parametrize("engine", ["autograd", "func"])
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_state_batch_and_generators_keep_their_bits(self, engine: str, accumulate: int):
+        chosen = program(
+            tiny_convnet(), tx=optim.adamw(0.1), ema=0.9, precision="16-mixed", engine=engine, accumulate=accumulate
+        )
+        state, batch = init(chosen), image_batch()
+        kept, kept_batch, generator = ps.clone(state), ps.clone(batch), torch.get_rng_state()
+        new = run(chosen, [batch] * 3, state)
+        chosen.flush(new)
+        chosen.eval_step(new, batch)
+        assert_trees_close(state, kept, exact=True)
+        assert_trees_close(batch, kept_batch, exact=True)
+        assert torch.equal(torch.get_rng_state(), generator)
+        assert not torch.equal(new.buffers["1.running_mean"], state.buffers["1.running_mean"])
+        assert not any(leaf.requires_grad for leaf in tree.leaves(new))
+
+    def test_dropout_depends_on_seed_and_call_and_on_nothing_else(self):
+        chosen = program(tiny_convnet())
+        state, batch = init(chosen), image_batch()
+        first, _ = chosen.train_step(state, batch)
+        torch.rand(5)
+        again, _ = chosen.train_step(state, batch)
+        assert_trees_close(first, again, exact=True)
+        for key in ([0, 1], [1, 0]):
+            other, _ = chosen.train_step(state._replace(key=torch.tensor(key)), batch)
+            assert not torch.equal(other.params["6.weight"], first.params["6.weight"])
+
+    def test_the_key_counts_calls(self):
+        chosen = program(accumulate=3)
+        state = run(chosen, [vector_batch()] * 4, init(chosen, 5))
+        assert state.key.tolist() == [5, 4]
+        assert (int(state.step), int(state.updates)) == (4, 1)
+        flushed, _ = chosen.flush(state)
+        assert flushed.key.tolist() == [5, 5]
+        assert (int(flushed.step), int(flushed.updates)) == (5, 2)
+
+    def test_the_callers_grad_mode_makes_no_difference(self):
+        chosen = program()
+        state, batch = init(chosen), vector_batch()
+        expected, _ = chosen.train_step(state, batch)
+        for engine in ("autograd", "func"):
+            other = program(engine=engine)
+            with torch.no_grad():
+                found, _ = other.train_step(state, batch)
+                assert not torch.is_grad_enabled()
+            assert_trees_close(found, expected, exact=True)
+
+    def test_a_graph_that_comes_with_the_batch_is_not_kept(self):
+        x, y = vector_batch()
+        weight = torch.ones(4, requires_grad=True)
+        chosen = program()
+        new, metrics = chosen.train_step(init(chosen), (x * weight, y))
+        assert not any(leaf.requires_grad for leaf in tree.leaves((new, metrics)))
+        assert weight.grad is None
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_convnet()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Foreign(torch.autograd.Function):
+    """Written before torch.func: one ``forward`` with ctx, no ``setup_context``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class TestEngines:
+    @pytest.mark.parametrize("kwargs", [{}, {"precision": "16-mixed"}, {"accumulate": 2}, {"microbatches": 2}], ids=str)
+    def test_both_give_the_same_bits(self, kwargs: dict[str, Any]):
+        states = [
+            run(
+                program(tiny_convnet(), engine=engine, tx=optim.sgd(LR, momentum=0.9), ema=0.9, **kwargs),
+                [image_batch(seed=seed) for seed in range(4)],
+            )
+            for engine in ("autograd", "func", "auto")
+        ]
+        assert_trees_close(states[0], states[1], exact=True)
+        assert_trees_close(states[0], states[2], exact=True)
+
+    @pytest.mark.parametrize("engine", ["autograd", "auto"])
+    def test_activation_checkpointing_goes_through_autograd(self, engine: str):
+        net = Checkpointed()
+        batches = [image_batch(seed=seed) for seed in range(2)]
+        found, plain = run(program(net, engine=engine), batches), run(program(net.inner), batches)
+        assert_trees_close({name.removeprefix("inner."): p for name, p in found.params.items()}, plain.params)
+
+    def test_functions_without_setup_context_go_through_autograd(self):
+        def objective(model: Any, batch: Any) -> ps.Loss:
+            return ps.Loss(functional.cross_entropy(Foreign.apply(model(batch[0])), batch[1]), len(batch[1]), {})
+
+        found = run(program(objective=objective, engine="autograd"), [vector_batch()])
+        doubled = ps.supervised(nn.CrossEntropyLoss(), forward=lambda m, x: 2 * m(x))
+        assert_trees_close(found, run(program(objective=doubled), [vector_batch()]))
+        with pytest.raises(RuntimeError, match="setup_context"):
+            run(program(objective=objective, engine="func"), [vector_batch()])
+
+    @pytest.mark.parametrize("engine", ["autograd", "func"])
+    def test_parameters_that_a_loss_does_not_reach_get_zeros(self, engine: str):
+        net = tiny_mlp()
+        net.register_parameter("unused", nn.Parameter(torch.ones(2)))
+        new = run(program(net, tx=optim.adamw(0.1, weight_decay=0.0), engine=engine), [vector_batch()] * 2)
+        assert new.params["unused"].tolist() == [1, 1]
+
+
+def spying() -> tuple[Any, list[dict[str, Tensor]]]:
+    """SGD that notes the gradients it is given."""
+    seen: list[dict[str, Tensor]] = []
+    tx = optim.sgd(LR)
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        seen.append(grads)
+        return tx.update(grads, state, params)
+
+    return tx._replace(update=update), seen
+
+
+def gradient(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    names, values = zip(*net.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(functional.cross_entropy(net(x), y), values), strict=True))
+
+
+class TestOrder:
+    @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+    @pytest.mark.parametrize("sizes", [[16], [10, 5, 1]])
+    def test_the_transform_gets_the_mean_gradient_after_scale_and_weight(self, precision: str, sizes: list[int]):
+        tx, seen = spying()
+        chosen = program(tx=tx, precision=precision, accumulate=len(sizes))
+        x, y = vector_batch(16)
+        run(chosen, cut((x, y), sizes))
+        assert len(seen) == 1
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if precision == "32-true" else {"rtol": 1e-2, "atol": 1e-3}
+        assert_trees_close(seen[0], gradient(tiny_mlp(), x, y), **tolerance)
+
+    def test_clipping_sees_the_whole_window(self):
+        """Clipping each micro-batch by itself would be another update: this one is of norm 0.01 exactly."""
+        tx = optim.chain(optim.clip_by_global_norm(0.01), optim.sgd(1.0))
+        state = init(program(tx=tx, accumulate=2))
+        new = run(program(tx=tx, accumulate=2), cut(vector_batch(16), [13, 3]))
+        moved = optim.global_norm({name: new.params[name] - p for name, p in state.params.items()})
+        assert moved.item() == pytest.approx(0.01, rel=1e-4)
+
+    def test_the_average_is_of_the_new_weights(self):
+        new = run(program(ema=0.5), [vector_batch()])
+        assert_trees_close(new.ema.params, new.params, exact=True)
+        later = run(program(ema=0.5), [vector_batch()], new)
+        expected = {name: (p + later.params[name]) / 2 for name, p in new.params.items()}
+        assert_trees_close(later.ema.params, expected, rtol=1e-6, atol=1e-7)
+
+    def test_the_average_of_buffers_is_of_those_after_the_forward_pass(self):
+        new = run(program(tiny_convnet(), ema=ps.ema.average(0.5, buffers="average")), [image_batch()])
+        assert_trees_close(new.ema.buffers, new.buffers, exact=True)
+
+    def test_a_schedule_counts_updates_and_not_calls(self):
+        rates = schedules.linear(1.0, 0.0, transition_steps=4)
+        chosen = program(tx=optim.sgd(rates), accumulate=2, objective=poisoned, nonfinite="skip")
+        state, found = init(chosen), []
+        for poison in ("", "", "", "loss nan", "", ""):
+            state, metrics = chosen.train_step(state, vector_batch(), poison)
+            if metrics["lr"].weight:
+                found.append(float(metrics["lr"]))
+        assert found == [1.0, 0.75]
+        assert int(state.updates) == 2
+
+
+def poisoned(model: Any, batch: Any, poison: str = "") -> ps.Loss:
+    """Cross entropy, and what can go wrong with it."""
+    x, y = batch
+    mean = functional.cross_entropy(model(x), y)
+    if poison in ("loss inf", "loss nan"):
+        mean = mean + float(poison[-3:])
+    elif poison == "loss times nan":
+        mean = mean * math.nan
+    elif poison == "gradient":  # the square root of 0 has a finite value
+        mean = mean + (0 * next(iter(model.params.values()))).sqrt().sum()
+    elif poison == "large gradient":  # finite, but its square is not
+        mean = mean + 1e30 * (
+            next(iter(model.params.values())).sum() - next(iter(model.params.values())).sum().detach()
+        )
+    weight = {"weight 0": 0.0, "weight nan": math.nan}.get(poison, float(len(x)))
+    if poison == "weight 0":
+        mean = mean * math.nan
+    return ps.Loss(mean, weight, {"share": ps.Mean(mean.detach() * 0 + 3.0, torch.tensor(4.0))})
+
+
+POISONS = ["loss inf", "loss nan", "loss times nan", "gradient", "large gradient", "weight nan"]
+
+
+def images(index: int) -> tuple[Tensor, Tensor]:
+    return image_batch(8, index)
+
+
+@cache
+def fragile(nonfinite: str, accumulate: int = 1, engine: str = "autograd", tail: str = "step") -> ps.Program:
+    return program(
+        tiny_convnet(dropout=0.0),
+        poisoned,
+        optim.adamw(0.05),
+        ema=0.9,
+        nonfinite=nonfinite,
+        accumulate=accumulate,
+        engine=engine,
+        tail=tail,
+    )
+
+
+class TestNonFinite:
+    @pytest.mark.parametrize("poison", POISONS)
+    @pytest.mark.parametrize("engine", ["autograd", "func"])
+    def test_a_bad_call_leaves_the_state_bit_for_bit(self, poison: str, engine: str):
+        chosen = fragile("skip", engine=engine)
+        state = run(chosen, [images(0), images(1)])
+        new, metrics = chosen.train_step(state, images(2), poison)
+        assert_trees_close(without(new, "step", "key"), without(state, "step", "key"), exact=True)
+        assert (int(new.step), new.key.tolist()) == (3, [0, 3])
+        assert (float(metrics["applied"].total), float(metrics["applied"].weight)) == (0, 1)
+
+    @pytest.mark.parametrize("poison", POISONS)
+    def test_metrics_are_not_poisoned(self, poison: str):
+        chosen = fragile("skip")
+        state = init(chosen)
+        _, good = chosen.train_step(state, images(0))
+        _, bad = chosen.train_step(state, images(0), poison)
+        total = ps.metrics.merge(good, bad)
+        values = {name: float(mean) for name, mean in total.items()}
+        assert all(math.isfinite(value) for value in values.values())
+        assert values["applied"] == 0.5
+        for name in ("lr", "grad_norm"):
+            assert values[name] == float(good[name])
+            assert float(bad[name].weight) == 0
+        if poison not in ("gradient", "large gradient"):
+            assert values["loss"] == float(good["loss"])
+
+    @pytest.mark.parametrize("poison", POISONS)
+    @pytest.mark.parametrize("position", [0, 1, 2])
+    def test_in_a_window_it_empties_the_window(self, poison: str, position: int):
+        chosen = fragile("skip", accumulate=3)
+        start = run(chosen, [images(9)] * 3)
+        assert int(start.updates) == 1
+        state = start
+        for index in range(3):
+            state, metrics = chosen.train_step(state, images(index), poison if index == position else "")
+        assert_trees_close(
+            without(state, "step", "key", "buffers"), without(start, "step", "key", "buffers"), exact=True
+        )
+        assert (int(state.step), int(state.updates), state.key.tolist()) == (6, 1, [0, 6])
+        assert (float(metrics["applied"].total), float(metrics["applied"].weight)) == (0, 1)
+        # The next window starts from nothing.
+        fresh = start._replace(step=state.step, key=state.key, buffers=state.buffers)
+        after = [images(index) for index in (5, 6, 7)]
+        assert_trees_close(run(chosen, after, state), run(chosen, after, fresh), exact=True)
+
+    @pytest.mark.parametrize("position", [0, 1, 2])
+    @pytest.mark.parametrize("poison", ["loss nan", "gradient"])
+    def test_the_buffers_of_the_bad_micro_batch_alone_are_rolled_back(self, poison: str, position: int):
+        chosen = fragile("skip", accumulate=3)
+        state, healthy = init(chosen), init(chosen)
+        for index in range(3):
+            state, _ = chosen.train_step(state, images(index), poison if index == position else "")
+            if index != position:
+                healthy, _ = chosen.train_step(healthy, images(index))
+            assert_trees_close(state.buffers, healthy.buffers, exact=True)
+        assert int(state.buffers["1.num_batches_tracked"]) == 2
+
+    @pytest.mark.parametrize("poison", POISONS)
+    def test_raise_halts_at_the_call_and_freezes_what_follows(self, poison: str):
+        chosen = fragile("raise")
+        before = run(chosen, [images(0), images(1)])
+        state, _ = chosen.train_step(before, images(2), poison)
+        assert (int(state.halted), state.halted.dtype) == (3, torch.int64)
+        names = ("step", "key", "halted")
+        assert_trees_close(without(state, *names), without(before, *names), exact=True)
+        for index in range(4):
+            later, metrics = chosen.train_step(state, images(index), poison if index == 2 else "")
+            # The key is the host's, which has not looked yet.
+            assert_trees_close(without(later, "key"), without(state, "key"), exact=True)
+            assert (float(metrics["applied"].total), float(metrics["applied"].weight)) == (0, 1)
+            state = later
+
+    @pytest.mark.parametrize("position", [0, 1, 2])
+    def test_raise_in_a_window_halts_where_the_window_closes(self, position: int):
+        chosen = fragile("raise", accumulate=3)
+        state = init(chosen)
+        for index in range(3):
+            assert int(state.halted) == 0
+            state, _ = chosen.train_step(state, images(index), "loss inf" if index == position else "")
+        assert int(state.halted) == 3
+        for index in range(4):
+            later, _ = chosen.train_step(state, images(index))
+            assert_trees_close(without(later, "key"), without(state, "key"), exact=True)
+            state = later
+        flushed, _ = chosen.flush(state)
+        assert_trees_close(without(flushed, "key"), without(state, "key"), exact=True)
+
+    def test_a_state_that_was_looked_at_goes_on(self):
+        """What the host does after a halt: the state without the flag is the state before the bad call."""
+        chosen = fragile("raise")
+        before = run(chosen, [images(0)])
+        halted, _ = chosen.train_step(before, images(1), "loss nan")
+        thawed = halted._replace(halted=torch.zeros_like(halted.halted), step=before.step, key=before.key)
+        assert_trees_close(thawed, before, exact=True)
+        assert int(run(chosen, [images(1)], thawed).updates) == 2
+
+    def test_skip_goes_on(self):
+        chosen = fragile("skip")
+        state = init(chosen)
+        for index in range(6):
+            state, _ = chosen.train_step(state, images(index), "loss nan" if index in (1, 2) else "")
+        assert (int(state.step), int(state.updates), state.halted) == (6, 4, Empty())
+
+    def test_a_partial_window_that_went_bad_is_refused_at_its_flush(self):
+        for nonfinite, halted in (("skip", Empty()), ("raise", 3)):
+            chosen = fragile(nonfinite, accumulate=3)
+            start = init(chosen)
+            state, _ = chosen.train_step(start, images(0), "loss nan")
+            state, _ = chosen.train_step(state, images(1))
+            state, metrics = chosen.flush(state)
+            assert float(metrics["applied"]) == 0
+            names = ("step", "key", "halted", "buffers")
+            assert_trees_close(without(state, *names), without(start, *names), exact=True)
+            assert (state.halted if isinstance(halted, Empty) else int(state.halted)) == halted
+
+    def test_a_dropped_window_is_not_judged(self):
+        chosen = fragile("raise", accumulate=3, tail="drop")
+        state, _ = chosen.train_step(init(chosen), images(0), "gradient")
+        state, _ = chosen.flush(state)
+        assert (int(state.halted), int(state.updates)) == (0, 0)
+        assert int(run(chosen, [images(1)] * 3, state).updates) == 1
+
+    def test_inside_one_call_the_whole_batch_is_refused(self):
+        chosen = program(tiny_convnet(dropout=0.0), tx=optim.adamw(0.1), microbatches=4, ema=0.9, nonfinite="skip")
+        state, (x, y) = init(chosen), image_batch(16)
+        x[5] = math.inf
+        new, metrics = chosen.train_step(state, (x, y))
+        assert_trees_close(without(new, "step", "key"), without(state, "step", "key"), exact=True)
+        assert float(metrics["applied"]) == 0
+
+    def test_the_planted_fault_a_check_of_the_loss_alone(self):
+        """The loss is finite where the gradient is not: only the norm of the gradients tells."""
+        chosen = fragile("skip")
+        _, metrics = chosen.train_step(init(chosen), images(0), "gradient")
+        assert math.isfinite(float(metrics["loss"]))
+        assert float(metrics["applied"]) == 0
+
+
+class TestNothingToCount:
+    """Weight 0: no update, no trace, no alarm, whatever the mean is."""
+
+    @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+    def test_a_call_without_weight_changes_nothing(self, nonfinite: str):
+        chosen = fragile(nonfinite)
+        state = run(chosen, [images(0)])
+        new, metrics = chosen.train_step(state, images(1), "weight 0")
+        assert_trees_close(without(new, "step", "key"), without(state, "step", "key"), exact=True)
+        assert float(metrics["loss"].weight) == 0
+        assert float(metrics["applied"]) == 0
+        assert int(run(chosen, [images(1)], new).updates) == 2
+
+    @pytest.mark.parametrize("position", [0, 1, 2])
+    def test_in_a_window_it_does_not_poison_the_others(self, position: int):
+        chosen = fragile("raise", accumulate=3)
+        two = fragile("raise", accumulate=2)
+        state, expected = init(chosen), init(two)
+        for index in range(3):
+            state, metrics = chosen.train_step(state, images(index), "weight 0" if index == position else "")
+            if index != position:
+                expected, _ = two.train_step(expected, images(index))
+        assert float(metrics["applied"]) == 1
+        for name in ("params", "opt_state", "ema", "buffers", "updates", "halted"):
+            assert_trees_close(getattr(state, name), getattr(expected, name), exact=True)
+
+    def test_a_window_without_weight_is_closed_without_an_update(self):
+        chosen = fragile("raise", accumulate=2)
+        state = init(chosen)
+        for index in range(2):
+            state, metrics = chosen.train_step(state, images(index), "weight 0")
+        assert (int(state.updates), int(state.halted), int(state.accum.left)) == (0, 0, 2)
+        assert float(metrics["applied"]) == 0
+
+
+class Masked(NamedTuple):
+    """Rows of tokens with targets, some of them ignored."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+def masked_batch(sizes: list[int], ignored: list[bool], seed: int) -> Masked:
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(sizes)
+    x = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (rows,), generator=generator)
+    return Masked(x, torch.where(torch.tensor(ignored[:rows]), -100, y))
+
+
+@cache
+def exact(accumulate: int = 1, microbatches: int = 1, tail: str = "step", engine: str = "autograd") -> ps.Program:
+    return program(
+        tiny_mlp(), precision="64-true", accumulate=accumulate, microbatches=microbatches, tail=tail, engine=engine
+    )
+
+
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=5)
+IGNORED = st.lists(st.booleans(), min_size=25, max_size=25)
+
+
+class TestAccumulation:
+    @given(SIZES, IGNORED, st.integers(0, 99))
+    def test_micro_batches_of_any_sizes_equal_the_big_batch(self, sizes: list[int], ignored: list[bool], seed: int):
+        """SGD in float64: any wrong divisor shows, where Adam would hide it. Some labels, or all of a part, ignored."""
+        batch = masked_batch(sizes, ignored, seed)
+        whole = run(exact(), [batch])
+        parts = run(exact(len(sizes)), cut(batch, sizes))
+        assert int(parts.updates) == int(whole.updates) == int((batch.targets != -100).any())
+        assert int(parts.halted) == 0
+        assert_trees_close(parts.params, whole.params, rtol=1e-12, atol=1e-12)
+
+    @pytest.mark.parametrize("wrong", ["mean of means", "rows"])
+    def test_the_planted_fault_another_divisor(self, wrong: str):
+        def objective(model: Any, batch: Masked) -> ps.Loss:
+            mean = functional.cross_entropy(model(batch.inputs), batch.targets)
+            return ps.Loss(mean, 1 if wrong == "mean of means" else len(batch.inputs), {})
+
+        sizes, ignored = [5, 2], [True] + [False] * 24
+        batch = masked_batch(sizes, ignored, 0)
+        whole, parts = (
+            run(program(objective=objective, precision="64-true", accumulate=k), batches)
+            for k, batches in ((1, [batch]), (2, cut(batch, sizes)))
+        )
+        with pytest.raises(AssertionError, match="not close"):
+            assert_trees_close(parts.params, whole.params, rtol=1e-12, atol=1e-12)
+
+    @given(SIZES, st.integers(0, 99))
+    def test_one_batch_split_inside_a_call_is_the_same(self, sizes: list[int], seed: int):
+        batch = masked_batch([*sizes, 4], [False, True, False, False, False] * 6, seed)
+        whole = run(exact(), [batch])
+        assert_trees_close(run(exact(microbatches=4), [batch]).params, whole.params, rtol=1e-12, atol=1e-12)
+        rows = [len(part) for part in torch.arange(len(batch.inputs)).tensor_split(4)]
+        assert_trees_close(run(exact(4), cut(batch, rows)).params, whole.params, rtol=1e-12, atol=1e-12)
+
+    def test_a_part_without_labels_does_not_poison_the_call(self):
+        batch = masked_batch([8], [True] * 4 + [False] * 4, 0)
+        whole, split = run(exact(), [batch]), run(exact(microbatches=2), [batch])
+        assert int(split.updates) == 1
+        assert_trees_close(split.params, whole.params, rtol=1e-12, atol=1e-12)
+
+    def test_a_call_without_labels_makes_no_update(self):
+        batch = masked_batch([8], [True] * 8, 0)
+        for chosen in (exact(), exact(microbatches=2)):
+            new, metrics = chosen.train_step(init(chosen), batch)
+            assert (int(new.updates), int(new.halted), float(metrics["loss"].weight)) == (0, 0, 0)
+
+    def test_both_kinds_of_accumulation_together(self):
+        batch = masked_batch([12], [False] * 12, 0)
+        whole = run(exact(), [batch])
+        found = run(exact(2, microbatches=3), cut(batch, [5, 7]))
+        assert_trees_close(found.params, whole.params, rtol=1e-12, atol=1e-12)
+
+    def test_class_weights_are_part_of_the_divisor(self):
+        objective = ps.supervised(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 8.0])))
+        batch = masked_batch([9], [False] * 9, 3)
+        whole, parts = (
+            run(program(objective=objective, precision="64-true", accumulate=k), batches)
+            for k, batches in ((1, [batch]), (3, cut(batch, [1, 5, 3])))
+        )
+        assert_trees_close(parts.params, whole.params, rtol=1e-12, atol=1e-12)
+
+    def test_metrics_of_a_window_merge_to_those_of_the_whole(self):
+        objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"accuracy": ps.metrics.accuracy})
+        batch = vector_batch(16)
+        _, whole = program(objective=objective).train_step(init(program()), batch)
+        chosen = program(objective=objective, accumulate=3)
+        state, total = init(chosen), ps.metrics.empty()
+        for part in cut(batch, [3, 12, 1]):
+            state, metrics = chosen.train_step(state, part)
+            assert set(metrics) == set(whole)
+            total = ps.metrics.merge(total, metrics)
+        for name in ("loss", "accuracy", "grad_norm", "lr"):
+            assert float(total[name]) == pytest.approx(float(whole[name]), rel=1e-6), name
+        assert (float(total["applied"].total), float(total["applied"].weight)) == (1, 3)
+
+    def test_an_open_window_changes_nothing_but_itself(self):
+        chosen = fragile("raise", accumulate=3)
+        start = init(chosen)
+        state, metrics = chosen.train_step(start, images(0))
+        names = ("step", "key", "accum", "buffers")
+        assert_trees_close(without(state, *names), without(start, *names), exact=True)
+        assert (int(state.accum.left), float(state.accum.weight)) == (2, 8)
+        assert type(state.accum) is Accum
+        assert float(metrics["lr"].weight) == 0
+
+    def test_b2_six_batches_in_windows_of_four_are_two_full_batch_steps(self):
+        """Four batches, then the two that are left, divided by their own size: 2/4 of it would be half the update."""
+        batches = [masked_batch([4], [False] * 4, seed) for seed in range(6)]
+        chosen = exact(4)
+        state = run(chosen, batches)
+        assert (int(state.updates), int(state.accum.left)) == (1, 2)
+        state, metrics = chosen.flush(state)
+        assert float(metrics["applied"]) == 1
+        joined = [Masked(*map(torch.cat, zip(*part, strict=True))) for part in (batches[:4], batches[4:])]
+        expected = run(exact(), joined)
+        assert int(state.updates) == int(expected.updates) == 2
+        assert_trees_close(state.params, expected.params, rtol=1e-12, atol=1e-12)
+
+
+class TestTail:
+    BATCHES = tuple(masked_batch([3], [False] * 3, seed) for seed in range(5))
+
+    def test_carry_keeps_the_window_for_the_next_epoch(self):
+        chosen = exact(4, tail="carry")
+        state = run(chosen, [*self.BATCHES[:2]])
+        same, metrics = chosen.flush(state)
+        assert same is state
+        assert metrics == {}
+        joined = Masked(*map(torch.cat, zip(*self.BATCHES[:4], strict=True)))
+        found = run(chosen, [*self.BATCHES[2:4]], same)
+        assert_trees_close(found.params, run(exact(), [joined]).params, rtol=1e-12, atol=1e-12)
+
+    def test_drop_forgets_it(self):
+        chosen = exact(4, tail="drop")
+        start = init(chosen)
+        state, metrics = chosen.flush(run(chosen, [*self.BATCHES[:2]]))
+        assert_trees_close(without(state, "step", "key"), without(start, "step", "key"), exact=True)
+        assert float(metrics["applied"]) == 0
+        found = run(chosen, [*self.BATCHES[:4]], state)
+        assert_trees_close(found.params, run(exact(4), [*self.BATCHES[:4]]).params, exact=True)
+
+    @pytest.mark.parametrize("tail", ["step", "drop"])
+    def test_flush_of_an_empty_window_changes_nothing(self, tail: str):
+        chosen = program(tx=optim.adamw(0.1), accumulate=2, tail=tail, ema=0.9, precision="16-mixed")
+        state = run(chosen, [vector_batch()] * 2)
+        new, metrics = chosen.flush(state)
+        assert_trees_close(without(new, "step", "key"), without(state, "step", "key"), exact=True)
+        assert float(metrics["applied"]) == 0
+        assert float(metrics["lr"].weight) == float(metrics["grad_norm"].weight) == 0
+
+    @pytest.mark.parametrize("tail", ["step", "carry", "drop"])
+    def test_without_accumulation_there_is_nothing_to_flush(self, tail: str):
+        chosen = exact(tail=tail)
+        state = run(chosen, [self.BATCHES[0]])
+        assert chosen.flush(state) == (state, {})
+
+
+class TestWhereTheWindowStands:
+    """The host knows in eager steps, is told by the type, or, inside somebody's graph, both ways are computed."""
+
+    def test_the_type_of_the_window_is_taken_at_its_word(self):
+        chosen = exact(2)
+        state, batch = init(chosen), TestTail.BATCHES[0]
+        adding = state._replace(accum=Adding(*state.accum._replace(left=torch.tensor(1))))
+        opened, _ = chosen.train_step(adding, batch)
+        assert int(opened.updates) == 0
+        closed, _ = chosen.train_step(state._replace(accum=Closing(*state.accum)), batch)
+        assert int(closed.updates) == 1
+        assert type(opened.accum) is type(closed.accum) is Accum
+
+    @pytest.mark.parametrize("poison", ["", "loss nan", "weight 0"])
+    def test_inside_a_graph_both_are_computed_and_one_is_kept(self, poison: str):
+        chosen = fragile("raise", accumulate=2)
+        state = inside = init(chosen)
+        for index in range(5):
+            state, metrics = chosen.train_step(state, images(index), poison if index == 1 else "")
+            with rng.capturing():
+                inside, found = chosen.train_step(inside, images(index), poison if index == 1 else "")
+            assert_trees_close(without(inside, "key"), without(state, "key"), exact=True)
+            assert_trees_close(found, metrics, exact=True)
+        assert inside.key.tolist() == [0, 0]  # the host's business
+        assert int(state.updates) == (0 if poison == "loss nan" else 2) or poison == "weight 0"
+
+
+class TestSplittingABatch:
+    def test_context_is_not_split_and_other_leaves_go_to_each_part(self):
+        seen = []
+
+        def objective(model: Any, batch: Any, teacher: Tensor) -> ps.Loss:
+            seen.append((len(batch["x"]), batch["name"], float(batch["rate"]), len(teacher)))
+            return ps.Loss(functional.cross_entropy(model(batch["x"]), batch["y"]), len(batch["x"]), {})
+
+        chosen = program(objective=objective, microbatches=3)
+        x, y = vector_batch(8)
+        chosen.train_step(init(chosen), {"x": x, "y": y, "name": "a", "rate": torch.tensor(0.5)}, torch.ones(7))
+        assert seen == [(3, "a", 0.5, 7), (3, "a", 0.5, 7), (2, "a", 0.5, 7)]
+
+    def test_buffers_go_from_part_to_part(self):
+        chosen = program(tiny_convnet(dropout=0.0), microbatches=4)
+        state = run(chosen, [image_batch(16)])
+        assert int(state.buffers["1.num_batches_tracked"]) == 4
+        streamed = program(tiny_convnet(dropout=0.0), accumulate=4)
+        assert_trees_close(state.buffers, run(streamed, cut(image_batch(16), [4] * 4)).buffers, exact=True)
+
+    @pytest.mark.parametrize(
+        ("batch", "sizes"),
+        [
+            ((torch.ones(4, 4), torch.ones(5)), r"\[4, 5\]"),
+            ((torch.ones(2, 4), torch.ones(2)), r"\[2\]"),
+            ((), r"\[\]"),
+        ],
+    )
+    def test_what_cannot_be_split_is_an_error(self, batch: Any, sizes: str):
+        chosen = program(microbatches=3)
+        with pytest.raises(DataError, match=rf"batch: leading dimensions are {sizes}; 3 micro-batches need one common"):
+            chosen.train_step(init(chosen), batch)
+
+
+class TestMetrics:
+    def test_names_dtypes_and_no_graph(self):
+        chosen = program(precision="16-mixed", objective=poisoned)
+        _, metrics = chosen.train_step(init(chosen), vector_batch())
+        assert set(metrics) == {"loss", "lr", "grad_norm", "applied", "scale", "share"}
+        for mean in metrics.values():
+            assert type(mean) is ps.Mean
+            assert all(part.dtype == torch.float32 and part.shape == () and not part.requires_grad for part in mean)
+        assert float(metrics["share"]) == 0.75
+
+    def test_the_norm_is_that_of_the_mean_gradient_before_clipping(self):
+        tx = optim.chain(optim.clip_by_global_norm(1e-3), optim.sgd(LR))
+        x, y = vector_batch()
+        _, metrics = program(tx=tx).train_step(init(program(tx=tx)), (x, y))
+        expected = torch.cat([g.flatten() for g in gradient(tiny_mlp(), x, y).values()]).norm()
+        assert float(metrics["grad_norm"]) == pytest.approx(expected.item(), rel=1e-6)
+
+    def test_the_loss_is_of_the_weights_before_the_update(self):
+        x, y = vector_batch()
+        _, metrics = program().train_step(init(program()), (x, y))
+        assert float(metrics["loss"]) == pytest.approx(functional.cross_entropy(tiny_mlp()(x), y).item(), rel=1e-6)
+        assert float(metrics["loss"].weight) == 16
+
+    def test_the_rate_is_the_one_that_was_used(self):
+        chosen = program(tx=optim.sgd(schedules.linear(1.0, 0.0, transition_steps=4)))
+        state, found = init(chosen), []
+        for _ in range(3):
+            state, metrics = chosen.train_step(state, vector_batch())
+            found.append(float(metrics["lr"]))
+        assert found == [1.0, 0.75, 0.5]
+
+    def test_groups_report_their_own(self):
+        tx = optim.partition({"slow": optim.sgd(0.25), "fast": optim.sgd(0.5)}, [("bias", "slow"), ("", "fast")])
+        _, metrics = program(tx=tx).train_step(init(program(tx=tx)), vector_batch())
+        rates = {name: float(mean) for name, mean in metrics.items() if name.startswith("lr")}
+        assert rates == {"lr": 0.25, "lr/slow": 0.25, "lr/fast": 0.5}
+
+    def test_a_transform_without_a_rate_has_none(self):
+        _, metrics = program(tx=optim.scale(-0.1)).train_step(init(program(tx=optim.scale(-0.1))), vector_batch())
+        assert math.isnan(float(metrics["lr"]))
+
+
+class Noisy(nn.Module):
+    """Draws in eval mode, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_mlp()
+        self.drop = nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.drop(self.inner(x)) + torch.randn(3))
+
+
+class TestEvaluation:
+    def test_it_repeats_by_index_and_moves_nothing(self):
+        chosen = program(Noisy())
+        state = init(chosen)
+        kept, before = ps.clone(state), torch.get_rng_state()
+        losses = [float(chosen.eval_step(state, vector_batch(), index=index)["loss"]) for index in (0, 0, 1)]
+        assert losses[0] == losses[1] != losses[2]
+        assert_trees_close(state, kept, exact=True)
+        assert torch.equal(before, torch.get_rng_state())
+
+    def test_its_stream_is_not_that_of_training_and_does_not_follow_the_calls(self):
+        chosen = program(Noisy())
+        state = init(chosen)
+        later = state._replace(key=rng.advance(state.key, 5))
+        assert_trees_close(chosen.eval_step(state, vector_batch()), chosen.eval_step(later, vector_batch()), exact=True)
+        other = chosen.eval_step(init(chosen, 1), vector_batch())
+        assert float(other["loss"]) != float(chosen.eval_step(state, vector_batch())["loss"])
+
+    def test_it_runs_in_eval_mode_without_gradients(self):
+        modes = []
+
+        def objective(model: Any, batch: Any) -> ps.Loss:
+            mean = functional.cross_entropy(model(batch[0]), batch[1])
+            modes.append((model.training, torch.is_grad_enabled(), mean.requires_grad))
+            return ps.Loss(mean, 1, {})
+
+        chosen = program(objective=objective)
+        chosen.eval_step(init(chosen), vector_batch())
+        chosen.train_step(init(chosen), vector_batch())
+        assert modes == [(False, False, False), (True, True, True)]
+        assert torch.is_grad_enabled()
+
+    def test_the_loss_is_that_of_the_module_in_eval_mode(self):
+        net, (x, y) = tiny_convnet(), image_batch()
+        metrics = program(net).eval_step(init(program(net)), (x, y))
+        assert float(metrics["loss"]) == pytest.approx(functional.cross_entropy(net.eval()(x), y).item(), rel=1e-6)
+        assert float(metrics["loss"].weight) == 16
+
+    def test_uneven_batches_merge_to_the_loss_of_all(self):
+        chosen, batch = program(), vector_batch(16)
+        state = init(chosen)
+        total = ps.metrics.empty()
+        for part in cut(batch, [1, 12, 3]):
+            total = ps.metrics.merge(total, chosen.eval_step(state, part))
+        assert float(total["loss"]) == pytest.approx(float(chosen.eval_step(state, batch)["loss"]), rel=1e-6)
+
+    def test_nothing_to_count_is_no_nan(self):
+        chosen, batch = exact(), masked_batch([4], [True] * 4, 0)
+        loss = chosen.eval_step(init(chosen), batch)["loss"]
+        assert (float(loss.total), float(loss.weight)) == (0, 0)
+
+    def test_a_context_is_handed_on(self):
+        chosen = program(objective=poisoned)
+        assert float(chosen.eval_step(init(chosen), vector_batch(), "weight 0", index=3)["loss"].weight) == 0
+
+
+class TestBind:
+    def test_it_is_the_module_with_these_weights(self):
+        net, (x, _) = tiny_convnet(), image_batch()
+        chosen = program(net, ema=0.5)
+        state = run(chosen, [image_batch()] * 2)
+        for view, params in (("params", state.params), ("ema", state.ema.params)):
+            twin = tiny_convnet()
+            twin.load_state_dict({**params, **state.buffers})
+            assert torch.allclose(chosen.bind(state, view=view)(x), twin.eval()(x), atol=1e-6)
+        assert not torch.equal(chosen.bind(state)(x), chosen.bind(state, view="ema")(x))
+
+    def test_it_has_no_gradients_but_in_train_mode(self):
+        x = image_batch()[0].requires_grad_()
+        chosen = program(tiny_convnet())
+        state = init(chosen)
+        assert not chosen.bind(state)(x).requires_grad
+        assert chosen.bind(state, train=True)(x).requires_grad
+        assert torch.is_grad_enabled()
+
+    def test_train_mode_draws_from_the_caller_and_keeps_the_buffers(self):
+        chosen = program(tiny_convnet())
+        state = init(chosen)
+        kept = ps.clone(state)
+        predict = chosen.bind(state, train=True)
+        assert not torch.equal(predict(image_batch()[0]), predict(image_batch()[0]))
+        assert_trees_close(state, kept, exact=True)
+
+    def test_keyword_arguments_go_through(self):
+        class Net(nn.Linear):
+            def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+                return super().forward(x) * scale
+
+        chosen = program(Net(4, 3))
+        state, x = init(chosen), torch.ones(1, 4)
+        assert torch.equal(chosen.bind(state)(x=x, scale=2.0), chosen.bind(state)(x) * 2)
+
+
+def loss_of(fn: Any) -> Any:
+    return lambda model, batch: fn(model(batch[0]))
+
+
+L = ps.Loss
+BROKEN = {
+    "vector": (loss_of(lambda y: L(y.sum(1), 1, {})), r"objective: the loss has shape \[16\] and dtype torch.float32"),
+    "one element": (loss_of(lambda y: L(y.sum().view(1), 1, {})), r"the loss has shape \[1\].*cure: reduction="),
+    "complex": (loss_of(lambda y: L(y.sum() * 1j, 1, {})), r"shape \[\] and dtype torch.complex64.*loss.real"),
+    "integer": (loss_of(lambda y: L(y.sum().long(), 1, {})), r"shape \[\] and dtype torch.int64"),
+    "bool": (loss_of(lambda y: L(y.sum() > 0, 1, {})), r"dtype torch.bool"),
+    "float": (loss_of(lambda y: L(y.sum().item(), 1, {})), "objective: the loss is a float, not a tensor"),
+    "None": (loss_of(lambda y: L(None, 1, {})), "the loss is a NoneType, not a tensor"),
+    "detached": (loss_of(lambda y: L(y.sum().detach(), 1, {})), "does not depend on the parameters.*take out .detach"),
+    "constant": (loss_of(lambda y: L(torch.ones(()), 1, {})), "does not depend on the parameters"),
+    "meta": (loss_of(lambda y: L(y.sum().to("meta"), 1, {})), "the loss is on meta, the state on cpu.*ps.to_device"),
+    "tensor alone": (loss_of(lambda y: y.sum()), r"objective: returned a Tensor, not a Loss \(cure: return ps.Loss"),
+    "tuple": (loss_of(lambda y: (y.sum(), 1, {})), "returned a tuple, not a Loss"),
+    "nothing": (loss_of(lambda y: None), "returned a NoneType, not a Loss"),
+    "weight vector": (loss_of(lambda y: L(y.sum(), torch.ones(3), {})), r"the weight of the loss is of shape \[3\]"),
+    "weight None": (loss_of(lambda y: L(y.sum(), None, {})), "the weight of the loss is a NoneType; a scalar is"),
+    "weight complex": (loss_of(lambda y: L(y.sum(), torch.ones(()) * 1j, {})), "the weight of the loss is"),
+    "metrics None": (loss_of(lambda y: L(y.sum(), 1, None)), r"metrics: is a NoneType, not a Mean \(cure: ps.Loss"),
+    "metric float": (loss_of(lambda y: L(y.sum(), 1, {"a": 1.0})), "metrics/a: is a float, not a Mean"),
+    "metric tensor": (loss_of(lambda y: L(y.sum(), 1, {"a": y.sum()})), "metrics/a: is a Tensor, not a Mean"),
+}  # fmt: skip
+
+
+class TestContract:
+    @pytest.mark.parametrize("engine", ["autograd", "func"])
+    @pytest.mark.parametrize("fault", BROKEN)
+    def test_an_objective_that_breaks_it_is_told_how(self, fault: str, engine: str):
+        objective, message = BROKEN[fault]
+        chosen = program(objective=objective, engine=engine)
+        state = init(chosen)
+        kept, before = ps.clone(state), torch.get_rng_state()
+        with pytest.raises(StepContractError, match=message):
+            chosen.train_step(state, vector_batch())
+        assert_trees_close(state, kept, exact=True)
+        assert torch.equal(before, torch.get_rng_state())
+
+    @pytest.mark.parametrize("fault", [name for name in BROKEN if name not in ("detached", "constant")])
+    def test_evaluation_asks_the_same(self, fault: str):
+        objective, message = BROKEN[fault]
+        with pytest.raises(StepContractError, match=message):
+            program(objective=objective).eval_step(init(program()), vector_batch())
+
+    def test_a_loss_that_depends_on_something_else_alone(self):
+        """It has a graph, only not to the parameters: a teacher with requires_grad, say."""
+        teacher = nn.Linear(4, 3)
+
+        def objective(model: Any, batch: Any) -> ps.Loss:
+            return ps.Loss(functional.cross_entropy(teacher(batch[0]), batch[1]), 16, {})
+
+        with pytest.raises(StepContractError, match="does not depend on the parameters"):
+            program(objective=objective).train_step(init(program()), vector_batch())
+
+    @pytest.mark.parametrize(("place", "path"), [(0, "batch/0"), (1, "batch/1")])
+    def test_a_batch_on_another_device_is_named(self, place: int, path: str):
+        batch = list(vector_batch())
+        batch[place] = batch[place].to("meta")
+        with pytest.raises(DataError, match=rf"{path}: is not on cpu, where the state is \(cure: batch = ps.to_device"):
+            program().train_step(init(program()), tuple(batch))
+
+    def test_errors_of_the_model_are_its_own(self):
+        with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
+            program().train_step(init(program()), (torch.ones(2, 5), torch.zeros(2, dtype=torch.int64)))
+
+    @pytest.mark.parametrize("weight", [4, 4.0, torch.tensor(4), torch.tensor(4.0, dtype=torch.float64)])
+    def test_a_weight_may_be_a_number_or_a_0d_tensor(self, weight: Any):
+        chosen = program(objective=loss_of(lambda y: L(y.mean(), weight, {})))
+        _, metrics = chosen.train_step(init(chosen), vector_batch())
+        assert (float(metrics["loss"].weight), metrics["loss"].weight.dtype) == (4, torch.float32)
+
+
+class TestSettings:
+    @pytest.mark.parametrize("name", ["accumulate", "microbatches"])
+    @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2", None])
+    def test_counts_are_whole_numbers_from_1(self, name: str, value: Any):
+        with pytest.raises(ConfigError, match=rf"program: {name} is .* \(cure: {name}=1, or more\)"):
+            program(**{name: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value", "known"),
+        [("tail", "keep", "step"), ("engine", "jax", "func"), ("nonfinite", "ignore", "raise"), ("tail", None, "step")],
+    )
+    def test_choices_are_listed(self, name: str, value: Any, known: str):
+        with pytest.raises(ConfigError, match=rf"program: {name} is {value!r} \(cure: one of \('{known}"):
+            program(**{name: value})
+
+    @pytest.mark.parametrize(
+        ("parts", "message"),
+        [
+            ((lambda x: x, CROSS_ENTROPY, optim.sgd(0.1)), "the model is a function .cure: a torch.nn.Module"),
+            (
+                (tiny_mlp(), nn.CrossEntropyLoss(), optim.sgd(0.1)),
+                "the objective is a CrossEntropyLoss .cure: ps.superv",
+            ),
+            ((tiny_mlp(), None, optim.sgd(0.1)), "the objective is a NoneType"),
+            (
+                (tiny_mlp(), CROSS_ENTROPY, torch.optim.SGD(tiny_mlp().parameters())),
+                "the transformation is a SGD .*from_to",
+            ),
+            ((tiny_mlp(), CROSS_ENTROPY, 0.1), "the transformation is a float"),
+        ],
+    )
+    def test_each_part_has_its_kind(self, parts: Any, message: str):
+        with pytest.raises(ConfigError, match=f"program: {message}"):
+            ps.program(*parts)
+
+    def test_static_says_what_packing_and_export_need(self):
+        net = tiny_convnet()
+        net[0].requires_grad_(False)
+        static = program(net, ema=0.9, accumulate=2, tail="carry").static
+        assert static.trained == ("1.weight", "1.bias", "6.weight", "6.bias")
+        assert static.frozen == ("0.weight",)
+        assert static.persistent == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+        assert (static.ties, static.accumulate, static.tail, static.has_ema) == ({}, 2, "carry", True)
+        assert program(net).static.has_ema is False
+
+
+class Pair(NamedTuple):
+    """The state of a user's own step."""
+
+    maker: ps.TrainState
+    judge: ps.TrainState
+
+
+def gan() -> tuple[Any, Pair]:
+    """Two programs, each given the other's state as context, which is neither split nor differentiated."""
+    made, judged = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def fool(model: Any, noise: Tensor, judge: ps.TrainState) -> ps.Loss:
+        return ps.Loss(functional.softplus(-judge_program.bind(judge, train=True)(model(noise))).mean(), len(noise), {})
+
+    def tell(model: Any, batch: Any, maker: ps.TrainState) -> ps.Loss:
+        real, noise = batch
+        made = maker_program.bind(maker)(noise)
+        loss = functional.softplus(-model(real)).mean() + functional.softplus(model(made)).mean()
+        return ps.Loss(loss, len(real), {})
+
+    maker_program = ps.program(made, fool, optim.adam(0.01))
+    judge_program = ps.program(judged, tell, optim.adam(0.01))
+
+    def train_step(state: Pair, batch: Any) -> tuple[Pair, dict[str, ps.Mean]]:
+        judge, told = judge_program.train_step(state.judge, batch, state.maker)
+        maker, fooled = maker_program.train_step(state.maker, batch[1], judge)
+        return Pair(maker, judge), {"told": told["loss"], "fooled": fooled["loss"]}
+
+    return train_step, Pair(init(maker_program, 1), init(judge_program, 2))
+
+
+class TestAStepOfOnesOwn:
+    def test_two_programs_in_one_step(self):
+        step, state = gan()
+        kept = ps.clone(state)
+        batch = torch.randn(8, 4), torch.randn(8, 2)
+        new, metrics = step(state, batch)
+        assert_trees_close(state, kept, exact=True)
+        assert (int(new.maker.updates), int(new.judge.updates)) == (1, 1)
+        # Real and made ones go through the judge's norm in its own step; the maker's step leaves it alone.
+        assert int(new.judge.buffers["1.num_batches_tracked"]) == 2
+        assert set(metrics) == {"told", "fooled"}
+        assert not torch.equal(new.maker.params["weight"], state.maker.params["weight"])
+
+    def test_it_is_pure(self):
+        step, state = gan()
+        ps.testing.assert_pure(step, state, (torch.randn(8, 4), torch.randn(8, 2)))
