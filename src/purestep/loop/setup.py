@@ -125,7 +125,7 @@ def checked_state(state: Tree) -> Tree:
         )
     devices: dict[str, str] = {}
     for path, leaf in leaves:
-        if path.rpartition("/")[2] != "key":
+        if not _is_key(path, leaf):
             devices.setdefault(str(leaf.device), path)
     if len(devices) > 1:
         raise StateError(
@@ -143,15 +143,20 @@ def placed(state: Tree, device: str | None) -> Tree:
     target = torch.device(device)
 
     def move(path: str, leaf: Tensor) -> Tensor:
-        return leaf if path.rpartition("/")[2] == "key" else leaf.to(target)
+        return leaf if _is_key(path, leaf) else leaf.to(target)
 
     leaves = [move(path, leaf) for path, leaf in tree.with_paths(state)]
     return tree.unflatten(tree.flatten(state)[1], leaves)
 
 
+def _is_key(path: str, leaf: Tensor) -> bool:
+    # A parameter may be called "key" as well.
+    return path.rpartition("/")[2] == "key" and leaf.dtype == torch.int64 and leaf.shape == (2,)
+
+
 def seed_of(state: Tree) -> int:
     """The seed of the first key of a state, 0 where there is none."""
-    keys = [leaf for path, leaf in tree.with_paths(state) if path.rpartition("/")[2] == "key"]
+    keys = [leaf for path, leaf in tree.with_paths(state) if _is_key(path, leaf)]
     return int(keys[0][0]) if keys else 0
 
 
