@@ -20,14 +20,15 @@ from ..config import FitConfig
 from ..errors import NonFiniteError, PurestepError
 from ..signals import Preempted, Signals, interrupted
 from ..snapshot import Snapshots
-from ..types import Metrics, Program, TrainState, Tree
+from ..types import Metrics, Program, Tree
 from . import cadence, ledger, setup
 from . import meter as meter_
 from .judging import Judge, below_minimum, judge, limit_reached
 from .ledger import Ledger, Tag
-from .pieces import BatchCheck, check_pair, evaluate
+from .pieces import BatchCheck, check_pair, scores
 from .record import Cell, FitResult, Record, cell, from_json, to_json, with_row
 from .rollback import Keeper
+from .telling import Audience
 
 
 def fit(
@@ -83,9 +84,9 @@ def fit(
         store, owned = setup.open_snapshots(snapshots, resolved)
         if store is not None and owned:
             stack.callback(store.close)
-        told = setup.ready_sinks(sinks, store, resolved)
+        audience = Audience(callbacks, setup.ready_sinks(sinks, store, resolved))
         signals = stack.enter_context(Signals())
-        return _Run(state, ready, feeds, resolved, store, tuple(callbacks), told, signals).to_the_end()
+        return _Run(state, ready, feeds, resolved, store, audience, signals).to_the_end()
 
 
 class _Run:
@@ -98,15 +99,13 @@ class _Run:
         feeds: setup.Feeds,
         config: FitConfig,
         snapshots: Snapshots | None,
-        callbacks: tuple[events.Callback, ...],
-        sinks: list[Any],
+        audience: Audience,
         signals: Signals,
     ) -> None:
         self.config = config
         self.feeds = feeds
         self.snapshots = snapshots
-        self.callbacks = callbacks
-        self.sinks = sinks
+        self.audience = audience
         self.signals = signals
         self.view = setup.view_to_evaluate(state, config)
         self.judge: Judge = judge(config, feeds.evaluation)
@@ -114,7 +113,7 @@ class _Run:
         self.program = setup.ready_program(program, self.state, config)
         self.window = program.static.accumulate if program.static else 1
         self.left = setup.window_left(self.state, self.window)
-        self.ledger = Ledger(config.log_every)
+        self.ledger = Ledger(config.log_every, before=setup.calls_of(self.state) - self.record.calls)
         self.keeper = Keeper(config.rollback)
         self.keeper.keep(self.state, self.record)
         self.ending: str | None = None
@@ -146,11 +145,10 @@ class _Run:
                 self._epoch()
                 self.ending = self.ending or limit_reached(self.config, self.record) or self._timed_out()
             if self.snapshots is not None:
+                self._save({})  # where no boundary has done it
                 self.snapshots.wait()
         except BaseException as caught:
             error = caught
-            if isinstance(caught, NonFiniteError):
-                self._thaw(caught)
             raise
         finally:
             self._finish(error)
@@ -160,6 +158,7 @@ class _Run:
         record, length = self.record, self.feeds.train.length
         directory = None if self.snapshots is None else self.snapshots.directory
         if self.snapshots is not None:
+            self.snapshots.check_space(self.state)
             self.snapshots.begin(updates=record.updates, epoch=record.epoch)
         self.ending = limit_reached(self.config, record)
         epochs, steps = (None if limit == -1 else limit for limit in (self.config.epochs, self.config.steps))
@@ -168,6 +167,8 @@ class _Run:
 
     def _epoch(self) -> None:
         """The batches of one epoch, with a boundary at its end and at every interval inside."""
+        if self.record.batch and self.record.interval:
+            self._inside()  # the run was told to end in this evaluation
         fed = self.ledger.timed(self.feeds.train.epoch(self.record.epoch, self.record.batch))
         for batch in data.prefetch(self.signals.watch(fed), data.device_of(self.state)):
             self._step(batch)
@@ -175,12 +176,15 @@ class _Run:
             self._between()
             if self.record.batch != self.feeds.train.length and self._cut_off():
                 self._last_row()
+                self._between()
                 return
         self._between()  # the wait for a batch may have been broken off
         self._flush()
-        self.record = self.record._replace(epoch=self.record.epoch + 1, batch=0)
+        epoch, batch = self.record.epoch, self.record.batch
+        self.record = self.record._replace(epoch=epoch + 1, batch=0)
         self._settle(wait=True)
-        self._boundary(self._due(cadence.due_at_end))
+        if not self._boundary(self._due(cadence.due_at_end)):
+            self.record = self.record._replace(epoch=epoch, batch=batch)
         self._between()
 
     def _step(self, batch: Any) -> None:
@@ -210,9 +214,9 @@ class _Run:
 
     def _measured(self, tag: Tag, metrics: Metrics, batch: Any) -> None:
         self.ledger.add(tag, metrics, self.record)
-        if tag.closing and self.callbacks:
+        if tag.closing and self.audience.listens:
             updates = self.record.updates + self.ledger.pending
-            self._ask(events.StepEnd(self.state, metrics, batch, tag.epoch, tag.batch, updates))
+            self._heed(self.audience.ask(events.StepEnd(self.state, metrics, batch, tag.epoch, tag.batch, updates)))
         self._settle(wait=False)
 
     def _settle(self, *, wait: bool) -> None:
@@ -252,13 +256,16 @@ class _Run:
     def _due(self, rule: Callable[[int | float, Record], bool]) -> list[str]:
         return [name for name in self.feeds.evaluation if rule(self.config.interval(name), self.record)]
 
-    def _boundary(self, due: list[str]) -> None:
-        """Evaluate, write the row, decide, tell, save, in this order."""
+    def _boundary(self, due: list[str]) -> bool:
+        """Evaluate, write the row, decide, tell, save, in this order; False where an evaluation was broken off, which
+        is then done again on resuming."""
         before = self.record
         row: dict[str, Cell] = {"epoch": before.epoch + (before.batch > 0), "step": before.updates}
         row |= ledger.named(meter_.means(before.interval, self.ledger.kinds), before.last)
         for name in due:
             row |= self._evaluate(name)
+            if self._leaving():
+                return False
         record = before._replace(interval={}, history=with_row(before.history, row))
         self.judge = self.judge.check(record, self.feeds.evaluation)
         self.record = self.judge.judge(record, row)
@@ -267,21 +274,31 @@ class _Run:
         if self.judge.stops(self.record):
             self.ending = self.ending or "early_stopping"
         shown = {name: cell(value) for name, value in row.items()}
-        self._tell(events.EpochEnd(self.state, self.record.epoch, before.updates, shown, improved, self.ending))
-        if self.snapshots is not None and (improved or self._snapshot_due()):
+        self._tell(events.EpochEnd(self.state, self.record.epoch, before.updates, shown, improved, self._ends()))
+        if self.snapshots is not None and (improved or self._ends() or self._snapshot_due()):
             self._save(row)
+        return True
+
+    def _leaving(self) -> bool:
+        return self.signals.pending in ("terminate", "interrupt")
+
+    def _ends(self) -> str | None:
+        return self.ending or limit_reached(self.config, self.record)
 
     def _evaluate(self, name: str) -> dict[str, float]:
         assert self.program.eval_step is not None
         state = self.state if self.view == "params" else ema_.view(self.state, self.view)
 
         def watch(batch: Any, metrics: Metrics, index: int) -> None:
-            self._ask(events.EvalStepEnd(self.state, name, metrics, batch, index), steer=False)
+            for _ in self.audience.ask(events.EvalStepEnd(self.state, name, metrics, batch, index)):
+                pass  # an evaluation cannot be steered
 
-        watched = watch if self.callbacks else None
-        values = evaluate(state, self.feeds.evaluation[name], self.program.eval_step, watch=watched, name=name)
+        watched = watch if self.audience.listens else None
+        fed = self.signals.watch(self.feeds.evaluation[name].epoch(0))
+        values = scores(state, data.prefetch(fed, data.device_of(state)), self.program.eval_step, watch=watched)
         found = {f"{name}_{key}": value for key, value in values.items()}
-        self._tell(events.EvalEnd(name, self.record.epoch, self.record.updates, found))
+        if not self._leaving():
+            self._tell(events.EvalEnd(name, self.record.epoch, self.record.updates, found))
         return found
 
     def _cut_off(self) -> bool:
@@ -303,9 +320,13 @@ class _Run:
 
     def _timed_out(self) -> str | None:
         limit = self.config.max_time
-        if limit is None or time.monotonic() - self.begun < limit or below_minimum(self.config, self.record):
+        if limit is None or time.monotonic() - self.begun < limit or self._below_minimum():
             return None
         return "max_time"
+
+    def _below_minimum(self) -> bool:
+        made = self.record._replace(updates=self.record.updates + self.ledger.pending)
+        return below_minimum(self.config, made)
 
     # --- saving and signals -------------------------------------------------------------------------------------------
 
@@ -353,22 +374,16 @@ class _Run:
     # --- telling ------------------------------------------------------------------------------------------------------
 
     def _tell(self, event: events.Event) -> None:
-        """Sinks, then callbacks."""
-        for sink in self.sinks:
-            sink(event)
-        self._ask(event)
+        self._heed(self.audience.tell(event))
 
-    def _ask(self, event: Any, *, steer: bool = True) -> None:
-        """Callbacks, and what they answer."""
-        for callback in self.callbacks:
-            answer = callback(event)
-            if answer is None or not steer:
-                continue
-            if isinstance(answer, events.Stop):
-                if not below_minimum(self.config, self.record):
-                    self.ending = self.ending or answer.reason
-            else:
+    def _heed(self, answers: Iterable[Any]) -> None:
+        """What callbacks answer: an end, or another state."""
+        for answer in answers:
+            if not isinstance(answer, events.Stop):
                 self.state = setup.checked_answer(self.state, answer)
+                self.left = setup.window_left(self.state, self.window)
+            elif not self._below_minimum():
+                self.ending = self.ending or answer.reason
 
     def result(self) -> FitResult:
         """What there is so far."""
@@ -377,20 +392,9 @@ class _Run:
             self.state, dict(record.history), self.judge.best(record), record.epoch, self.ending or "error"
         )
 
-    def _thaw(self, error: NonFiniteError) -> None:
-        """Give the caller the state as it was before the step that was not finite."""
-        call = getattr(error, "call", None)
-        if call is not None and isinstance(self.state, TrainState):
-            self.state = ledger.thawed(self.state, call)
-        error.result = self.result()  # pyright: ignore[reportAttributeAccessIssue]  # beside the message
-
     def _finish(self, error: BaseException | None) -> None:
+        if isinstance(error, NonFiniteError):
+            self.state = ledger.thawed(self.state)
+            error.result = self.result()  # pyright: ignore[reportAttributeAccessIssue]  # beside the message
         result = self.result()
-        event = events.FitEnd(result.state, result.stop_reason, result.history, result.best, error)
-        for sink in self.sinks:
-            sink(event)
-            close = getattr(sink, "close", None)
-            if close is not None:
-                close()
-        if error is None:
-            self._ask(event, steer=False)
+        self.audience.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))

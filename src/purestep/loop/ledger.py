@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import tree
 from ..errors import NonFiniteError
 from ..events import Logged
 from ..types import Empty, Metrics, TrainState, Tree
@@ -34,10 +35,15 @@ class Ledger:
     """Takes metrics in as tensors and gives records and log lines out as they arrive.
 
     ``updates`` of the record are those that are known to be applied; ``pending`` windows have been closed since.
+
+    Args:
+        log_every: updates between two lines, 0 for none.
+        before: calls that the state had been through before this run's first.
     """
 
-    def __init__(self, log_every: int) -> None:
+    def __init__(self, log_every: int, *, before: int = 0) -> None:
         self.pending = 0
+        self._before = before
         self._log_every = log_every
         self._meter = Meter()
         self._places: deque[Tag] = deque(maxlen=_REMEMBERED)
@@ -67,10 +73,13 @@ class Ledger:
             NonFiniteError: the state has halted.
         """
         lines: list[Logged] = []
-        for row in self._meter.rows(wait=wait):
+        rows = self._meter.rows(wait=wait)
+        for row in rows:
             record = self._take(row, record, state)
             if row.tag.closing and self._log_every and record.updates % self._log_every == 0:
                 lines.append(self._line(row.tag, record))
+        if rows and not isinstance(state, TrainState):
+            self._check_halted(state)  # a step of a user's own need not say that an update was refused
         return record, lines
 
     def forget(self) -> None:
@@ -100,19 +109,16 @@ class Ledger:
         return Logged(tag.epoch, record.updates, numbers, speed, waiting)
 
     def _check_halted(self, state: Tree) -> None:
-        if not isinstance(state, TrainState) or isinstance(state.halted, Empty):
+        path, call = next(iter(_halts(state)), ("", 0))
+        if not call:
             return
-        call = int(state.halted)
-        if call == 0:
-            return
-        tag = next((tag for tag in self._places if tag.call == call), None)
-        error = NonFiniteError(
+        # Inside a tree a part counts calls of its own, which do not say where in the data one was.
+        tag = None if path else next((tag for tag in self._places if tag.call + self._before == call), None)
+        raise NonFiniteError(
             f"the loss or a gradient is not finite at call {call}; the state is what it was before it",
-            where="" if tag is None else f"epoch {tag.epoch + 1}, batch {tag.batch + 1}",
+            where=path if tag is None else f"epoch {tag.epoch + 1}, batch {tag.batch + 1}",
             hint='a smaller learning rate, optim.clip_by_global_norm(1.0), or ps.program(..., nonfinite="skip")',
         )
-        error.call = call  # pyright: ignore[reportAttributeAccessIssue]  # for fit, which puts the result on it
-        raise error
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches, with the time spent waiting for them on the account."""
@@ -128,10 +134,29 @@ class Ledger:
 _END = object()
 
 
-def thawed(state: TrainState, call: int) -> TrainState:
-    """A halted state as it was before the call that halted it: the host moves keys on whatever the device does."""
-    key = torch.tensor([int(state.key[0]), call - 1], dtype=torch.int64)
-    return TrainState(*state)._replace(halted=torch.zeros_like(state.halted), key=key)
+def _halts(state: Tree) -> list[tuple[str, int]]:
+    """Of every halted TrainState in a tree: its path and the call that halted it."""
+    flags = [(path.rpartition("/"), leaf) for path, leaf in tree.with_paths(state)]
+    return [(path[0], int(leaf)) for path, leaf in flags if path[2] == "halted" and leaf.dim() == 0 and int(leaf)]
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, TrainState)
+
+
+def thawed(state: Tree) -> Tree:
+    """The tree with every halted state as it was before the call that halted it.
+
+    The device froze everything but the key, which the host moves on whatever happens.
+    """
+
+    def one(node: Any) -> Any:
+        if not _is_state(node) or isinstance(node.halted, Empty) or not int(node.halted):
+            return node
+        key = torch.tensor([int(node.key[0]), int(node.halted) - 1], dtype=torch.int64)
+        return TrainState(*node)._replace(halted=torch.zeros_like(node.halted), key=key)
+
+    return tree.map(one, state, is_leaf=_is_state)
 
 
 def named(values: Mapping[str, float], rates: Mapping[str, float]) -> dict[str, Cell]:

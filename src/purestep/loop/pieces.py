@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
 from .. import data, tree
 from ..errors import StepContractError
-from ..types import EvalStep, Metrics, TrainStep, Tree
+from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
 from . import meter as meter_
 from .meter import Meter
 from .record import Record
@@ -84,19 +84,26 @@ def evaluate(
         {'loss': 1.5}
     """
     feed = data.open_feed(loader, name=name)
-    meter, total = Meter(), {}
-    indexed = takes_index(eval_step)
     try:
-        for index, batch in enumerate(data.prefetch(feed.epoch(0), data.device_of(state))):
-            metrics = eval_step(state, batch, index=index) if indexed else eval_step(state, batch)
-            meter.add(None, metrics)
-            if watch is not None:
-                watch(batch, metrics, index)
-            for row in meter.rows(wait=False):
-                total = meter_.add(total, row.values)
+        return scores(state, data.prefetch(feed.epoch(0), data.device_of(state)), eval_step, watch=watch)
     finally:
         if feed is not loader:
             feed.close()
+
+
+def scores(state: Tree, batches: Iterable[Any], eval_step: EvalStep, *, watch: Watch | None) -> dict[str, float]:
+    """The inside of `evaluate`: weighted means over batches that are on the device already."""
+    meter, total = Meter(), {}
+    indexed = takes_index(eval_step)
+    for index, batch in enumerate(batches):
+        metrics = check_metrics(
+            eval_step(state, batch, index=index) if indexed else eval_step(state, batch), where="eval_step"
+        )
+        meter.add(None, metrics)
+        if watch is not None:
+            watch(batch, metrics, index)
+        for row in meter.rows(wait=False):
+            total = meter_.add(total, row.values)
     for row in meter.rows(wait=True):
         total = meter_.add(total, row.values)
     return meter_.means(total, meter.kinds)
@@ -117,13 +124,29 @@ def check_pair(result: Any) -> tuple[Tree, Metrics]:
         StepContractError: it is not.
     """
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
-        return result
+        return result[0], check_metrics(result[1], where="train_step")
     raise StepContractError(
         f"returned a {type(result).__name__}"
         + (f" of {len(result)}" if isinstance(result, tuple) and not hasattr(result, "_fields") else ""),
         where="train_step",
         hint="return (state, {name: ps.Mean(total, weight)})",
     )
+
+
+def check_metrics(found: Any, *, where: str) -> Metrics:
+    """What a step measured, if it is a dict of Means.
+
+    Raises:
+        StepContractError: it is not.
+    """
+    wrong = {"": found} if not isinstance(found, dict) else {k: v for k, v in found.items() if not isinstance(v, Mean)}
+    for name, value in wrong.items():
+        raise StepContractError(
+            f"metric {name!r} is a {type(value).__name__}" if name else f"returned a {type(value).__name__}",
+            where=where,
+            hint="{name: ps.Mean(total, weight)}, two tensors",
+        )
+    return found
 
 
 class BatchCheck:

@@ -34,8 +34,7 @@ class Keeper:
         if self._kept is None or record.rollbacks >= self._allowed or not isinstance(state, TrainState):
             return None
         good, then = self._kept
-        calls = torch.full_like(good.step, record.calls)
-        key = torch.tensor([int(state.key[0]), record.calls], dtype=torch.int64)
-        return tree.clone(good)._replace(step=calls, key=key), record._replace(
+        step = torch.full_like(good.step, int(state.key[1]))
+        return tree.clone(good)._replace(step=step, key=state.key.clone()), record._replace(
             updates=then.updates, interval=then.interval, last=then.last, rollbacks=record.rollbacks + 1
         )

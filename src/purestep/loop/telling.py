@@ -1,0 +1,65 @@
+"""Who is told what happens: sinks and callbacks, and what callbacks answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from .. import events
+
+_log = logging.getLogger("purestep")
+
+
+class Audience:
+    """Sinks, which are told first, and callbacks, whose answers count.
+
+    Args:
+        callbacks: in the order in which they are called.
+        sinks: guarded, so that none of them raises.
+    """
+
+    def __init__(self, callbacks: Iterable[events.Callback], sinks: Iterable[Any]) -> None:
+        self._callbacks = tuple(callbacks)
+        self._sinks = tuple(sinks)
+
+    @property
+    def listens(self) -> bool:
+        """Whether there are callbacks: only they see the events of single steps."""
+        return bool(self._callbacks)
+
+    def tell(self, event: events.Event) -> Iterator[Any]:
+        """Tell everybody; what callbacks answer, one after the other, unless it is None."""
+        for sink in self._sinks:
+            sink(event)
+        return self.ask(event)
+
+    def ask(self, event: events.Event) -> Iterator[Any]:
+        """Tell the callbacks alone; each one sees what the answer of the one before led to only in later events."""
+        for callback in self._callbacks:
+            try:
+                answer = callback(event)
+            except Exception as error:
+                error.add_note(f"in callback {_name(callback)} at {type(event).__name__}")
+                raise
+            if answer is not None:
+                yield answer
+
+    def end(self, event: events.FitEnd) -> None:
+        """Tell everybody the end, and close the sinks. What a callback raises does not hide the error that ended it."""
+        for sink in self._sinks:
+            sink(event)
+            close = getattr(sink, "close", None)
+            if close is not None:
+                close()
+        try:
+            for _ in self.ask(event):
+                pass
+        except Exception as error:
+            if event.error is None:
+                raise
+            _log.warning("a callback failed at FitEnd: %s: %s (%s)", type(error).__name__, error, error.__notes__[-1])
+
+
+def _name(callback: Any) -> str:
+    return getattr(callback, "__qualname__", type(callback).__qualname__)
