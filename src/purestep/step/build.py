@@ -12,7 +12,7 @@ from .. import precision as precision_
 from .. import scaler as scaler_
 from .. import transform
 from ..errors import ConfigError
-from ..types import Objective, Program, Static
+from ..types import Empty, Objective, Program, Static
 from .evaluation import bind_of, eval_step_of
 from .parts import IDENTITY, Spec
 from .state import init_of
@@ -92,7 +92,7 @@ def program(
         persistent=names.persistent,
         accumulate=accumulate,
         tail=tail,
-        has_ema=ema is not None,
+        has_ema=not isinstance(spec.average.init({}, {}), Empty),
         labels=tx.labels if tx.elementwise else None,
         steps=lambda form: steps_of(spec, form),
     )

@@ -16,6 +16,7 @@ from ..metrics import merge
 from ..types import Batch, Form, Loss, Mean, Metrics, Params, TrainState
 from .parts import Micro, Spec, wide
 
+_OWN_METRICS = frozenset(("loss", "lr", "grad_norm", "applied", "scale"))
 Forward = Callable[[model_.Bound], Any]
 """``bound model -> (mean x scale, (loss, buffers))``, to be differentiated."""
 
@@ -82,6 +83,8 @@ def _checked_metrics(given: Any) -> Metrics:
                 where="metrics" + (f"/{name}" if name else ""),
                 hint="ps.Loss(mean, weight, {name: ps.Mean(total, weight)})",
             )
+        if name in _OWN_METRICS:
+            raise StepContractError("the step has a metric of this name", where=f"metrics/{name}", hint="another name")
     return found
 
 
