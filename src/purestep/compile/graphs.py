@@ -117,21 +117,30 @@ class Graphs:
             if broken or self.options.capture == "trace":
                 raise
             return Graph(_or_raise(self._dynamo(core).run, error), draws=True)
-        treedef, stacked = found
-
-        def call(tensors: list[Tensor], batch: list[Any]) -> Any:
-            outputs = list(run(*tensors, *[batch[index] for index in where]))
-            if any(stacked):
-                scalars = iter(outputs[0].unbind())
-                rest = iter(outputs[1:])
-                outputs = [next(scalars) if one else next(rest) for one in stacked]
-            return tree.unflatten(treedef, outputs)
-
-        return Graph(call, draws)
+        return Graph(_caller(run, where, len(leaves), *found), draws)
 
     def _dynamo(self, core: Any) -> Graph:
         run = capture_.dynamo(core, backend=self.options.backend, options=self.options.options)
         return Graph(run, draws=True)
+
+
+def _caller(
+    run: Callable[..., Any], where: list[int], count: int, treedef: tree.TreeDef, stacked: list[bool]
+) -> Callable[[list[Tensor], list[Any]], Any]:
+    """What a traced graph returns as a tree: scalars come in one vector, apart from the rest."""
+    all_tensors, only_scalars = len(where) == count, all(stacked) and bool(stacked)
+
+    def call(tensors: list[Tensor], batch: list[Any]) -> Any:
+        inputs = batch if all_tensors else [batch[index] for index in where]
+        outputs = run(*tensors, *inputs)
+        if only_scalars:
+            return tree.unflatten(treedef, outputs[0].unbind())
+        if not any(stacked):
+            return tree.unflatten(treedef, list(outputs))
+        scalars, rest = iter(outputs[0].unbind()), iter(outputs[1:])
+        return tree.unflatten(treedef, [next(scalars) if one else next(rest) for one in stacked])
+
+    return call
 
 
 class Text:

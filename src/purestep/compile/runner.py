@@ -96,6 +96,9 @@ def compile_program(
     )
 
 
+_UNMARKED: dict[int, tuple[type[Accum], ...]] = {count: (Accum,) * count for count in range(64)}
+
+
 class CompiledStep:
     """A compiled step. ``graphs`` counts what has been compiled."""
 
@@ -114,6 +117,7 @@ class CompiledStep:
         self.layouts: dict[Any, packed_.Layout | None] = {} if layouts is None else layouts
         self._step = step
         self._flush = flush
+        self._windowed = static is not None and static.accumulate > 1
         self._steps: dict[packed_.Layout | None, Callable[..., Any]] = {None: step}
         self._graphs = Graphs(options)
 
@@ -133,11 +137,7 @@ class CompiledStep:
     # --- donated ------------------------------------------------------------------------------------------------------
 
     def _donated(self, state: Any, batch: tuple[Any, ...]) -> tuple[Any, Metrics]:
-        store = live_.store_of(state)
-        if store is None or store.layout not in self._known():
-            store = self._enter(state)
-        else:
-            live_.check_alive(state)
+        store = self._standing(state) or self._enter(state)
         phase = self._phase(store)
         leaves, treedef = _batch(batch)
         key = (store.slots.identity, phase, treedef)
@@ -149,11 +149,22 @@ class CompiledStep:
         else:
             metrics = graph.run(store.buffers, leaves)
         store.advance()
-        self._count_window(store, phase)
+        if self._windowed:
+            self._count_window(store)
         return store.live(), metrics
 
-    def _known(self) -> list[packed_.Layout | None]:
-        return [*self.layouts.values(), None] if self.static is not None else [None]
+    def _standing(self, state: Any) -> live_.Store | None:
+        """The store that a live state stands in, if it is one of this step's."""
+        if type(state) is live_.LiveState:
+            state.alive()
+            store = state.live_store
+        else:
+            store = live_.store_of(state)
+            if store is not None:
+                live_.check_alive(state)
+        if store is None or store.layout is None:
+            return store
+        return store if any(store.layout is layout for layout in self.layouts.values()) else None
 
     def _enter(self, state: Any) -> live_.Store:
         """Copy a plain state into buffers of its own."""
@@ -187,22 +198,20 @@ class CompiledStep:
     def _phase(self, store: live_.Store) -> tuple[type[Accum], ...]:
         """Which graph each accumulation window asks for. A program's windows are counted on the host; a step of one's
         own may advance a window as it likes, so its position is read where that costs nothing, else left open."""
-        if self._flush:
-            return tuple(Accum for _ in store.hosts)
+        if self._flush or (self.static is not None and not self._windowed):
+            return _UNMARKED[len(store.hosts)]
         if self.static is not None:
             return tuple(Accum if host.left is None else _mark(host.left) for host in store.hosts)
         if store.device.type != "cpu":
-            return tuple(Accum for _ in store.hosts)
+            return _UNMARKED[len(store.hosts)]
         parts = live_.states(store.named)
         return tuple(Accum if isinstance(s.accum, Empty) else _mark(int(s.accum.left)) for s in parts)
 
-    def _count_window(self, store: live_.Store, phase: tuple[type[Accum], ...]) -> None:
-        if self.static is None:
-            return
+    def _count_window(self, store: live_.Store) -> None:
+        assert self.static is not None
         for host in store.hosts:
             if host.left is not None:
                 host.left = self.static.accumulate if self._flush or host.left == 1 else host.left - 1
-        del phase  # the host's count is the same message
 
     def _core(self, store: live_.Store, phase: tuple[type[Accum], ...], treedef: tree.TreeDef) -> Callable[..., Any]:
         slots, step = store.slots, self._step_on(store.layout)
@@ -321,6 +330,9 @@ def _without_optimizer(state: Any) -> Any:
 
 
 def _batch(batch: tuple[Any, ...]) -> tuple[list[Any], tree.TreeDef]:
+    leaves, treedef = tree.flatten(batch)
+    if all(type(leaf) is Tensor for leaf in leaves):
+        return leaves, treedef
     leaves, treedef = tree.flatten(tree.dicts(batch))
     return without_text(leaves), treedef
 
