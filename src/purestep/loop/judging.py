@@ -56,11 +56,12 @@ class Judge(NamedTuple):
         if self.monitor is None or self.monitor in known or not seen:
             return self
         if self.config.monitor is None:
+            _need_monitor(self.config, known)
             return self._replace(monitor=None)
         raise ConfigError(
-            f"monitor={self.monitor!r} is not among the metrics: {sorted(known - {'epoch', 'step'})}",
+            f"monitor={self.monitor!r} is not among the metrics: {_metrics(known)}",
             where="fit",
-            hint=f"monitor={next((name for name in sorted(known) if name.endswith('loss')), 'val_loss')!r}",
+            hint=f"monitor={_likely(known)!r}",
         )
 
     def best(self, record: Record) -> dict[str, Cell] | None:
@@ -74,9 +75,32 @@ class Judge(NamedTuple):
 
 
 def judge(config: FitConfig, loaders: Iterable[str]) -> Judge:
-    """The judge of a run: what is monitored, and in which direction it is good."""
+    """The judge of a run: what is monitored, and in which direction it is good.
+
+    Raises:
+        ConfigError: early stopping with nothing to look at.
+    """
     monitor = config.monitor or ("val_loss" if "val" in loaders else None)
+    if monitor is None:
+        _need_monitor(config, {"train_loss"})
     return Judge(monitor, config.mode or stopping.default_mode(monitor or "loss"), config)
+
+
+def _need_monitor(config: FitConfig, known: Iterable[str]) -> None:
+    if config.early_stopping is not None:
+        raise ConfigError(
+            "early_stopping without a metric to look at: monitor is not set, and there is no val_loss",
+            where="fit",
+            hint=f"monitor={_likely(known)!r}",
+        )
+
+
+def _metrics(known: Iterable[str]) -> list[str]:
+    return sorted(set(known) - {"epoch", "step"})
+
+
+def _likely(known: Iterable[str]) -> str:
+    return next((name for name in sorted(known) if name.endswith("loss")), "val_loss")
 
 
 def below_minimum(config: FitConfig, record: Record) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
 import os
 import warnings
@@ -19,7 +21,8 @@ from .. import data, rng, sinks, tree
 from ..config import FitConfig
 from ..errors import ConfigError, DataError, NotFound, StateError
 from ..snapshot import Snapshot, Snapshots
-from ..types import Empty, Program, TrainState, Tree
+from ..types import Empty, EvalStep, Metrics, Program, TrainState, Tree
+from .pieces import takes_index
 
 log = logging.getLogger("purestep")
 
@@ -188,29 +191,41 @@ def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
     wanted = config.compile
     if wanted is False or config.detect_anomaly or (wanted == "auto" and device.type != "cuda"):
         return program
-    options = dict(wanted) if isinstance(wanted, Mapping) else {}
+    options = _compile_options(wanted) if isinstance(wanted, Mapping) else {}
     options.setdefault("donate", config.donate)
     compiled = compile_.compile_program(program, **options)
-    if wanted == "auto":
-        return compiled._replace(train_step=_Fallback(compiled.train_step, program.train_step))
-    return compiled
+    if wanted != "auto":
+        return compiled
+    return compiled._replace(
+        train_step=_falls_back(compiled.train_step, program.train_step),
+        flush=_falls_back(compiled.flush, program.flush),
+        eval_step=_eval_falls_back(compiled.eval_step, program.eval_step),
+    )
 
 
-class _Fallback:
-    """The compiled step, or the eager one with a warning where the first call cannot be captured."""
+def _compile_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    known = [name for name in inspect.signature(compile_.compile_program).parameters if name != "program"]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"compile has no option {name!r}; there are {', '.join(known)}",
+                where="fit",
+                hint=f"compile={{{near[0]!r}: ...}}",
+            )
+    return dict(given)
 
-    def __init__(self, compiled: Callable[..., Any], eager: Callable[..., Any]) -> None:
-        self._chosen = compiled
-        self._eager = eager
-        self._tried = False
 
-    def __call__(self, state: Tree, *batch: Any) -> Any:
-        if self._tried:
-            return self._chosen(state, *batch)
+def _falls_back(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled function until it meets something that cannot be captured; then the eager one, with a warning."""
+    chosen = compiled
+
+    def call(state: Tree, *batch: Any, **named: Any) -> Any:
+        nonlocal chosen
         try:
-            found = self._chosen(state, *batch)
+            return chosen(state, *batch, **named)
         except Exception as error:
-            if not (compile_.stopped(error) or isinstance(error, compile_.DataDependent)):
+            if chosen is eager or not (compile_.stopped(error) or isinstance(error, compile_.DataDependent)):
                 raise
             warnings.warn(
                 f"the step cannot be compiled and runs in eager: {str(error).splitlines()[0]} "
@@ -218,10 +233,22 @@ class _Fallback:
                 RuntimeWarning,
                 stacklevel=4,
             )
-            self._chosen = self._eager
-            found = self._chosen(state, *batch)
-        self._tried = True
-        return found
+        chosen = eager
+        return chosen(state, *batch, **named)
+
+    return call
+
+
+def _eval_falls_back(compiled: EvalStep | None, eager: EvalStep | None) -> EvalStep | None:
+    if compiled is None or eager is None:
+        return None
+    plain = eager if takes_index(eager) else lambda state, *batch, index: eager(state, *batch)
+    both = _falls_back(compiled, plain)
+
+    def eval_step(state: Tree, *batch: Any, index: int = 0) -> Metrics:
+        return both(state, *batch, index=index)
+
+    return eval_step
 
 
 # --- snapshots --------------------------------------------------------------------------------------------------------
