@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -102,6 +102,7 @@ def test_dtypes_make_groups():
     assert_trees_close(layout.expand(flat), params, exact=True)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=6))
 def test_any_shapes(shapes: list[list[int]]):
     """0-d and empty ones too."""

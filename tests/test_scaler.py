@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_trees_close, vector_batch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -37,6 +37,7 @@ def test_by_hand():
     assert follow(chosen, [True, True, True, False, True]) == [(8, 0), (8, 1), (16, 0), (16, 1), (8, 0), (8, 1)]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.booleans(), max_size=40),
     st.sampled_from([1.0, 2.0**16, 3.0, 2.0**126]),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -565,6 +565,7 @@ IGNORED = st.lists(st.booleans(), min_size=25, max_size=25)
 
 
 class TestAccumulation:
+    @settings(deadline=None, max_examples=60)
     @given(SIZES, IGNORED, st.integers(0, 99))
     def test_micro_batches_of_any_sizes_equal_the_big_batch(self, sizes: list[int], ignored: list[bool], seed: int):
         """SGD in float64: any wrong divisor shows, where Adam would hide it. Some labels, or all of a part, ignored."""
@@ -590,6 +591,7 @@ class TestAccumulation:
         with pytest.raises(AssertionError, match="not close"):
             assert_trees_close(parts.params, whole.params, rtol=1e-12, atol=1e-12)
 
+    @settings(deadline=None, max_examples=60)
     @given(SIZES, st.integers(0, 99))
     def test_one_batch_split_inside_a_call_is_the_same(self, sizes: list[int], seed: int):
         batch = masked_batch([*sizes, 4], [False, True, False, False, False] * 6, seed)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import assert_trees_close
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from purestep import tree
@@ -46,6 +46,7 @@ def test_paths_name_fields_keys_and_indices():
     assert tree.paths(7) == [""]
 
 
+@settings(deadline=None)
 @given(TREES)
 def test_unflatten_is_the_way_back(found: Any):
     leaves, treedef = tree.flatten(found)
@@ -55,6 +56,7 @@ def test_unflatten_is_the_way_back(found: Any):
     assert type(back) is type(found)
 
 
+@settings(deadline=None)
 @given(TREES)
 def test_the_plain_twins_agree_with_flatten(found: Any):
     leaves, treedef = tree.flatten(found)
@@ -63,6 +65,7 @@ def test_the_plain_twins_agree_with_flatten(found: Any):
     assert tree.collect(positions, found) == leaves
 
 
+@settings(deadline=None)
 @given(TREES)
 def test_clone_keeps_the_types_of_the_nodes(found: Any):
     assert tree.flatten(tree.clone(found))[1] == tree.flatten(found)[1]
