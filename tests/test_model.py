@@ -331,6 +331,24 @@ class TestBuffers:
         new = trained(program(Counting(), twice), BATCHES[:2])
         assert (int(new.buffers["assigned"]), float(new.buffers["written"])) == (4, 4.0)
 
+    @pytest.mark.parametrize("engine", ["autograd", "func"])
+    def test_one_that_was_computed_from_weights_carries_no_graph(self, engine: str):
+        class Centred(nn.Linear):
+            def __init__(self) -> None:
+                super().__init__(4, 3)
+                self.register_buffer("centre", torch.zeros(3))
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = super().forward(x)
+                self.centre = 0.5 * self.centre + 0.5 * y.mean(0)
+                return y - self.centre
+
+        chosen = program(Centred(), engine=engine)
+        new = trained(chosen, BATCHES[:2])
+        assert not new.buffers["centre"].requires_grad
+        assert new.buffers["centre"].any()
+        ps.testing.assert_pure(chosen.train_step, new, BATCHES[2])
+
     def test_evaluation_changes_none(self):
         chosen = program(Counting())
         state = chosen.init(device="cpu")
