@@ -14,18 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import tree
 from ..errors import ConfigError, StateError
 from ..transform import Rate, Transform, rate_at, reported, require_rate, zero_count
 from ..types import Empty, Params, Tree
-from .probe import Maker, Outcome, Slots, initial, probe, run, trace
+from .foreign import Maker, Outcome, Slots, run, trace
+from .probe import initial, probe
 
 
 class FromTorchState(NamedTuple):
-    """State of `from_torch`. A Python number is a tensor under a key that ends in its type (``step:int``)."""
+    """State of `from_torch`. A Python number is a tensor under a key that ends in its type: ``step:int``."""
 
     step: Tensor  # shape=(), dtype=int64: updates done
     learning_rate: Tree  # shape=(), dtype=float32: of the last update; Empty for an optimizer without one
-    slots: Slots  # name -> key -> what the optimizer keeps for this parameter
+    slots: Slots  # name -> key -> what the optimizer keeps for this parameter: tensors, or lists and dicts of them
     group: dict[str, Any]  # key -> what it keeps in its parameter group; mostly nothing
 
 
@@ -68,14 +70,14 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
     start = lr if lr is None or isinstance(lr, float | int) else float(rate_at(lr, torch.zeros((), dtype=torch.int64)))
     maker = Maker(optimizer, kwargs if start is None else {"lr": start, **kwargs}, where)
     schedule = lr if isinstance(lr, Tensor) or callable(lr) else None
-    plans: dict[tuple[str, ...], _Plan] = {}
+    plans: dict[tuple[Any, ...], _Plan] = {}
     torch.compiler.assume_constant_result(_cannot_compile)  # here, since it loads Dynamo
 
     def init(params: Params) -> FromTorchState:
         step = zero_count(params)
         if not params:
             return FromTorchState(step, Empty(), {}, {})
-        slots, group, plans[tuple(params)] = _prepare(maker, params, is_scheduled=schedule is not None)
+        slots, group, plans[_key(params)] = _prepare(maker, params, is_scheduled=schedule is not None)
         rate = maker.rate() if schedule is None else rate_at(schedule, step)
         return FromTorchState(step, Empty() if rate is None else reported(rate, step), slots, group)
 
@@ -84,12 +86,12 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
             return updates, state
         rate = None if schedule is None else rate_at(schedule, state.step)
         arguments = (params, updates, state.slots, state.group)
-        plan = plans.get(tuple(params))
+        plan = plans.get(_key(params))
         if torch.compiler.is_compiling() or _is_traced():
             new, slots, group = _traced_step(plan, where, arguments, rate, state.step)
         else:
             if plan is None:
-                plan = plans[tuple(params)] = _prepare(maker, params, is_scheduled=schedule is not None)[-1]
+                plan = plans[_key(params)] = _prepare(maker, params, is_scheduled=schedule is not None)[-1]
             new, slots, group = _eager_step(plan, maker, arguments, rate, state.step)
         shown = maker.rate() if rate is None else rate
         learning_rate = state.learning_rate if shown is None else reported(shown, state.step)
@@ -97,6 +99,11 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
         return changes, FromTorchState(state.step + 1, learning_rate, slots, group)
 
     return Transform(init, update, elementwise=False)
+
+
+def _key(params: Params) -> tuple[Any, ...]:
+    # Dynamo guards on the keys, and cannot write down a dtype.
+    return tuple((name, tuple(param.shape), str(param.dtype)) for name, param in params.items())
 
 
 def _is_traced() -> bool:
@@ -119,28 +126,32 @@ def _refuse(optimizer: type[torch.optim.Optimizer], where: str) -> None:
         raise ConfigError("it needs sparse gradients, and those of a pure step are dense", where=where, hint=hint)
 
 
+_Arguments = tuple[Params, Params, Slots, dict[str, Any]]
+
+
 def _prepare(maker: Maker, params: Params, *, is_scheduled: bool) -> tuple[Slots, dict[str, Any], _Plan]:
     found = probe(maker, params)
-    slots, group = initial(maker, params, found.group_keys)
+    slots, group, is_whole = initial(maker, params, found)
+    differs = found.first_differs or not is_whole
     # Other tensors than the parameters, since a tracer takes one object for one input.
     grads = {name: param.detach() for name, param in params.items()}
     arguments = (params, grads, slots, group)
     later = trace(maker, arguments, is_scheduled=is_scheduled, is_first=False)
-    first = trace(maker, arguments, is_scheduled=is_scheduled, is_first=True) if found.first_differs else later
-    return slots, group, _Plan(found.first_differs, later, first)
-
-
-_Arguments = tuple[Params, Params, Slots, dict[str, Any]]
+    first = trace(maker, arguments, is_scheduled=is_scheduled, is_first=True) if differs else later
+    return slots, group, _Plan(differs, later, first)
 
 
 def _eager_step(plan: _Plan, maker: Maker, arguments: _Arguments, rate: Any, step: Tensor) -> Outcome:
     # Optimizers compare and format their learning rate as a Python number.
     number = None if rate is None else float(rate)
-    later = run(maker, *arguments, rate=number)
-    _check_keys(maker, arguments[2], later.slots)
-    if not plan.first_differs:
-        return later
-    return _choose(step == 0, run(maker, *arguments, rate=number, is_first=True), later)
+    is_first = plan.first_differs and bool(step == 0)
+    outcome = run(maker, *arguments, rate=number, is_first=is_first)
+    if tree.signature((outcome.slots, outcome.group)) != tree.signature(arguments[2:]):
+        paths = tree.paths((outcome.slots, outcome.group))
+        new = sorted(set(paths) ^ set(tree.paths(arguments[2:]))) or "a leaf of another shape"
+        hint = "an optimizer whose state has the same keys and shapes from its first step on"
+        raise StateError(f"its state gained or lost {new}", where=maker.where, hint=hint)
+    return outcome
 
 
 def _traced_step(plan: _Plan | None, where: str, arguments: _Arguments, rate: Any, step: Tensor) -> Outcome:
@@ -152,25 +163,6 @@ def _traced_step(plan: _Plan | None, where: str, arguments: _Arguments, rate: An
         return _cannot_compile(f"its step cannot be compiled: {reason}", where, hint)
     rates = () if rate is None else (rate,)
     later = plan.later(*arguments, *rates)
-    return _choose(step == 0, plan.first(*arguments, *rates), later) if plan.first_differs else later
-
-
-def _choose(is_first: Tensor, first: Outcome, later: Outcome) -> Outcome:
-    params = {name: torch.where(is_first, first.params[name], new) for name, new in later.params.items()}
-    slots = {name: _choose_each(is_first, first.slots[name], kept) for name, kept in later.slots.items()}
-    return Outcome(params, slots, _choose_each(is_first, first.group, later.group))
-
-
-def _choose_each(is_first: Tensor, first: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: torch.where(is_first, first[key], value) if isinstance(value, Tensor) else value
-        for key, value in later.items()
-    }
-
-
-def _check_keys(maker: Maker, before: Slots, after: Slots) -> None:
-    for name, kept in after.items():
-        if kept.keys() != before[name].keys():
-            new = sorted(kept.keys() ^ before[name].keys())
-            hint = "an optimizer whose state has the same keys from its first step on"
-            raise StateError(f"its state gained or lost {new}", where=f"{maker.where}: {name}", hint=hint)
+    if not plan.first_differs:
+        return later
+    return tree.map(lambda first, then: torch.where(step == 0, first, then), plan.first(*arguments, *rates), later)
