@@ -83,15 +83,19 @@ def test_custom_step_trains_both_networks(tmp_path: Path):
 
 
 @pytest.mark.compile
-@pytest.mark.slow
-def test_custom_step_is_compiled(tmp_path: Path):
-    assert 0 <= run("custom_step", tmp_path, epochs=1, points=512, width=8, compile=True) <= 1
+def test_custom_step_compiled_is_custom_step(tmp_path: Path):
+    small = {"epochs": 2, "points": 1024, "width": 8, "learning_rate": 0.01}
+    graphs = {"backend": "aot_eager"}  # needs no C++ compiler
+    assert run("custom_step", tmp_path / "graphs", compile=graphs, **small) >= 0
+    run("custom_step", tmp_path / "eager", **small)
+    losses = [[row["train_loss"] for row in rows(tmp_path / way / "custom_step")] for way in ("graphs", "eager")]
+    assert losses[0] == pytest.approx(losses[1], rel=0.2)  # not the same noise, the same training
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_is_one_short_file_that_says_how_to_run_it(path: Path):
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 150
+    assert len(text.splitlines()) <= 200
     assert f"python examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
     assert f"`{path.name}`" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
