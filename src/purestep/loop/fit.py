@@ -17,15 +17,16 @@ from .. import config as config_
 from .. import data, events
 from .. import ema as ema_
 from ..config import FitConfig
-from ..errors import NonFiniteError, PurestepError
+from ..errors import NonFiniteError
 from ..signals import Preempted, Signals, interrupted
 from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
 from . import cadence, ledger, setup
 from . import meter as meter_
+from .calling import called
 from .judging import Judge, below_minimum, judge, limit_reached
 from .ledger import Ledger, Tag
-from .pieces import BatchCheck, check_pair, scores
+from .pieces import BatchCheck, scores
 from .record import Cell, FitResult, Record, cell, from_json, to_json, with_row
 from .rollback import Keeper
 from .telling import Audience
@@ -181,8 +182,8 @@ class _Run:
         self._between()  # the wait for a batch may have been broken off
         self._flush()
         epoch, batch = self.record.epoch, self.record.batch
-        self.record = self.record._replace(epoch=epoch + 1, batch=0)
         self._settle(wait=True)
+        self.record = self.record._replace(epoch=epoch + 1, batch=0)
         if not self._boundary(self._due(cadence.due_at_end)):
             self.record = self.record._replace(epoch=epoch, batch=batch)
         self._between()
@@ -191,12 +192,9 @@ class _Run:
         """One call of train_step. Nothing is read from the device."""
         record = self.record
         self.check_batch(batch, record)
-        try:
-            self.state, metrics = check_pair(self.program.train_step(self.state, batch))
-        except Exception as error:
-            if not isinstance(error, PurestepError):
-                error.add_note(f"in train_step, epoch {record.epoch + 1}, batch {record.batch + 1}")
-            raise
+        self.state, metrics = called(
+            self.program.train_step, self.state, batch, record, anomalies=self.config.detect_anomaly
+        )
         closing = self.left == 1
         self.left = self.window if closing else self.left - 1
         self.record = record._replace(batch=record.batch + 1, calls=record.calls + 1)

@@ -109,7 +109,7 @@ class Ledger:
         return Logged(tag.epoch, record.updates, numbers, speed, waiting)
 
     def _check_halted(self, state: Tree) -> None:
-        path, call = next(iter(_halts(state)), ("", 0))
+        path, call = next(iter(halts(state)), ("", 0))
         if not call:
             return
         # Inside a tree a part counts calls of its own, which do not say where in the data one was.
@@ -134,7 +134,7 @@ class Ledger:
 _END = object()
 
 
-def _halts(state: Tree) -> list[tuple[str, int]]:
+def halts(state: Tree) -> list[tuple[str, int]]:
     """Of every halted TrainState in a tree: its path and the call that halted it."""
     flags = [(path.rpartition("/"), leaf) for path, leaf in tree.with_paths(state)]
     return [(path[0], int(leaf)) for path, leaf in flags if path[2] == "halted" and leaf.dim() == 0 and int(leaf)]
@@ -147,14 +147,15 @@ def _is_state(node: Any) -> bool:
 def thawed(state: Tree) -> Tree:
     """The tree with every halted state as it was before the call that halted it.
 
-    The device froze everything but the key, which the host moves on whatever happens.
+    The device has refused everything but the count of the call; the host moves the key on whatever happens.
     """
 
     def one(node: Any) -> Any:
         if not _is_state(node) or isinstance(node.halted, Empty) or not int(node.halted):
             return node
-        key = torch.tensor([int(node.key[0]), int(node.halted) - 1], dtype=torch.int64)
-        return TrainState(*node)._replace(halted=torch.zeros_like(node.halted), key=key)
+        step = node.halted - 1
+        key = torch.tensor([int(node.key[0]), int(step)], dtype=torch.int64)
+        return TrainState(*node)._replace(step=step, halted=torch.zeros_like(node.halted), key=key)
 
     return tree.map(one, state, is_leaf=_is_state)
 

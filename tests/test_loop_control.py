@@ -1,0 +1,749 @@
+"""Who may steer a run and how it ends: callbacks, early stopping, what is not finite, sinks that fail, signals."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers import assert_trees_close, tiny_mlp, vector_batch
+from torch import Tensor, nn
+
+import purestep as ps
+from purestep import events, optim
+from purestep.errors import ConfigError, NonFiniteError, StateError
+from purestep.signals import Preempted
+from purestep.types import Mean, Program, TrainState
+
+CRITERION = nn.CrossEntropyLoss()
+fit = partial(ps.fit, progress=False)
+
+
+def mlp(tx: optim.Transform | None = None, **options: Any) -> Program:
+    return ps.program(tiny_mlp(), ps.supervised(CRITERION), tx or optim.sgd(0.1, momentum=0.9), **options)
+
+
+def batches(count: int, rows: int = 8) -> list[Any]:
+    return [vector_batch(rows, seed) for seed in range(count)]
+
+
+def poisoned(count: int, *where: int) -> list[Any]:
+    """Batches of which some have an input that is not finite."""
+    found = batches(count)
+    for index in where:
+        found[index] = (found[index][0] * torch.nan, found[index][1])
+    return found
+
+
+def at(kind: type, number: int, act: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A callback that does something at the n-th event of a kind, from 1."""
+    seen = 0
+
+    def callback(event: Any) -> Any:
+        nonlocal seen
+        if not isinstance(event, kind):
+            return None
+        seen += 1
+        return act(event) if seen == number else None
+
+    return callback
+
+
+def scripted(values: list[float]) -> Program:
+    """A program whose ``val_loss`` follows a script, an epoch a value."""
+
+    def train_step(state: dict[str, Tensor], batch: Tensor) -> Any:
+        return {"w": state["w"], "epoch": state["epoch"] + 1}, {}
+
+    def eval_step(state: dict[str, Tensor], batch: Tensor) -> Any:
+        return {"loss": Mean(torch.tensor(values)[state["epoch"] - 1], torch.ones(()))}
+
+    return Program(train_step, eval_step=eval_step)
+
+
+def script_state() -> dict[str, Tensor]:
+    return {"w": torch.zeros(1), "epoch": torch.zeros((), dtype=torch.int64)}
+
+
+def play(values: list[float], **fields: Any) -> Any:
+    one = [torch.ones(1)]
+    return fit(script_state(), {"train": one, "val": one}, scripted(values), **{"epochs": len(values), **fields})
+
+
+# --- callbacks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "updates", "epochs"),
+    [
+        (events.StepEnd, 2, 2, 0),
+        (events.StepEnd, 4, 4, 1),
+        (events.StepEnd, 6, 6, 2),
+        (events.EvalEnd, 1, 3, 1),
+        (events.EpochEnd, 2, 6, 2),
+        (events.Logged, 4, 4, 1),
+        (events.FitStart, 1, 0, 0),
+    ],
+)
+def test_a_callback_ends_the_run_with_a_reason(kind: type, number: int, updates: int, epochs: int) -> None:
+    program = mlp()
+    stop = at(kind, number, lambda event: ps.Stop("enough"))
+    loaders = {"train": batches(3), "val": batches(1)}
+    result = fit(program.init(), loaders, program, epochs=4, callbacks=[stop], log_every=1)
+    assert (int(result.state.updates), result.epochs, result.stop_reason) == (updates, epochs, "enough")
+    if updates % 3:
+        assert result.history["val_loss"][-1] is not None  # the last state is scored
+
+
+def test_what_a_stop_is_called_when_it_is_not_said() -> None:
+    result = fit(mlp().init(), batches(3), mlp(), epochs=4, callbacks=[at(events.EpochEnd, 1, lambda _: ps.Stop())])
+    assert result.stop_reason == "callback"
+
+
+@pytest.mark.parametrize("minimum", [{"min_epochs": 2}, {"min_steps": 6}])
+def test_the_minima_hold_against_callbacks(minimum: Any) -> None:
+    program = mlp()
+
+    def always(event: Any) -> Any:
+        return ps.Stop("now") if isinstance(event, events.StepEnd | events.EpochEnd) else None
+
+    result = fit(program.init(), batches(3), program, epochs=4, callbacks=[always], **minimum)
+    assert (int(result.state.updates), result.stop_reason) == (6, "now")
+
+
+@pytest.mark.parametrize("kind", [events.FitStart, events.StepEnd, events.EvalEnd, events.EpochEnd])
+def test_a_callback_may_put_in_another_state(kind: type) -> None:
+    program = mlp()
+
+    def halve(event: Any) -> Any:
+        found = getattr(event, "state", None) or held[-1]
+        return found._replace(params={name: p * 0.5 for name, p in found.params.items()})
+
+    held: list[TrainState] = []
+
+    def keep(event: Any) -> None:
+        if getattr(event, "state", None) is not None:
+            held.append(event.state)
+
+    loaders = {"train": batches(3), "val": batches(1)}
+    callbacks = [keep, at(kind, 1, halve)]
+    changed = fit(program.init(), loaders, program, epochs=2, callbacks=callbacks)
+    plain = fit(program.init(), loaders, program, epochs=2)
+    assert changed.history["train_loss"] != plain.history["train_loss"]
+    assert int(changed.state.updates) == 6
+
+
+def test_a_state_from_a_callback_is_what_a_snapshot_holds(tmp_path: Path) -> None:
+    program = mlp()
+    zero = at(
+        events.EpochEnd,
+        1,
+        lambda event: event.state._replace(params={k: torch.zeros_like(p) for k, p in event.state.params.items()}),
+    )
+    result = fit(program.init(), batches(2), program, epochs=1, callbacks=[zero], snapshots=tmp_path)
+    stored = ps.Snapshots(tmp_path, writer=False).restore(program.init()).state
+    assert all(not p.any() for p in stored.params.values())
+    assert_trees_close(stored, result.state, exact=True)
+
+
+def test_a_state_from_a_callback_brings_its_own_accumulation_window() -> None:
+    program = mlp(accumulate=3)
+    restart = at(events.StepEnd, 1, lambda event: program.train_step(program.init(), vector_batch(8, 9))[0])
+    result = fit(program.init(), batches(8), program, epochs=1, callbacks=[restart])
+    # Three calls, then a state whose window has two to come; the flush closes the last one.
+    assert int(result.state.updates) == 2
+    assert int(result.state.accum.left) == 3
+
+
+def test_a_live_hyperparameter_is_changed_by_a_callback() -> None:
+    program = mlp(optim.inject(optim.sgd)(learning_rate=0.1))
+
+    def lower(event: Any) -> Any:
+        return event.state._replace(opt_state=optim.set_hyperparams(event.state.opt_state, learning_rate=0.01))
+
+    result = fit(program.init(), batches(3), program, epochs=2, callbacks=[at(events.EpochEnd, 1, lower)])
+    assert result.history["lr"] == pytest.approx([0.1, 0.01])
+
+
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "a number": lambda event: 3,
+    "True": lambda event: True,
+    "params": lambda event: event.state.params,
+    "another shape": lambda event: event.state._replace(step=torch.zeros(2, dtype=torch.int64)),
+    "another dtype": lambda event: event.state._replace(step=event.state.step.float()),
+    "a module": lambda event: tiny_mlp(),
+}
+
+
+@pytest.mark.parametrize("answer", WRONG)
+def test_anything_else_that_a_callback_returns_is_an_error(answer: str) -> None:
+    program = mlp()
+    with pytest.raises(StateError, match=r"a callback returned a .* that is no state of this run.*ps.Stop\(reason\)"):
+        fit(program.init(), batches(2), program, epochs=1, callbacks=[at(events.StepEnd, 1, WRONG[answer])])
+
+
+class Told:
+    """A sink that knows how it was treated."""
+
+    foreground = True
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.closed = 0
+
+    def __call__(self, event: Any) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+KINDS = [
+    events.FitStart,
+    events.StepEnd,
+    events.Logged,
+    events.EvalStepEnd,
+    events.EvalEnd,
+    events.EpochEnd,
+    events.Saved,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_callback_that_raises_is_named_and_everything_is_closed(kind: type, tmp_path: Path) -> None:
+    program, sink, last = mlp(), Told(), []
+
+    def broken(event: Any) -> None:
+        if isinstance(event, events.FitEnd):
+            last.append(event)
+        if isinstance(event, kind) and (kind is events.FitStart or kind is events.Saved or event.updates >= 4):
+            raise KeyError("of the callback's own")
+
+    broken_eval = broken if kind is not events.EvalStepEnd else at(kind, 2, lambda event: {}["of the callback's own"])
+    loaders = {"train": batches(3), "val": batches(1)}
+    first = fit(program.init(), loaders, program, epochs=1, snapshots=tmp_path)
+    with pytest.raises(KeyError, match="of the callback's own") as caught:
+        fit(
+            program.init(),
+            loaders,
+            program,
+            epochs=4,
+            log_every=1,
+            callbacks=[broken_eval],
+            sinks=[sink],
+            snapshots=tmp_path,
+        )
+    assert any(kind.__name__ in note for note in caught.value.__notes__)
+    assert sink.closed == 1
+    assert isinstance(sink.events[-1], events.FitEnd)
+    assert sink.events[-1].error is caught.value
+    stored = ps.Snapshots(tmp_path, writer=False, strict=True).restore(program.init())
+    assert stored.step >= int(first.state.step)
+    result = fit(program.init(), loaders, program, epochs=4, snapshots=tmp_path)  # the lock is free, and it goes on
+    assert int(result.state.updates) == 12
+
+
+def test_callbacks_hear_the_end_whatever_it_was() -> None:
+    program, heard = mlp(), []
+
+    def listen(event: Any) -> None:
+        if isinstance(event, events.FitEnd):
+            heard.append((event.reason, type(event.error)))
+
+    fit(program.init(), batches(1), program, epochs=1, callbacks=[listen])
+    with pytest.raises(ZeroDivisionError):
+        fit(
+            program.init(),
+            batches(1),
+            program,
+            epochs=1,
+            callbacks=[listen, at(events.StepEnd, 1, lambda event: 1 // 0)],
+        )
+    assert heard == [("epochs", type(None)), ("error", ZeroDivisionError)]
+
+
+def test_a_callback_that_fails_at_the_end_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    program = mlp()
+
+    def twice(event: Any) -> None:
+        if isinstance(event, events.StepEnd):
+            raise KeyError("first")
+        if isinstance(event, events.FitEnd):
+            raise ValueError("second")
+
+    with caplog.at_level(logging.WARNING, "purestep"), pytest.raises(KeyError, match="first"):
+        fit(program.init(), batches(1), program, epochs=1, callbacks=[twice])
+    assert "a callback failed at FitEnd: ValueError: second" in caplog.text
+    with pytest.raises(ValueError, match="second"):
+        fit(program.init(), batches(1), program, epochs=1, callbacks=[at(events.FitEnd, 1, twice)])
+
+
+def test_callbacks_are_called_in_their_order() -> None:
+    order: list[str] = []
+
+    def named(name: str) -> Callable[[Any], None]:
+        return lambda event: order.append(name) if isinstance(event, events.EpochEnd) else None
+
+    fit(mlp().init(), batches(1), mlp(), epochs=2, callbacks=[named("a"), named("b"), named("c")])
+    assert order == ["a", "b", "c"] * 2
+
+
+# --- best and early stopping ------------------------------------------------------------------------------------------
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("values", "fields", "epochs", "best"),
+    [
+        ([3, 2, 2, 2, 1], {"early_stopping": 2}, 4, 2),  # equal is no improvement
+        ([3, 2, 2, 1, 2, 2], {"early_stopping": 2}, 6, 4),
+        ([1, 2, 3, 4], {"early_stopping": 1}, 2, 1),
+        ([1, 2, 3, 4], {}, 4, 1),
+        ([3, NAN, NAN, 1], {"early_stopping": 2}, 3, 1),
+        ([NAN, 3, NAN, 4], {"early_stopping": 2}, 4, 2),
+        ([NAN, NAN, NAN], {"early_stopping": 2}, 2, None),
+        ([3, 2.9, 2.8, 1], {"early_stopping": {"patience": 2, "min_delta": 0.5}}, 3, 3),  # best is strict all the same
+        ([1, 2, 3, 4, 5, 6], {"early_stopping": {"patience": 2, "start_ratio": 0.5}}, 4, 1),
+        ([1, 2, 3, 4, 5], {"early_stopping": 1, "min_epochs": 4}, 4, 1),
+        ([1, 2, 3, 4, 5], {"early_stopping": 1, "min_steps": 3}, 3, 1),
+        ([1, 3, 2, 1], {"mode": "max", "monitor": "val_loss", "early_stopping": 2}, 4, 2),
+        ([float("inf"), 2, 3], {}, 3, 2),
+    ],
+)
+def test_best_and_patience_follow_the_monitored_value(
+    values: list[float], fields: Any, epochs: int, best: int | None
+) -> None:
+    result = play(values, **fields)
+    stopped = epochs < len(values) or ("early_stopping" in fields and result.stop_reason == "early_stopping")
+    assert result.epochs == epochs
+    assert result.stop_reason == ("early_stopping" if stopped else "epochs")
+    if best is None:
+        assert result.best is None
+    else:
+        assert (result.best["epoch"], result.best["val_loss"]) == (best, pytest.approx(values[best - 1]))
+    assert all(value is None or value == value for value in result.history["val_loss"])  # no NaN in what becomes JSON
+
+
+def test_patience_counts_evaluations_and_not_epochs() -> None:
+    one = [torch.ones(1)]
+    values = [1, 9, 2, 9, 3, 9, 4, 9]
+    result = fit(
+        script_state(),
+        {"train": one, "val": one},
+        scripted(values),
+        epochs=8,
+        evaluate_every=2.0,
+        monitor="val_loss",
+        mode="max",
+        early_stopping=1,
+    )
+    assert (result.epochs, result.stop_reason) == (4, "early_stopping")
+
+
+def test_an_unknown_monitor_lists_what_there_is() -> None:
+    program = mlp()
+    message = (
+        r"monitor='eval_loss' is not among the metrics: \['grad_norm', 'lr', 'train_loss', 'val_loss'\].*train_loss"
+    )
+    with pytest.raises(ConfigError, match=message):
+        fit(program.init(), {"train": batches(1), "val": batches(1)}, program, epochs=3, monitor="eval_loss")
+
+
+def test_a_metric_whose_direction_is_not_said_is_refused_before_anything_is_trained() -> None:
+    taken = []
+
+    def watch(event: Any) -> None:
+        taken.append(event)
+
+    with pytest.raises(ConfigError, match=r"'val_accuracy' does not say whether small or large.*mode=\"max\""):
+        fit(mlp().init(), batches(1), mlp(), epochs=1, monitor="val_accuracy", callbacks=[watch])
+    assert not taken
+
+
+@pytest.mark.parametrize("loaders", [{"train": batches(1)}, {"train": batches(1), "test": batches(1)}])
+def test_early_stopping_needs_something_to_look_at(loaders: Any) -> None:
+    program = mlp()
+    with pytest.raises(ConfigError, match=r"early_stopping without a metric.*monitor='train_loss'"):
+        fit(program.init(), loaders, program, epochs=1, early_stopping=3)
+    result = fit(program.init(), loaders, program, epochs=1, early_stopping=3, monitor="train_loss")
+    assert result.best is not None
+
+
+def test_a_validation_without_a_loss_is_no_monitor() -> None:
+    def eval_step(state: Any, batch: Any) -> Any:
+        return {"accuracy": Mean(torch.ones(()), torch.ones(()))}
+
+    program = mlp()._replace(eval_step=eval_step)
+    loaders = {"train": batches(1), "val": batches(1)}
+    assert fit(program.init(), loaders, program, epochs=1).best is None
+    with pytest.raises(ConfigError, match="early_stopping without a metric"):
+        fit(program.init(), loaders, program, epochs=1, early_stopping=3)
+
+
+def test_improvements_are_told_and_saved(tmp_path: Path) -> None:
+    improved = []
+
+    def listen(event: Any) -> None:
+        if isinstance(event, events.EpochEnd):
+            improved.append((event.epoch, event.improved, event.stopping))
+
+    with ps.Snapshots(tmp_path, every_epochs=None, keep=1) as snapshots:
+        one = [torch.ones(1)]
+        loaders = {"train": one, "val": one}
+        result = fit(
+            script_state(),
+            loaders,
+            scripted([3, 2, 4, 5]),
+            epochs=4,
+            snapshots=snapshots,
+            callbacks=[listen],
+        )
+        assert snapshots.best() == result.best["step"] == 2
+        assert snapshots.steps() == [2, 4]  # the best one and the last one
+    assert improved == [(1, True, None), (2, True, None), (3, False, None), (4, False, "epochs")]
+
+
+@pytest.mark.parametrize("fields", [{"epochs": 3}, {"steps": 5}, {"epochs": -1, "max_time": 1e-9}])
+def test_the_last_state_is_always_saved(fields: Any, tmp_path: Path) -> None:
+    program = mlp()
+    with ps.Snapshots(tmp_path, every_epochs=2) as snapshots:
+        result = fit(program.init(), batches(2), program, snapshots=snapshots, **fields)
+        assert snapshots.latest() == int(result.state.step)
+        assert_trees_close(snapshots.restore(program.init()).state, result.state, exact=True)
+
+
+# --- what is not finite -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log_every", [0, 1, 50])
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_a_loss_that_is_not_finite_ends_the_run_with_the_state_before_it(place: int, log_every: int) -> None:
+    program, sink = mlp(ema=0.9), Told()
+    with pytest.raises(
+        NonFiniteError, match=rf"epoch 1, batch {place + 1}: .*not finite.*nonfinite=\"skip\""
+    ) as caught:
+        fit(program.init(), poisoned(5, place), program, epochs=2, log_every=log_every, sinks=[sink])
+    expected = program.init()
+    for batch in batches(5)[:place]:
+        expected, _ = program.train_step(expected, batch)
+    result = caught.value.result
+    assert_trees_close(result.state, expected, exact=True)
+    assert (result.epochs, result.stop_reason) == (0, "error")
+    assert sink.closed == 1
+    state, measured = program.train_step(result.state, vector_batch())  # and it can go on
+    assert float(measured["applied"]) == 1.0
+    assert int(state.updates) == place + 1
+
+
+@pytest.mark.parametrize("place", [0, 1, 3, 6])
+def test_the_place_is_right_inside_an_accumulation_window(place: int) -> None:
+    program = mlp(accumulate=3)
+    with pytest.raises(NonFiniteError, match="epoch 1, batch") as caught:
+        fit(program.init(), poisoned(7, place), program, epochs=1)
+    assert int(caught.value.result.state.updates) == place // 3
+
+
+def test_the_place_is_right_in_a_run_that_goes_on_from_a_trained_state() -> None:
+    program = mlp()
+    first = fit(program.init(), batches(4), program, epochs=2)
+    with pytest.raises(NonFiniteError, match="epoch 2, batch 2") as caught:
+        fit(first.state, Later(poisoned(3, 1), epoch=1), program, epochs=3)
+    assert int(caught.value.result.state.updates) == 8 + 3 + 1
+
+
+class Later:
+    """Batches of which those of one epoch are replaced."""
+
+    def __init__(self, other: list[Any], *, epoch: int) -> None:
+        self.other = other
+        self.epoch = epoch
+        self.now = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.now = epoch
+
+    def __len__(self) -> int:
+        return len(self.other)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.other if self.now == self.epoch else batches(len(self.other)))
+
+
+def test_skipping_goes_on_as_if_the_batch_had_not_been_there() -> None:
+    program = mlp(nonfinite="skip", ema=0.9)
+    result = fit(program.init(), poisoned(4, 1), program, epochs=1)
+    expected = program.init()
+    for batch in (batches(4)[0], *batches(4)[2:]):
+        expected, _ = program.train_step(expected, batch)
+    assert_trees_close(result.state.params, expected.params, exact=True)
+    assert_trees_close(result.state.ema, expected.ema, exact=True)
+    assert (int(result.state.updates), int(result.state.step)) == (3, 4)
+    assert result.history["train_loss"][0] is not None  # a NaN poisons no mean
+
+
+def test_an_overflow_under_the_scaler_is_no_error() -> None:
+    program = mlp(precision="16-mixed")
+    result = fit(program.init(), poisoned(4, 1), program, epochs=1)
+    assert (int(result.state.updates), result.state.scaler.scale.item()) == (3, 2.0**15)
+
+
+def test_a_run_may_go_back_and_leave_the_bad_batch_behind() -> None:
+    program = mlp()
+    result = fit(program.init(), Later(poisoned(4, 2), epoch=1), program, epochs=3, rollback=1, log_every=1)
+    # Epoch 2 is undone up to its third batch: 4, then the fourth alone, then 4.
+    assert (int(result.state.updates), result.epochs) == (9, 3)
+    with pytest.raises(NonFiniteError, match="epoch 2, batch 4"):
+        fit(program.init(), Later(poisoned(4, 2, 3), epoch=1), program, epochs=3, rollback=1, log_every=1)
+
+
+def test_the_state_of_a_program_inside_a_tree_is_looked_at_too() -> None:
+    """A step of one's own need not report whether an update was applied."""
+
+    class Both(NamedTuple):
+        left: TrainState
+        right: TrainState
+
+    one = mlp()
+
+    def train_step(state: Both, batch: Any) -> Any:
+        right, measured = one.train_step(state.right, batch)
+        return Both(state.left, right), {"loss": measured["loss"]}
+
+    with pytest.raises(NonFiniteError, match="^right: .*not finite at call 3") as caught:
+        fit(Both(one.init(), one.init()), poisoned(4, 2), Program(train_step), epochs=5)
+    state = caught.value.result.state
+    assert (int(state.right.updates), int(state.right.halted), state.right.key.tolist()) == (2, 0, [0, 2])
+
+
+def test_anomalies_are_found_at_once_and_named() -> None:
+    program = mlp()
+    message = r"epoch 1, batch 3: batch/0 is not finite; .*returned nan values"
+    with pytest.warns(UserWarning, match="Traceback of forward call"), pytest.raises(NonFiniteError, match=message):
+        fit(program.init(), poisoned(4, 2), program, epochs=1, detect_anomaly=True)
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(4, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.w).sqrt()  # infinite slope at 0
+
+    rooted = ps.program(Root(), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
+    batch = (torch.ones(2, 4), torch.ones(2, 3))
+    message = "epoch 1, batch 1: every leaf of batch and state is finite; .*gradient is not finite"
+    with pytest.raises(NonFiniteError, match=message):
+        fit(rooted.init(), [batch], rooted, epochs=1, detect_anomaly=True)
+
+
+# --- sinks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sink_that_raises_or_returns_does_not_matter(caplog: pytest.LogCaptureFixture) -> None:
+    program, told = mlp(), Told()
+
+    def broken(event: Any) -> None:
+        raise OSError("disk full")
+
+    def steering(event: Any) -> Any:
+        return ps.Stop("a sink has no say")
+
+    expected = fit(program.init(), batches(2), program, epochs=2)
+    with caplog.at_level(logging.WARNING, "purestep"):
+        result = fit(program.init(), batches(2), program, epochs=2, sinks=[broken, steering, told])
+    assert_trees_close(result.state, expected.state, exact=True)
+    assert result.stop_reason == "epochs"
+    assert caplog.text.count("disk full") == 1
+    assert [type(event).__name__ for event in told.events] == ["FitStart", "EpochEnd", "EpochEnd", "FitEnd"]
+    assert all(getattr(event, "state", None) is None for event in told.events)
+
+
+def test_the_history_file_is_that_of_the_run(tmp_path: Path) -> None:
+    program = mlp()
+    loaders = {"train": batches(2), "val": batches(1)}
+    result = fit(program.init(), loaders, program, epochs=2, snapshots=tmp_path)
+    rows = json.loads((tmp_path / "training_history.json").read_text())
+    assert [row["val_loss"] for row in rows] == result.history["val_loss"]
+    longer = fit(program.init(), loaders, program, epochs=3, snapshots=tmp_path)
+    rows = json.loads((tmp_path / "training_history.json").read_text())
+    assert [row["epoch"] for row in rows] == longer.history["epoch"] == [1, 2, 3]
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+def raising(number: signal.Signals) -> Callable[[Any], None]:
+    return lambda event: signal.raise_signal(number)
+
+
+def keyboard_interrupt(run: Callable[[], Any]) -> Any:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run()
+    return caught.value.result
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "updates"),
+    [
+        (events.StepEnd, 1, 1),
+        (events.StepEnd, 3, 3),
+        (events.StepEnd, 5, 5),
+        (events.EvalStepEnd, 1, 3),
+        (events.EvalStepEnd, 3, 6),
+        (events.EpochEnd, 1, 3),
+        (events.Saved, 1, 3),
+    ],
+)
+def test_an_interrupted_run_goes_on_to_the_same_bits(kind: type, number: int, updates: int, tmp_path: Path) -> None:
+    program = mlp(ema=0.9)
+    loaders = {"train": batches(3), "val": batches(2)}
+    whole = fit(program.init(), loaders, program, epochs=4, early_stopping=3)
+    before = signal.getsignal(signal.SIGINT)
+    interrupt = at(kind, number, raising(signal.SIGINT))
+    result = keyboard_interrupt(
+        lambda: fit(
+            program.init(),
+            loaders,
+            program,
+            epochs=4,
+            early_stopping=3,
+            snapshots=tmp_path,
+            callbacks=[interrupt],
+        )
+    )
+    assert signal.getsignal(signal.SIGINT) is before
+    assert (int(result.state.updates), result.stop_reason) == (updates, "interrupted")
+    assert ps.Snapshots(tmp_path, writer=False).latest() == updates
+    again = fit(program.init(), loaders, program, epochs=4, early_stopping=3, snapshots=tmp_path)
+    assert_trees_close(again.state, whole.state, exact=True)
+    assert again.history == whole.history
+    assert again.best == whole.best
+
+
+def test_an_evaluation_is_broken_off_at_the_next_batch_and_done_again(tmp_path: Path) -> None:
+    program, heard = mlp(), []
+    loaders = {"train": batches(3), "val": batches(5)}
+
+    def listen(event: Any) -> None:
+        heard.append(type(event))
+
+    result = keyboard_interrupt(
+        lambda: fit(
+            program.init(),
+            loaders,
+            program,
+            epochs=2,
+            evaluate_every=2,
+            snapshots=tmp_path,
+            callbacks=[listen, at(events.EvalStepEnd, 2, raising(signal.SIGINT))],
+        )
+    )
+    assert heard.count(events.EvalStepEnd) == 2
+    assert events.EvalEnd not in heard
+    assert result.history == {}
+    whole = fit(program.init(), loaders, program, epochs=2, evaluate_every=2)
+    again = fit(program.init(), loaders, program, epochs=2, evaluate_every=2, snapshots=tmp_path)
+    assert again.history == whole.history
+
+
+def test_an_interrupt_without_snapshots_still_gives_the_result() -> None:
+    program = mlp()
+    interrupt = at(events.StepEnd, 2, raising(signal.SIGINT))
+    result = keyboard_interrupt(lambda: fit(program.init(), batches(3), program, epochs=2, callbacks=[interrupt]))
+    assert int(result.state.updates) == 2
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    program = mlp()
+
+    def twice(event: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fit(program.init(), batches(3), program, epochs=2, callbacks=[at(events.StepEnd, 2, twice)])
+    assert not hasattr(caught.value, "result")
+
+
+def test_a_termination_exits_with_143_after_a_snapshot(tmp_path: Path) -> None:
+    program, sink = mlp(), Told()
+    with pytest.raises(Preempted) as caught:
+        fit(
+            program.init(),
+            batches(3),
+            program,
+            epochs=2,
+            snapshots=tmp_path,
+            sinks=[sink],
+            callbacks=[at(events.StepEnd, 4, raising(signal.SIGTERM))],
+        )
+    assert isinstance(caught.value, SystemExit)
+    assert caught.value.code == 143
+    assert int(caught.value.result.state.updates) == 4
+    assert ps.Snapshots(tmp_path, writer=False).latest() == 4
+    assert sink.closed == 1
+
+
+def test_a_user_signal_saves_and_goes_on(tmp_path: Path) -> None:
+    program = mlp()
+    expected = fit(program.init(), batches(3), program, epochs=2)
+    saved = []
+
+    def listen(event: Any) -> None:
+        if isinstance(event, events.Saved):
+            saved.append(event.step)
+
+    result = fit(
+        program.init(),
+        batches(3),
+        program,
+        epochs=2,
+        snapshots=tmp_path,
+        callbacks=[listen, at(events.StepEnd, 2, raising(signal.SIGUSR1))],
+    )
+    assert saved == [2, 3, 6]
+    assert_trees_close(result.state, expected.state, exact=True)
+    assert result.history == expected.history
+
+
+def test_a_loader_that_hangs_is_left_at_once(tmp_path: Path) -> None:
+    """The signal comes while the loop waits: what it waits for is abandoned, nothing that is done is lost."""
+    program = mlp()
+    hangs = threading.Event()
+
+    class Hanging:
+        def __init__(self, source: list[Any]) -> None:
+            self.source = source
+
+        def __len__(self) -> int:
+            return len(self.source)
+
+        def __iter__(self) -> Iterator[Any]:
+            for index, batch in enumerate(self.source):
+                if index == 2 and not hangs.is_set():
+                    hangs.set()
+                    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+                    threading.Event().wait(60)
+                yield batch
+
+    result = keyboard_interrupt(lambda: fit(program.init(), Hanging(batches(3)), program, epochs=2, snapshots=tmp_path))
+    assert int(result.state.updates) == 2
+    again = fit(program.init(), Hanging(batches(3)), program, epochs=2, snapshots=tmp_path)
+    assert_trees_close(again.state, fit(program.init(), batches(3), program, epochs=2).state, exact=True)
+
+
+def test_off_the_main_thread_a_run_is_the_same() -> None:
+    program, found = mlp(), []
+    thread = threading.Thread(target=lambda: found.append(fit(program.init(), batches(3), program, epochs=2)))
+    thread.start()
+    thread.join(60)
+    assert_trees_close(found[0].state, fit(program.init(), batches(3), program, epochs=2).state, exact=True)
