@@ -1,0 +1,335 @@
+"""A run that was stopped and went on is the run that was never stopped: state, history and best, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_trees_close, image_batch, tiny_convnet
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import purestep as ps
+from purestep import metrics, optim, schedules
+from purestep.errors import Mismatch
+from purestep.types import Program
+
+fit = partial(ps.fit, progress=False)
+BATCHES, EPOCHS, CALLS = 7, 3, 8  # batches an epoch; calls an epoch: seven and the flush of the last, short window
+
+
+def program(tail: Any = "step") -> Program:
+    """Everything that a state can hold: BatchNorm, dropout, moments, schedule, average, fp16 scale, an open window."""
+    objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"accuracy": metrics.accuracy})
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedules.warmup_cosine(peak=0.01, warmup=2, total=9)))
+    return ps.program(tiny_convnet(), objective, tx, precision="16-mixed", ema=0.9, accumulate=3, tail=tail)
+
+
+def loaders(stop: Stop | None = None) -> dict[str, Any]:
+    data: Any = TensorDataset(*image_batch(4 * BATCHES))
+    if stop is not None:
+        data = Stopping(data, stop)
+    return {"train": DataLoader(data, batch_size=4, shuffle=True), "val": [image_batch(6, 9), image_batch(3, 10)]}
+
+
+class Stop:
+    """Counts batches, and asks for the end as the n-th is loaded: exactly n-1 are done then."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == -1:
+            signal.raise_signal(signal.SIGINT)
+
+
+class Stopping(Dataset[Any]):
+    """A dataset that tells when a batch is loaded."""
+
+    def __init__(self, data: TensorDataset, stop: Stop) -> None:
+        self.data, self.stop = data, stop
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if len(indices) > 1:  # else a probe, which loads one item twice
+            self.stop()
+        return [self.data[index] for index in indices]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+
+SETTINGS: dict[str, Any] = {"epochs": EPOCHS, "early_stopping": 2, "log_every": 2}
+
+
+def run(directory: Path | None, *, stop: Stop | None = None, tail: Any = "step", **fields: Any) -> Any:
+    made = program(tail)
+    return fit(made.init(seed=5), loaders(stop), made, snapshots=directory, **{**SETTINGS, **fields})
+
+
+def interrupted(directory: Path, after: int, **fields: Any) -> Any:
+    """A run that ends after that many further batches, or one that is over before."""
+    try:
+        return run(directory, stop=Stop(after), **fields)
+    except KeyboardInterrupt as error:
+        return error.result  # type: ignore[attr-defined]
+
+
+def same(found: Any, expected: Any) -> None:
+    """Every bit of the state, every number of the history, the best epoch and why it ended."""
+    assert_trees_close(ps.clone(found.state), ps.clone(expected.state), exact=True)
+    assert found.history == expected.history
+    assert (found.best, found.epochs, found.stop_reason) == (expected.best, expected.epochs, expected.stop_reason)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    return run(None)
+
+
+def test_the_whole_run_has_everything_in_it(whole: Any) -> None:
+    """What the tests below rest on."""
+    assert int(whole.state.step) == EPOCHS * CALLS
+    assert whole.state.scaler.scale.item() == 2.0**16
+    assert whole.history["step"] == [3, 6, 9]
+    assert len({*whole.history["train_loss"]}) == len({*whole.history["val_loss"]}) == EPOCHS
+
+
+@pytest.mark.parametrize("batch", range(BATCHES + 1))
+def test_stopped_at_any_batch_of_an_epoch_it_ends_in_the_same_bits(batch: int, whole: Any, tmp_path: Path) -> None:
+    after = BATCHES + batch  # in the second epoch
+    part = interrupted(tmp_path, after)
+    assert part.stop_reason == "interrupted"
+    assert int(part.state.step) == CALLS + batch + (batch == BATCHES)
+    same(run(tmp_path), whole)
+
+
+def test_a_resumed_run_can_be_resumed_again_and_again(whole: Any, tmp_path: Path) -> None:
+    done = [int(interrupted(tmp_path, after).state.step) for after in (2, 1, 5, 3, 1, 4)]
+    assert done == [2, 3, 9, 12, 13, 18]
+    same(run(tmp_path), whole)
+    same(run(tmp_path), whole)  # and one that is over stays so
+
+
+def test_what_a_step_remembers_outside_its_state_is_noticed(tmp_path: Path) -> None:
+    """The law of this file, on a step that counts for itself."""
+
+    def forgetful() -> Program:
+        made, calls = program(), [0]
+
+        def train_step(state: Any, batch: Any) -> Any:
+            calls[0] += 1
+            return made.train_step(state, (batch[0] + 0.001 * calls[0], batch[1]))
+
+        return made._replace(train_step=train_step)
+
+    def go(directory: Path | None, stop: Stop | None = None) -> Any:
+        made = forgetful()
+        return fit(made.init(seed=5), loaders(stop), made, epochs=2, snapshots=directory)
+
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, Stop(3))
+    with pytest.raises(AssertionError, match="params"):
+        same(go(tmp_path), go(None))
+
+
+@pytest.mark.parametrize("tail", ["carry", "drop"])
+def test_the_other_tails_are_resumed_too(tail: Any, tmp_path: Path) -> None:
+    for after in (8, 5):
+        interrupted(tmp_path, after, tail=tail)
+    same(run(tmp_path, tail=tail), run(None, tail=tail))
+
+
+def test_early_stopping_keeps_its_patience(tmp_path: Path) -> None:
+    """A monitor that never improves after the first epoch: the run must end where the whole one does."""
+    fields: dict[str, Any] = {"epochs": 9, "monitor": "lr", "mode": "max", "early_stopping": 3}
+    expected = run(None, **fields)
+    assert (expected.stop_reason, expected.epochs) == ("early_stopping", 4)
+    for after in (BATCHES + 2, BATCHES, 3):
+        interrupted(tmp_path, after, **fields)
+    same(run(tmp_path, **fields), expected)
+
+
+@pytest.mark.parametrize("every", [0.3, 2])
+def test_intervals_inside_an_epoch_are_resumed(every: Any, tmp_path: Path) -> None:
+    expected = run(None, evaluate_every=every)
+    assert len(expected.history["epoch"]) > EPOCHS
+    for after in (3, 1, 5, 4, 2):
+        interrupted(tmp_path, after, evaluate_every=every)
+    same(run(tmp_path, evaluate_every=every), expected)
+
+
+def test_a_run_may_be_made_longer(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    run(tmp_path, epochs=2)
+    same(run(tmp_path), run(None))
+
+
+def test_a_crash_costs_the_batches_since_the_last_snapshot_and_nothing_else(whole: Any, tmp_path: Path) -> None:
+    class Crash(Stop):
+        def __call__(self) -> None:
+            self.left -= 1
+            if self.left == -1:
+                raise MemoryError("gone")
+
+    made = program()
+    for after in (5, 9):
+        with ps.Snapshots(tmp_path, every_steps=1) as snapshots, pytest.raises(Exception, match="gone"):
+            fit(made.init(seed=5), loaders(Crash(after)), made, snapshots=snapshots, **SETTINGS)
+    same(run(tmp_path), whole)
+
+
+def test_a_skipped_update_is_resumed_with_its_scale(tmp_path: Path) -> None:
+    """An overflow in the first epoch halves the scale; the resumed run must know."""
+
+    def scaled(stop: Stop | None) -> dict[str, Any]:
+        found = loaders(stop)
+        x, y = image_batch(4 * BATCHES)
+        x[5] = torch.inf
+        data: Any = TensorDataset(x, y)
+        found["train"] = DataLoader(data if stop is None else Stopping(data, stop), batch_size=4, shuffle=True)
+        return found
+
+    made = program()
+    expected = fit(made.init(seed=5), scaled(None), made, **SETTINGS)
+    assert expected.state.scaler.scale.item() < 2.0**16
+    assert int(expected.state.updates) < 9
+    for after in (8, 4):
+        with pytest.raises(KeyboardInterrupt):
+            fit(made.init(seed=5), scaled(Stop(after)), made, snapshots=tmp_path, **SETTINGS)
+    same(fit(made.init(seed=5), scaled(None), made, snapshots=tmp_path, **SETTINGS), expected)
+
+
+def test_a_snapshot_is_good_for_another_directory(whole: Any, tmp_path: Path) -> None:
+    interrupted(tmp_path / "a", 10)
+    same(run(tmp_path / "b", resume=str(tmp_path / "a")), whole)
+    same(run(tmp_path / "b"), whole)
+
+
+def test_a_snapshot_saved_by_hand_is_a_state_without_a_place(tmp_path: Path) -> None:
+    made = program()
+    first = fit(made.init(seed=5), loaders(), made, epochs=1)
+    with ps.Snapshots(tmp_path) as snapshots:
+        snapshots.save(int(first.state.step), first.state)
+    found = fit(made.init(seed=5), loaders(), made, epochs=1, resume=str(tmp_path))
+    expected = fit(first.state, loaders(), made, epochs=1)
+    same(found, expected)
+
+
+def test_another_loader_is_refused(tmp_path: Path) -> None:
+    interrupted(tmp_path, 3)
+    made = program()
+    other = {**loaders(), "train": DataLoader(TensorDataset(*image_batch(30)), batch_size=4, shuffle=True)}
+    with pytest.raises(Mismatch, match="train: .*items was 28 and is 30"):
+        fit(made.init(seed=5), other, made, snapshots=tmp_path, **SETTINGS)
+
+
+class Stream:
+    """Batches without indices and without length, drawn anew each epoch."""
+
+    def __init__(self, stop: Stop | None = None) -> None:
+        self.stop = stop
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(BATCHES):
+            if self.stop is not None:
+                self.stop()
+            yield image_batch(4, int(torch.randint(0, 10**6, ())))
+
+
+def test_a_stream_is_resumed_by_replay(tmp_path: Path) -> None:
+    made = program()
+    expected = fit(made.init(seed=5), Stream(), made, epochs=EPOCHS)
+    # Each further start first replays the batches of the epoch that are done.
+    for after in (BATCHES + 2, 2 + 3):
+        with pytest.raises(KeyboardInterrupt):
+            fit(made.init(seed=5), Stream(Stop(after)), made, epochs=EPOCHS, snapshots=tmp_path)
+    same(fit(made.init(seed=5), Stream(), made, epochs=EPOCHS, snapshots=tmp_path), expected)
+
+
+class Augmenting(Dataset[Any]):
+    """Items that are drawn from torch's generator."""
+
+    def __init__(self, stop: Stop | None = None) -> None:
+        self.stop = stop
+
+    def __len__(self) -> int:
+        return 4 * BATCHES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = image_batch(1, index)
+        return x[0] + 0.1 * torch.randn(x[0].shape), y[0]
+
+
+@pytest.mark.slow
+def test_augmentation_in_workers_is_resumed(tmp_path: Path) -> None:
+    made = program()
+
+    def loader(workers: int) -> DataLoader[Any]:
+        return DataLoader(Augmenting(), batch_size=4, shuffle=True, num_workers=workers)
+
+    def stop_at(batch: int) -> Any:
+        return lambda event: signal.raise_signal(signal.SIGINT) if getattr(event, "batch_index", 0) == batch else None
+
+    expected = fit(made.init(seed=5), loader(0), made, epochs=2)
+    with pytest.raises(KeyboardInterrupt):
+        fit(made.init(seed=5), loader(2), made, epochs=2, snapshots=tmp_path, callbacks=[stop_at(2)])
+    with pytest.raises(KeyboardInterrupt):
+        fit(made.init(seed=5), loader(0), made, epochs=2, snapshots=tmp_path, callbacks=[stop_at(5)])
+    same(fit(made.init(seed=5), loader(2), made, epochs=2, snapshots=tmp_path), expected)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_compiled_run_is_resumed(donate: bool, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"compile": {"backend": "aot_eager"}, "donate": donate}
+    expected = run(None, **fields)
+    for after in (4, 7):
+        interrupted(tmp_path, after, **fields)
+    same(run(tmp_path, **fields), expected)
+
+
+@pytest.mark.compile
+def test_a_run_may_be_resumed_compiled_or_not(tmp_path: Path) -> None:
+    """The packed sum of squares of the gradient, by which the norm is clipped, is rounded otherwise."""
+    interrupted(tmp_path, 9, compile={"backend": "aot_eager"})
+    found, expected = run(tmp_path), run(None)
+    assert_trees_close(found.state, expected.state, rtol=1e-4, atol=1e-5)
+    assert found.history["step"] == expected.history["step"]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from test_resume import interrupted, run
+part = interrupted(Path(sys.argv[1]), int(sys.argv[2]))
+print(int(part.state.step), part.stop_reason)
+"""
+
+
+@pytest.mark.slow
+def test_another_process_goes_on_to_the_same_bits(whole: Any, tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent / "src")])
+    for after, told in ((4, "4 interrupted"), (6, "11 interrupted")):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(tmp_path), str(after)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": paths},
+            check=False,
+        )
+        assert done.stdout.strip() == told, done.stderr
+    same(run(tmp_path), whole)
