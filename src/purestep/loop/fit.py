@@ -23,7 +23,7 @@ from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
 from . import cadence, ledger, setup
 from . import meter as meter_
-from .calling import called
+from .calling import Caller
 from .judging import Judge, below_minimum, judge, limit_reached
 from .ledger import Ledger, Tag
 from .pieces import BatchCheck, scores
@@ -112,6 +112,8 @@ class _Run:
         self.judge: Judge = judge(config, feeds.evaluation)
         self.state, self.record, self.resumed = self._restored(state)
         self.program = setup.ready_program(program, self.state, config)
+        compiled = self.program.train_step is not program.train_step
+        self.call = Caller(self.program.train_step, self.state, anomalies=config.detect_anomaly, compiled=compiled)
         self.window = program.static.accumulate if program.static else 1
         self.left = setup.window_left(self.state, self.window)
         self.ledger = Ledger(config.log_every, before=setup.calls_of(self.state) - self.record.calls)
@@ -192,9 +194,7 @@ class _Run:
         """One call of train_step. Nothing is read from the device."""
         record = self.record
         self.check_batch(batch, record)
-        self.state, metrics = called(
-            self.program.train_step, self.state, batch, record, anomalies=self.config.detect_anomaly
-        )
+        self.state, metrics = self.call(self.state, batch, record)
         closing = self.left == 1
         self.left = self.window if closing else self.left - 1
         self.record = record._replace(batch=record.batch + 1, calls=record.calls + 1)

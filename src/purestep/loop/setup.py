@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import compile as compile_
 from .. import config as config_
 from .. import data, rng, sinks, tree
+from ..compile.live import plain
 from ..config import FitConfig
 from ..errors import ConfigError, DataError, NotFound, StateError
 from ..snapshot import Snapshot, Snapshots
@@ -115,11 +116,12 @@ def _share(amount: int | float, feed: data.Feed) -> int:
 
 
 def checked_state(state: Tree) -> Tree:
-    """The state, if it is a tree of dense tensors on one device (a key may stay on the CPU).
+    """The state, plain, if it is a tree of dense tensors on one device (a key may stay on the CPU).
 
     Raises:
-        StateError: every leaf that is not, in one message.
+        StateError: every leaf that is not, in one message; or a donated state.
     """
+    state = plain(state)
     leaves = tree.with_paths(state)
     wrong = [f"{path}: a {type(leaf).__name__}" for path, leaf in leaves if not isinstance(leaf, Tensor)]
     if wrong or not leaves:
