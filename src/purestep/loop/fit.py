@@ -131,7 +131,8 @@ class _Run:
         if found is None:
             return state, Record(), False
         if not isinstance(found.loop, Mapping) or "record" not in found.loop:
-            return found.state, Record(), False  # saved by hand: a state without a loop's position
+            # Saved by hand: a state without a loop's position. Later snapshots get later names.
+            return found.state, Record(calls=found.step), False
         self.feeds.train.restore(found.loop["feed"])
         record = from_json(found.loop["record"])
         setup.log.info("resumed from step %d: epoch %d, batch %d", found.step, record.epoch + 1, record.batch)
@@ -161,9 +162,8 @@ class _Run:
         record, length = self.record, self.feeds.train.length
         directory = None if self.snapshots is None else self.snapshots.directory
         if self.snapshots is not None:
-            self.snapshots.check_space(self.state)
             self.snapshots.begin(updates=record.updates, epoch=record.epoch)
-        self.ending = limit_reached(self.config, record)
+        self.ending = "early_stopping" if self.judge.stops(record) else limit_reached(self.config, record)
         epochs, steps = (None if limit == -1 else limit for limit in (self.config.epochs, self.config.steps))
         place = record.epoch, record.updates, epochs, steps, length
         self._tell(events.FitStart(self.state, *place, directory, self.resumed, dict(record.history)))
@@ -274,7 +274,7 @@ class _Run:
         shown = {name: cell(value) for name, value in row.items()}
         self._tell(events.EpochEnd(self.state, self.record.epoch, before.updates, shown, improved, self._ends()))
         if self.snapshots is not None and (improved or self._ends() or self._snapshot_due()):
-            self._save(row)
+            self._save(row, boundary=True)
         return True
 
     def _leaving(self) -> bool:
@@ -332,7 +332,8 @@ class _Run:
         """After every call: the writer's errors, signals, snapshots that are due inside an epoch."""
         if self.snapshots is not None:
             self.snapshots.check()
-            if self._snapshot_due():
+            # The last batch of an epoch is followed by its boundary, whose snapshot has the metrics.
+            if self.record.batch != self.feeds.train.length and self._snapshot_due():
                 self._settle(wait=True)
                 self._save({})
         if self.signals.pending is not None:
@@ -357,16 +358,18 @@ class _Run:
         updates = self.record.updates + self.ledger.pending
         return bool(self.snapshots.due(updates=updates, epoch=self.record.epoch))
 
-    def _save(self, row: Mapping[str, Cell]) -> None:
-        """One snapshot a call, whatever made it due."""
+    def _save(self, row: Mapping[str, Cell], *, boundary: bool = False) -> None:
+        """One snapshot a call, whatever made it due; that of a boundary knows more, and replaces an earlier one."""
         assert self.snapshots is not None
         record = self.record
-        if self.saved == record.calls:
+        again = self.saved == record.calls
+        if again and not boundary:
             return
+        self.snapshots.due(updates=record.updates + self.ledger.pending, epoch=record.epoch)  # counts from here
         loop = {"record": to_json(record), "feed": self.feeds.train.position(record.epoch, record.batch)}
         metrics = {name: float(value) for name, value in row.items() if value is not None}
         self.saved = record.calls
-        self.snapshots.save(record.calls, self.state, loop=loop, metrics=metrics)
+        self.snapshots.save(record.calls, self.state, loop=loop, metrics=metrics, overwrite=again)
         self._tell(events.Saved(record.calls, self.snapshots.directory / str(record.calls)))
 
     # --- telling ------------------------------------------------------------------------------------------------------
@@ -386,9 +389,8 @@ class _Run:
     def result(self) -> FitResult:
         """What there is so far."""
         record = self.record
-        return FitResult(
-            self.state, dict(record.history), self.judge.best(record), record.epoch, self.ending or "error"
-        )
+        best = self.judge.best(record)
+        return FitResult(self.state, dict(record.history), best, record.epoch, self.ending or "error")
 
     def _finish(self, error: BaseException | None) -> None:
         if isinstance(error, NonFiniteError):
