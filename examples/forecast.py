@@ -4,7 +4,7 @@
     python examples/forecast.py --device cuda --precision bf16-mixed --compile
 
 The 2,284 weekly means (1958-2001) come with statsmodels: nothing is downloaded. Adam at 1e-4, ten epochs, four
-micro-batches an update and three in the last one of an epoch, float16 with a loss scaler. It saves `curves.png` and the
+micro-batches an update and two in the last one of an epoch, float16 with a loss scaler. It saves `curves.png` and the
 weights of its best epoch as `best_model.pth`. Expect a last line of about
 `test error 0.33 ppm^2; persistence 4.48, the same weeks a year ago 0.62`.
 """
