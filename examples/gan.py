@@ -1,0 +1,149 @@
+"""Two networks that train against each other on handwritten digits, in a loop of one's own.
+
+    python examples/gan.py                                # under a minute on two CPU cores
+    python examples/gan.py --compile                      # all updates of a step in one graph
+
+A generator draws the digit that it is asked for, a critic tells drawings from scikit-learn's scans; each has its own
+optimizer, schedule and count of updates, `ratio` of the critic's to one of the generator's. The judge is the classifier
+of `digits.py`, trained first: expect it to recognise at least 70 % of the drawings as what was asked for, with a
+confidence above 0.9. It saves drawings and curves as `runs/gan/curves.png`; run again, it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import digits
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn.functional import one_hot, pad, softplus
+
+import purestep as ps
+from purestep import metrics, optim, schedules
+
+
+@dataclass(frozen=True)
+class Config:
+    runs: Path = Path("runs/gan")
+    seed: int = 0
+    epochs: int = 60
+    batch_size: int = 64
+    ratio: int = 2  # updates of the critic to one of the generator
+    noise: int = 16
+    width: int = 256
+    learning_rate: float = 1e-3
+    judge_epochs: int = 15
+    compile: bool = False
+
+
+class Rivals(NamedTuple):
+    generator: ps.TrainState
+    critic: ps.TrainState
+
+
+class Network(nn.Sequential):
+    """[batch, inputs] and a digit for each -> [batch, outputs]; BatchNorm gives each network buffers of its own."""
+
+    def __init__(self, inputs: int, width: int, outputs: int, *, dropout: float = 0.0) -> None:
+        first = nn.Linear(inputs + 10, width), nn.LeakyReLU(0.2), nn.Dropout(dropout)
+        second = nn.Linear(width, width), nn.BatchNorm1d(width), nn.LeakyReLU(0.2), nn.Dropout(dropout)
+        super().__init__(*first, *second, nn.Linear(width, outputs))
+
+    def forward(self, inputs: Tensor, digit: Tensor) -> Tensor:
+        return super().forward(torch.cat([inputs.flatten(1), one_hot(digit, 10)], dim=1))
+
+
+def rivals(config: Config, updates: int, classify: Callable[[Tensor], Tensor]) -> ps.Program:
+    """A program whose state is `Rivals`. What an objective needs of the other network arrives as its context: no
+    gradient reaches it, and what a forward pass writes into its buffers is dropped."""
+
+    def draw(maker: Callable[..., Tensor], digit: Tensor) -> Tensor:
+        return maker(torch.randn(len(digit), config.noise, device=digit.device), digit).sigmoid()
+
+    def tell_apart(model: ps.Model, batch: tuple[Tensor, Tensor], maker: ps.TrainState) -> ps.Loss:
+        scans, digit = batch
+        real, fake = model(scans, digit), model(draw(generator.bind(maker, train=True), digit), digit)
+        return ps.Loss((softplus(-real) + softplus(fake)).mean(), len(digit), {})
+
+    def deceive(model: ps.Model, batch: tuple[Tensor, Tensor], teller: ps.TrainState) -> ps.Loss:
+        fake = critic.bind(teller, train=True)(draw(model, batch[1]), batch[1])
+        return ps.Loss(softplus(-fake).mean(), len(fake), {})
+
+    torch.manual_seed(config.seed)
+    rate, calls = config.learning_rate, config.ratio * updates
+    falling, rising = schedules.cosine(rate, updates), schedules.warmup_cosine(rate, calls // 20, total=calls)
+    generator = ps.program(Network(config.noise, config.width, 64), deceive, optim.adam(falling, b1=0.5), ema=0.99)
+    critic = ps.program(Network(64, config.width, 1, dropout=0.1), tell_apart, optim.adamw(rising, b1=0.5))
+
+    def train_step(state: Rivals, batch: list[Tensor]) -> tuple[Rivals, ps.Metrics]:
+        (maker, teller), told = state, metrics.empty()
+        for part in zip(*(tensor.chunk(config.ratio) for tensor in batch), strict=True):
+            teller, seen = critic.train_step(teller, part, maker)
+            told = metrics.merge(told, {"critic_loss": seen["loss"], "critic_lr": seen["lr"]})
+        maker, made = generator.train_step(maker, batch, teller)
+        return Rivals(maker, teller), {"generator_loss": made["loss"], "generator_lr": made["lr"], **told}
+
+    def eval_step(state: Rivals, batch: tuple[Tensor, Tensor]) -> ps.Metrics:
+        images = generator.bind(state.generator, view="ema")(*batch).sigmoid().view(-1, 1, 8, 8)
+        sure = (classify(images).softmax(dim=1).gather(1, batch[1][:, None]) > 0.9).float()
+        return {"recognised": ps.Mean(sure.sum(), torch.ones_like(sure).sum())}
+
+    def init(seed: int = 0, device: str | None = None) -> Rivals:
+        return Rivals(generator.init(seed, device), critic.init(seed + 1, device))
+
+    return ps.Program(train_step, eval_step=eval_step, init=init, bind=generator.bind)
+
+
+def judge(config: Config) -> Callable[[Tensor], Tensor]:
+    """The classifier of `digits.py`, out of its snapshot: images [batch, 1, 8, 8] -> logits [batch, 10]."""
+    digits.main(trained := digits.Config(config.runs / "judge", epochs=config.judge_epochs, precision="32-true"))
+    program = ps.program(digits.network(trained.width), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.0), ema=0.9)
+    snapshots, wanted = ps.Snapshots(trained.runs, writer=False), {"params", "buffers", "ema"}
+    return program.bind(snapshots.restore(program.init(), only=wanted).state, view="ema")
+
+
+def picture(images: Tensor, rows: list[dict[str, float]], path: Path) -> None:
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    axes = figure.subplots(1, 3)
+    tiles = pad(images[:80].view(8, 10, 8, 8), (1, 1, 1, 1)).transpose(1, 2).reshape(80, 100)
+    axes[0].imshow(tiles.cpu(), cmap="gray_r")
+    for axis, names in zip(axes[1:], (("generator_loss", "critic_loss"), ("recognised",)), strict=True):
+        axis.plot([row["epoch"] for row in rows], [[row[name] for name in names] for row in rows], label=names)
+        axis.legend()
+    figure.savefig(path)
+
+
+def main(config: Config) -> float:
+    """Train, and return the share of drawings recognised as what was asked for, in [0, 1]."""
+    data = digits.loaders(config.batch_size * config.ratio)["train"]
+    program = rivals(config, config.epochs * len(data), judge(config))
+    wishes = torch.randn(2000, config.noise, generator=torch.Generator().manual_seed(0)), torch.arange(2000) % 10
+    step = ps.compile_step(program.train_step, donate=True) if config.compile else program.train_step
+    with ps.Snapshots(config.runs / "snapshots") as snapshots:  # the loop
+        state, rows = program.init(config.seed), []
+        if snapshots.steps():
+            _, state, rows, *_ = snapshots.restore(state)
+        while len(rows) < config.epochs:
+            state, told = ps.run_epoch(state, data, step, epoch=len(rows), seed=config.seed)
+            scores = ps.evaluate(state, [wishes], program.eval_step)
+            rows.append({"epoch": len(rows) + 1, **metrics.compute(told), **scores})
+            print("  ".join(f"{name} {value:.3g}" for name, value in rows[-1].items()))
+            snapshots.save(len(rows), state, loop=rows)
+    images = program.bind(state.generator, view="ema")(*ps.to_device(wishes, state)).sigmoid()
+    picture(images, rows, config.runs / "curves.png")
+    print(f"{int(state.generator.updates)} updates of the generator, {int(state.critic.updates)} of the critic")
+    print(f"{100 * rows[-1]['recognised']:.0f} % of the drawings recognised with a confidence above 0.9")
+    return rows[-1]["recognised"]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    for name, default in vars(Config()).items():
+        of_type = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
+        parser.add_argument(f"--{name.replace('_', '-')}", **of_type)
+    main(Config(**vars(parser.parse_args())))
