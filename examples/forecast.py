@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,10 @@ def main(config: Config) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     for name, default in vars(Config()).items():
-        kind = {"action": "store_true"} if default is False else {"type": type(default or ""), "default": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", **kind)
-    main(Config(**vars(parser.parse_args())))
+        of_type = {"type": str if default is None else type(default), "default": default}
+        parser.add_argument(f"--{name.replace('_', '-')}", **{"action": "store_true"} if default is False else of_type)
+    try:
+        main(Config(**vars(parser.parse_args())))
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here")
+        sys.exit(130)

@@ -92,6 +92,47 @@ def test_custom_step_compiled_is_custom_step(tmp_path: Path):
     assert losses[0] == pytest.approx(losses[1], rel=0.2)  # not the same noise, the same training
 
 
+def last_line(capsys: pytest.CaptureFixture[str]) -> list[float]:
+    """The numbers in it."""
+    return [float(number) for number in re.findall(r"\d+\.\d+", capsys.readouterr().out.splitlines()[-1])]
+
+
+@pytest.mark.row("0.21")
+def test_forecast_beats_persistence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    small = {"epochs": 2, "width": 16, "batch_size": 16, "learning_rate": 3e-3}
+    error = run("forecast", tmp_path, **small)
+    found, persistence, year_ago = last_line(capsys)
+    assert found == round(error, 2) < persistence
+    assert (persistence, year_ago) == (4.48, 0.62)
+    assert {"best_model.pth", "curves.png", "training_history.json"} <= {
+        p.name for p in (tmp_path / "forecast").iterdir()
+    }
+    assert run("forecast", tmp_path, **small) == error  # nothing is left to do
+
+
+@pytest.mark.row("4.27")
+def test_masked_reconstruction_beats_the_mean_and_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    small = {"width": 32, "layers": 1, "hidden": 8, "learning_rate": 4e-3, "warmup_epochs": 1, "ema": 0.9}
+    summary = run("masked_reconstruction", tmp_path, epochs=12, **small)
+    error, mean_error = last_line(capsys)
+    assert error < mean_error / 2
+    assert set(summary) == {"best", "epochs"}
+    assert set(summary["best"]) == {"epoch", "val_loss"}
+    runs = tmp_path / "masked_reconstruction"
+    assert [row["epoch"] for row in rows(runs)] == list(range(1, 13))
+    assert {"best_model.pt", "checkpoints", "curves.png"} <= {path.name for path in runs.iterdir()}
+    assert run("masked_reconstruction", tmp_path, epochs=12, **small) == summary
+
+
+@pytest.mark.row("4.21")
+def test_masked_reconstruction_stops_early(tmp_path: Path):
+    small = {"width": 8, "layers": 1, "learning_rate": 1e-12, "precision": "32-true", "ema": 0.0}
+    summary = run("masked_reconstruction", tmp_path, epochs=8, patience=1, start_ratio=0.5, **small)
+    assert summary["epochs"] < 8  # weights that do not move: from the fourth epoch on, none may be bad
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_is_one_short_file_that_says_how_to_run_it(path: Path):
     text = path.read_text(encoding="utf-8")
