@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import purestep as ps
 from purestep import events, metrics, optim, schedules
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
+from purestep.loop.compiling import ready_program
 from purestep.loop.record import Record, from_json, to_json, with_row
-from purestep.loop.setup import ready_program
 from purestep.types import Mean, Program, TrainState
 
 CRITERION = nn.CrossEntropyLoss()

@@ -213,8 +213,10 @@ def test_a_skipped_update_is_resumed_with_its_scale(tmp_path: Path) -> None:
 
 def test_a_snapshot_is_good_for_another_directory(whole: Any, tmp_path: Path) -> None:
     interrupted(tmp_path / "a", 10)
+    run(tmp_path / "b", epochs=2)  # another run's, which is set aside
     same(run(tmp_path / "b", resume=str(tmp_path / "a")), whole)
     same(run(tmp_path / "b"), whole)
+    assert (tmp_path / "b" / "16.archived").is_dir()
 
 
 def test_a_snapshot_saved_by_hand_is_a_state_without_a_place(tmp_path: Path) -> None:
@@ -222,9 +224,12 @@ def test_a_snapshot_saved_by_hand_is_a_state_without_a_place(tmp_path: Path) -> 
     first = fit(made.init(seed=5), loaders(), made, epochs=1)
     with ps.Snapshots(tmp_path) as snapshots:
         snapshots.save(int(first.state.step), first.state)
-    found = fit(made.init(seed=5), loaders(), made, epochs=1, resume=str(tmp_path))
     expected = fit(first.state, loaders(), made, epochs=1)
-    same(found, expected)
+    for where in ({"resume": str(tmp_path)}, {"snapshots": tmp_path}):
+        found = fit(made.init(seed=5), loaders(), made, epochs=1, **where)
+        assert_trees_close(found.state, expected.state, exact=True)
+        assert found.history == expected.history
+    assert ps.Snapshots(tmp_path, writer=False).latest() == 2 * CALLS
 
 
 def test_another_loader_is_refused(tmp_path: Path) -> None:

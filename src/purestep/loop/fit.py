@@ -8,6 +8,7 @@ a boundary lies in `Record`, which a snapshot holds beside the state; so a resum
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -21,15 +22,17 @@ from ..errors import NonFiniteError
 from ..signals import Preempted, Signals, interrupted
 from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
-from . import cadence, ledger, setup
+from . import cadence, compiling, ledger, restoring, setup
 from . import meter as meter_
 from .calling import Caller
 from .judging import Judge, below_minimum, judge, limit_reached
 from .ledger import Ledger, Tag
 from .pieces import BatchCheck, scores
-from .record import Cell, FitResult, Record, cell, from_json, to_json, with_row
+from .record import Cell, FitResult, Record, cell, to_json, with_row
 from .rollback import Keeper
 from .telling import Audience
+
+log = logging.getLogger("purestep")
 
 
 def fit(
@@ -82,7 +85,7 @@ def fit(
         stack.enter_context(setup.surroundings(resolved, data.device_of(state)))
         feeds = setup.open_feeds(loaders, resolved, ready, setup.seed_of(state))
         stack.callback(feeds.close)
-        store, owned = setup.open_snapshots(snapshots, resolved)
+        store, owned = restoring.open_snapshots(snapshots, resolved)
         if store is not None and owned:
             stack.callback(store.close)
         audience = Audience(callbacks, setup.ready_sinks(sinks, store, resolved))
@@ -110,8 +113,8 @@ class _Run:
         self.signals = signals
         self.view = setup.view_to_evaluate(state, config)
         self.judge: Judge = judge(config, feeds.evaluation)
-        self.state, self.record, self.resumed = self._restored(state)
-        self.program = setup.ready_program(program, self.state, config)
+        self.state, self.record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
+        self.program = compiling.ready_program(program, self.state, config)
         compiled = self.program.train_step is not program.train_step
         self.call = Caller(self.program.train_step, self.state, anomalies=config.detect_anomaly, compiled=compiled)
         self.window = program.static.accumulate if program.static else 1
@@ -125,18 +128,6 @@ class _Run:
         self.saved: int | None = self.record.calls if self.resumed else None
         if snapshots is not None and self.judge.monitor is not None:
             snapshots.track(self.judge.monitor, mode=self.judge.mode)
-
-    def _restored(self, state: Tree) -> tuple[Tree, Record, bool]:
-        found = setup.restored(state, self.snapshots, self.config)
-        if found is None:
-            return state, Record(), False
-        if not isinstance(found.loop, Mapping) or "record" not in found.loop:
-            # Saved by hand: a state without a loop's position. Later snapshots get later names.
-            return found.state, Record(calls=found.step), False
-        self.feeds.train.restore(found.loop["feed"])
-        record = from_json(found.loop["record"])
-        setup.log.info("resumed from step %d: epoch %d, batch %d", found.step, record.epoch + 1, record.batch)
-        return found.state, record, True
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -234,7 +225,7 @@ class _Run:
         self.ledger.forget()
         self.state, self.record = found
         self.left = setup.window_left(self.state, self.window)
-        setup.log.warning("went back to update %d: %s", self.record.updates, error)
+        log.warning("went back to update %d: %s", self.record.updates, error)
 
     # --- boundaries ---------------------------------------------------------------------------------------------------
 

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import logging
-import os
-import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import compile as compile_
 from .. import config as config_
 from .. import data, rng, sinks, tree
 from ..compile.live import plain
 from ..config import FitConfig
-from ..errors import ConfigError, DataError, NotFound, StateError
-from ..snapshot import Snapshot, Snapshots
-from ..types import Empty, EvalStep, Metrics, Program, TrainState, Tree
-from .pieces import takes_index
+from ..errors import ConfigError, DataError, StateError
+from ..snapshot import Snapshots
+from ..types import Empty, Program, TrainState, Tree
 
 log = logging.getLogger("purestep")
 
@@ -182,129 +175,6 @@ def view_to_evaluate(state: Tree, config: FitConfig) -> str:
             'evaluate_on="ema", but the state has no average', where="fit", hint="ps.program(..., ema=0.999)"
         )
     return config.evaluate_on or ("ema" if has_ema else "params")
-
-
-# --- the program ------------------------------------------------------------------------------------------------------
-
-
-def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
-    """The program compiled as the config says."""
-    device = data.device_of(state)
-    wanted = config.compile
-    if wanted is False or config.detect_anomaly or (wanted == "auto" and device.type != "cuda"):
-        return program
-    options = _compile_options(wanted) if isinstance(wanted, Mapping) else {}
-    options.setdefault("donate", config.donate)
-    compiled = compile_.compile_program(program, **options)
-    if wanted != "auto":
-        return compiled
-    return compiled._replace(
-        train_step=_falls_back(compiled.train_step, program.train_step),
-        flush=_falls_back(compiled.flush, program.flush),
-        eval_step=_eval_falls_back(compiled.eval_step, program.eval_step),
-    )
-
-
-def _compile_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    known = [name for name in inspect.signature(compile_.compile_program).parameters if name != "program"]
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"compile has no option {name!r}; there are {', '.join(known)}",
-                where="fit",
-                hint=f"compile={{{near[0]!r}: ...}}",
-            )
-    return dict(given)
-
-
-def _falls_back(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled function until it meets something that cannot be captured; then the eager one, with a warning."""
-    chosen = compiled
-
-    def call(state: Tree, *batch: Any, **named: Any) -> Any:
-        nonlocal chosen
-        try:
-            return chosen(state, *batch, **named)
-        except Exception as error:
-            if chosen is eager or not (compile_.stopped(error) or isinstance(error, compile_.DataDependent)):
-                raise
-            warnings.warn(
-                f"the step cannot be compiled and runs in eager: {str(error).splitlines()[0]} "
-                "(compile=False says that this is meant, compile=True makes it an error)",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        chosen = eager
-        return chosen(state, *batch, **named)
-
-    return call
-
-
-def _eval_falls_back(compiled: EvalStep | None, eager: EvalStep | None) -> EvalStep | None:
-    if compiled is None or eager is None:
-        return None
-    plain = eager if takes_index(eager) else lambda state, *batch, index: eager(state, *batch)
-    both = _falls_back(compiled, plain)
-
-    def eval_step(state: Tree, *batch: Any, index: int = 0) -> Metrics:
-        return both(state, *batch, index=index)
-
-    return eval_step
-
-
-# --- snapshots --------------------------------------------------------------------------------------------------------
-
-
-def open_snapshots(snapshots: Any, config: FitConfig) -> tuple[Snapshots | None, bool]:
-    """The snapshots to write, and whether fit opened them and so closes them.
-
-    Raises:
-        ConfigError: something that is neither a Snapshots nor a path.
-        Locked, WriteFailed: the directory cannot be written.
-    """
-    if snapshots is None or config.fast_dev_run:
-        return None, False
-    if isinstance(snapshots, Snapshots):
-        snapshots.open()
-        return snapshots, False
-    if not isinstance(snapshots, str | os.PathLike):
-        raise ConfigError(
-            f"snapshots is a {type(snapshots).__name__}", where="fit", hint='"runs/name" or Snapshots("runs/name")'
-        )
-    opened = Snapshots(snapshots)
-    opened.open()
-    return opened, True
-
-
-def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Snapshot | None:
-    """The snapshot to go on from, if there is one.
-
-    Raises:
-        NotFound: ``resume`` names a path without snapshots.
-        Mismatch, Corrupt: what is there does not fit, or is damaged in every copy.
-    """
-    if snapshots is not None and not config.fast_dev_run:
-        snapshots.check_space(state)
-    if config.resume is None or config.fast_dev_run:
-        if snapshots is not None and snapshots.steps():
-            log.info("fresh start: the steps %s in %s are set aside", snapshots.steps(), snapshots.directory)
-            snapshots.start_over()
-        return None
-    source = snapshots
-    if config.resume != "auto":
-        source = Snapshots(Path(config.resume), writer=False)
-        if snapshots is not None and source.directory == snapshots.directory:
-            source = snapshots
-    if source is None:
-        return None
-    try:
-        return source.restore(state)
-    except NotFound:
-        if config.resume != "auto":
-            raise
-        log.info("fresh start: no snapshot in %s", source.directory)
-        return None
 
 
 def window_left(state: Tree, window: int) -> int:

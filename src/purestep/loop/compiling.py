@@ -1,0 +1,82 @@
+"""The program as a run uses it: compiled as the config says, in eager where that cannot be."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .. import compile as compile_
+from .. import data
+from ..config import FitConfig
+from ..errors import ConfigError
+from ..types import EvalStep, Metrics, Program, Tree
+from .pieces import takes_index
+
+
+def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
+    """The program compiled as the config says."""
+    device = data.device_of(state)
+    wanted = config.compile
+    if wanted is False or config.detect_anomaly or (wanted == "auto" and device.type != "cuda"):
+        return program
+    options = _compile_options(wanted) if isinstance(wanted, Mapping) else {}
+    options.setdefault("donate", config.donate)
+    compiled = compile_.compile_program(program, **options)
+    if wanted != "auto":
+        return compiled
+    return compiled._replace(
+        train_step=_falls_back(compiled.train_step, program.train_step),
+        flush=_falls_back(compiled.flush, program.flush),
+        eval_step=_eval_falls_back(compiled.eval_step, program.eval_step),
+    )
+
+
+def _compile_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    known = [name for name in inspect.signature(compile_.compile_program).parameters if name != "program"]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"compile has no option {name!r}; there are {', '.join(known)}",
+                where="fit",
+                hint=f"compile={{{near[0]!r}: ...}}",
+            )
+    return dict(given)
+
+
+def _falls_back(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled function until it meets something that cannot be captured; then the eager one, with a warning."""
+    chosen = compiled
+
+    def call(state: Tree, *batch: Any, **named: Any) -> Any:
+        nonlocal chosen
+        try:
+            return chosen(state, *batch, **named)
+        except Exception as error:
+            if chosen is eager or not (compile_.stopped(error) or isinstance(error, compile_.DataDependent)):
+                raise
+            warnings.warn(
+                f"the step cannot be compiled and runs in eager: {str(error).splitlines()[0]} "
+                "(compile=False says that this is meant, compile=True makes it an error)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        chosen = eager
+        return chosen(state, *batch, **named)
+
+    return call
+
+
+def _eval_falls_back(compiled: EvalStep | None, eager: EvalStep | None) -> EvalStep | None:
+    if compiled is None or eager is None:
+        return None
+    plain = eager if takes_index(eager) else lambda state, *batch, index: eager(state, *batch)
+    both = _falls_back(compiled, plain)
+
+    def eval_step(state: Tree, *batch: Any, index: int = 0) -> Metrics:
+        return both(state, *batch, index=index)
+
+    return eval_step

@@ -1,0 +1,95 @@
+"""Snapshots of a run: the directory, and what is in it to go on from."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import data
+from ..config import FitConfig
+from ..errors import ConfigError, NotFound
+from ..snapshot import Snapshot, Snapshots
+from ..types import Tree
+from .record import Record, from_json
+
+log = logging.getLogger("purestep")
+
+
+def open_snapshots(snapshots: Any, config: FitConfig) -> tuple[Snapshots | None, bool]:
+    """The snapshots to write, and whether fit opened them and so closes them.
+
+    Raises:
+        ConfigError: something that is neither a Snapshots nor a path.
+        Locked, WriteFailed: the directory cannot be written.
+    """
+    if snapshots is None or config.fast_dev_run:
+        return None, False
+    if isinstance(snapshots, Snapshots):
+        snapshots.open()
+        return snapshots, False
+    if not isinstance(snapshots, str | os.PathLike):
+        raise ConfigError(
+            f"snapshots is a {type(snapshots).__name__}", where="fit", hint='"runs/name" or Snapshots("runs/name")'
+        )
+    opened = Snapshots(snapshots)
+    opened.open()
+    return opened, True
+
+
+def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Snapshot | None:
+    """The snapshot to go on from, if there is one.
+
+    Raises:
+        NotFound: ``resume`` names a path without snapshots.
+        Mismatch, Corrupt: what is there does not fit, or is damaged in every copy.
+    """
+    if snapshots is not None and not config.fast_dev_run:
+        snapshots.check_space(state)
+    if config.resume is None or config.fast_dev_run:
+        _start_over(snapshots)
+        return None
+    source = snapshots
+    if config.resume != "auto":
+        source = Snapshots(Path(config.resume), writer=False)
+        if snapshots is not None and source.directory == snapshots.directory:
+            source = snapshots
+    if source is None:
+        return None
+    try:
+        found = source.restore(state)
+    except NotFound:
+        if config.resume != "auto":
+            raise
+        log.info("fresh start: no snapshot in %s", source.directory)
+        return None
+    if source is not snapshots:
+        _start_over(snapshots)
+    return found
+
+
+def resumed(state: Tree, snapshots: Snapshots | None, config: FitConfig, feed: data.Feed) -> tuple[Tree, Record, bool]:
+    """The state and the record to go on from, and whether they are those of a run that was stopped.
+
+    Raises:
+        Mismatch, NotFound, Corrupt: as `restored`; Mismatch also where the loader is another one.
+    """
+    found = restored(state, snapshots, config)
+    if found is None:
+        return state, Record(), False
+    if not isinstance(found.loop, Mapping) or "record" not in found.loop:
+        # Saved by hand: a state without a loop's position. Later snapshots get later names.
+        return found.state, Record(calls=found.step), False
+    feed.restore(found.loop["feed"])
+    record = from_json(found.loop["record"])
+    log.info("resumed from step %d: epoch %d, batch %d", found.step, record.epoch + 1, record.batch)
+    return found.state, record, True
+
+
+def _start_over(snapshots: Snapshots | None) -> None:
+    """What is in the directory belongs to another run."""
+    if snapshots is not None and snapshots.steps():
+        log.info("fresh start: the steps %s in %s are set aside", snapshots.steps(), snapshots.directory)
+        snapshots.start_over()
