@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import purestep as ps
 from purestep import events, optim, schedules
-from purestep.errors import ConfigError, StepContractError
+from purestep.errors import ConfigError, DataError, StepContractError
 from purestep.objective import masked_mse, masked_sse
 
 Reduction = Literal["mean", "sum", "batch_mean"]
@@ -253,6 +253,24 @@ def test_the_loss_covers_what_was_masked_and_the_shapes_are_checked():
         ps.masked_reconstruction()(lambda given: (recon[:, :1], None, visible), x)
 
 
+@pytest.mark.row("4.8", "4.22")
+def test_a_model_or_a_batch_of_another_kind_is_refused():
+    x = curves(2)
+    for returned, said in (
+        ((x, x), "a tuple of 2"),
+        (x, r"a tensor of shape \[2, 8\]"),
+        ((x, x, None), "a tuple of 3"),
+    ):
+        with pytest.raises(
+            StepContractError, match=rf"the model returned {said} .*return \(reconstruction, latent, vis"
+        ):
+            ps.masked_reconstruction()(lambda given, returned=returned: returned, x)
+    with pytest.raises(DataError, match=r"the input is a dict, not a tensor .*\(x, meta\)"):
+        ps.masked_reconstruction()(Autoencoder(), {"x": x})
+    with pytest.raises(DataError, match=r"the input is a list, not a tensor"):
+        ps.masked_reconstruction()(Autoencoder(), [])
+
+
 @pytest.mark.row("4.9", "4.10", "B38")
 @pytest.mark.parametrize(("reduction", "expected"), [("mean", 14 / 3), ("sum", 14.0), ("batch_mean", 7.0)])
 def test_three_reductions_of_the_same_error_under_two_names(reduction: Reduction, expected: float):
@@ -263,6 +281,13 @@ def test_three_reductions_of_the_same_error_under_two_names(reduction: Reduction
     assert masked_sse(torch.zeros(2, 2), x, mask).item() == pytest.approx(7.0)
     vmapped = torch.func.vmap(masked_mse)(torch.zeros(2, 1, 2), x[:, None], mask[:, None])
     assert vmapped.tolist() == pytest.approx([2.5, 9.0])  # no shape depends on the data
+
+
+@pytest.mark.row("4.9")
+def test_the_error_is_summed_in_at_least_float32():
+    x, mask = torch.full((1000, 8), 4.0, dtype=torch.float16), torch.ones(1000, 8, dtype=torch.bool)
+    assert masked_mse(torch.zeros_like(x), x, mask).item() == 16.0  # the sum, 128,000, is more than float16 holds
+    assert masked_sse(torch.zeros_like(x), x, mask, reduction="sum").item() == 128_000.0
 
 
 @pytest.mark.row("4.10")

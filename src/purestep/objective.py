@@ -246,7 +246,9 @@ def masked_reconstruction(
             weight of an example when masks differ in size).
 
     Raises:
-        StepContractError: reconstruction, input and mask of different shapes, or a mask that is not boolean.
+        DataError: a batch whose input is no tensor.
+        StepContractError: the model returns something else; reconstruction, input and mask of different shapes, or a
+            mask that is not boolean.
     """
     if loss not in ("mse", "sse"):
         raise ConfigError(f"{loss!r} is no loss", where="masked_reconstruction", hint='"mse" or "sse"')
@@ -255,8 +257,10 @@ def masked_reconstruction(
 
     def objective(model: Any, batch: Any, /, *context: Any) -> Loss:
         del context  # the masks are drawn by the model
-        x = cast(Tensor, batch[0] if isinstance(batch, tuple | list) else batch)
-        recon, _, visible = model(x)
+        x = batch[0] if isinstance(batch, tuple | list) and batch else batch
+        if not isinstance(x, Tensor):
+            raise DataError(f"the input is a {type(x).__name__}, not a tensor", where="batch", hint="x, or (x, meta)")
+        recon, visible = _reconstructed(model(x))
         mask = ~visible if visible.dtype == torch.bool else visible
         mean = masked_sse(recon, x, mask, reduction=chosen)
         masked = mask.sum().to(torch.float32)
@@ -264,6 +268,17 @@ def masked_reconstruction(
         return Loss(mean, weight[chosen], {})
 
     return objective
+
+
+def _reconstructed(output: Any) -> tuple[Tensor, Tensor]:
+    parts = cast("list[Any]", list(output)) if isinstance(output, tuple | list) else [output]
+    if len(parts) == 3 and isinstance(parts[0], Tensor) and isinstance(parts[2], Tensor):
+        return parts[0], parts[2]
+    raise StepContractError(
+        f"the model returned {_describe(output)}" + (f" of {len(parts)}" if len(parts) != 1 else ""),
+        where="masked_reconstruction",
+        hint="return (reconstruction, latent, visible), all of it tensors but the latent, visible of dtype bool",
+    )
 
 
 def masked_mse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "mean") -> Tensor:
@@ -288,7 +303,9 @@ def masked_sse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "ba
         )
     # No boolean indexing: its result has a shape that depends on the data, which no graph can hold. No product with
     # the mask: nan x 0 is nan, and what is not scored may be missing.
-    total = torch.where(mask, x_recon - x, torch.zeros_like(x_recon)).square().sum()
+    # In at least float32: of squares in float16, a few thousand add up to infinity.
+    error = x_recon.to(torch.promote_types(x_recon.dtype, torch.float32)) - x
+    total = torch.where(mask, error, torch.zeros_like(error)).square().sum()
     if reduction == "sum":
         return total
     return total / (mask.sum().clamp(min=1) if reduction == "mean" else len(x))
