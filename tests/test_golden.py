@@ -1,0 +1,120 @@
+"""One recorded step of every optimizer: numbers that no refactoring may move.
+
+The twins in torch.optim and optax tell whether an optimizer is right (test_peers_optim.py); these files tell whether it
+is still the same, on machines without the peers, and what the state of a transform looks like in a snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import quadratic
+
+from purestep import optim, schedules, tree
+from purestep.transform import Transform
+
+PATH = Path(__file__).parent / "golden" / "optimizers.json"
+ADVICE = f"""{{name}} no longer computes what it computed: {{where}}
+is {{found}}
+was {{wanted}}
+
+If that is meant (a formula was wrong, a default or the order of the state's fields was changed on purpose), say so in
+CHANGELOG.md: runs that are resumed across this version go on differently, or not at all. Check the optimizer against
+its twin first (pytest tests/test_peers_optim.py), then record anew with
+
+    PYTHONPATH=src:tests python tests/{Path(__file__).name}
+
+and look at the difference in git before committing it. If nothing was meant to change, the code is what is wrong.
+"""
+
+OPTIMIZERS: dict[str, Callable[[], Transform]] = {
+    "sgd": lambda: optim.sgd(0.1),
+    "sgd momentum": lambda: optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda: optim.adam(0.1),
+    "adamw": lambda: optim.adamw(0.1),
+    "nadam": lambda: optim.nadam(0.1),
+    "radam": lambda: optim.radam(0.1),
+    "adamax": lambda: optim.adamax(0.1),
+    "rmsprop": lambda: optim.rmsprop(0.1),
+    "adagrad": lambda: optim.adagrad(0.1),
+    "adadelta": lambda: optim.adadelta(1.0),
+    "adafactor": lambda: optim.adafactor(0.1),
+    "lion": lambda: optim.lion(0.1),
+    "lamb": lambda: optim.lamb(0.1),
+    "muon": lambda: optim.partition(
+        {"muon": optim.muon(0.1), "adamw": optim.adamw(0.1)}, [("weight", "muon"), ("", "adamw")]
+    ),
+    "clip and schedule": lambda: optim.chain(
+        optim.clip_by_global_norm(1.0), optim.adamw(schedules.warmup_cosine(peak=0.1, warmup=2, total=8))
+    ),
+    "inject": lambda: optim.inject(optim.adamw)(learning_rate=0.1, weight_decay=0.1),
+    "from_torch": lambda: optim.from_torch(torch.optim.AdamW, lr=0.1),
+}
+STEPS = 3  # the first is special in many of them: moments are zero
+
+
+def recorded(tx: Transform) -> dict[str, list[float]]:
+    """Parameters and state after a few steps on a quadratic, by their paths."""
+    problem = quadratic()
+    params = {name: torch.full_like(value, 0.3) for name, value in problem.params.items()}
+    state = tx.init(params)
+    for _ in range(STEPS):
+        updates, state = tx.update(problem.gradient(params), state, params)
+        params = optim.apply_updates(params, updates)
+    leaves = tree.with_paths({"params": params, "state": state})
+    return {path: leaf.double().reshape(-1).tolist() for path, leaf in leaves}
+
+
+def compare(name: str, found: dict[str, list[float]], wanted: dict[str, list[float]]) -> None:
+    told: dict[str, Any] = {"name": name}
+    if list(found) != list(wanted):
+        pytest.fail(ADVICE.format(**told, where="the leaves", found=list(found), wanted=list(wanted)), pytrace=False)
+    for path, numbers in found.items():
+        if numbers != pytest.approx(wanted[path], rel=1e-9, abs=1e-12):
+            pytest.fail(ADVICE.format(**told, where=path, found=numbers, wanted=wanted[path]), pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def golden() -> Any:
+    return json.loads(PATH.read_text())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_computes_what_it_did(name: str, golden: Any) -> None:
+    assert name in golden, f"not recorded yet: PYTHONPATH=src:tests python tests/{Path(__file__).name}"
+    compare(name, recorded(OPTIMIZERS[name]()), golden[name])
+
+
+def test_nothing_is_recorded_that_is_not_tested(golden: Any) -> None:
+    assert sorted(golden) == sorted(OPTIMIZERS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "where"),
+    [
+        (lambda: optim.adamw(0.1, eps=1e-6), "params/bias"),
+        (lambda: optim.adamw(0.1, weight_decay=0.011), "params/bias"),
+        (lambda: optim.adam(0.1), "the leaves|params/bias"),
+        (lambda: optim.chain(optim.identity(), optim.adamw(0.1)), "the leaves"),
+    ],
+)
+def test_a_change_is_seen_and_the_failure_says_what_to_do(changed: Any, where: str, golden: Any) -> None:
+    with pytest.raises(pytest.fail.Exception, match=rf"(?s)adamw no longer .*({where}).*python tests/test_golden.py"):
+        compare("adamw", recorded(changed()), golden["adamw"])
+
+
+def record() -> None:
+    """Write the file anew."""
+    found = {name: recorded(make()) for name, make in OPTIMIZERS.items()}
+    PATH.write_text(json.dumps(found, indent=1) + "\n")
+    sys.stdout.write(f"{PATH}: {len(found)} optimizers\n")
+
+
+if __name__ == "__main__":
+    record()
