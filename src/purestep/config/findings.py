@@ -26,7 +26,7 @@ ELSEWHERE = {
     "save_dir": 'fit(..., snapshots="runs/name")',
     "save_freq": 'fit(..., snapshots=Snapshots("runs/name", every_epochs=1))',
     "scheduler": "optim.adamw(schedules.warmup_cosine(...))",
-    "scheduler_step_per_batch": "optim.adamw(schedules.per_epoch(schedule, updates_per_epoch=100)), or the schedule itself",
+    "scheduler_step_per_batch": "schedules.per_epoch(schedule, updates_per_epoch=100), or the schedule itself",
     "seed": "program.init(seed=0)",
     "sinks": "fit(..., sinks=[...])",
     "snapshots": 'fit(..., snapshots="runs/name")',
