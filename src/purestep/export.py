@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -16,7 +18,14 @@ from .model import OBJECTIVE
 from .types import Params, Program, TrainState
 
 
-def export_weights(path: str | os.PathLike[str], program: Program, state: TrainState, view: str = "params") -> None:
+def export_weights(
+    path: str | os.PathLike[str],
+    program: Program,
+    state: TrainState,
+    view: str = "params",
+    *,
+    only: str | Iterable[str] | None = None,
+) -> None:
     """Writes the weights under the module's own ``state_dict`` keys, atomically.
 
     Tied parameters stand under every name they have, buffers that the module does not persist and the objective's own
@@ -27,9 +36,12 @@ def export_weights(path: str | os.PathLike[str], program: Program, state: TrainS
         program: the one the state belongs to.
         state: on any device; it is not changed.
         view: "params", or "ema" for the averaged weights (in the parameters' dtypes).
+        only: names or glob patterns of what to write; None for everything. Adapters over frozen weights are
+            ``only=program.static.trained`` or ``only="*lora*"``, for ``module.load_state_dict(..., strict=False)``.
 
     Raises:
-        ConfigError: another suffix or view, or a program of one's own without ``static``.
+        ConfigError: another suffix or view, a pattern that matches nothing, or a program of one's own without
+            ``static``.
         StateError: "ema" of a state without one.
         WriteFailed: what is under ``path`` is what was there before.
 
@@ -50,7 +62,7 @@ def export_weights(path: str | os.PathLike[str], program: Program, state: TrainS
     target = Path(path)
     if target.suffix not in (".safetensors", ".pt", ".pth"):
         raise ConfigError(f"{target.suffix!r} is no format", where=str(path), hint=".safetensors or .pt")
-    tensors = weights(program, state, view)
+    tensors = weights(program, state, view, only=only)
     with replacing(target) as temporary:
         try:
             if target.suffix == ".safetensors":
@@ -63,7 +75,9 @@ def export_weights(path: str | os.PathLike[str], program: Program, state: TrainS
             raise write_failed(target, error) from error
 
 
-def weights(program: Program, state: TrainState, view: str = "params") -> Params:
+def weights(
+    program: Program, state: TrainState, view: str = "params", *, only: str | Iterable[str] | None = None
+) -> Params:
     """The module's ``state_dict`` of a state: on the CPU, each entry contiguous and in memory of its own.
 
     Arguments and errors as for `export_weights`.
@@ -76,7 +90,25 @@ def weights(program: Program, state: TrainState, view: str = "params") -> Params
     found = {**shown.params, **shown.frozen}
     found.update({name: value for name, value in shown.buffers.items() if name in static.persistent})
     found.update({alias: found[name] for alias, name in static.ties.items()})
-    return {name: _copy(value) for name, value in sorted(found.items()) if not name.startswith(OBJECTIVE)}
+    names = _chosen(sorted(name for name in found if not name.startswith(OBJECTIVE)), only)
+    return {name: _copy(found[name]) for name in names}
+
+
+def _chosen(names: list[str], only: str | Iterable[str] | None) -> list[str]:
+    if only is None:
+        return names
+    patterns = (only,) if isinstance(only, str) else tuple(only)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        if pattern.startswith(OBJECTIVE):  # one of static.trained, and no weight of the module
+            continue
+        matched = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+        if not matched:
+            near = difflib.get_close_matches(pattern, names, n=1) or names[:1]
+            hint = f"only={near[0]!r}" if near else "only=None"
+            raise ConfigError(f"{pattern!r} matches no weight", where="only", hint=hint)
+        chosen |= matched
+    return [name for name in names if name in chosen]
 
 
 def _copy(value: Tensor) -> Tensor:
