@@ -1109,3 +1109,16 @@ class TestAStepOfOnesOwn:
     def test_it_is_pure(self):
         step, state = gan()
         ps.testing.assert_pure(step, state, (torch.randn(8, 4), torch.randn(8, 2)))
+
+
+def test_an_update_that_float16_cannot_hold_is_refused_like_a_gradient() -> None:
+    net = nn.Linear(2, 1)
+    inputs = torch.tensor([[1.0, 0.0]])  # no gradient for the second weight: Adam's step there is 0 / (0 + eps)
+    made = program(net, ps.supervised(nn.MSELoss()), optim.adam(1e-3, eps=1e-8), precision="16-true")
+    state = init(made)
+    new, metrics = made.train_step(state, (inputs, torch.ones(1, 1)))
+    assert (float(metrics["applied"]), int(new.halted)) == (0.0, 1)
+    assert_trees_close(new.params, state.params, exact=True)
+    # With an eps that float16 has, the same step is taken.
+    held = program(net, ps.supervised(nn.MSELoss()), optim.adam(1e-3, eps=1e-4), precision="16-true")
+    assert float(held.train_step(init(held), (inputs, torch.ones(1, 1)))[1]["applied"]) == 1.0

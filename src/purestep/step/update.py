@@ -149,10 +149,10 @@ def _apply(
         grads = {name: g * inverse.to(g.dtype) for name, g in grads.items()}
     norm = transform.global_norm(grads)
     nothing = weight == 0
-    finite = (torch.isfinite(norm) & torch.isfinite(verdict)) | nothing
+    deltas, opt_state = spec.tx.update(grads, state.opt_state, state.params)
+    finite = (torch.isfinite(norm) & torch.isfinite(verdict) & _held(deltas)) | nothing
     halted = _halted(state)
     applied = finite & ~nothing & ~halted
-    deltas, opt_state = spec.tx.update(grads, state.opt_state, state.params)
     params = transform.apply_updates(state.params, deltas)
     average = spec.average.update(state.ema, params, buffers, state.updates)
     kept = tree.where(applied, (params, opt_state, average), (state.params, state.opt_state, state.ema))
@@ -167,6 +167,14 @@ def _apply(
         halted=_halt(spec, state, finite, scaler),
     )
     return new, _update_metrics(state, opt_state, norm, applied, finite & ~halted)
+
+
+def _held(deltas: Params) -> Tensor:
+    """Whether float16 parameters can hold their update: Adam's eps of 1e-8 is 0 there, and 0/0 no step."""
+    half = {name: delta for name, delta in deltas.items() if delta.dtype == torch.float16}
+    if not half:
+        return torch.ones((), dtype=torch.bool, device=next(iter(deltas.values())).device)
+    return torch.isfinite(transform.global_norm(half))
 
 
 def _halted(state: TrainState) -> Tensor:
