@@ -170,7 +170,7 @@ def _apply(
 
 
 def _held(deltas: Params) -> Tensor:
-    """Whether float16 parameters can hold their update: a finite gradient over an eps that rounds to 0 can be too large."""
+    """Whether float16 parameters can hold their update: a finite gradient over a tiny eps can be too large for them."""
     half = {name: delta for name, delta in deltas.items() if delta.dtype == torch.float16}
     if not half:
         return torch.ones((), dtype=torch.bool, device=next(iter(deltas.values())).device)
