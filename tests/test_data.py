@@ -33,7 +33,7 @@ from torch.utils.data import (
 )
 
 from purestep import tree
-from purestep.data import auto_device, check_batch, draws, limit, open_feed, overfit, position, prefetch, to_device
+from purestep.data import check_batch, draws, limit, open_feed, overfit, position, prefetch, to_device
 from purestep.data.feed import Feed
 from purestep.errors import ConfigError, DataError, Mismatch
 
@@ -850,17 +850,6 @@ def test_the_device_of_a_tree_is_not_that_of_its_key():
     state = {"key": torch.zeros(2), "w": torch.zeros(2, device="meta")}
     assert to_device(ONE, state).device.type == "meta"
     assert to_device(ONE, {"key": ONE}) is ONE
-
-
-def test_the_best_device_is_picked(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert auto_device() == torch.device("mps")
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert auto_device() == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert auto_device() == torch.device("cuda", 1)
 
 
 def test_prefetching_changes_no_batch(device: torch.device):

@@ -201,7 +201,8 @@ class TestWhatADeviceCannotDo:
 def test_devices_are_taken_in_order(monkeypatch: pytest.MonkeyPatch, cuda: bool, mps: bool, first: str):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    assert precision.auto_device().type == first
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert precision.auto_device() == torch.device(*(("cuda", 1) if first == "cuda" else (first,)))
 
 
 @pytest.mark.cuda

@@ -41,7 +41,6 @@ from .bench import benchmark as benchmark
 from .compile import compile_program as compile_program
 from .compile import compile_step as compile_step
 from .config import FitConfig as FitConfig
-from .data import auto_device as auto_device
 from .data import to_device as to_device
 from .ema import view as view
 from .events import Stop as Stop
@@ -56,6 +55,7 @@ from .objective import masked_mse as masked_mse
 from .objective import masked_reconstruction as masked_reconstruction
 from .objective import masked_sse as masked_sse
 from .objective import supervised as supervised
+from .precision import auto_device as auto_device
 from .snapshot import Snapshots as Snapshots
 from .step import program as program
 from .stopping import EarlyStopping as EarlyStopping

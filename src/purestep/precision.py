@@ -125,7 +125,7 @@ def auto_device() -> torch.device:
         True
     """
     if torch.cuda.is_available():
-        return torch.device("cuda")
+        return torch.device("cuda", torch.cuda.current_device())
     if torch.backends.mps.is_available():
         return torch.device("mps")
     return torch.device("cpu")

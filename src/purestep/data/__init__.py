@@ -10,7 +10,6 @@ from .checking import BatchSpec as BatchSpec
 from .checking import check_batch as check_batch
 from .feed import Feed as Feed
 from .feed import limit as limit
-from .moving import auto_device as auto_device
 from .moving import device_of as device_of
 from .moving import prefetch as prefetch
 from .moving import to_device as to_device

@@ -21,20 +21,6 @@ from ..types import Batch, Device, TrainState, Tree
 T = TypeVar("T")
 
 
-def auto_device() -> Device:
-    """The first of cuda, mps and cpu that this machine has.
-
-    Example:
-        >>> auto_device().type in ("cuda", "mps", "cpu")
-        True
-    """
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    if torch.backends.mps.is_available():
-        return torch.device("mps")
-    return torch.device("cpu")
-
-
 def to_device(tree: T, like: Tree) -> T:
     """A batch on the device of ``like``, of the same classes; the very same object where nothing has to move.
 
