@@ -1,0 +1,398 @@
+"""A configuration for Lightning's Trainer, feature by feature: its rows, and what it gets wrong or leaves open."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+import torch
+from helpers import assert_trees_close, tiny_mlp, vector_batch
+from test_examples import load
+from torch import Tensor, nn
+
+import purestep as ps
+from purestep import config, events, metrics, optim
+from purestep.config import from_lightning
+from purestep.errors import ConfigError, NonFiniteError, RankError
+from purestep.types import Empty
+
+Batch = tuple[Tensor, Tensor]
+Settings = dict[str, Any]
+
+
+def batches(*sizes: int) -> list[Batch]:
+    return [vector_batch(size, seed) for seed, size in enumerate(sizes)]
+
+
+TRAIN, VAL = batches(4, 4, 4, 4), batches(4, 4)
+
+
+def program(plan: config.Plan, learning_rate: float = 0.1) -> ps.Program:
+    objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"accuracy": metrics.accuracy})
+    return ps.program(tiny_mlp(), objective, optim.chain(plan.clip, optim.sgd(learning_rate)), **plan.program)
+
+
+def train(settings: Any, loaders: Any = (TRAIN, VAL), **fields: Any) -> ps.FitResult:
+    """The run that a Trainer's arguments describe."""
+    if isinstance(settings, dict):
+        settings = {"max_epochs": 2, "enable_progress_bar": False, **settings}
+    plan = from_lightning(settings)
+    made = program(plan)
+    assert made.init is not None
+    return ps.fit(made.init(0, plan.device), loaders, made, plan.fit, **plan.run, **fields)
+
+
+def steps_of(history: dict[str, list[Any]]) -> list[int]:
+    """Updates at which the validation set was scored."""
+    scored = zip(history["step"], history["val_loss"], strict=True)
+    return [step for step, loss in scored if loss is not None]
+
+
+# --- what it is -------------------------------------------------------------------------------------------------------
+
+
+class SomeConfig(pydantic.BaseModel):
+    trainer: ps.FitConfig
+    name: str = "x"
+
+
+@pytest.mark.row("3.1", "3.20", "B29")
+def test_a_mapping_an_object_or_a_file_describes_a_run_and_unknown_keys_are_warned_of(tmp_path: Path):
+    class Trainer(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(extra="allow")
+        max_epochs: int = 2
+        precision: str = "bf16-mixed"
+        accumulate_grad_batches: int = 2
+
+    settings = Trainer().model_dump()
+    (tmp_path / "trainer.json").write_text(json.dumps(settings))
+    results = [train(one, progress=False) for one in (Trainer(), settings, tmp_path / "trainer.json")]
+    for result in results:
+        assert int(result.state.updates) == 4
+        assert_trees_close(result.state, results[0].state, exact=True)
+
+    with pytest.warns(UserWarning, match=r"'max_epoch' is not an argument.*did you mean 'max_epochs'"):
+        from_lightning(Trainer(max_epoch=3))  # pyright: ignore[reportCallIssue]  # an extra
+    with pytest.raises(ConfigError, match=r"'max_epoch' is not an argument.*cure: max_epochs"):
+        from_lightning(Trainer(max_epoch=3), strict=True)  # pyright: ignore[reportCallIssue]  # an extra
+
+    whole = SomeConfig(trainer=from_lightning(settings).fit)
+    again = SomeConfig.model_validate(json.loads(whole.model_dump_json()))
+    assert again == whole
+    assert ps.FitConfig.from_dict(whole.trainer.to_dict()) == whole.trainer
+
+
+# --- where ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("3.2")
+def test_an_accelerator_is_a_device_or_an_error_that_lists_what_there_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    found = {name: from_lightning({"max_epochs": 1, "accelerator": name}).device for name in ("cpu", "gpu", "auto")}
+    assert found == {"cpu": "cpu", "gpu": "cuda", "auto": None}
+    assert train({"accelerator": "cpu"}).state.step.device.type == "cpu"
+    for name in ("tpu", "hpu"):
+        with pytest.raises(ConfigError, match=rf"accelerator='{name}' is not supported; there are auto, cpu"):
+            from_lightning({"max_epochs": 1, "accelerator": name})
+
+
+@pytest.mark.row("3.3", "3.4", "3.5")
+@pytest.mark.parametrize(
+    ("one", "several"),
+    [
+        ({"strategy": "auto"}, {"strategy": "ddp"}),
+        ({"strategy": "auto"}, {"strategy": "fsdp"}),
+        ({"devices": 1}, {"devices": 2}),
+        ({"devices": "auto"}, {"devices": "0,1"}),
+        ({"devices": "1"}, {"devices": [0, 1]}),
+        ({"num_nodes": 1}, {"num_nodes": 2}),
+    ],
+)
+def test_one_process_is_understood_and_several_are_refused_by_name(one: Settings, several: Settings):
+    assert train({"accelerator": "cpu", **one}).epochs == 2
+    (name,) = several
+    with pytest.raises(RankError, match=rf"{name}=.*several processes are not supported yet"):
+        from_lightning({"max_epochs": 1, "accelerator": "gpu", **several})
+
+
+@pytest.mark.row("3.6")
+@pytest.mark.parametrize("name", ["64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"])
+def test_each_precision_trains_and_only_one_has_a_scaler(name: str):
+    state = train({"precision": name}).state
+    dtype = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
+    assert {value.dtype for value in state.params.values()} == {dtype.get(name, torch.float32)}
+    assert isinstance(state.scaler, Empty) == (name != "16-mixed")
+    assert int(state.updates) == 8
+
+
+# --- how long ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("3.8", "3.9")
+@pytest.mark.parametrize(
+    ("settings", "updates", "reason"),
+    [
+        ({"max_epochs": 3}, 12, "epochs"),
+        ({"max_epochs": -1, "max_steps": 5}, 5, "steps"),
+        ({"max_epochs": 3, "max_steps": 5}, 5, "steps"),
+        ({"max_epochs": 1, "max_steps": 5}, 4, "epochs"),
+        ({"max_epochs": 3, "max_time": {"microseconds": 1}, "min_epochs": 2}, 8, "max_time"),
+        ({"max_epochs": 3, "max_time": "00:00:00:01", "min_steps": 12}, 12, "epochs"),
+    ],
+)
+def test_the_first_limit_ends_the_run_but_not_before_the_minimum(settings: Settings, updates: int, reason: str):
+    result = train(settings)
+    assert (int(result.state.updates), result.stop_reason) == (updates, reason)
+
+
+@pytest.mark.row("3.8", "3.9")
+def test_a_callback_cannot_end_the_run_before_the_minimum():
+    def stop(event: Any) -> ps.Stop | None:
+        return ps.Stop("enough") if isinstance(event, events.EpochEnd) else None
+
+    ended = {least: train({"max_epochs": 5, "min_epochs": least}, callbacks=[stop]).epochs for least in (1, 3)}
+    assert ended == {1: 1, 3: 3}
+    assert train({"max_epochs": 5, "min_steps": 7}, callbacks=[stop]).epochs == 2
+
+
+@pytest.mark.row("B30")
+def test_a_run_without_a_limit_is_an_error_and_minus_one_says_that_it_is_meant():
+    with pytest.raises(ConfigError, match=r"nothing limits the run \(Lightning trains 1000 epochs.*max_epochs=-1"):
+        from_lightning({"max_steps": -1})
+    assert from_lightning({"max_epochs": -1}).fit.epochs == -1
+
+
+# --- validation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("3.10", "3.11", "B31")
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"val_check_interval": 1.0}, [4, 8]),
+        ({"val_check_interval": 1}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"val_check_interval": "1.0"}, [4, 8]),
+        ({"val_check_interval": "1"}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"val_check_interval": 0.5}, [2, 4, 6, 8]),
+        ({"val_check_interval": 3, "check_val_every_n_epoch": None}, [3, 6]),
+        ({"val_check_interval": 6, "check_val_every_n_epoch": None}, [6]),
+        ({"check_val_every_n_epoch": 2}, [8]),
+    ],
+)
+def test_an_interval_goes_by_its_type_as_a_number_and_as_text(settings: Settings, steps: list[int]):
+    assert steps_of(train(settings).history) == steps
+
+
+@pytest.mark.row("3.11", "B31")
+def test_an_interval_that_would_be_read_in_two_ways_is_explained():
+    with pytest.warns(
+        UserWarning, match=r"val_check_interval=6 is counted over the whole run.*check_val_every_n_epoch=None"
+    ):
+        from_lightning({"max_epochs": 1, "val_check_interval": 6})
+    with pytest.raises(ConfigError, match=r"val_check_interval=0\.5 is a share of an epoch.*val_check_interval=100"):
+        from_lightning({"max_epochs": 1, "val_check_interval": 0.5, "check_val_every_n_epoch": None})
+    with pytest.raises(ConfigError, match=r"val_check_interval=2\.0: must be a number of batches"):
+        from_lightning({"max_epochs": 1, "val_check_interval": 2.0})
+
+
+@pytest.mark.row("3.12")
+@pytest.mark.parametrize(("train_limit", "val_limit", "counts"), [(2, 1, (2, 1)), (0.5, 0.5, (2, 1)), (9, 1.0, (4, 2))])
+def test_limits_are_numbers_or_shares_of_batches(train_limit: Any, val_limit: Any, counts: tuple[int, int]):
+    seen: list[str] = []
+    settings = {"max_epochs": 1, "limit_train_batches": train_limit, "limit_val_batches": val_limit}
+    train(settings, callbacks=[lambda event: seen.append(type(event).__name__)])
+    assert (seen.count("StepEnd"), seen.count("EvalStepEnd")) == counts
+    assert "val_loss" not in train({"limit_val_batches": 0}).history
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("3.13", "B33")
+def test_accumulation_makes_the_updates_of_whole_batches_and_steps_count_updates():
+    whole = [tuple(torch.cat(part) for part in zip(*pair, strict=True)) for pair in (TRAIN[:2], TRAIN[2:])]
+    parts = train({"accumulate_grad_batches": 2, "precision": "64-true"}).state
+    assert_trees_close(parts.params, train({"precision": "64-true"}, (whole, VAL)).state.params, rtol=1e-6, atol=1e-8)
+    assert int(train({"accumulate_grad_batches": 2, "max_epochs": -1, "max_steps": 3}).state.updates) == 3
+
+
+@pytest.mark.row("3.14", "B33")
+@pytest.mark.parametrize(
+    ("settings", "clip"),
+    [
+        ({"gradient_clip_val": 0.05}, optim.clip_by_global_norm(0.05)),
+        ({"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm"}, optim.clip_by_global_norm(0.05)),
+        ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, optim.clip_by_value(0.01)),
+        ({"gradient_clip_val": 0}, optim.identity()),
+        ({"gradient_clip_val": 0.0, "gradient_clip_algorithm": "value"}, optim.identity()),
+        ({"gradient_clip_val": None}, optim.identity()),
+    ],
+)
+def test_clipping_is_by_norm_or_by_value_and_0_is_off(settings: Settings, clip: optim.Transform):
+    plan = config.Plan({}, clip, ps.FitConfig(epochs=2), None, {})
+    made = program(plan)
+    assert made.init is not None
+    expected = ps.fit(made.init(0), (TRAIN, VAL), made, plan.fit, progress=False).state
+    assert_trees_close(train(settings).state.params, expected.params, exact=True)
+    unclipped = train({}).state.params
+    moved = any(not torch.equal(value, unclipped[name]) for name, value in expected.params.items())
+    assert moved == bool(settings["gradient_clip_val"])
+
+
+# --- switches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.row("3.15")
+def test_deterministic_algorithms_are_on_during_the_run_only():
+    seen: list[bool] = []
+
+    def note(event: Any) -> None:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+
+    train({"deterministic": True}, callbacks=[note])
+    assert set(seen) == {True}
+    assert not torch.are_deterministic_algorithms_enabled()
+
+    def fail(event: Any) -> None:
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        train({"deterministic": True}, callbacks=[fail])
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.row("3.7", "3.16")
+def test_loggers_are_off_one_or_several_and_hear_how_fast_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first, second = ps.sinks.csv(tmp_path / "a.csv"), ps.sinks.jsonl(tmp_path / "b.jsonl")
+    train({"logger": [first, second], "log_every_n_steps": 4})
+    assert "steps_per_second" in (tmp_path / "a.csv").read_text().splitlines()[0]
+    lines = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [4, 8]
+    assert all(0 <= line["wait_fraction"] <= 1 for line in lines if line["kind"] == "step")
+
+    heard: list[Any] = []
+    train({"logger": heard.append})
+    assert any(isinstance(event, events.FitEnd) for event in heard)
+    capsys.readouterr()
+    train({"logger": False})
+    assert capsys.readouterr().out == ""
+    train({"logger": True, "enable_progress_bar": True, "default_root_dir": str(tmp_path / "run")})
+    assert "epoch 2/2" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "run" / "training_history.json").read_text())) == 2
+
+
+@pytest.mark.row("3.17")
+def test_a_quick_run_for_development_uses_a_few_batches_and_leaves_nothing_behind(tmp_path: Path):
+    plan = from_lightning({"max_epochs": 50, "fast_dev_run": 2, "default_root_dir": str(tmp_path / "run")})
+    made, seen = program(plan), []
+    assert made.init is not None
+    state = made.init(0)
+    before = ps.clone(state)
+    result = ps.fit(
+        state, (TRAIN, VAL), made, plan.fit, progress=False, callbacks=[lambda e: seen.append(type(e))], **plan.run
+    )
+    assert (seen.count(events.StepEnd), seen.count(events.EvalStepEnd)) == (2, 2)
+    assert (int(result.state.updates), result.stop_reason) == (2, "fast_dev_run")
+    assert_trees_close(state, before, exact=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.row("3.18")
+@pytest.mark.parametrize("amount", [1, 0.25])
+def test_overfitting_trains_and_validates_on_the_same_first_batches(amount: Any):
+    seen: dict[str, list[Tensor]] = {"StepEnd": [], "EvalStepEnd": []}
+
+    def note(event: Any) -> None:
+        if type(event).__name__ in seen:
+            seen[type(event).__name__].append(event.batch[0])
+
+    data = torch.utils.data.TensorDataset(*vector_batch(16))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    result = train({"max_epochs": 30, "overfit_batches": amount}, (loader, VAL), callbacks=[note])
+    assert len(seen["StepEnd"]) == len(seen["EvalStepEnd"]) == 30
+    for batch in (*seen["StepEnd"], *seen["EvalStepEnd"]):
+        assert torch.equal(batch, vector_batch(16)[0][:4])
+    assert result.history["val_loss"][-1] < result.history["val_loss"][0] / 2
+
+
+@pytest.mark.row("3.19")
+def test_an_anomaly_is_an_error_where_it_arises_and_the_mode_ends_with_the_run():
+    spoiled = [(x.clone(), y) for x, y in TRAIN]
+    spoiled[2][0][1, 0] = math.inf
+    with pytest.raises(NonFiniteError, match=r"epoch 1, batch 3"):
+        train({"detect_anomaly": True}, (spoiled, VAL))
+    assert not torch.is_anomaly_enabled()
+    seen: list[bool] = []
+    train({"detect_anomaly": True}, callbacks=[lambda event: seen.append(torch.is_anomaly_enabled())])
+    assert set(seen) == {True}
+
+
+ACCEPTED: Settings = {
+    "callbacks": [lambda event: None],
+    "inference_mode": False,
+    "use_distributed_sampler": False,
+    "sync_batchnorm": True,
+    "enable_autolog_hparams": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "reload_dataloaders_every_n_epochs": 0,
+    "limit_test_batches": 1.0,
+    "limit_predict_batches": 1.0,
+    "enable_checkpointing": False,
+    "plugins": [],
+    "benchmark": False,
+}
+
+
+@pytest.mark.row("B32")
+def test_every_argument_of_the_trainer_is_honoured_or_refused_with_the_cure():
+    from purestep.config.lightning.signature import DEFAULTS
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, value in {**DEFAULTS, **ACCEPTED}.items():
+            if name != "max_epochs":
+                from_lightning({"max_epochs": 1, name: value})
+        assert train(ACCEPTED).epochs == 2
+    for name, value in {
+        "profiler": "simple",
+        "num_sanity_val_steps": 2,
+        "plugins": ["x"],
+        "limit_test_batches": 3,
+    }.items():
+        with pytest.raises(ConfigError, match=rf"{name}=.*cure: ."):
+            from_lightning({"max_epochs": 1, name: value})
+
+
+# --- the example ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def example() -> Any:
+    return load("from_config")
+
+
+@pytest.mark.row("3.10", "3.14", "3.17", "3.18")
+@pytest.mark.slow
+def test_the_example_makes_the_same_runs_from_its_file_and_from_code(
+    example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    share = example.main(example.Config(runs=tmp_path, epochs=10, switched_epochs=12))
+    lines = capsys.readouterr().out.splitlines()
+    assert share == 1.0
+    assert "did you mean 'max_epochs'" in lines[0]
+    assert lines[-1].startswith(f"{len(example.SWITCHES)} of {len(example.SWITCHES)} runs")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_the_example_tells_two_runs_apart(example: Any):
+    base = config.read(Path(example.__file__).with_suffix(".toml")) | {"max_epochs": 2, "min_epochs": None}
+    code = {**example.IN_CODE, "epochs": 2, "min_epochs": None}
+    assert example.same(example.from_settings(base, 0), example.from_code(0, **code))
+    for change in ({"accumulate": 1}, {"precision": "32-true"}, {"clip": optim.identity()}, {"evaluate_every": 0.5}):
+        assert not example.same(example.from_settings(base, 0), example.from_code(0, **{**code, **change}))
