@@ -22,7 +22,7 @@ from purestep.stopping import EarlyStopping
 
 FIELDS = {
     *("epochs steps min_epochs min_steps max_time evaluate_every evaluate_on monitor mode early_stopping".split()),
-    *("log_every resume compile donate device deterministic tf32 detect_anomaly fast_dev_run".split()),
+    *("log_every resume compile donate device deterministic cudnn_benchmark tf32 detect_anomaly fast_dev_run".split()),
     *("overfit_batches limit_batches rollback progress".split()),
 }
 
@@ -535,7 +535,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clip_val": True}, r"gradient_clip_val=True is no number"),
     ({"gradient_clip_val": 1, "gradient_clip_algorithm": "agc"}, r"gradient_clip_algorithm='agc' is not known"),
     ({"deterministic": "loud"}, r"deterministic='loud': must be True or False or \"warn\""),
-    ({"benchmark": True}, r"benchmark=True: .*cure: torch\.backends\.cudnn\.benchmark = True"),
+    ({"benchmark": True, "deterministic": True}, r"deterministic algorithms, and cudnn_benchmark"),
     ({"profiler": "simple"}, r"profiler='simple': fit profiles nothing"),
     ({"plugins": [object()]}, r"there are no plugins"),
     ({"reload_dataloaders_every_n_epochs": 1}, r"loaders are given once"),
@@ -589,7 +589,6 @@ HONOURED: dict[str, Any] = {
     "sync_batchnorm": True,
     "enable_autolog_hparams": False,
     "num_sanity_val_steps": 0,
-    "benchmark": False,
     "enable_model_summary": False,
     "enable_checkpointing": False,
     "limit_test_batches": 1.0,
@@ -601,6 +600,14 @@ HONOURED: dict[str, Any] = {
 @pytest.mark.parametrize("name", HONOURED)
 def test_what_asks_for_nothing_else_than_what_happens_is_accepted(name: str):
     assert plan(**{name: HONOURED[name]}).fit == plan().fit
+
+
+def test_cudnns_search_is_on_off_or_as_it_was():
+    found = [plan(benchmark=value).fit.cudnn_benchmark for value in (True, "false", None)]
+    assert found == [True, False, None]
+    assert plan().fit.cudnn_benchmark is None
+    with pytest.raises(ConfigError, match=r"benchmark='fast': must be True or False"):
+        plan(benchmark="fast")
 
 
 def test_an_unknown_key_is_warned_about_with_the_nearest_name_or_refused():

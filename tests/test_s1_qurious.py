@@ -419,6 +419,45 @@ def test_a_plateau_looks_at_its_metric_and_lowers_the_rate_as_torchs_does():
         schedules.from_torch_scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau, 0.5, steps=9)
 
 
+@pytest.mark.row("1.26")
+def test_the_largest_batch_is_found_and_larger_ones_are_made_of_micro_batches():
+    program, seen = classifier(), []
+    state = program.init(device="cpu")
+    before = ps.clone(state)
+
+    def small_machine(error: Exception) -> Any:
+        def step(state: ps.TrainState, batch: Batch) -> Any:
+            seen.append(len(batch[0]))
+            if len(batch[0]) > 24:
+                raise error
+            return program.train_step(state, batch)
+
+        return step
+
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("you can't allocate memory"),
+        MemoryError(),
+    ):
+        seen.clear()
+        assert ps.find_batch_size(small_machine(error), state, vector_batch(4)) == 16
+        assert seen == [4, 4, 8, 8, 16, 16, 32]
+    assert_trees_close(state, before, exact=True)
+    assert ps.find_batch_size(program.train_step, state, vector_batch(4), most=9) == 8
+    with pytest.raises(ValueError, match="another"):
+        ps.find_batch_size(small_machine(ValueError("another")), state, vector_batch(16))
+    with pytest.raises(MemoryError):
+        ps.find_batch_size(small_machine(MemoryError()), state, vector_batch(64))
+    with pytest.raises(DataError, match=r"leading dimensions are \[3, 4\]"):
+        ps.find_batch_size(program.train_step, state, (torch.ones(3, 4), torch.zeros(4)))
+
+    whole, _ = program.train_step(state, vector_batch(32))
+    parts = classifier(microbatches=2)
+    same, _ = parts.train_step(parts.init(device="cpu"), vector_batch(32))
+    assert_trees_close(same.params, whole.params)
+    assert fit(classifier(microbatches=2, accumulate=2, precision="bf16-mixed"), batches(8, 8), epochs=1).epochs == 1
+
+
 # --- trouble ----------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import purestep as ps
 from purestep import events, metrics, optim, schedules, tree
-from purestep.errors import ConfigError, Mismatch, StepContractError
+from purestep.errors import ConfigError, Mismatch, RankError, StepContractError
 
 Batch = tuple[Tensor, Tensor]
 
@@ -361,6 +361,35 @@ def test_every_epoch_has_an_order_of_its_own_and_every_example_counts_once():
         lambda state, batch: {"seen": ps.Mean(torch.tensor(float(len(batch[0]))), torch.tensor(1 / 3))},
     )
     assert counted["seen"] == pytest.approx(10)  # nothing is padded
+
+
+@pytest.mark.row("2.8", "2.9", "2.15", "2.16", "B25")
+def test_one_process_is_understood_and_several_are_refused(monkeypatch: pytest.MonkeyPatch):
+    data = TensorDataset(*vector_batch(8))
+
+    def loader(count: int) -> DataLoader[Any]:
+        return DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=count, rank=count - 1))
+
+    program = classifier()
+    state = program.init(device="cpu")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert fit(program, (loader(1), loader(1)), epochs=1).epochs == 1
+    for where, run in (
+        ("train", lambda: fit(program, loader(2), epochs=1)),
+        ("val", lambda: fit(program, (loader(1), loader(2)), epochs=1)),
+        ("train", lambda: ps.run_epoch(state, loader(2), program.train_step)),
+        ("evaluation", lambda: ps.evaluate(state, loader(2), program.eval_step)),
+    ):
+        with pytest.raises(RankError, match=rf"{where}: its DistributedSampler is for process 1 of 2.*shuffle=True"):
+            run()
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for run in (
+        lambda: fit(program, batches(4), epochs=1),
+        lambda: ps.run_epoch(state, batches(4), program.train_step),
+    ):
+        with pytest.raises(RankError, match=r"this is one of 2 processes.*without torchrun"):
+            run()
 
 
 @pytest.mark.row("2.17", "B28")

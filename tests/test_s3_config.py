@@ -248,6 +248,18 @@ def test_clipping_is_by_norm_or_by_value_and_0_is_off(settings: Settings, clip: 
 
 
 @pytest.mark.row("3.15")
+@pytest.mark.parametrize("wanted", [True, False])
+def test_cudnns_search_is_as_wanted_during_the_run_only(wanted: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not wanted)
+    seen: list[bool] = []
+    train({"benchmark": wanted}, callbacks=[lambda event: seen.append(torch.backends.cudnn.benchmark)])
+    assert set(seen) == {wanted}
+    assert torch.backends.cudnn.benchmark is not wanted
+    with pytest.raises(ConfigError, match=r"deterministic algorithms, and cudnn_benchmark.*cure: cudnn_benchmark=None"):
+        from_lightning({"max_epochs": 1, "deterministic": True, "benchmark": True})
+
+
+@pytest.mark.row("3.15")
 def test_deterministic_algorithms_are_on_during_the_run_only():
     seen: list[bool] = []
 
@@ -345,7 +357,7 @@ ACCEPTED: Settings = {
     "limit_predict_batches": 1.0,
     "enable_checkpointing": False,
     "plugins": [],
-    "benchmark": False,
+    "benchmark": True,
 }
 
 

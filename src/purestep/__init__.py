@@ -38,6 +38,7 @@ from . import sinks as sinks
 from . import testing as testing
 from . import tree as tree
 from .bench import benchmark as benchmark
+from .bench import find_batch_size as find_batch_size
 from .compile import compile_program as compile_program
 from .compile import compile_step as compile_step
 from .config import FitConfig as FitConfig

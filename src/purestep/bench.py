@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import data, tree
-from .errors import ConfigError
+from .errors import ConfigError, DataError
 from .types import Tree
 
 
@@ -117,6 +117,84 @@ class _Contestant:
             self._state, _ = self._step(self._state, self._batch)
         _settle(device)
         return (time.perf_counter() - start) / calls
+
+
+def find_batch_size(step: Callable[..., Any], state: Tree, batch: Any, *, most: int = 2**16) -> int:
+    """The largest batch, by doubling, that a step has the memory for.
+
+    Each attempt runs the step twice on a copy of the state: the second one has what the optimizer made in the first,
+    and both states at once, as a training has. The state that is passed in stays what it is.
+
+    Args:
+        step: ``(state, batch) -> (state, metrics)``, compiled or not, not donated to.
+        state: where a training would start.
+        batch: one of any size; its rows are repeated for larger ones. Leaves that have no rows stay as they are.
+        most: rows, >= those of ``batch``, beyond which nothing is tried.
+
+    Returns:
+        Rows.
+
+    Raises:
+        DataError: leaves with different numbers of rows, or without any.
+        MemoryError: there is none even for ``batch`` (`torch.OutOfMemoryError` on CUDA), as the step raised it.
+
+    Example:
+        >>> import torch
+        >>> def step(state, batch):
+        ...     if len(batch) > 100:
+        ...         raise torch.OutOfMemoryError("out of memory")
+        ...     return state, {}
+        >>> find_batch_size(step, torch.zeros(()), torch.ones(16, 2))
+        64
+    """
+    rows = _rows(batch)
+    _attempt(step, state, batch)
+    while 2 * rows <= most:
+        try:
+            _attempt(step, state, _resized(batch, 2 * rows))
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+            break
+        rows *= 2
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _attempt(step: Callable[..., Any], state: Tree, batch: Any) -> None:
+    device = data.device_of(state)
+    new, _ = step(tree.clone(state), batch)
+    step(new, batch)
+    _settle(device)
+
+
+def _rows(batch: Any) -> int:
+    sizes = {len(leaf) for leaf in tree.leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    if len(sizes) != 1 or 0 in sizes:
+        raise DataError(
+            f"leading dimensions are {sorted(sizes)}; one number of rows is needed",
+            where="batch",
+            hint="tensors of one leading size, at least 1",
+        )
+    return sizes.pop()
+
+
+def _resized(batch: Any, rows: int) -> Any:
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        return value[torch.arange(rows, device=value.device) % len(value)]
+
+    return tree.map(leaf, batch)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # On the CPU torch raises a plain RuntimeError.
+    told = isinstance(error, RuntimeError) and (
+        "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    )
+    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def _settle(device: torch.device) -> None:

@@ -118,7 +118,7 @@ def _flag_or(value: Any, word: str) -> bool:
         raise ValueError(f"{error} or {word}") from None
 
 
-def _tf32(value: Any) -> bool | None:
+def _choice(value: Any) -> bool | None:
     return None if values.literal(value) is None else _flag_or(value, "None")
 
 
@@ -162,7 +162,7 @@ Compile = Annotated[Literal["auto"] | bool | dict[str, Any], PlainValidator(_com
 Donate = Annotated[bool | Literal["init"], PlainValidator(_donate)]
 Device = Annotated[str | None, PlainValidator(_device)]
 Deterministic = Annotated[bool | Literal["warn"], PlainValidator(_deterministic)]
-Tf32 = Annotated[bool | None, PlainValidator(_tf32)]
+Choice = Annotated[bool | None, PlainValidator(_choice)]
 Flag = Annotated[bool, PlainValidator(values.flag)]
 DevRun = Annotated[int, PlainValidator(_fast_dev_run)]
 Overfit = Annotated[int | float, PlainValidator(_overfit_batches)]

@@ -84,7 +84,11 @@ class FitConfig(BaseModel):
     deterministic: fields.Deterministic = False
     """Deterministic algorithms only, during the run: True: what has none is an error; ``"warn"``: a warning."""
 
-    tf32: fields.Tf32 = None
+    cudnn_benchmark: fields.Choice = None
+    """Whether cuDNN may time its algorithms for each shape of input and take the fastest, during the run. None: as the
+    process is set."""
+
+    tf32: fields.Choice = None
     """Whether float32 matrix products and convolutions on CUDA may use TensorFloat-32, during the run. None: as the
     process is set."""
 
@@ -138,6 +142,11 @@ class FitConfig(BaseModel):
             raise ConfigError(
                 "overfit_batches already says which batches are used; limit_batches contradicts it",
                 hint="limit_batches=None",
+            )
+        if self.deterministic and self.cudnn_benchmark:
+            raise ConfigError(
+                "deterministic algorithms, and cudnn_benchmark, which chooses them by the clock",
+                hint="cudnn_benchmark=None",
             )
         if self.detect_anomaly and self.compile not in ("auto", False):
             raise ConfigError("anomalies are detected in eager mode only", hint='compile=False, or compile="auto"')

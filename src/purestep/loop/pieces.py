@@ -12,6 +12,7 @@ from .. import data, tree
 from ..errors import StepContractError
 from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
 from . import meter as meter_
+from .alone import check_alone
 from .meter import Meter
 from .record import Record
 
@@ -36,6 +37,7 @@ def run_epoch(
 
     Raises:
         DataError: an empty loader.
+        RankError: more than one process.
 
     Example:
         >>> import torch, purestep as ps
@@ -44,6 +46,7 @@ def run_epoch(
         >>> state.item(), float(metrics["loss"])
         (4.0, 2.0)
     """
+    check_alone(loader, where="train")
     feed = data.open_feed(loader, name="train", seed=seed)
     meter, total = Meter(), {}
     try:
@@ -83,6 +86,7 @@ def evaluate(
         >>> evaluate(torch.tensor(2.0), [torch.ones(3), torch.zeros(1)], step)
         {'loss': 1.5}
     """
+    check_alone(loader, where=name)
     feed = data.open_feed(loader, name=name)
     try:
         return scores(state, data.prefetch(feed.epoch(0), data.device_of(state)), eval_step, watch=watch)

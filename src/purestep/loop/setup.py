@@ -17,6 +17,7 @@ from ..config import FitConfig
 from ..errors import ConfigError, DataError, StateError
 from ..snapshot import Snapshots
 from ..types import Empty, Program, TrainState, Tree
+from .alone import check_alone
 
 log = logging.getLogger("purestep")
 
@@ -55,8 +56,12 @@ def open_feeds(loaders: Any, config: FitConfig, program: Program, seed: int) -> 
     Raises:
         ConfigError: no "train" loader, or settings that name a loader that does not exist.
         DataError: a loader that is none, or empty.
+        RankError: more than one process.
     """
     named = _named_loaders(loaders)
+    check_alone(where="fit")
+    for name, loader in named.items():
+        check_alone(loader, where=name)
     for field in ("limit_batches", "evaluate_every"):
         value = getattr(config, field)
         for name in value if isinstance(value, Mapping) else ():
@@ -222,6 +227,8 @@ def surroundings(config: FitConfig, device: torch.device) -> Generator[None]:
         stack.enter_context(rng.scoped(0, device))
         if config.deterministic:
             stack.enter_context(_deterministic(warn_only=config.deterministic == "warn"))
+        if config.cudnn_benchmark is not None:
+            stack.enter_context(_cudnn_benchmark(config.cudnn_benchmark))
         if config.tf32 is not None:
             stack.enter_context(_tf32(config.tf32))
         if config.detect_anomaly:
@@ -232,14 +239,22 @@ def surroundings(config: FitConfig, device: torch.device) -> Generator[None]:
 @contextmanager
 def _deterministic(*, warn_only: bool) -> Generator[None]:
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    torch.backends.cudnn.benchmark = False
+    try:
+        with _cudnn_benchmark(False):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+@contextmanager
+def _cudnn_benchmark(wanted: bool) -> Generator[None]:
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = wanted
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned)
-        torch.backends.cudnn.benchmark = benchmark
+        torch.backends.cudnn.benchmark = before
 
 
 @contextmanager

@@ -26,6 +26,7 @@ def read_fit(args: Mapping[str, Any]) -> FitConfig:
         **_limits(args, dev_run),
         "log_every": 50 if args["log_every_n_steps"] is None else _least("log_every_n_steps", args),
         "deterministic": args["deterministic"] or False,
+        "cudnn_benchmark": args["benchmark"],
         "detect_anomaly": args["detect_anomaly"],
         "fast_dev_run": dev_run,
         "overfit_batches": overfit,

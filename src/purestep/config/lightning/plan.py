@@ -84,7 +84,7 @@ def from_lightning(settings: object, *, strict: bool = False) -> Plan:
 
 # Those of the second row change nothing here: one process, evaluation without gradients, no record of hyperparameters.
 _FLAGS = (
-    *("enable_checkpointing", "enable_progress_bar", "detect_anomaly", "barebones"),
+    *("enable_checkpointing", "enable_progress_bar", "detect_anomaly", "barebones", "benchmark"),
     *("inference_mode", "use_distributed_sampler", "sync_batchnorm", "enable_autolog_hparams"),
 )
 _TEXT = ("precision", "devices", "default_root_dir", "model_registry")
@@ -102,11 +102,6 @@ def _only(*accepted: Any) -> Callable[[Any], bool]:
 
 
 _REFUSED = {
-    "benchmark": _Refusal(
-        _only(False),
-        "the search for cuDNN algorithms is a setting of the process",
-        "torch.backends.cudnn.benchmark = True, before fit",
-    ),
     "enable_model_summary": _Refusal(_only(False), "fit prints no summary of the model", "print(state)"),
     "limit_predict_batches": _Refusal(
         _only(1.0), "fit does not predict", "program.bind(state) over itertools.islice(loader, 10)"
