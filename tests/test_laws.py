@@ -47,6 +47,7 @@ class Case(NamedTuple):
     program: Callable[[], Program]
     batch: Callable[[int], Any] = lambda seed: vector_batch(8, seed)  # seed -> batch
     exact: bool = True  # packed as well: no sum over all parameters is part of the state
+    on_the_tree: bool = False  # donated in the form that transforms which cannot be packed take, too
 
 
 def mlp(tx: Transform, **options: Any) -> Program:
@@ -103,9 +104,9 @@ CASES: dict[str, Case] = {
     **{name: Case(partial(lambda make: mlp(make()), make)) for name, make in OPTIMIZERS.items()},
     "norm clip": Case(lambda: mlp(optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1))), exact=False),
     "agc": Case(lambda: mlp(optim.chain(optim.adaptive_grad_clip(0.1), optim.sgd(0.1)))),
-    "ema": Case(lambda: mlp(optim.sgd(0.1), ema=ema.average(0.99, warmup=True))),
+    "ema": Case(lambda: mlp(optim.adam(0.1), ema=ema.average(0.99, warmup=True)), on_the_tree=True),
     "ema of buffers": Case(lambda: convnet(ema=ema.average(0.9, buffers="average")), images),
-    "accumulate": Case(lambda: mlp(optim.adam(1e-2), accumulate=3, ema=0.9)),
+    "accumulate": Case(lambda: mlp(optim.adam(1e-2), accumulate=3, ema=0.9), on_the_tree=True),
     "microbatches": Case(lambda: mlp(optim.adam(1e-2), microbatches=2)),
     "scaler": Case(lambda: mlp(optim.adam(1e-2), precision="16-mixed")),
     "scaler accumulate": Case(lambda: mlp(optim.adam(1e-2), precision="16-mixed", accumulate=2)),
@@ -114,7 +115,7 @@ CASES: dict[str, Case] = {
     "64-true": Case(lambda: mlp(optim.adam(1e-2), precision="64-true"), doubles),
     "skip": Case(lambda: mlp(optim.sgd(0.1), nonfinite="skip")),
     "frozen": Case(frozen),
-    "batch norm and dropout": Case(convnet, images),
+    "batch norm and dropout": Case(convnet, images, on_the_tree=True),
     "keep_eval": Case(lambda: convnet(keep_eval=("1",)), images),
 }
 TABLE = pytest.mark.parametrize("name", CASES)
@@ -281,16 +282,15 @@ def forms_agree(case: Case, program: Program, batches: list[Any], steps: dict[st
         assert step.graphs == graphs, f"{form}: {step.graphs} graphs"
 
 
-def forms(program: Program) -> dict[str, Any]:
-    def on_the_tree(state: Any, batch: Any) -> Any:
+def forms(program: Program, *, on_the_tree: bool = True) -> dict[str, Any]:
+    """The compiled forms; a transform that is not elementwise stays on the tree in any of them."""
+    found = {"compiled": compiled(program.train_step), "packed": compiled(program.train_step, donate=True)}
+
+    def not_packed(state: Any, batch: Any) -> Any:
         return program.train_step(state, batch)
 
-    on_the_tree.static = program.static._replace(labels=None)  # type: ignore[attr-defined]
-    return {
-        "compiled": compiled(program.train_step),
-        "donated": compiled(on_the_tree, donate=True),
-        "packed": compiled(program.train_step, donate=True),
-    }
+    not_packed.static = program.static._replace(labels=None)  # type: ignore[attr-defined]
+    return {**found, "donated": compiled(not_packed, donate=True)} if on_the_tree else found
 
 
 @pytest.mark.compile
@@ -298,7 +298,7 @@ def forms(program: Program) -> dict[str, Any]:
 def test_eager_compiled_donated_and_packed_steps_agree(name: str) -> None:
     case = CASES[name]
     program = case.program()
-    steps = forms(program)
+    steps = forms(program, on_the_tree=case.on_the_tree)
 
     @settings(few, max_examples=2)
     @given(seed=seeds, count=st.integers(4, 6))
@@ -372,8 +372,7 @@ def test_one_graph_serves_a_whole_warm_up_and_cosine(donate: bool) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("capture", ["trace", "dynamo"])
+@pytest.mark.parametrize(("capture", "donate"), [("trace", False), ("trace", True), ("dynamo", True)])
 def test_a_changed_hyperparameter_makes_no_new_graph(capture: str, donate: bool) -> None:
     program = mlp(optim.inject(optim.sgd)(learning_rate=0.1, momentum=0.9))
     step = compiled(program.train_step, donate=donate, capture=capture)
@@ -415,10 +414,9 @@ def test_accumulation_takes_two_graphs_and_a_ragged_batch_one_more(donate: bool)
 
 @pytest.mark.compile
 @pytest.mark.slow
-@pytest.mark.parametrize("donate", [False, True])
-def test_batches_of_any_size_take_three_graphs(donate: bool) -> None:
+def test_batches_of_any_size_take_three_graphs() -> None:
     program = mlp(optim.sgd(0.1))
-    step = compiled(program.train_step, donate=donate)
+    step = compiled(program.train_step)
     sizes = [8, 8, 5, 8, 5, 3, 7, 2, 16, 12, 30]
     batches = [vector_batch(rows, number) for number, rows in enumerate(sizes)]
     with count_graphs() as by_dynamo:
@@ -487,11 +485,18 @@ def test_compiled_and_donated_micro_batches_of_random_sizes_equal_the_whole_batc
 
     @settings(few, max_examples=20)
     @given(sizes=st.lists(st.integers(1, 9), min_size=3, max_size=3), seed=seeds)
-    def law(sizes: list[int], seed: int) -> None:
-        micro_batches_add_up(found, sizes, seed, ["compiled", "donated"])
+    def any_size(sizes: list[int], seed: int) -> None:
+        micro_batches_add_up(found, sizes, seed, ["donated"])
 
-    law()
-    assert [found.steps[form].graphs for form in ("compiled", "donated")] == [6, 6]  # three to add, three to close
+    @few
+    @given(sizes=st.lists(st.sampled_from([3, 5]), min_size=3, max_size=3), seed=seeds)
+    def two_sizes(sizes: list[int], seed: int) -> None:
+        micro_batches_add_up(found, sizes, seed, ["compiled"])
+
+    any_size()
+    two_sizes()
+    # Three to add and three to close a window; of the pure step two of each, since the third is Dynamo's and slow.
+    assert [found.steps[form].graphs for form in ("donated", "compiled")] == [6, 4]
 
 
 @few

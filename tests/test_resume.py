@@ -296,9 +296,8 @@ def test_augmentation_in_workers_is_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("donate", [True, False])
-def test_a_compiled_run_is_resumed(donate: bool, tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"compile": {"backend": "aot_eager"}, "donate": donate}
+def test_a_compiled_run_is_resumed(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"compile": {"backend": "aot_eager"}}
     expected = run(None, **fields)
     for after in (4, 7):
         interrupted(tmp_path, after, **fields)
