@@ -111,7 +111,7 @@ def picture(images: Tensor, rows: list[dict[str, float]], path: Path) -> None:
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     axes = figure.subplots(1, 3)
     tiles = pad(images[:80].view(8, 10, 8, 8), (1, 1, 1, 1)).transpose(1, 2).reshape(80, 100)
-    axes[0].imshow(tiles.cpu(), cmap="gray_r")
+    axes[0].imshow(tiles.cpu().numpy(), cmap="gray_r")
     for axis, names in zip(axes[1:], (("generator_loss", "critic_loss"), ("recognised",)), strict=True):
         axis.plot([row["epoch"] for row in rows], [[row[name] for name in names] for row in rows], label=names)
         axis.legend()

@@ -339,6 +339,38 @@ def test_a_mapping_becomes_keyword_arguments_and_what_is_no_loss_is_an_error():
         )
 
 
+class TinyForCausalLM(nn.Module):
+    """As Hugging Face's: its own loss, labels shifted, -100 left out, padding masked by the caller's mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 11)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Any:
+        logits = self.table(input_ids)
+        loss = nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 11), labels[:, 1:].reshape(-1))
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+@pytest.mark.row("1.25")
+def test_tokens_and_padding_are_the_callers_and_what_he_pads_does_not_count():
+    texts = [torch.tensor([1, 2, 3, 4, 5]), torch.tensor([6, 7])]
+    padded = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=10)
+    labels = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-100)
+    batch = {"input_ids": padded, "labels": labels, "attention_mask": (labels != -100).long()}
+    torch.manual_seed(0)
+    program = ps.program(TinyForCausalLM(), ps.hf_loss(), optim.sgd(0.1))
+    state = program.init(device="cpu")
+    together = ps.evaluate(state, [batch], program.eval_step)["loss"]
+    alone = [
+        {"input_ids": text[None], "labels": text[None], "attention_mask": torch.ones(1, len(text))} for text in texts
+    ]
+    assert ps.evaluate(state, alone, program.eval_step)["loss"] == pytest.approx(together)
+    new, told = program.train_step(state, batch)
+    assert float(told["loss"].weight) == 5  # four tokens of the one text and one of the other have one before them
+    assert torch.equal(new.params["table.weight"][10], state.params["table.weight"][10])
+
+
 # --- configuration ----------------------------------------------------------------------------------------------------
 
 

@@ -205,6 +205,38 @@ def test_two_models_have_their_own_counters_schedules_batches_and_buffers(gan: A
         assert int(young.buffers[name]) == per_update * int(young.updates)
 
 
+@pytest.mark.slow
+@pytest.mark.row("2.6", "2.9", "2.12", "2.20")
+def test_the_example_trains_both_and_goes_on_where_it_was(gan: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    small = {"epochs": 3, "width": 16, "batch_size": 128, "judge_epochs": 1}
+    whole = gan.main(gan.Config(runs=tmp_path / "whole", **small))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        "15 updates of the generator, 30 of the critic",
+        f"{100 * whole:.0f} % of the drawings recognised with a confidence above 0.9",
+    ]
+    epochs = [line for line in lines if line.startswith("epoch ") and "critic_loss" in line]
+    assert len(epochs) == 3
+    assert (tmp_path / "whole" / "curves.png").stat().st_size > 1000
+
+    run_epoch, calls = gan.ps.run_epoch, []
+
+    def fails_in_the_second(*args: Any, **options: Any) -> Any:
+        calls.append(options["epoch"])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return run_epoch(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gan.ps, "run_epoch", fails_in_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            gan.main(gan.Config(runs=tmp_path / "parts", **small))
+    capsys.readouterr()
+    assert gan.main(gan.Config(runs=tmp_path / "parts", **small)) == whole
+    again = [line for line in capsys.readouterr().out.splitlines() if "critic_loss" in line]
+    assert again == epochs[1:]
+
+
 @pytest.mark.row("B27")
 def test_no_gradient_and_no_buffer_crosses_from_one_network_to_the_other():
     frozen = ps.program(tiny_convnet(dropout=0.0), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1))
