@@ -226,7 +226,6 @@ def test_a_checkpointed_step_is_traced_as_well():
     assert_trees_close(traced, after_two_steps(make, checkpoint=False), atol=1e-6, rtol=0)
 
 
-@pytest.mark.xfail(strict=True, reason="a trace does not yet record the generator's state that checkpointing restores")
 def test_a_checkpointed_step_is_traced_with_the_masks_it_drew():
     traced = after_two_steps(llama, checkpoint=True, graph=True)
     assert_trees_close(traced, after_two_steps(llama, checkpoint=False), atol=1e-6, rtol=0)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 _MASK = (1 << 64) - 1
 
@@ -115,6 +117,35 @@ def scoped(seed: int, device: torch.device | None = None) -> Generator[None]:
     finally:
         for found, state in zip(generators, states, strict=True):
             found.set_state(state)
+
+
+def replaying() -> AbstractContextManager[Any]:
+    """While a graph is captured: a draw from a position that was drawn from before gives what it gave then.
+
+    Activation checkpointing runs code twice on one mask by putting the generator back. A graph records draws, not
+    generators, so the second run would draw anew. The seed of the generator serves as the position here; checkpointing
+    saves and restores it as it would in eager.
+    """
+    return _Replaying()
+
+
+class _Replaying(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        position = torch.default_generator.initial_seed()
+        torch.default_generator.manual_seed(position + 1)
+        if position in self._drawn:
+            kept = self._drawn[position]
+            # A draw that fills a tensor has to fill this one too.
+            return args[0].copy_(kept) if func._schema.is_mutable else tree_map(torch.clone, kept)
+        drawn = func(*args, **(kwargs or {}))
+        self._drawn[position] = tree_map(torch.clone, drawn)
+        return drawn
 
 
 def states() -> list[Tensor]:

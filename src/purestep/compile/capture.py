@@ -48,16 +48,24 @@ def trace(
         DataDependent: the Python branches on the value of a tensor.
     """
     with rng.capturing(), torch.no_grad():
-        graph = _scalars_apart(_traced(function, inputs))
+        graph = _scalars_apart(_views_allowed(_traced(function, inputs)))
     return _lowered(graph, inputs, backend, options), _draws(graph)
+
+
+_FIRST = 1 << 40  # the seed a capture starts from: positions must not run into seeds that a step sets itself
 
 
 def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    def replaying(*tensors: Tensor) -> Any:
+        with rng.replaying():
+            return function(*tensors)
+
     try:
         # Constants that a step closes over (class weights, tables) are real tensors beside fake ones.
-        return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        with rng.scoped(_FIRST):
+            return make_fx(replaying, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     except PurestepError:
         raise
     except _data_dependent() as error:
@@ -66,6 +74,14 @@ def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
             where=_user_line(error),
             hint="torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing",
         ) from error
+
+
+def _views_allowed(graph: GraphModule) -> GraphModule:
+    """Views as reshapes: an operation before one may come out in another layout when it is compiled."""
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+    return graph
 
 
 def _scalars_apart(graph: GraphModule) -> GraphModule:
