@@ -133,6 +133,22 @@ def test_masked_reconstruction_stops_early(tmp_path: Path):
     assert summary["epochs"] < 8  # weights that do not move: from the fourth epoch on, none may be bad
 
 
+@pytest.mark.row("1.12", "1.19", "1.22", "1.23", "1.25")
+@pytest.mark.parametrize("by_epoch", [False, True], ids=["schedule by batch", "by epoch"])
+def test_finetune_hf_beats_the_frequency_of_words(by_epoch: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    small = {"width": 32, "layers": 1, "vocabulary": 200, "every": 6, "epochs": 2, "learning_rate": 1e-2}
+    fields = {"classifier_epochs": 2, "scheduler_step_per_epoch": by_epoch, **small}
+    share, right = run("finetune_hf", tmp_path, **fields)
+    assert share < 0.95
+    assert 0 < right < 1
+    nats, entropy = last_line(capsys)
+    assert nats / entropy == pytest.approx(share, abs=0.01)
+    assert (tmp_path / "finetune_hf" / "curves.png").stat().st_size > 1000
+    rates = [row["lr"] for row in rows(tmp_path / "finetune_hf" / "language")]
+    assert (rates[1] == pytest.approx(rates[0] / 2)) == by_epoch
+    assert run("finetune_hf", tmp_path, **fields) == (share, right)  # nothing is left to do
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_is_one_short_file_that_says_how_to_run_it(path: Path):
     text = path.read_text(encoding="utf-8")
