@@ -551,6 +551,7 @@ def test_the_log_says_how_fast_it_goes_and_how_much_of_it_is_waiting(monkeypatch
 # --- B53 --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.compile
 @pytest.mark.row("B53")
 def test_a_callback_changes_the_training_only_by_what_it_returns():
     def meddle(event: Any) -> None:
@@ -560,6 +561,10 @@ def test_a_callback_changes_the_training_only_by_what_it_returns():
             with pytest.raises(AttributeError):
                 event.state.params = {}
             event.state._replace(params={name: value + 1 for name, value in event.state.params.items()})
+
+    def in_place(event: Any) -> None:
+        if isinstance(event, events.StepEnd):
+            event.state.params["0.bias"].zero_()
 
     def halve(event: Any) -> Any:
         if isinstance(event, events.EpochEnd):
@@ -571,5 +576,8 @@ def test_a_callback_changes_the_training_only_by_what_it_returns():
     assert_trees_close(fit(classifier(), data, epochs=1, callbacks=[meddle]).state, plain.state, exact=True)
     halved = fit(classifier(), data, epochs=1, callbacks=[halve]).state.params
     assert_trees_close(halved, {name: value / 2 for name, value in plain.state.params.items()}, exact=True)
+    for compile in (False, {"backend": "aot_eager"}):
+        with pytest.raises(StateError, match=r"params/0\.bias: a callback wrote into the state .*return a new one"):
+            fit(classifier(), data, epochs=1, callbacks=[in_place], compile=compile)
     with pytest.raises(StateError, match="a callback returned a dict that is no state of this run"):
         fit(classifier(), data, epochs=1, callbacks=[lambda event: {"loss": 1.0}])

@@ -6,7 +6,10 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .. import events
+from torch import Tensor
+
+from .. import events, tree
+from ..errors import StateError
 
 _log = logging.getLogger("purestep")
 
@@ -35,10 +38,16 @@ class Audience:
         return self.ask(event)
 
     def ask(self, event: events.Event) -> Iterator[Any]:
-        """Tell the callbacks alone; each one sees what the answer of the one before led to only in later events."""
+        """Tell the callbacks alone; each one sees what the answer of the one before led to only in later events.
+
+        Raises:
+            StateError: a callback wrote into the state that it was shown.
+        """
         for callback in self._callbacks:
+            before = _versions(event)
             try:
                 answer = callback(event)
+                _check_untouched(before, _versions(event))
             except Exception as error:
                 error.add_note(f"in callback {_name(callback)} at {type(event).__name__}")
                 raise
@@ -59,6 +68,23 @@ class Audience:
             if event.error is None:
                 raise
             _log.warning("a callback failed at FitEnd: %s: %s (%s)", type(error).__name__, error, error.__notes__[-1])
+
+
+def _versions(event: Any) -> dict[str, int]:
+    """How often each leaf of the event's state was written in place."""
+    leaves = tree.with_paths(getattr(event, "state", ()))
+    counted = (pair for pair in leaves if isinstance(pair[1], Tensor) and not pair[1].is_inference())
+    return {path: leaf._version for path, leaf in counted}  # pyright: ignore[reportPrivateUsage]  # torch has no other
+
+
+def _check_untouched(before: dict[str, int], after: dict[str, int]) -> None:
+    written = next((path for path, version in before.items() if after.get(path, version) != version), None)
+    if written is not None:
+        raise StateError(
+            "a callback wrote into the state that it was shown",
+            where=written,
+            hint="return a new one: event.state._replace(params={...})",
+        )
 
 
 def _name(callback: Any) -> str:
