@@ -47,7 +47,7 @@ class Audience:
             before = _versions(event)
             try:
                 answer = callback(event)
-                _check_untouched(before, _versions(event))
+                _check_untouched(before, event)
             except Exception as error:
                 error.add_note(f"in callback {_name(callback)} at {type(event).__name__}")
                 raise
@@ -70,19 +70,24 @@ class Audience:
             _log.warning("a callback failed at FitEnd: %s: %s (%s)", type(error).__name__, error, error.__notes__[-1])
 
 
-def _versions(event: Any) -> dict[str, int]:
+def _versions(event: Any) -> list[int]:
     """How often each leaf of the event's state was written in place."""
-    leaves = tree.with_paths(getattr(event, "state", ()))
-    counted = (pair for pair in leaves if isinstance(pair[1], Tensor) and not pair[1].is_inference())
-    return {path: leaf._version for path, leaf in counted}  # pyright: ignore[reportPrivateUsage]  # torch has no other
+    return [_version(leaf) for leaf in tree.leaves(getattr(event, "state", ()))]
 
 
-def _check_untouched(before: dict[str, int], after: dict[str, int]) -> None:
-    written = next((path for path, version in before.items() if after.get(path, version) != version), None)
-    if written is not None:
+def _version(leaf: Any) -> int:
+    if not isinstance(leaf, Tensor) or leaf.is_inference():
+        return 0
+    return leaf._version  # pyright: ignore[reportPrivateUsage]  # torch has no other
+
+
+def _check_untouched(before: list[int], event: Any) -> None:
+    after = _versions(event)
+    if after != before:
+        paths = zip(tree.paths(event.state), before, after, strict=True)
         raise StateError(
             "a callback wrote into the state that it was shown",
-            where=written,
+            where=next(path for path, old, new in paths if old != new),
             hint="return a new one: event.state._replace(params={...})",
         )
 
