@@ -28,9 +28,9 @@ DTYPES = {
 
 
 def program(net: nn.Module, name: Any, objective: Any = None, **kwargs: Any) -> ps.Program:
-    return ps.program(
-        net, objective or ps.supervised(nn.CrossEntropyLoss()), optim.adamw(0.01), precision=name, **kwargs
-    )
+    # In float16 the default eps of 1e-8 is 0, and a step of anything over 0 is refused.
+    tx = optim.adamw(0.01, eps=1e-3 if name == "16-true" else 1e-8)
+    return ps.program(net, objective or ps.supervised(nn.CrossEntropyLoss()), tx, precision=name, **kwargs)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -71,6 +71,14 @@ class TestOnTheCpu:
         assert int(new.updates) == 1
         assert not torch.equal(new.params["6.weight"], state.params["6.weight"])
         assert {part.dtype for mean in metrics.values() for part in mean} == {torch.float32}
+
+    def test_a_step_over_an_eps_that_float16_does_not_have_is_refused(self, name: str):
+        tx = optim.adamw(0.01, eps=1e-8)
+        chosen = ps.program(tiny_convnet(), ps.supervised(nn.CrossEntropyLoss()), tx, precision=name)
+        state = chosen.init(device="cpu")
+        new, _ = chosen.train_step(state, image_batch())
+        assert int(new.updates) == (0 if name == "16-true" else 1)
+        assert all(bool(torch.isfinite(p).all()) for p in new.params.values())
 
     def test_only_one_brings_a_loss_scaler(self, name: str):
         state = program(tiny_mlp(), name).init(device="cpu")
