@@ -162,6 +162,7 @@ if __name__ == "__main__":
     for name, default in vars(Config()).items():
         of_type = {"type": str if default is None else type(default), "default": default}
         parser.add_argument(f"--{name.replace('_', '-')}", **{"action": "store_true"} if default is False else of_type)
+    torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
     try:
         main(Config(**vars(parser.parse_args())))
     except KeyboardInterrupt:

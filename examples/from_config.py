@@ -146,4 +146,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     for name, default in vars(Config()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
     main(Config(**vars(parser.parse_args())))

@@ -146,4 +146,5 @@ if __name__ == "__main__":
     for name, default in vars(Config()).items():
         of_type = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
         parser.add_argument(f"--{name.replace('_', '-')}", **of_type)
+    torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
     main(Config(**vars(parser.parse_args())))
