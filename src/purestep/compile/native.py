@@ -52,6 +52,7 @@ def compiled(
     Raises:
         NotFunctional: the function writes in place what cannot be written at its end.
     """
+    from torch._inductor import config
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -65,8 +66,10 @@ def compiled(
         if not _is_functional(graph):
             raise NotFunctional
         graph = finish(graph)
-        run = _lowered(graph, fakes, mode)
-    return run, graph
+        alone = _work(graph) < _ALONE
+        with config.patch({"cpp.threads": 1} if alone and "cpp.threads" not in (options or {}) else {}):
+            run = _lowered(graph, fakes, mode)
+    return (_on_one_thread(run) if alone and not _uses_onednn(graph) else run), graph
 
 
 def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
@@ -154,3 +157,49 @@ def _collected_later() -> Generator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+_ALONE = 6e7
+"""Operations below which a step is faster on one thread: waking another takes longer than half of the work."""
+
+
+def _work(graph: GraphModule) -> float:
+    """Operations of one call, about: of matrix products and convolutions, and four for every other number made."""
+    from torch.fx.node import map_arg
+    from torch.utils.flop_counter import flop_registry
+
+    total = 0.0
+    for node in graph.graph.nodes:
+        made = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(made, Tensor):
+            continue
+        count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        if count is None:
+            total += 4 * made.numel()
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+            total += count(*args, **kwargs, out_val=made)
+    return total
+
+
+def _uses_onednn(graph: GraphModule) -> bool:
+    """Whether products go through oneDNN, whose cache of kernels is emptied when the number of threads changes."""
+    made = [node.meta.get("val") for node in graph.graph.nodes]
+    half = any(isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) for value in made)
+    return half or any("convolution" in str(node.target) for node in graph.graph.nodes)
+
+
+def _on_one_thread(run: Compiled) -> Compiled:
+    def call(tensors: list[Tensor]) -> Any:
+        threads = torch.get_num_threads()
+        if threads == 1:
+            return run(tensors)
+        torch.set_num_threads(1)
+        try:
+            return run(tensors)
+        finally:
+            torch.set_num_threads(threads)
+
+    return call
