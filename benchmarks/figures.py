@@ -51,7 +51,7 @@ def _times(job: str, other: str | Sequence[str], row: str = ours.DONATED) -> Cal
     def of(jobs: Jobs) -> Spread:
         names = [other] if isinstance(other, str) else [name for name in other if _has(jobs, job, name)]
         if not names:
-            raise Missing(f"{job}: {other}")
+            raise Missing(f"{job}: by hand")
         best = min((values(jobs, job, name) for name in names), key=lambda found: measure.spread(found).median)
         return measure.ratio(best, values(jobs, job, row))
 
@@ -176,7 +176,7 @@ def _read(figure: Figure, jobs: Jobs) -> Reading:
     try:
         found = figure.of(jobs)
     except Missing as error:
-        return Reading(figure.name, aim, "-", "-", f"not measured ({error})")
+        return Reading(figure.name, aim, "-", "-", f"not measured: {error}")
     met = found.median >= figure.aim if figure.better == "more" else found.median <= figure.aim
     around = f"{_text(found.low, figure.unit)} to {_text(found.high, figure.unit)}"
     return Reading(figure.name, aim, _text(found.median, figure.unit), around, "met" if met else "missed")

@@ -16,7 +16,6 @@ from .alone import ROOT
 
 PACKAGES = (
     "torch",
-    "purestep",
     "optree",
     "orbax-checkpoint",
     "numpy",

@@ -65,7 +65,7 @@ class Plan(NamedTuple):
     seconds: float = 60.0  # in all, about
     calls: int = 10  # of a turn, at most; at least 2
     rounds: int = 60  # at most
-    least: int = 5  # rounds, at least
+    least: int = 5  # rounds, at least, where `rounds` allows
     lead: int = 1  # calls at the start of a turn that are not timed: caches and threads are another's
     pause: float = 0.0  # s before each turn
 
@@ -79,7 +79,7 @@ def interleave(runners: Sequence[Runner], plan: Plan) -> dict[str, list[float]]:
     slowest = max(first)
     calls = max(2, min(plan.calls, int(plan.seconds / plan.least / max(sum(first), 1e-9)), int(2.0 / slowest)))
     cost = sum(first) * (calls + plan.lead) + plan.pause * len(runners)
-    rounds = max(plan.least, min(plan.rounds, int(plan.seconds / max(cost, 1e-9))))
+    rounds = min(plan.rounds, max(plan.least, int(plan.seconds / max(cost, 1e-9))))
     spent: dict[str, list[float]] = {runner.name: [] for runner in runners}
     for number in range(-1, rounds):
         start = number % len(runners)

@@ -57,6 +57,18 @@ class Block(nn.Module):
         return x_BTD + self.down(functional.gelu(self.up(self.norm2(x_BTD)), approximate="tanh"))
 
 
+class Vectors(nn.Module):
+    """Many small parameters and next to no arithmetic; [B, count * size] -> [B, 2]."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList(torch.randn(size) / size for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logit = x @ torch.cat(list(self.vectors))
+        return torch.stack([logit, -logit], dim=1)
+
+
 class GPTSize(NamedTuple):
     vocabulary: int
     context: int

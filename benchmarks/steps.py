@@ -31,21 +31,27 @@ def table(
         seconds: to measure for; None: the work's.
         rounds: at most.
     """
+    return measured(works.WORKS[work], device, only, seconds=seconds, rounds=rounds)
+
+
+def measured(
+    work: Work, device: str, only: list[str] | None = None, *, seconds: float | None = None, rounds: int = 60
+) -> dict[str, Any]:
+    """`table` of a work that has no name."""
     _hush()
-    chosen, place = works.WORKS[work], torch.device(device)
-    entered, rows = enter(chosen, place, only)
+    place = torch.device(device)
+    entered, absent = enter(work, place, only)
     pause = measure.PAUSE if place.type == "cpu" and torch.get_num_threads() > 1 else 0.0
-    plan = measure.Plan(seconds=chosen.seconds if seconds is None else seconds, rounds=rounds, pause=pause)
+    plan = measure.Plan(seconds=work.seconds if seconds is None else seconds, rounds=rounds, pause=pause)
     spent = measure.interleave(entered, plan)
     for contestant in entered:
         contestant.close()
     return {
-        "work": work,
-        "title": chosen.about,
+        "title": work.about,
         "threads": torch.get_num_threads() if place.type == "cpu" else None,
-        "tokens": chosen.tokens,
+        "tokens": work.tokens,
         "rows": [{"name": name, "unit": "s", "values": values} for name, values in spent.items()],
-        "absent": rows,
+        "absent": absent,
     }
 
 

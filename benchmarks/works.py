@@ -70,7 +70,9 @@ def decays(parameter: Tensor) -> bool:
     return parameter.dim() >= 2
 
 
-def _vectors(rows: int, features: int, classes: int) -> Callable[[torch.Generator], Batch]:
+def vectors(rows: int, features: int, classes: int) -> Callable[[torch.Generator], Batch]:
+    """Batches of random vectors and classes."""
+
     def batch(generator: torch.Generator) -> Batch:
         inputs = torch.randn(rows, features, generator=generator)
         return inputs, torch.randint(classes, (rows,), generator=generator)
@@ -104,7 +106,7 @@ def _works() -> dict[str, Work]:
             "mlp",
             "64-128-128-10, 6 tensors, batch 64",
             lambda: models.mlp([64, 128, 128, 10]),
-            _vectors(64, 64, 10),
+            vectors(64, 64, 10),
             seconds=40,
             recipe=fast,
         ),
@@ -112,7 +114,7 @@ def _works() -> dict[str, Work]:
             "toy32",
             "32 layers of 16 units, 64 tensors, batch 16",
             lambda: models.mlp([16] * 32 + [10]),
-            _vectors(16, 16, 10),
+            vectors(16, 16, 10),
             seconds=40,
             recipe=fast,
         ),

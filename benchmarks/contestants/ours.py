@@ -77,7 +77,8 @@ def _donated(work: Work, device: torch.device) -> Contestant:
     return stepping(DONATED, work, device, made, ps.compile_step(made.train_step, donate=True))
 
 
-def _fit(work: Work, device: torch.device) -> Contestant:
+def fitted(name: str, work: Work, device: torch.device, **options: Any) -> Gated:
+    """`fit`, held at the end of each step by a callback; ``options`` are fit's."""
     made = program(work, device)
     assert made.init is not None
     state = made.init(seed=0, device=device)
@@ -89,16 +90,21 @@ def _fit(work: Work, device: torch.device) -> Contestant:
                 last["state"] = event.state
                 gate.passed(event.metrics)
 
-        ps.fit(state, {"train": gate}, made, epochs=1, compile=True, callbacks=[on], sinks=[], progress=False)
+        quiet = {"epochs": 1, "compile": True, "callbacks": [on], "sinks": [], "progress": False}
+        ps.fit(state, {"train": gate}, made, **quiet, **options)
 
     return Gated(
-        FIT,
+        name,
         fit,
         Gate(works.batches(work, device), device),
         weights=lambda: dict(last["state"].params),
         shadow=lambda: dict(last["state"].ema.params),
         read=read,
     )
+
+
+def _fit(work: Work, device: torch.device) -> Contestant:
+    return fitted(FIT, work, device)
 
 
 ENTRIES = (
