@@ -46,7 +46,7 @@ def capture(device: str = "cuda", work: str = "mlp", calls: int = 20) -> dict[st
     unharmed = guard.distance(guard.copied(state.params), begun)
     checks = [
         ("losses as in eager", _close(losses, eager_losses, chosen.tolerance), f"last {losses[-1]:.6g}"),
-        ("weights as in eager", off < guard.DRIFT * way, f"{off / way:.2g} of their way off"),
+        ("weights as in eager", off < chosen.drift * way, f"{off / way:.2g} of their way off"),
         ("one graph", step.graphs == 1, f"{step.graphs}"),
         ("the first state stays valid", unharmed == 0.0, ""),
         ("the last state is counted", int(live.updates) == calls, f"{int(live.updates)} updates"),
