@@ -24,8 +24,8 @@ Check = tuple[str, bool, str]  # what, whether it holds, what was seen
 
 
 def _result(title: str, checks: list[Check], rows: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """Checks as rows of 1 and 0; what failed also as a line."""
-    found = [{"name": what, "unit": "", "values": [float(holds)]} for what, holds, _ in checks]
+    """Checks as rows; what failed also as a line."""
+    found = [{"name": what, "unit": "holds", "values": [float(holds)]} for what, holds, _ in checks]
     failed = [{"name": what, "why": f"FAILED: {seen}"} for what, holds, seen in checks if not holds]
     note = "; ".join(f"{what}: {seen}" for what, _, seen in checks if seen)
     return {"title": title, "rows": [*found, *(rows or [])], "absent": failed, "note": note}
