@@ -96,7 +96,7 @@ def _is_functional(graph: GraphModule) -> bool:
         if schema is not None and schema.is_mutable:
             if node.target is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":
                 return False
-            written.add(node.args[0])
+            written |= {node, node.args[0]}
     return True
 
 
