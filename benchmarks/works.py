@@ -105,8 +105,8 @@ def _works() -> dict[str, Work]:
     found = [
         Work(
             "mlp",
-            "64-128-128-10, 6 tensors, batch 64",
-            lambda: models.mlp([64, 128, 128, 10]),
+            "64-64-64-10, 6 tensors, batch 64",
+            lambda: models.mlp([64, 64, 64, 10]),
             vectors(64, 64, 10),
             drift=3e-3,  # so little that a missing weight decay is seen
             seconds=40,
