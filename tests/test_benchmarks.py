@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from benchmarks import contestants, figures, guard, jobs, measure, report, steps, works
+from benchmarks import alone, contestants, figures, guard, jobs, measure, report, steps, works
 from benchmarks.contestants import Entry, Gate, Gated, byhand, ours
 from benchmarks.measure import Plan, Spread, Turn
 
@@ -175,6 +175,26 @@ def test_a_trainer_that_fails_or_ends_is_an_error():
     with pytest.raises(RuntimeError) as caught:
         gated(lambda gate: None).turn(1)
     assert isinstance(caught.value.__cause__, EOFError)
+
+
+# --- processes of their own -------------------------------------------------------------------------------------------
+
+
+def test_a_function_runs_in_a_process_of_its_own():
+    assert alone.call("benchmarks.machine:now", {}).endswith("UTC")
+
+
+def test_what_fails_or_takes_too_long_is_told():
+    with pytest.raises(alone.Failed, match="no_such_work"):
+        alone.call("benchmarks.steps:table", {"work": "no_such_work"})
+    with pytest.raises(alone.Failed, match="took more than 0 s"):
+        alone.call("benchmarks.machine:now", {}, limit=0.01)
+
+
+def test_limits_of_the_quick_run_on_a_gpu_are_below_ten_minutes():
+    first = list(jobs.chosen("cuda", [], quick=True).values())
+    assert [job.target.partition(":")[2] for job in first] == ["capture", "randomness", "scaling", "gpt2"]
+    assert sum(job.limit or 600 for job in first) < 600
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
