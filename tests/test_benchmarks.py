@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from benchmarks import alone, contestants, figures, guard, jobs, measure, report, steps, works
+from benchmarks import alone, contestants, figures, gpu, guard, jobs, measure, models, report, steps, works
 from benchmarks.contestants import Entry, Gate, Gated, byhand, ours
 from benchmarks.measure import Plan, Spread, Turn
 
@@ -255,3 +255,45 @@ def test_every_job_has_a_function_and_every_figure_a_job():
         "curve-parameters",
         "curve-accumulation",
     ]
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_flops_of_a_token_by_hand():
+    size = models.GPTSize(vocabulary=10, context=4, width=8, heads=2, layers=1)
+    block = 2 * 16 + (8 * 24 + 24) + (8 * 8 + 8) + (8 * 32 + 32) + (32 * 8 + 8)
+    weights = 10 * 8 + block + 16  # positions are in no product
+    assert gpu.flops_a_token(models.GPT(size)) == 6 * weights + 12 * 1 * 8 * 4
+
+
+SMALL = {
+    "mlp": (lambda: models.mlp([4, 8, 3]), works.vectors(2, 4, 3)),
+    "convnet": (lambda: models.ConvNet((4, 8)), works.images(2, 8, 10)),
+    "gpt": (lambda: models.GPT(models.GPTSize(11, 6, 8, 2, 2)), works.text(2, 6, 11)),
+    "vit": (
+        lambda: models.ViT(size=8, patch=4, width=8, heads=2, layers=2, classes=3),
+        works.images(2, 8, 3),
+    ),
+}
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", SMALL)
+def test_flax_models_are_the_torch_models(name):
+    jax = pytest.importorskip("jax")
+    pytest.importorskip("flax")
+    from benchmarks.contestants import flax_models, jaxes
+
+    make, batch = SMALL[name]
+    torch.manual_seed(0)
+    module = make()
+    params = flax_models.to_flax(module)
+    back = flax_models.to_torch(params, module)
+    assert all(torch.equal(back[key], p) for key, p in module.named_parameters())
+    inputs, _ = batch(torch.Generator().manual_seed(0))
+    apply = flax_models.applying(flax_models.like(module, bf16=False, cuda=False))
+    kind = jax.numpy.float32 if inputs.is_floating_point() else jax.numpy.int32
+    logits, _ = apply(params, jaxes.stats(module), flax_models.to_images(inputs).numpy().astype(kind))
+    expected = module(inputs).detach()
+    assert torch.allclose(torch.tensor(logits.tolist()), expected, atol=2e-5)
