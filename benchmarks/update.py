@@ -56,8 +56,8 @@ def table(device: str = "cpu", seconds: float = 30.0, matrices: int = 32, size: 
     rows.append({"name": "copy bandwidth", "unit": "GB/s", "values": rate})
     count = f"{matrices * size * size / 1e6:.0f} M numbers in {matrices} tensors"
     note = (
-        f"Shares: {PASSES} passes over the numbers in the time of the update, against 2 in that of a copy or a scaling in "
-        "place. A copy reads what it writes over into the cache first, which nobody counts; the other two do not."
+        f"Shares: {PASSES} passes over the numbers in the time of the update, against 2 in that of a copy or of a "
+        "scaling in place. A copy first reads what it writes over, which nobody counts; the other two do not."
     )
     return {"title": count, "threads": torch.get_num_threads(), "rows": rows, "note": note}
 
