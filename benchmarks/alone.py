@@ -22,18 +22,35 @@ class Failed(RuntimeError):
     """The process ended without a result; the message is the end of what it wrote."""
 
 
-def call(target: str, arguments: Mapping[str, Any], *, environment: Mapping[str, str] | None = None) -> Any:
+def call(
+    target: str,
+    arguments: Mapping[str, Any],
+    *,
+    environment: Mapping[str, str] | None = None,
+    limit: float | None = None,
+) -> Any:
     """What ``target`` ("module:function") returns for these arguments, both as JSON can hold them.
 
+    Args:
+        target: of a function in this package.
+        arguments: its keyword arguments.
+        environment: variables on top of those of this process.
+        limit: seconds; None: as long as it takes.
+
     Raises:
-        Failed: it raised, or was killed.
+        Failed: it raised, was killed, or took too long.
     """
     paths = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | dict(environment or {})
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
         command = [sys.executable, "-m", "benchmarks.alone", target, json.dumps(dict(arguments)), str(result)]
-        done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                command, env=variables, cwd=ROOT, capture_output=True, text=True, check=False, timeout=limit
+            )
+        except subprocess.TimeoutExpired as error:
+            raise Failed(f"{target} took more than {limit:.0f} s") from error
         if done.returncode or not result.exists():
             tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-12:])
             raise Failed(f"{target} ended with {done.returncode}:\n{tail}")

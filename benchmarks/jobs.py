@@ -18,6 +18,7 @@ class Job(NamedTuple):
     arguments: dict[str, Any]
     quick: dict[str, Any] | None = None  # what --quick changes; None: left out there
     threads: int | None = None  # None: as many as there are cores
+    limit: float | None = None  # s, of the quick form
 
     def run(self, device: str, *, quick: bool) -> Any:
         """What the function returns.
@@ -27,7 +28,7 @@ class Job(NamedTuple):
         """
         arguments = {"device": device} | self.arguments | ((self.quick or {}) if quick else {})
         environment = alone.threads_environment(self.threads)
-        return alone.call(self.target, arguments, environment=environment)
+        return alone.call(self.target, arguments, environment=environment, limit=self.limit if quick else None)
 
 
 def _table(work: str, about: str, *, threads: int | None = None, quick: dict[str, Any] | None = None) -> Job:
@@ -67,11 +68,12 @@ def _save(about: str, leaves: int, size: int) -> Job:
 
 def _on_cuda() -> dict[str, Job]:
     gpt2 = {"seconds": 40, "only": CORE}
+    # The limits of the first four make up less than ten minutes.
     return {
-        "capture": Job("a donated step is captured and equal to eager", "benchmarks.gpu:capture", {}, {}),
-        "rng": Job("dropout inside the graph", "benchmarks.gpu:randomness", {}, {}),
-        "fp16": Job("the loss scale inside the graph", "benchmarks.gpu:scaling", {}, {}),
-        "gpt2": Job("GPT-2 124 M, bfloat16", "benchmarks.gpu:gpt2", {}, gpt2),
+        "capture": Job("a donated step is captured and equal to eager", "benchmarks.gpu:capture", {}, {}, limit=100),
+        "rng": Job("dropout inside the graph", "benchmarks.gpu:randomness", {}, {}, limit=60),
+        "fp16": Job("the loss scale inside the graph", "benchmarks.gpu:scaling", {}, {}, limit=60),
+        "gpt2": Job("GPT-2 124 M, bfloat16", "benchmarks.gpu:gpt2", {}, gpt2, limit=350),
         "mlp": _table("mlp", "MLP"),
         "toy32": _table("toy32", "32 small layers"),
         "gpt-small": _table("gpt-small", "GPT of 0.9 M"),

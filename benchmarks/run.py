@@ -17,6 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # a plain checkout will do
 
+import torch  # noqa: E402
+
 from benchmarks import jobs, machine, report  # noqa: E402  # behind the line that makes them found
 from benchmarks.alone import Failed  # noqa: E402
 
@@ -24,6 +26,8 @@ from benchmarks.alone import Failed  # noqa: E402
 def main(device: str, only: list[str], *, quick: bool, folder: Path) -> int:
     """Run the chosen jobs, one after the other, writing after each. Returns how many failed."""
     chosen = jobs.chosen(device, only, quick=quick)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("torch sees no CUDA device here")
     record = report.load(folder / "results.json") or {"device": device, "jobs": {}}
     record["machine"] = machine.describe(device)
     for key, value in record["machine"].items():

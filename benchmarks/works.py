@@ -81,7 +81,9 @@ def vectors(rows: int, features: int, classes: int) -> Callable[[torch.Generator
     return batch
 
 
-def _images(rows: int, size: int, classes: int) -> Callable[[torch.Generator], Batch]:
+def images(rows: int, size: int, classes: int) -> Callable[[torch.Generator], Batch]:
+    """Batches of random colour images and classes."""
+
     def batch(generator: torch.Generator) -> Batch:
         inputs = torch.randn(rows, 3, size, size, generator=generator)
         return inputs, torch.randint(classes, (rows,), generator=generator)
@@ -89,7 +91,9 @@ def _images(rows: int, size: int, classes: int) -> Callable[[torch.Generator], B
     return batch
 
 
-def _text(rows: int, context: int, vocabulary: int) -> Callable[[torch.Generator], Batch]:
+def text(rows: int, context: int, vocabulary: int) -> Callable[[torch.Generator], Batch]:
+    """Batches of random tokens, and what follows each."""
+
     def batch(generator: torch.Generator) -> Batch:
         text = torch.randint(vocabulary, (rows, context + 1), generator=generator)
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
@@ -124,7 +128,7 @@ def _works() -> dict[str, Work]:
             "convnet",
             "4 convolutions with BatchNorm, 0.3 M, 32 images of 32x32",
             lambda: models.ConvNet((32, 64, 128, 128)),
-            _images(32, 32, 10),
+            images(32, 32, 10),
             # A convolution's sum in another order, through BatchNorm, is a visible difference.
             tolerance=5e-3,
             drift=0.05,
@@ -134,7 +138,7 @@ def _works() -> dict[str, Work]:
             "gpt-small",
             "0.9 M, 8 x 128 tokens",
             lambda: models.GPT(small),
-            _text(8, 128, 256),
+            text(8, 128, 256),
             tokens=8 * 128,
             seconds=120,
             recipe=fast,
@@ -143,7 +147,7 @@ def _works() -> dict[str, Work]:
             "gpt-medium",
             "34 M, 2 x 128 tokens",
             lambda: models.GPT(medium),
-            _text(2, 128, 4096),
+            text(2, 128, 4096),
             tokens=2 * 128,
             seconds=180,
         ),
@@ -151,14 +155,14 @@ def _works() -> dict[str, Work]:
             "vit",
             "2.7 M, 16 images of 32x32 in patches of 4",
             lambda: models.ViT(size=32, patch=4, width=192, heads=3, layers=6, classes=10),
-            _images(16, 32, 10),
+            images(16, 32, 10),
             seconds=90,
         ),
         Work(
             "gpt2",
             "GPT-2 124 M, 16 x 1024 tokens, bfloat16",
             lambda: models.GPT(gpt2),
-            _text(16, 1024, 50304),
+            text(16, 1024, 50304),
             bf16=True,
             tokens=16 * 1024,
             tolerance=2e-2,
@@ -168,7 +172,7 @@ def _works() -> dict[str, Work]:
             "resnet50",
             "ResNet-50, 64 images of 224x224, bfloat16",
             models.ResNet50,
-            _images(64, 224, 1000),
+            images(64, 224, 1000),
             flax=False,
             bf16=True,
             tolerance=3e-2,

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from benchmarks import contestants, figures, guard, jobs, measure, report, steps, works
+from benchmarks import alone, contestants, figures, gpu, guard, jobs, measure, models, report, steps, works
 from benchmarks.contestants import Entry, Gate, Gated, byhand, ours
 from benchmarks.measure import Plan, Spread, Turn
 
@@ -177,6 +177,26 @@ def test_a_trainer_that_fails_or_ends_is_an_error():
     assert isinstance(caught.value.__cause__, EOFError)
 
 
+# --- processes of their own -------------------------------------------------------------------------------------------
+
+
+def test_a_function_runs_in_a_process_of_its_own():
+    assert alone.call("benchmarks.machine:now", {}).endswith("UTC")
+
+
+def test_what_fails_or_takes_too_long_is_told():
+    with pytest.raises(alone.Failed, match="no_such_work"):
+        alone.call("benchmarks.steps:table", {"work": "no_such_work"})
+    with pytest.raises(alone.Failed, match="took more than 0 s"):
+        alone.call("benchmarks.machine:now", {}, limit=0.01)
+
+
+def test_limits_of_the_quick_run_on_a_gpu_are_below_ten_minutes():
+    first = list(jobs.chosen("cuda", [], quick=True).values())
+    assert [job.target.partition(":")[2] for job in first] == ["capture", "randomness", "scaling", "gpt2"]
+    assert sum(job.limit or 600 for job in first) < 600
+
+
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
@@ -235,3 +255,45 @@ def test_every_job_has_a_function_and_every_figure_a_job():
         "curve-parameters",
         "curve-accumulation",
     ]
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_flops_of_a_token_by_hand():
+    size = models.GPTSize(vocabulary=10, context=4, width=8, heads=2, layers=1)
+    block = 2 * 16 + (8 * 24 + 24) + (8 * 8 + 8) + (8 * 32 + 32) + (32 * 8 + 8)
+    weights = 10 * 8 + block + 16  # positions are in no product
+    assert gpu.flops_a_token(models.GPT(size)) == 6 * weights + 12 * 1 * 8 * 4
+
+
+SMALL = {
+    "mlp": (lambda: models.mlp([4, 8, 3]), works.vectors(2, 4, 3)),
+    "convnet": (lambda: models.ConvNet((4, 8)), works.images(2, 8, 10)),
+    "gpt": (lambda: models.GPT(models.GPTSize(11, 6, 8, 2, 2)), works.text(2, 6, 11)),
+    "vit": (
+        lambda: models.ViT(size=8, patch=4, width=8, heads=2, layers=2, classes=3),
+        works.images(2, 8, 3),
+    ),
+}
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", SMALL)
+def test_flax_models_are_the_torch_models(name):
+    jax = pytest.importorskip("jax")
+    pytest.importorskip("flax")
+    from benchmarks.contestants import flax_models, jaxes
+
+    make, batch = SMALL[name]
+    torch.manual_seed(0)
+    module = make()
+    params = flax_models.to_flax(module)
+    back = flax_models.to_torch(params, module)
+    assert all(torch.equal(back[key], p) for key, p in module.named_parameters())
+    inputs, _ = batch(torch.Generator().manual_seed(0))
+    apply = flax_models.applying(flax_models.like(module, bf16=False, cuda=False))
+    kind = jax.numpy.float32 if inputs.is_floating_point() else jax.numpy.int32
+    logits, _ = apply(params, jaxes.stats(module), flax_models.to_images(inputs).numpy().astype(kind))
+    expected = module(inputs).detach()
+    assert torch.allclose(torch.tensor(logits.tolist()), expected, atol=2e-5)

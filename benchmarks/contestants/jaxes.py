@@ -55,7 +55,7 @@ def _optimizer(recipe: Recipe) -> Any:
     return optax.chain(optax.clip_by_global_norm(recipe.clip), optax.adamw(recipe.learning_rate, **chosen))
 
 
-def _stats(module: torch.nn.Module) -> Any:
+def stats(module: torch.nn.Module) -> Any:
     """BatchNorm's running statistics as flax begins with them."""
     jnp = importlib.import_module("jax.numpy")
     norms = {n: m for n, m in module.named_modules() if isinstance(m, torch.nn.BatchNorm2d)}
@@ -84,7 +84,7 @@ def _jax(work: Work, device: torch.device) -> Contestant:
     optimizer = _optimizer(work.recipe)
     # Weights are copied from the host into memory of their own: a donated buffer must not be anybody else's.
     params, shadow = (jax.device_put(flax_models.to_flax(module), place) for _ in range(2))
-    state = (params, jax.device_put(_stats(module), place), optimizer.init(params), shadow, jnp.zeros((), jnp.int32))
+    state = (params, jax.device_put(stats(module), place), optimizer.init(params), shadow, jnp.zeros((), jnp.int32))
     state = jax.device_put(state, place)
     step = _step(flax_models, model, work.recipe, optimizer)
 

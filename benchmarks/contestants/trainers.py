@@ -152,7 +152,7 @@ def _torchopt(work: Work, device: torch.device) -> Contestant:
     import torchopt
 
     recipe, model = work.recipe, works.seeded_model(work, device).train()
-    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    params = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     optimizer = torchopt.combine.chain(
         torchopt.clip.clip_grad_norm(recipe.clip),
         torchopt.adamw(
@@ -164,24 +164,21 @@ def _torchopt(work: Work, device: torch.device) -> Contestant:
         ),
     )
     state = optimizer.init(params)
-    shadow, counter = [p.clone() for p in params.values()], itertools.count()
-
-    def objective(params: dict[str, Tensor], batch: Batch) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=work.bf16):
-            return works.loss(torch.func.functional_call(model, params, (batch[0],)), batch[1])
-
-    gradient = torch.func.grad_and_value(objective)
+    shadow, counter = [p.detach().clone() for p in params.values()], itertools.count()
 
     def step(batch: Batch) -> Tensor:
         nonlocal params, state
-        gradients, loss = gradient(params, batch)
+        with torch.autocast(device.type, torch.bfloat16, enabled=work.bf16):
+            loss = works.loss(torch.func.functional_call(model, params, (batch[0],)), batch[1])
+        gradients = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
         updates, state = optimizer.update(gradients, state, params=params, inplace=True)
         params = torchopt.apply_updates(params, updates, inplace=True)
+        source = [p.detach() for p in params.values()]
         if next(counter):
-            torch._foreach_lerp_(shadow, list(params.values()), 1 - recipe.ema)
+            torch._foreach_lerp_(shadow, source, 1 - recipe.ema)
         else:
-            torch._foreach_copy_(shadow, list(params.values()))
-        return loss
+            torch._foreach_copy_(shadow, source)
+        return loss.detach()
 
     return Stepping(
         TORCHOPT,
