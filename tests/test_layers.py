@@ -30,7 +30,7 @@ LEVEL = {
             "model transform schedules ema scaler precision metrics objective stopping",
             "optim step packed",
             "compile",
-            "files events config signals data",
+            "files events config signals data purity",
             "snapshot export sinks",
             "loop testing bench",
         )

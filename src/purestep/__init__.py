@@ -15,7 +15,7 @@ global random generators are touched only inside `rng.scoped`.
     optim  step  packed                                  named optimizers, the train step, its flat form
     compile                                              one graph, donation
     -----------------------------------------------------------------------------------------------------
-    files  events  config  signals  data                 atomic files, what fit tells, settings, loaders
+    files  events  config  signals  data  purity         atomic files, what fit tells, settings, loaders
     snapshot  export  sinks                              orbax, weights in and out, progress and history
     loop  testing  bench                                 fit, checks for unit tests, benchmarks
 

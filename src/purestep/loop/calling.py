@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import tree
+from .. import purity, tree
 from ..errors import NonFiniteError, PurestepError, StepContractError
 from ..types import Metrics, TrainStep, Tree
 from .ledger import halts
+from .looks import Looks
 from .pieces import check_pair
 from .record import Record
 
@@ -24,59 +25,65 @@ class Caller:
     Args:
         step: ``(state, batch) -> (state, metrics)``.
         state: whose structure, shapes and dtypes stay what they are.
+        looks: at the first calls.
         anomalies: look at every result at once, and name what is not finite.
         compiled: the step compares states itself, and makes them live ones.
     """
 
-    def __init__(self, step: TrainStep, state: Tree, *, anomalies: bool, compiled: bool) -> None:
+    def __init__(self, step: TrainStep, state: Tree, looks: Looks, *, anomalies: bool, compiled: bool) -> None:
         self._step = step
+        self._looks = looks
         self._anomalies = anomalies
-        self._kind = None if compiled else tree.signature(state)
-        self._leaves = _described(state)
+        self._compiled = compiled
+        self._kind = purity.Kind(state)
         self._calls = 0
+        self._stop_at = 1  # the next call that is more than a call
 
     def __call__(self, state: Tree, batch: Any, record: Record) -> tuple[Tree, Metrics]:
         """``step(state, batch)``, the next batch of this record.
 
         Raises:
-            StepContractError: it returned something else than a state of the same kind and metrics.
+            StepContractError: it returned something else than a state of the same kind and metrics, or is not pure.
             NonFiniteError: with ``anomalies``, a loss or gradient that is not finite.
         """
-        place = f"epoch {record.epoch + 1}, batch {record.batch + 1}"
+        self._calls += 1
         try:
-            new, metrics = check_pair(self._step(state, batch))
+            if self._calls == self._stop_at:
+                new, metrics = self._looked(state, batch, _place(record))
+            else:
+                new, metrics = check_pair(self._step(state, batch))
         except PurestepError:
             raise
         except Exception as error:
+            place = _place(record)
             if self._anomalies and "returned nan values" in str(error):  # torch's word for it
                 raise _named(f"{error} (its forward call is in the warning above)", state, batch, place) from error
             error.add_note(f"in train_step, {place}")
             raise
         if self._anomalies and halts(new):
-            raise _named("the loss or a gradient is not finite", state, batch, place)
-        self._calls += 1
-        if self._calls % _EVERY == 0 or self._calls & (self._calls - 1) == 0:
-            self._compare(new, place)
+            raise _named("the loss or a gradient is not finite", state, batch, _place(record))
         return new, metrics
 
+    def _looked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics]:
+        calls = self._calls
+        found = self._looks(state, batch, place) if calls == self._looks.due else None
+        if found is None or self._compiled:
+            found = check_pair(self._step(state, batch))
+        if not self._compiled:
+            self._compare(found[0], place)
+        self._stop_at = min(self._looks.due, calls * 2 if calls < _EVERY else calls + _EVERY)
+        return found
+
     def _compare(self, new: Tree, place: str) -> None:
-        if self._kind is None or tree.signature(new) == self._kind:
-            return
-        before, after = self._leaves, _described(new)
-        path = next((path for path in {**before, **after} if before.get(path) != after.get(path)), "")
-        what = f"{before.get(path, 'nothing')} became {after.get(path, 'nothing')}" if path else "other node types"
-        raise StepContractError(
-            f"the step changes its state: {path or 'state'}: {what}",
-            where=f"train_step, up to {place}",
-            hint="return a state of the structure, shapes and dtypes that went in (.to(old.dtype))",
-        )
+        try:
+            self._kind.check(new)
+        except purity.Impure as error:
+            where = f"train_step, up to {place}, {error.where}"
+            raise StepContractError(error.what, where=where, hint=error.hint) from None
 
 
-def _described(state: Tree) -> dict[str, str]:
-    return {
-        path: f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
-        for path, leaf in tree.with_paths(state)
-    }
+def _place(record: Record) -> str:
+    return f"epoch {record.epoch + 1}, batch {record.batch + 1}"
 
 
 def _named(found: str, state: Tree, batch: Any, place: str) -> NonFiniteError:

@@ -27,6 +27,7 @@ from . import meter as meter_
 from .calling import Caller
 from .judging import Judge, below_minimum, judge, limit_reached
 from .ledger import Ledger, Tag
+from .looks import Looks
 from .pieces import BatchCheck, scores
 from .record import Cell, FitResult, Record, cell, to_json, with_row
 from .rollback import Keeper
@@ -116,7 +117,9 @@ class _Run:
         self.state, self.record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
         self.program = compiling.ready_program(program, self.state, config)
         compiled = self.program.train_step is not program.train_step
-        self.call = Caller(self.program.train_step, self.state, anomalies=config.detect_anomaly, compiled=compiled)
+        looks = Looks(program, config.check_every, compiled=compiled)
+        step = self.program.train_step
+        self.call = Caller(step, self.state, looks, anomalies=config.detect_anomaly, compiled=compiled)
         self.window = program.static.accumulate if program.static else 1
         self.left = setup.window_left(self.state, self.window)
         self.ledger = Ledger(config.log_every, before=setup.calls_of(self.state) - self.record.calls)

@@ -6,9 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
-
-from .. import events, tree
+from .. import events, purity, tree
 from ..errors import StateError
 
 _log = logging.getLogger("purestep")
@@ -72,13 +70,7 @@ class Audience:
 
 def _versions(event: Any) -> list[int]:
     """How often each leaf of the event's state was written in place."""
-    return [_version(leaf) for leaf in tree.leaves(getattr(event, "state", ()))]
-
-
-def _version(leaf: Any) -> int:
-    if not isinstance(leaf, Tensor) or leaf.is_inference():
-        return 0
-    return leaf._version  # pyright: ignore[reportPrivateUsage]  # torch has no other
+    return [purity.version(leaf) for leaf in tree.leaves(getattr(event, "state", ()))]
 
 
 def _check_untouched(before: list[int], event: Any) -> None:
