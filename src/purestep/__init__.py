@@ -15,8 +15,9 @@ global random generators are touched only inside `rng.scoped`.
     optim  step  packed                                  named optimizers, the train step, its flat form
     compile                                              one graph, donation
     -----------------------------------------------------------------------------------------------------
-    files  events  config  signals  data  purity         atomic files, what fit tells, settings, loaders
-    snapshot  export  sinks                              orbax, weights in and out, progress and history
+    files  events  config  signals  data                 atomic files, what fit tells, settings, loaders
+    purity  anomaly                                      what a step must not do; where a nan comes from
+    snapshot  export  sinks  incident                    orbax, weights in and out, progress, a step written down
     loop  testing  bench                                 fit, checks for unit tests, benchmarks
 
 Every public name is listed in README.md beside this file.

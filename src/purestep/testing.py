@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from . import purity, tree
-from .errors import StepContractError
-from .types import Program, Tree
+from . import incident, purity, tree
+from .anomaly import Watch, backward, not_finite
+from .compile.live import plain
+from .data import device_of
+from .errors import ConfigError, StepContractError
+from .types import Metrics, Program, TrainState, Tree
 
 
 def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any) -> None:
@@ -98,6 +102,84 @@ def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Seq
                 where=f"params/{name}",
                 hint="the weight of a Loss must be what its mean is a mean over",
             )
+
+
+class Replay(NamedTuple):
+    """What a step that was made again has shown."""
+
+    state: Tree
+    metrics: Metrics
+    first: str | None  # where the first number appears that is not finite, in words; None where there is none
+    module: str  # the innermost module it appears in, by its name in the model; "" outside of modules
+    operation: str  # of torch: "log", or, of the backward pass, "SqrtBackward0"
+    notes: dict[str, Any]  # what fit wrote down with it: step, where, loss, leaves
+
+
+def record(path: str | Path, state: Tree, batch: Any) -> Path:
+    """Write a state and a batch into one file, to the bit, for `replay`; `fit` does it where it has snapshots.
+
+    Args:
+        path: of the file, replaced where it exists.
+        state: of a program.
+        batch: tensors, numbers and text in dicts, lists and tuples.
+
+    Raises:
+        StateError: something in the batch that cannot be stored.
+        WriteFailed: nothing was written.
+    """
+    return incident.write(path, plain(state), batch, {})
+
+
+def replay(path: str | Path, program: Program, *, like: Tree = None) -> Replay:
+    """Make the step again that a `NonFiniteError` names, in eager and with torch's anomaly detection.
+
+    The file holds numbers only, no code, so the program has to be given. The same key and the same batch give the same
+    bits as the run had, dropout included, on the same kind of device with the same versions.
+
+    Args:
+        path: of the file that the error names, or from `record`.
+        program: the program of that run, not compiled.
+        like: a state of the same structure, for a program without ``init``.
+
+    Raises:
+        NotFound, Corrupt, Mismatch: no such file, a damaged one, or one of another program.
+
+    Example:
+        >>> import tempfile, torch, purestep as ps
+        >>> class Root(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x).sqrt()
+        >>> program = ps.program(Root(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> batch = torch.full((4, 2), -torch.inf), torch.ones(4, 1)
+        >>> path = record(tempfile.mkdtemp() + "/step.safetensors", program.init(device="cpu"), batch)
+        >>> replay(path, program).first
+        'batch/0: 8 of 8 numbers are not finite'
+    """
+    if like is None:
+        if program.init is None:
+            raise ConfigError("the program has no init", where="replay", hint="replay(path, program, like=state)")
+        like = program.init()
+    found = incident.read(path, like, device_of(like))
+    first, module, operation = _given(found), "", ""
+    watch = Watch()
+    with watch:
+        state, metrics = program.train_step(found.state, found.batch)
+    if first is None and watch.first is not None:
+        first, module, operation = watch.first
+    if first is None:
+        first, operation = backward(lambda: program.train_step(found.state, found.batch))
+    return Replay(state, metrics, first, module, operation, found.notes)
+
+
+def _given(found: incident.Incident) -> str | None:
+    parts = {"batch": found.batch}
+    if isinstance(found.state, TrainState):
+        parts |= {name: getattr(found.state, name) for name in ("params", "frozen", "buffers")}
+    for path, leaf in tree.with_paths(parts):
+        count = not_finite(leaf)
+        if count:
+            return f"{path}: {count} of {leaf.numel()} numbers are not finite"
+    return None
 
 
 def _through(program: Program, state: Tree, batches: Sequence[Any]) -> Tree:

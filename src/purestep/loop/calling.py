@@ -55,13 +55,12 @@ class Caller:
         except PurestepError:
             raise
         except Exception as error:
-            place = _place(record)
             if self._anomalies and "returned nan values" in str(error):  # torch's word for it
-                raise _named(f"{error} (its forward call is in the warning above)", state, batch, place) from error
-            error.add_note(f"in train_step, {place}")
+                raise _named(f"{error} (its forward call is in the warning above)", state, batch, record) from error
+            error.add_note(f"in train_step, {_place(record)}")
             raise
         if self._anomalies and halts(new):
-            raise _named("the loss or a gradient is not finite", state, batch, _place(record))
+            raise _named("the loss or a gradient is not finite", state, batch, record)
         return new, metrics
 
     def _looked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics]:
@@ -86,13 +85,15 @@ def _place(record: Record) -> str:
     return f"epoch {record.epoch + 1}, batch {record.batch + 1}"
 
 
-def _named(found: str, state: Tree, batch: Any, place: str) -> NonFiniteError:
+def _named(found: str, state: Tree, batch: Any, record: Record) -> NonFiniteError:
     leaves = [(f"batch/{path}", leaf) for path, leaf in tree.with_paths(batch)] + tree.with_paths(state)
-    blamed = next((path.rstrip("/") for path, leaf in leaves if _is_bad(leaf)), None)
-    what = "every leaf of batch and state is finite" if blamed is None else f"{blamed} is not finite"
-    return NonFiniteError(
-        f"{what}; {found}", where=place, hint='ps.program(..., nonfinite="skip"), or mend what is named'
+    blamed = tuple(path.rstrip("/") for path, leaf in leaves if _is_bad(leaf))
+    what = f"{blamed[0]} is not finite" if blamed else "every leaf of batch and state is finite"
+    error = NonFiniteError(
+        f"{what}; {found}", where=_place(record), hint='ps.program(..., nonfinite="skip"), or mend what is named'
     )
+    error.step, error.leaves, error.state, error.batch = record.calls + 1, blamed, state, batch
+    return error
 
 
 def _is_bad(leaf: Any) -> bool:

@@ -22,7 +22,7 @@ from ..errors import NonFiniteError
 from ..signals import Preempted, Signals, interrupted
 from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
-from . import cadence, compiling, ledger, restoring, setup
+from . import blame, cadence, compiling, ledger, restoring, setup
 from . import meter as meter_
 from .calling import Caller
 from .judging import Judge, below_minimum, judge, limit_reached
@@ -122,7 +122,9 @@ class _Run:
         self.call = Caller(step, self.state, looks, anomalies=config.detect_anomaly, compiled=compiled)
         self.window = program.static.accumulate if program.static else 1
         self.left = setup.window_left(self.state, self.window)
-        self.ledger = Ledger(config.log_every, before=setup.calls_of(self.state) - self.record.calls)
+        self.eager = program
+        before = setup.calls_of(self.state) - self.record.calls
+        self.ledger = Ledger(config.log_every, before=before, halts=ledger.can_halt(self.state))
         self.keeper = Keeper(config.rollback)
         self.keeper.keep(self.state, self.record)
         self.ending: str | None = None
@@ -205,7 +207,7 @@ class _Run:
         self._measured(Tag(record.calls, record.epoch, -1, static.tail == "step"), metrics, None)
 
     def _measured(self, tag: Tag, metrics: Metrics, batch: Any) -> None:
-        self.ledger.add(tag, metrics, self.record)
+        self.ledger.add(tag, metrics, self.record, batch)
         if tag.closing and self.audience.listens:
             updates = self.record.updates + self.ledger.pending
             self._heed(self.audience.ask(events.StepEnd(self.state, metrics, batch, tag.epoch, tag.batch, updates)))
@@ -224,7 +226,8 @@ class _Run:
     def _go_back(self, error: NonFiniteError) -> None:
         found = self.keeper.back(self.state, self.record)
         if found is None:
-            raise error
+            window = self.ledger.window(error.step or 0)
+            raise blame.explained(error, ledger.thawed(self.state), window, self.eager, self.feeds.train)
         self.ledger.forget()
         self.state, self.record = found
         self.left = setup.window_left(self.state, self.window)
@@ -389,6 +392,8 @@ class _Run:
     def _finish(self, error: BaseException | None) -> None:
         if isinstance(error, NonFiniteError):
             self.state = ledger.thawed(self.state)
-            error.result = self.result()  # pyright: ignore[reportAttributeAccessIssue]  # beside the message
+            error.result = self.result()
+            if self.snapshots is not None:
+                blame.write_down(error, self.snapshots.directory)
         result = self.result()
         self.audience.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))
