@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..types import Empty, Metrics, Program, Static, Steps, TrainState
 from . import capture as capture_
 from . import live as live_
 from .contract import checked, same_structure
-from .graphs import Graphs, Options, kinds, without_text
+from .graphs import Graph, Graphs, Options, kinds, same_kinds, without_text
 
 
 def compile_step(
@@ -99,6 +99,15 @@ def compile_program(
 _UNMARKED: dict[int, tuple[type[Accum], ...]] = {count: (Accum,) * count for count in range(64)}
 
 
+class _Last(NamedTuple):
+    """The graph of the last call of one phase, and what it was found for."""
+
+    slots: live_.Slots
+    treedef: tree.TreeDef
+    kinds: tuple[Any, ...]
+    graph: Graph
+
+
 class CompiledStep:
     """A compiled step. ``graphs`` counts what has been compiled."""
 
@@ -120,6 +129,7 @@ class CompiledStep:
         self._windowed = static is not None and static.accumulate > 1
         self._steps: dict[packed_.Layout | None, Callable[..., Any]] = {None: step}
         self._graphs = Graphs(options)
+        self._last: dict[tuple[type[Accum], ...], _Last] = {}
 
     @property
     def graphs(self) -> int:
@@ -138,10 +148,13 @@ class CompiledStep:
 
     def _donated(self, state: Any, batch: tuple[Any, ...]) -> tuple[Any, Metrics]:
         store = self._standing(state) or self._enter(state)
+        leaves, treedef = tree.flatten(batch)
         phase = self._phase(store)
-        leaves, treedef = _batch(batch)
-        key = (store.slots.identity, phase, treedef)
-        graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
+        last = self._last.get(phase)
+        if last and last.slots is store.slots and last.treedef == treedef and same_kinds(last.kinds, leaves):
+            graph = last.graph
+        else:
+            graph, leaves = self._found(store, phase, batch)
         if graph.draws and store.hosts:
             host = store.hosts[0]
             with rng.scoped(rng.mix(host.seed, host.calls, "step"), store.device):
@@ -152,6 +165,13 @@ class CompiledStep:
         if self._windowed:
             self._count_window(store)
         return store.live(), metrics
+
+    def _found(self, store: live_.Store, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
+        leaves, treedef = _batch(batch)
+        key = (store.slots.identity, phase, treedef)
+        graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
+        self._last[phase] = _Last(store.slots, treedef, kinds(leaves), graph)
+        return graph, leaves
 
     def _standing(self, state: Any) -> live_.Store | None:
         """The store that a live state stands in, if it is one of this step's."""
