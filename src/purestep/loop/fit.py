@@ -22,7 +22,7 @@ from ..errors import NonFiniteError
 from ..signals import Preempted, Signals, interrupted
 from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
-from . import cadence, compiling, ledger, restoring, setup
+from . import cadence, compiling, entry, ledger, restoring, setup
 from . import meter as meter_
 from .calling import Caller
 from .judging import Judge, below_minimum, judge, limit_reached
@@ -80,7 +80,7 @@ def fit(
     """
     resolved = config_.resolve(config, fields)
     ready = setup.checked_program(program)
-    state = setup.placed(setup.checked_state(init_state), resolved.device)
+    state = setup.placed(entry.checked_state(init_state), resolved.device)
     with ExitStack() as stack:
         stack.enter_context(setup.surroundings(resolved, data.device_of(state)))
         feeds = setup.open_feeds(loaders, resolved, ready, setup.seed_of(state))
