@@ -387,7 +387,7 @@ def test_a_fresh_start_in_a_used_directory_takes_nothing_away(tmp_path: Path) ->
     assert int(first.state.updates) == 9
 
 
-def test_an_error_leaves_the_last_snapshot_whole_and_the_directory_free(tmp_path: Path) -> None:
+def test_an_error_of_the_step_saves_the_state_before_it_and_frees_the_directory(tmp_path: Path) -> None:
     calls = []
 
     def step(state: Any, batch: Any) -> Any:
@@ -400,7 +400,7 @@ def test_an_error_leaves_the_last_snapshot_whole_and_the_directory_free(tmp_path
     with pytest.raises(MemoryError):
         fit(state, batches(3), Program(step), epochs=5, snapshots=tmp_path, check_every=None)
     found = ps.Snapshots(tmp_path, writer=False, strict=True).restore(state)
-    assert (found.step, found.state["w"].item()) == (6, 6.0)
+    assert (found.step, found.state["w"].item()) == (7, 7.0)
     result = fit(state, batches(3), Program(step), epochs=5, snapshots=tmp_path, check_every=None)
     assert result.state["w"].item() == 15
     assert result.history["step"] == [3, 6, 9, 12, 15]

@@ -18,11 +18,11 @@ from .. import config as config_
 from .. import data, events
 from .. import ema as ema_
 from ..config import FitConfig
-from ..errors import NonFiniteError
+from ..errors import NonFiniteError, StepContractError
 from ..signals import Preempted, Signals, interrupted
 from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
-from . import blame, cadence, compiling, ledger, restoring, setup
+from . import blame, cadence, compiling, entry, ledger, restoring, setup
 from . import meter as meter_
 from .calling import Caller
 from .judging import Judge, below_minimum, judge, limit_reached
@@ -30,6 +30,7 @@ from .ledger import Ledger, Tag
 from .looks import Looks
 from .pieces import BatchCheck, scores
 from .record import Cell, FitResult, Record, cell, to_json, with_row
+from .rescue import rescue
 from .rollback import Keeper
 from .telling import Audience
 
@@ -81,12 +82,12 @@ def fit(
     """
     resolved = config_.resolve(config, fields)
     ready = setup.checked_program(program)
-    state = setup.placed(setup.checked_state(init_state), resolved.device)
+    state = setup.placed(entry.checked_state(init_state), resolved.device)
     with ExitStack() as stack:
         stack.enter_context(setup.surroundings(resolved, data.device_of(state)))
         feeds = setup.open_feeds(loaders, resolved, ready, setup.seed_of(state))
         stack.callback(feeds.close)
-        store, owned = restoring.open_snapshots(snapshots, resolved)
+        store, owned = restoring.open_snapshots(snapshots, resolved, feeds.train)
         if store is not None and owned:
             stack.callback(store.close)
         audience = Audience(callbacks, setup.ready_sinks(sinks, store, resolved))
@@ -128,6 +129,7 @@ class _Run:
         self.keeper = Keeper(config.rollback)
         self.keeper.keep(self.state, self.record)
         self.ending: str | None = None
+        self.unscored: Record | None = None  # at the end of an epoch: where to go on if it is not evaluated to the end
         self.begun = time.monotonic()
         self.check_batch = BatchCheck()
         self.saved: int | None = self.record.calls if self.resumed else None
@@ -144,11 +146,11 @@ class _Run:
             while self.ending is None:
                 self._epoch()
                 self.ending = self.ending or limit_reached(self.config, self.record) or self._timed_out()
-            if self.snapshots is not None:
-                self._save({})  # where no boundary has done it
-                self.snapshots.wait()
+            self._save({}, wait=True)  # where no boundary has done it
         except BaseException as caught:
             error = caught
+            if self.record.calls:
+                rescue(caught, self._save_what_is_done)
             raise
         finally:
             self._finish(error)
@@ -179,11 +181,11 @@ class _Run:
                 return
         self._between()  # the wait for a batch may have been broken off
         self._flush()
-        epoch, batch = self.record.epoch, self.record.batch
         self._settle(wait=True)
-        self.record = self.record._replace(epoch=epoch + 1, batch=0)
+        self.unscored = self.record
+        self.record = self.record._replace(epoch=self.record.epoch + 1, batch=0)
         if not self._boundary(self._due(cadence.due_at_end)):
-            self.record = self.record._replace(epoch=epoch, batch=batch)
+            self.record = self.unscored
         self._between()
 
     def _step(self, batch: Any) -> None:
@@ -263,7 +265,7 @@ class _Run:
                 return False
         record = before._replace(interval={}, history=with_row(before.history, row))
         self.judge = self.judge.check(record, self.feeds.evaluation)
-        self.record = self.judge.judge(record, row)
+        self.record, self.unscored = self.judge.judge(record, row), None
         improved = self.judge.improved(before, self.record)
         self.keeper.keep(self.state, self.record)
         if self.judge.stops(self.record):
@@ -310,8 +312,7 @@ class _Run:
         self._settle(wait=True)
         if self.record.interval:
             self._boundary(list(self.feeds.evaluation))
-        if self.snapshots is not None:
-            self._save({})
+        self._save({})
 
     def _timed_out(self) -> str | None:
         limit = self.config.max_time
@@ -339,14 +340,11 @@ class _Run:
     def _signalled(self) -> None:
         wish = self.signals.pending
         self._settle(wait=True)
-        if self.snapshots is not None:
-            self._save({})
+        self._save({}, wait=wish != "snapshot")
         self.signals.saved()
         if wish == "snapshot":
             return
         self.ending = "interrupted"
-        if self.snapshots is not None:
-            self.snapshots.wait()
         raise Preempted(self.result()) if wish == "terminate" else interrupted(self.result())
 
     def _snapshot_due(self) -> bool:
@@ -355,19 +353,29 @@ class _Run:
         updates = self.record.updates + self.ledger.pending
         return bool(self.snapshots.due(updates=updates, epoch=self.record.epoch))
 
-    def _save(self, row: Mapping[str, Cell], *, boundary: bool = False) -> None:
+    def _save(self, row: Mapping[str, Cell], *, boundary: bool = False, wait: bool = False) -> None:
         """One snapshot a call, whatever made it due; that of a boundary knows more, and replaces an earlier one."""
-        assert self.snapshots is not None
         record = self.record
         again = self.saved == record.calls
-        if again and not boundary:
+        if self.snapshots is None:
             return
+        if again and not boundary:
+            return self.snapshots.wait() if wait else None
         self.snapshots.due(updates=record.updates + self.ledger.pending, epoch=record.epoch)  # counts from here
         loop = {"record": to_json(record), "feed": self.feeds.train.position(record.epoch, record.batch)}
         metrics = {name: float(value) for name, value in row.items() if value is not None}
         self.saved = record.calls
         self.snapshots.save(record.calls, self.state, loop=loop, metrics=metrics, overwrite=again)
         self._tell(events.Saved(record.calls, self.snapshots.directory / str(record.calls)))
+        if wait:
+            self.snapshots.wait()
+
+    def _save_what_is_done(self) -> None:
+        self.record = self.unscored or self.record
+        self.record, lines = self.ledger.settle(self.record, self.state, wait=True)
+        self._save({}, wait=True)
+        for line in lines:
+            self._tell(line)
 
     # --- telling ------------------------------------------------------------------------------------------------------
 
@@ -390,10 +398,10 @@ class _Run:
         return FitResult(self.state, dict(record.history), best, record.epoch, self.ending or "error")
 
     def _finish(self, error: BaseException | None) -> None:
-        if isinstance(error, NonFiniteError):
+        if isinstance(error, NonFiniteError | StepContractError):
             self.state = ledger.thawed(self.state)
             error.result = self.result()
-            if self.snapshots is not None:
+            if isinstance(error, NonFiniteError) and self.snapshots is not None:
                 blame.write_down(error, self.snapshots.directory)
         result = self.result()
         self.audience.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))

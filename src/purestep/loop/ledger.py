@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import tree
-from ..errors import NonFiniteError
+from ..errors import NonFiniteError, StepContractError
 from ..events import Logged
 from ..types import Empty, Metrics, TrainState, Tree
 from . import meter as meter_
@@ -108,6 +108,7 @@ class Ledger:
         if row.tag.closing:
             self.pending -= 1
             if not applied:
+                _check_rates(row)
                 self._check_halted(state)
             if isinstance(state, TrainState):
                 self._let_go(row.tag)
@@ -198,6 +199,18 @@ def named(values: Mapping[str, float], rates: Mapping[str, float]) -> dict[str, 
         if name not in _HIDDEN and not _is_rate(name):
             found[name if name in _BARE else f"train_{name}"] = value
     return found | dict(rates)
+
+
+def _check_rates(row: Row) -> None:
+    """A rate that cannot be used is a total without weight: see the step's metrics."""
+    for name, (total, weight) in row.values.items():
+        if _is_rate(name) and not weight and total:  # nan is true
+            tag: Tag = row.tag
+            raise StepContractError(
+                f"{name} is {total:g} at call {tag.call}; the state is what it was before it",
+                where=f"schedule, epoch {tag.epoch + 1}, batch {tag.batch + 1}",
+                hint="a schedule that stays in [0, inf), past its end too: schedules.warmup_cosine(...)",
+            )
 
 
 def _is_rate(name: str) -> bool:
