@@ -136,7 +136,7 @@ def test_what_a_step_remembers_outside_its_state_is_noticed(tmp_path: Path) -> N
 
     def go(directory: Path | None, stop: Stop | None = None) -> Any:
         made = forgetful()
-        return fit(made.init(seed=5), loaders(stop), made, epochs=2, snapshots=directory)
+        return fit(made.init(seed=5), loaders(stop), made, epochs=2, snapshots=directory, check_every=None)
 
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path, Stop(3))

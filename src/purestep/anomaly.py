@@ -26,6 +26,11 @@ def not_finite(leaf: Any) -> int:
     return leaf.numel() - int(torch.isfinite(leaf).sum())
 
 
+def differentiates(function: Any) -> bool:
+    """Whether this is `torch.autograd.grad`, where a forward pass ends."""
+    return getattr(function, "__name__", "") == "grad" and getattr(function, "__module__", "") == "torch.autograd"
+
+
 class Watch(TorchFunctionMode):
     """Looks at what every operation of a forward pass returns; ``first`` is the first that makes something that is not
     finite of finite arguments: (text, module, operation)."""
@@ -61,7 +66,7 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # What follows the forward pass is the step's own arithmetic, which has to cope with everything.
-        self._forward = self._forward and func is not torch.autograd.grad
+        self._forward = self._forward and not differentiates(func)
         result = func(*args, **(kwargs or {}))
         if self._forward and self.first is None:
             self._look(getattr(func, "__name__", str(func)), [*args, *(kwargs or {}).values()], result)

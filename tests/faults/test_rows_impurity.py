@@ -331,3 +331,140 @@ def test_row_40_parameters_that_no_gradient_reaches_are_named_once(cut: bool, ca
     said = [record.getMessage() for record in caplog.records]
     expected = "no gradient reaches 2 of 4 parameters: first.weight, first.bias (take out .detach()"
     assert [text[: len(expected)] for text in said] == ([expected] if cut else [])
+
+
+# --- row 48: memory that was given away -------------------------------------------------------------------------------
+
+
+class Breaks:
+    """A backend whose graphs do their work and then fail, at the n-th call of all of them."""
+
+    def __init__(self, at: int, kind: type[BaseException] = RuntimeError) -> None:
+        self.at, self.kind, self.calls = at, kind, 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        def run(*tensors: Any) -> Any:
+            found = graph(*tensors)
+            self.calls += 1
+            if self.calls == self.at:
+                raise self.kind("the device is gone")
+            return found
+
+        return run
+
+
+def donated(at: int, kind: type[BaseException] = RuntimeError, **fields: Any) -> tuple[BaseException, list[Any]]:
+    """What a run raises whose graph fails at that call, and the states that its callbacks saw."""
+    program, seen = mlp(ema=0.9), []
+
+    def look(event: Any) -> None:
+        if isinstance(event, ps.events.StepEnd):
+            seen.append(event.state)
+
+    with pytest.raises(kind, match="the device is gone") as caught:
+        options = {"backend": Breaks(at, kind), "capture": "trace"}
+        fit(program.init(), steps_of(3), program, epochs=4, compile=options, callbacks=[look], **fields)
+    return caught.value, seen
+
+
+def steps_of(count: int) -> list[Any]:
+    return [vector_batch(8, seed) for seed in range(count)]
+
+
+def after(calls: int) -> Any:
+    """The state after so many calls, from the same kernels."""
+    program = mlp(ema=0.9)
+    step = ps.compile_step(program.train_step, backend="eager", capture="trace")
+    state = program.init()
+    for call in range(calls):
+        state, _ = step(state, steps_of(3)[call % 3])
+    return state
+
+
+@pytest.mark.compile
+@pytest.mark.row("F48")
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_row_48_a_donated_step_that_fails_half_way(kind: type[BaseException], tmp_path: Any) -> None:
+    """The fifth of three an epoch: saved after the third, kept after it too."""
+    sources: list[tuple[dict[str, Any], int, str]] = [
+        ({"snapshots": tmp_path}, 3, f"that of step 3, of the snapshot {tmp_path / '3'}"),
+        ({"rollback": 1}, 3, "that of step 3, kept for a rollback"),
+        ({}, 0, "that of step 0, that went into fit"),
+        ({"donate": "init"}, -1, "of which there is none"),
+    ]
+    for fields, calls, told in sources:
+        error, seen = donated(5, kind, **fields)
+        note = next(note for note in error.__notes__ if "donated" in note)
+        assert note.startswith("the state was donated at step 5, which failed")
+        assert told in note
+        for state in seen:  # numbers that belong to no step cannot be read
+            with pytest.raises(ps.errors.StateError, match=r"donated at step \d"):
+                _ = state.params
+        if calls < 0:
+            assert error.result.state is None
+            continue
+        assert_trees_close(error.result.state, after(calls), exact=True)
+        assert len(error.result.history.get("epoch", [])) == calls // 3
+
+
+@pytest.mark.compile
+def test_row_48_nothing_is_lost_before_the_first_donation_and_the_rescue_saves_no_dead_state(tmp_path: Any) -> None:
+    error, _ = donated(1)
+    assert not any("donated" in note for note in error.__notes__)
+    with ps.Snapshots(tmp_path, every_steps=2) as snapshots:
+        error, _ = donated(6, snapshots=snapshots)
+        assert snapshots.steps() == [2, 3, 4]
+    assert_trees_close(error.result.state, after(4), exact=True)
+
+
+@pytest.mark.compile
+def test_row_48_a_run_goes_on_from_there(tmp_path: Any) -> None:
+    donated(8, snapshots=tmp_path)
+    program = mlp(ema=0.9)
+    options = {"backend": "eager", "capture": "trace"}
+    result = fit(program.init(), steps_of(3), program, epochs=4, compile=options, snapshots=tmp_path)
+    assert_trees_close(result.state, after(12), exact=True)
+
+
+@pytest.mark.compile
+def test_row_48_an_error_before_the_graph_runs_costs_nothing() -> None:
+    """A batch that the step cannot take is refused while its graph is made."""
+    program = mlp()
+    train = [*steps_of(2), (torch.ones(8, 5), torch.zeros(8).long())]
+    with pytest.raises(Exception, match="") as caught:
+        fit(program.init(), train, program, epochs=1, compile={**AOT, "capture": "trace"})
+    assert not any("donated" in note and "of step 2" not in note for note in caught.value.__notes__)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("point", ["loop.batch=raise:EIO@5", "loop.step=raise:EIO@5"])
+def test_row_48_failpoints_on_both_sides_of_a_donated_step(
+    point: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("purestep.files.failpoints._hits", __import__("collections").Counter())
+    monkeypatch.setenv("PURESTEP_FAILPOINT", point)
+    program = mlp(ema=0.9)
+    options = {"backend": "eager", "capture": "trace"}
+    with pytest.raises(OSError, match="failpoint loop") as caught:
+        fit(program.init(), steps_of(3), program, epochs=4, compile=options, snapshots=tmp_path)
+    before = point.startswith("loop.batch")
+    saved = ps.Snapshots(tmp_path, writer=False).latest()
+    assert saved == (4 if before else 3)  # before the step the state is whole, and saved
+    assert any("donated at step 5" in note for note in caught.value.__notes__) != before
+    monkeypatch.delenv("PURESTEP_FAILPOINT")
+    result = fit(program.init(), steps_of(3), program, epochs=4, compile=options, snapshots=tmp_path)
+    assert_trees_close(result.state, after(12), exact=True)
+
+
+def test_row_48_failpoints_of_the_loop_cost_nothing_where_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of single steps are not even asked."""
+    asked: list[str] = []
+    monkeypatch.setattr("purestep.files.failpoint", asked.append)
+    program = mlp()
+    loaders = {"train": steps_of(3), "val": steps_of(1)}
+    fit(program.init(), loaders, program, epochs=2)
+    assert asked == ["loop.epoch", "loop.evaluate"] * 2
+    asked.clear()
+    monkeypatch.setenv("PURESTEP_FAILPOINT", "loop.step=sleep:0@99")
+    fit(program.init(), loaders, program, epochs=1)
+    assert asked == ["loop.batch", "loop.step"] * 3 + ["loop.epoch", "loop.evaluate"]

@@ -163,9 +163,7 @@ def _lowered(
     # Documented, not yet public; torch.compile stands behind it.
     inductor: Any = importlib.import_module("torch._inductor")
     chosen = dict(options) if options else None
-    return _unpacking(
-        inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=chosen)
-    )
+    return _unpacking(inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=chosen))
 
 
 def _unpacking(run: Flat) -> native.Compiled:

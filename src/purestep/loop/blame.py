@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import data, incident, tree
+from ..anomaly import differentiates, not_finite
 from ..errors import NonFiniteError, PurestepError
+from ..snapshot import Snapshots
 from ..types import Empty, Form, Params, Program, TrainState, Tree
 from .ledger import CURE, Tag
 
@@ -106,7 +107,7 @@ class _Loss(TorchFunctionMode):
         self.value: float | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.autograd.grad and self.value is None and args:
+        if self.value is None and args and differentiates(func):
             outputs = args[0] if isinstance(args[0], Tensor) else args[0][0]
             self.value = float(outputs.detach())
         return func(*args, **(kwargs or {}))
@@ -135,9 +136,7 @@ def _named(root: str, part: Tree) -> Iterator[tuple[str, Any]]:
 
 def _bad(leaf: Any) -> str:
     """How much of a leaf is not finite; "" for nothing."""
-    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-        return ""
-    count = leaf.numel() - int(torch.isfinite(leaf).sum())
+    count = not_finite(leaf)
     return f"{count} of {leaf.numel()} not finite" if count else ""
 
 
@@ -164,11 +163,11 @@ def _listed(items: list[Any]) -> str:
     return f"[{', '.join(str(item) for item in items[:_ITEMS])}{more}]"
 
 
-def write_down(error: NonFiniteError, directory: Path) -> None:
-    """State and batch of the error into a file below the directory; a file that cannot be written is a warning."""
-    if error.state is None or error.path is not None:
+def write_down(error: PurestepError, snapshots: Snapshots | None) -> None:
+    """State and batch of the error into a file beside the snapshots; one that cannot be written is a warning."""
+    if snapshots is None or not isinstance(error, NonFiniteError) or error.state is None:
         return
-    path = directory / "nonfinite" / f"{error.step}.safetensors"
+    path = snapshots.directory / "nonfinite" / f"{error.step}.safetensors"
     notes = {"step": error.step, "where": error.where, "loss": error.loss, "leaves": list(error.leaves)[:100]}
     try:
         error.written(incident.write(path, error.state, error.batch, notes))

@@ -3,14 +3,15 @@ changes its kind is found."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from .. import purity, tree
+from .. import compile as compile_
+from .. import files, purity, tree
+from ..anomaly import not_finite
+from ..config import FitConfig
 from ..errors import NonFiniteError, PurestepError, StepContractError
-from ..types import Metrics, TrainStep, Tree
+from ..types import Metrics, Program, TrainStep, Tree
 from .ledger import halts
 from .looks import Looks
 from .pieces import check_pair
@@ -37,6 +38,8 @@ class Caller:
         self._compiled = compiled
         self._kind = purity.Kind(state)
         self._calls = 0
+        self.failed = False
+        """Whether a compiled step was broken off: nobody knows how much of the memory it writes is written."""
         self._stop_at = 1  # the next call that is more than a call
 
     def __call__(self, state: Tree, batch: Any, record: Record) -> tuple[Tree, Metrics]:
@@ -52,9 +55,10 @@ class Caller:
                 new, metrics = self._looked(state, batch, _place(record))
             else:
                 new, metrics = check_pair(self._step(state, batch))
-        except PurestepError:
-            raise
-        except Exception as error:
+        except BaseException as error:
+            self._broken_off(error)
+            if isinstance(error, PurestepError) or not isinstance(error, Exception):
+                raise
             if self._anomalies and "returned nan values" in str(error):  # torch's word for it
                 raise _named(f"{error} (its forward call is in the warning above)", state, batch, record) from error
             error.add_note(f"in train_step, {_place(record)}")
@@ -62,6 +66,18 @@ class Caller:
         if self._anomalies and halts(new):
             raise _named("the loss or a gradient is not finite", state, batch, record)
         return new, metrics
+
+    def flush(self, flush: Callable[[Tree], tuple[Tree, Metrics]], state: Tree) -> tuple[Tree, Metrics]:
+        """``flush(state)``."""
+        try:
+            return flush(state)
+        except BaseException as error:
+            self._broken_off(error)
+            raise
+
+    def _broken_off(self, error: BaseException) -> None:
+        # Ours, and those of capturing, come before a graph runs.
+        self.failed = self._compiled and not isinstance(error, PurestepError) and not compile_.stopped(error)
 
     def _looked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics]:
         calls = self._calls
@@ -81,20 +97,45 @@ class Caller:
             raise StepContractError(error.what, where=where, hint=error.hint) from None
 
 
+class Failing(Caller):
+    """A Caller with failpoints, for runs that are started with a plan for them: no other run pays for them."""
+
+    def __call__(self, state: Tree, batch: Any, record: Record) -> tuple[Tree, Metrics]:
+        files.failpoint("loop.batch")
+        found = super().__call__(state, batch, record)
+        try:
+            files.failpoint("loop.step")
+        except BaseException as error:
+            self._broken_off(error)
+            raise
+        return found
+
+
+def caller(eager: Program, program: Program, state: Tree, config: FitConfig) -> Caller:
+    """What a run calls its step by.
+
+    Args:
+        eager: the program as it was given.
+        program: the one that is run, which may be compiled.
+        state: the first one.
+        config: of the run.
+    """
+    compiled = program.train_step is not eager.train_step
+    looks = Looks(eager, config.check_every, compiled=compiled)
+    kind = Failing if files.armed() else Caller
+    return kind(program.train_step, state, looks, anomalies=config.detect_anomaly, compiled=compiled)
+
+
 def _place(record: Record) -> str:
     return f"epoch {record.epoch + 1}, batch {record.batch + 1}"
 
 
 def _named(found: str, state: Tree, batch: Any, record: Record) -> NonFiniteError:
     leaves = [(f"batch/{path}", leaf) for path, leaf in tree.with_paths(batch)] + tree.with_paths(state)
-    blamed = tuple(path.rstrip("/") for path, leaf in leaves if _is_bad(leaf))
+    blamed = tuple(path.rstrip("/") for path, leaf in leaves if not_finite(leaf))
     what = f"{blamed[0]} is not finite" if blamed else "every leaf of batch and state is finite"
     error = NonFiniteError(
         f"{what}; {found}", where=_place(record), hint='ps.program(..., nonfinite="skip"), or mend what is named'
     )
     error.step, error.leaves, error.state, error.batch = record.calls + 1, blamed, state, batch
     return error
-
-
-def _is_bad(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all())

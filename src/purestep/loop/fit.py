@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from .. import config as config_
-from .. import data, events
+from .. import data, events, files
 from .. import ema as ema_
 from ..config import FitConfig
 from ..errors import NonFiniteError, StepContractError
@@ -24,14 +24,15 @@ from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
 from . import blame, cadence, compiling, entry, ledger, restoring, setup
 from . import meter as meter_
-from .calling import Caller
+from .calling import caller
 from .judging import Judge, below_minimum, judge, limit_reached
 from .ledger import Ledger, Tag
-from .looks import Looks
 from .pieces import BatchCheck, scores
-from .record import Cell, FitResult, Record, cell, to_json, with_row
+from .record import Cell, FitResult, Record, cell, with_row
 from .rescue import rescue
 from .rollback import Keeper
+from .salvage import salvaged
+from .saving import Saver
 from .telling import Audience
 
 log = logging.getLogger("purestep")
@@ -96,7 +97,7 @@ def fit(
 
 
 class _Run:
-    """One call of fit: the state, the record, and everybody who is told."""
+    """One call of fit."""
 
     def __init__(
         self,
@@ -117,22 +118,20 @@ class _Run:
         self.judge: Judge = judge(config, feeds.evaluation)
         self.state, self.record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
         self.program = compiling.ready_program(program, self.state, config)
-        compiled = self.program.train_step is not program.train_step
-        looks = Looks(program, config.check_every, compiled=compiled)
-        step = self.program.train_step
-        self.call = Caller(step, self.state, looks, anomalies=config.detect_anomaly, compiled=compiled)
+        self.call = caller(program, self.program, self.state, config)
         self.window = program.static.accumulate if program.static else 1
         self.left = setup.window_left(self.state, self.window)
         self.eager = program
         before = setup.calls_of(self.state) - self.record.calls
         self.ledger = Ledger(config.log_every, before=before, halts=ledger.can_halt(self.state))
+        self.start = None if self.resumed or config.donate == "init" else (self.state, self.record)
         self.keeper = Keeper(config.rollback)
         self.keeper.keep(self.state, self.record)
         self.ending: str | None = None
         self.unscored: Record | None = None  # at the end of an epoch: where to go on if it is not evaluated to the end
         self.begun = time.monotonic()
         self.check_batch = BatchCheck()
-        self.saved: int | None = self.record.calls if self.resumed else None
+        self.saver = Saver(snapshots, feeds.train, saved=self.record.calls if self.resumed else None)
         if snapshots is not None and self.judge.monitor is not None:
             snapshots.track(self.judge.monitor, mode=self.judge.mode)
 
@@ -149,7 +148,7 @@ class _Run:
             self._save({}, wait=True)  # where no boundary has done it
         except BaseException as caught:
             error = caught
-            if self.record.calls:
+            if not self._salvaged(caught) and self.record.calls:
                 rescue(caught, self._save_what_is_done)
             raise
         finally:
@@ -182,6 +181,7 @@ class _Run:
         self._between()  # the wait for a batch may have been broken off
         self._flush()
         self._settle(wait=True)
+        files.failpoint("loop.epoch")
         self.unscored = self.record
         self.record = self.record._replace(epoch=self.record.epoch + 1, batch=0)
         if not self._boundary(self._due(cadence.due_at_end)):
@@ -203,7 +203,7 @@ class _Run:
         static = self.program.static
         if static is None or static.tail == "carry" or self.left == self.window:
             return
-        self.state, metrics = self.program.flush(self.state)
+        self.state, metrics = self.call.flush(self.program.flush, self.state)
         self.left = self.window
         record = self.record = self.record._replace(calls=self.record.calls + 1)
         self._measured(Tag(record.calls, record.epoch, -1, static.tail == "step"), metrics, None)
@@ -234,6 +234,18 @@ class _Run:
         self.state, self.record = found
         self.left = setup.window_left(self.state, self.window)
         log.warning("went back to update %d: %s", self.record.updates, error)
+
+    def _salvaged(self, error: BaseException) -> bool:
+        found = None
+        if self.call.failed:
+            adopted = self.config.donate == "init"
+            found = salvaged(self.state, self.record, error, self.keeper, self.snapshots, self.start, adopted=adopted)
+        if found is None:
+            return False
+        self.ledger.forget()
+        self.state, self.record = found
+        vars(error)["result"] = self.result()
+        return True
 
     # --- boundaries ---------------------------------------------------------------------------------------------------
 
@@ -272,7 +284,9 @@ class _Run:
             self.ending = self.ending or "early_stopping"
         shown = {name: cell(value) for name, value in row.items()}
         self._tell(events.EpochEnd(self.state, self.record.epoch, before.updates, shown, improved, self._ends()))
-        if self.snapshots is not None and (improved or self._ends() or self._snapshot_due()):
+        if self.snapshots is not None and (
+            improved or self._ends() or self.saver.due(self.record, self.ledger.pending)
+        ):
             self._save(row, boundary=True)
         return True
 
@@ -284,6 +298,7 @@ class _Run:
 
     def _evaluate(self, name: str) -> dict[str, float]:
         assert self.program.eval_step is not None
+        files.failpoint("loop.evaluate")
         state = self.state if self.view == "params" else ema_.view(self.state, self.view)
 
         def watch(batch: Any, metrics: Metrics, index: int) -> None:
@@ -321,8 +336,7 @@ class _Run:
         return "max_time"
 
     def _below_minimum(self) -> bool:
-        made = self.record._replace(updates=self.record.updates + self.ledger.pending)
-        return below_minimum(self.config, made)
+        return below_minimum(self.config, self.record, ahead=self.ledger.pending)
 
     # --- saving and signals -------------------------------------------------------------------------------------------
 
@@ -331,7 +345,7 @@ class _Run:
         if self.snapshots is not None:
             self.snapshots.check()
             # The last batch of an epoch is followed by its boundary, whose snapshot has the metrics.
-            if self.record.batch != self.feeds.train.length and self._snapshot_due():
+            if self.record.batch != self.feeds.train.length and self.saver.due(self.record, self.ledger.pending):
                 self._settle(wait=True)
                 self._save({})
         if self.signals.pending is not None:
@@ -347,28 +361,12 @@ class _Run:
         self.ending = "interrupted"
         raise Preempted(self.result()) if wish == "terminate" else interrupted(self.result())
 
-    def _snapshot_due(self) -> bool:
-        if self.snapshots is None or self.saved == self.record.calls:
-            return False
-        updates = self.record.updates + self.ledger.pending
-        return bool(self.snapshots.due(updates=updates, epoch=self.record.epoch))
-
     def _save(self, row: Mapping[str, Cell], *, boundary: bool = False, wait: bool = False) -> None:
-        """One snapshot a call, whatever made it due; that of a boundary knows more, and replaces an earlier one."""
-        record = self.record
-        again = self.saved == record.calls
-        if self.snapshots is None:
-            return
-        if again and not boundary:
-            return self.snapshots.wait() if wait else None
-        self.snapshots.due(updates=record.updates + self.ledger.pending, epoch=record.epoch)  # counts from here
-        loop = {"record": to_json(record), "feed": self.feeds.train.position(record.epoch, record.batch)}
-        metrics = {name: float(value) for name, value in row.items() if value is not None}
-        self.saved = record.calls
-        self.snapshots.save(record.calls, self.state, loop=loop, metrics=metrics, overwrite=again)
-        self._tell(events.Saved(record.calls, self.snapshots.directory / str(record.calls)))
+        saved = self.saver.save(self.state, self.record, row, ahead=self.ledger.pending, boundary=boundary)
+        if saved is not None:
+            self._tell(saved)
         if wait:
-            self.snapshots.wait()
+            self.saver.wait()
 
     def _save_what_is_done(self) -> None:
         self.record = self.unscored or self.record
@@ -401,7 +399,6 @@ class _Run:
         if isinstance(error, NonFiniteError | StepContractError):
             self.state = ledger.thawed(self.state)
             error.result = self.result()
-            if isinstance(error, NonFiniteError) and self.snapshots is not None:
-                blame.write_down(error, self.snapshots.directory)
+            blame.write_down(error, self.snapshots)
         result = self.result()
         self.audience.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))

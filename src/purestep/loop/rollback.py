@@ -21,12 +21,12 @@ class Keeper:
 
     def __init__(self, allowed: int) -> None:
         self._allowed = allowed
-        self._kept: tuple[Tree, Record] | None = None
+        self.kept: tuple[Tree, Record] | None = None
 
     def keep(self, state: Tree, record: Record) -> None:
         """This is a good state: everything known about it has arrived and is finite."""
         if self._allowed and live.states(state):
-            self._kept = tree.clone(live.plain(state)), record
+            self.kept = tree.clone(live.plain(state)), record
 
     def back(self, state: Tree, record: Record) -> tuple[Tree, Record] | None:
         """The kept state with the counters of the present one, and a record that goes on behind the batches between.
@@ -34,9 +34,9 @@ class Keeper:
         Calls, key and place in the data go on: what led to the bad step is not repeated. None where there is nothing
         to go back to, or it has been done as often as it may be.
         """
-        if self._kept is None or record.rollbacks >= self._allowed:
+        if self.kept is None or record.rollbacks >= self._allowed:
             return None
-        good, then = self._kept
+        good, then = self.kept
         present = iter(live.states(state))
 
         def one(node: Any) -> Any:
