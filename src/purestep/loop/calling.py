@@ -3,12 +3,14 @@ changes its kind is found."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from .. import compile as compile_
 from .. import files, purity, tree
 from ..anomaly import not_finite
+from ..compile.graphs import Graphs
 from ..config import FitConfig
 from ..errors import NonFiniteError, PurestepError, StepContractError
 from ..types import Metrics, Program, TrainStep, Tree
@@ -76,8 +78,7 @@ class Caller:
             raise
 
     def _broken_off(self, error: BaseException) -> None:
-        # Ours, and those of capturing, come before a graph runs.
-        self.failed = self._compiled and not isinstance(error, PurestepError) and not compile_.stopped(error)
+        self.failed = self._compiled and not isinstance(error, PurestepError) and not _before_a_graph_ran(error)
 
     def _looked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics]:
         calls = self._calls
@@ -124,6 +125,12 @@ def caller(eager: Program, program: Program, state: Tree, config: FitConfig) -> 
     looks = Looks(eager, config.check_every, compiled=compiled)
     kind = Failing if files.armed() else Caller
     return kind(program.train_step, state, looks, anomalies=config.detect_anomaly, compiled=compiled)
+
+
+def _before_a_graph_ran(error: BaseException) -> bool:
+    """Whether an error comes from making a graph, which writes nothing."""
+    made = any(frame.f_code is Graphs.find.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+    return made or compile_.stopped(error)
 
 
 def _place(record: Record) -> str:

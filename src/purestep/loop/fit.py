@@ -26,7 +26,7 @@ from . import blame, cadence, compiling, entry, ledger, restoring, setup
 from . import meter as meter_
 from .calling import caller
 from .judging import Judge, below_minimum, judge, limit_reached
-from .ledger import Ledger, Tag
+from .ledger import Tag
 from .pieces import BatchCheck, scores
 from .record import Cell, FitResult, Record, cell, with_row
 from .rescue import rescue
@@ -69,7 +69,9 @@ def fit(
     Raises:
         ConfigError: settings that do not exist or contradict each other, before anything is trained.
         DataError: an empty, exhausted or failing loader; a batch of another structure than the first.
-        NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state.
+        NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state,
+            and `purestep.testing.replay` makes the call again from what is written beside the snapshots.
+        StepContractError: the step is not pure: see `FitConfig.check_every`.
         SnapshotError: a snapshot that does not fit, is damaged or cannot be written.
 
     Example:
@@ -122,8 +124,7 @@ class _Run:
         self.window = program.static.accumulate if program.static else 1
         self.left = setup.window_left(self.state, self.window)
         self.eager = program
-        before = setup.calls_of(self.state) - self.record.calls
-        self.ledger = Ledger(config.log_every, before=before, halts=ledger.can_halt(self.state))
+        self.ledger = ledger.opened(config.log_every, self.state, self.record)
         self.start = None if self.resumed or config.donate == "init" else (self.state, self.record)
         self.keeper = Keeper(config.rollback)
         self.keeper.keep(self.state, self.record)
@@ -301,13 +302,9 @@ class _Run:
         files.failpoint("loop.evaluate")
         state = self.state if self.view == "params" else ema_.view(self.state, self.view)
 
-        def watch(batch: Any, metrics: Metrics, index: int) -> None:
-            for _ in self.audience.ask(events.EvalStepEnd(self.state, name, metrics, batch, index)):
-                pass  # an evaluation cannot be steered
-
-        watched = watch if self.audience.listens else None
+        watch = self.audience.watching(state, name)
         fed = self.signals.watch(self.feeds.evaluation[name].epoch(0))
-        values = scores(state, data.prefetch(fed, data.device_of(state)), self.program.eval_step, watch=watched)
+        values = scores(state, data.prefetch(fed, data.device_of(state)), self.program.eval_step, watch=watch)
         found = {f"{name}_{key}": value for key, value in values.items()}
         if not self._leaving():
             self._tell(events.EvalEnd(name, self.record.epoch, self.record.updates, found))
@@ -391,8 +388,7 @@ class _Run:
 
     def result(self) -> FitResult:
         """What there is so far."""
-        record = self.record
-        best = self.judge.best(record)
+        record, best = self.record, self.judge.best(self.record)
         return FitResult(self.state, dict(record.history), best, record.epoch, self.ending or "error")
 
     def _finish(self, error: BaseException | None) -> None:

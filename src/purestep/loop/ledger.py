@@ -161,6 +161,12 @@ def _calls_to_hold(batch: Any) -> int:
     return max(1, min(_DEPTH, _HELD // max(size, 1)))
 
 
+def opened(log_every: int, state: Tree, record: Record) -> Ledger:
+    """The account of a run that begins, or goes on, with this state and record."""
+    calls = int(state.key[1]) if isinstance(state, TrainState) else 0
+    return Ledger(log_every, before=calls - record.calls, halts=can_halt(state))
+
+
 def can_halt(state: Tree) -> bool:
     """Whether there is a part that stops at a loss or gradient that is not finite."""
     return any(path.rpartition("/")[2] == "halted" for path in tree.paths(state))

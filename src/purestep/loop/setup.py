@@ -132,11 +132,6 @@ def seed_of(state: Tree) -> int:
     return int(keys[0][0]) if keys else 0
 
 
-def calls_of(state: Tree) -> int:
-    """Calls that a state has been through, 0 where it does not count them."""
-    return int(state.key[1]) if isinstance(state, TrainState) else 0
-
-
 def view_to_evaluate(state: Tree, config: FitConfig) -> str:
     """ "ema" or "params".
 

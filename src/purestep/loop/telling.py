@@ -8,6 +8,8 @@ from typing import Any
 
 from .. import events, purity, tree
 from ..errors import StateError
+from ..types import Metrics, Tree
+from .pieces import Watch
 
 _log = logging.getLogger("purestep")
 
@@ -45,6 +47,15 @@ class Audience:
             answer = _answer(callback, event)
             if answer is not None:
                 yield answer
+
+    def watching(self, state: Tree, loader: str) -> Watch | None:
+        """Tells the callbacks of the batches of an evaluation, which they cannot steer; None where there are none."""
+
+        def watch(batch: Any, metrics: Metrics, index: int) -> None:
+            for _ in self.ask(events.EvalStepEnd(state, loader, metrics, batch, index)):
+                pass
+
+        return watch if self.listens else None
 
     def end(self, event: events.FitEnd) -> None:
         """Tell everybody the end, and close the sinks.
