@@ -125,7 +125,9 @@ class _Run:
         self.left = setup.window_left(self.state, self.window)
         self.eager = program
         self.ledger = ledger.opened(config.log_every, self.state, self.record)
-        self.start = None if self.resumed or config.donate == "init" else (self.state, self.record)
+        # The caller's own, so that it costs no memory to remember.
+        whole = not self.resumed and config.donate != "init" and config.device is None
+        self.start = (self.state, self.record) if whole else None
         self.keeper = Keeper(config.rollback)
         self.keeper.keep(self.state, self.record)
         self.ending: str | None = None
@@ -285,9 +287,7 @@ class _Run:
             self.ending = self.ending or "early_stopping"
         shown = {name: cell(value) for name, value in row.items()}
         self._tell(events.EpochEnd(self.state, self.record.epoch, before.updates, shown, improved, self._ends()))
-        if self.snapshots is not None and (
-            improved or self._ends() or self.saver.due(self.record, self.ledger.pending)
-        ):
+        if improved or self._ends() or self.saver.due(self.record, self.ledger.pending):
             self._save(row, boundary=True)
         return True
 
