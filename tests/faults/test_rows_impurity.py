@@ -424,7 +424,7 @@ def test_row_48_a_run_goes_on_from_there(tmp_path: Any) -> None:
     program = mlp(ema=0.9)
     options = {"backend": "eager", "capture": "trace"}
     result = fit(program.init(), steps_of(3), program, epochs=4, compile=options, snapshots=tmp_path)
-    assert_trees_close(result.state, after(12), exact=True)
+    assert_trees_close(ps.clone(result.state), after(12), exact=True)
 
 
 @pytest.mark.compile
@@ -433,7 +433,7 @@ def test_row_48_an_error_before_the_graph_runs_costs_nothing(tmp_path: Any) -> N
     program = mlp()
     train = [*steps_of(2), (torch.ones(8, 5), torch.zeros(8).long())]
     options = {"backend": "eager", "capture": "trace"}
-    with pytest.raises(RuntimeError, match="shape") as caught:
+    with pytest.raises(RuntimeError, match="reduction dim") as caught:
         fit(program.init(), train, program, epochs=1, compile=options, snapshots=tmp_path)
     assert caught.value.__notes__ == ["in train_step, epoch 1, batch 3"]
     assert ps.Snapshots(tmp_path, writer=False).latest() == 2
@@ -453,10 +453,10 @@ def test_row_48_failpoints_on_both_sides_of_a_donated_step(
     before = point.startswith("loop.batch")
     saved = ps.Snapshots(tmp_path, writer=False).latest()
     assert saved == (4 if before else 3)  # before the step the state is whole, and saved
-    assert any("donated at step 5" in note for note in caught.value.__notes__) != before
+    assert any("donated at step 5" in note for note in getattr(caught.value, "__notes__", [])) != before
     monkeypatch.delenv("PURESTEP_FAILPOINT")
     result = fit(program.init(), steps_of(3), program, epochs=4, compile=options, snapshots=tmp_path)
-    assert_trees_close(result.state, after(12), exact=True)
+    assert_trees_close(ps.clone(result.state), after(12), exact=True)
 
 
 def test_row_48_failpoints_of_the_loop_cost_nothing_where_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
