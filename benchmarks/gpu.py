@@ -24,8 +24,8 @@ Check = tuple[str, bool, str]  # what, whether it holds, what was seen
 
 
 def _result(title: str, checks: list[Check], rows: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """Checks as rows of 1 and 0; what failed also as a line."""
-    found = [{"name": what, "unit": "", "values": [float(holds)]} for what, holds, _ in checks]
+    """Checks as rows; what failed also as a line."""
+    found = [{"name": what, "unit": "holds", "values": [float(holds)]} for what, holds, _ in checks]
     failed = [{"name": what, "why": f"FAILED: {seen}"} for what, holds, seen in checks if not holds]
     note = "; ".join(f"{what}: {seen}" for what, _, seen in checks if seen)
     return {"title": title, "rows": [*found, *(rows or [])], "absent": failed, "note": note}
@@ -46,7 +46,7 @@ def capture(device: str = "cuda", work: str = "mlp", calls: int = 20) -> dict[st
     unharmed = guard.distance(guard.copied(state.params), begun)
     checks = [
         ("losses as in eager", _close(losses, eager_losses, chosen.tolerance), f"last {losses[-1]:.6g}"),
-        ("weights as in eager", off < guard.DRIFT * way, f"{off / way:.2g} of their way off"),
+        ("weights as in eager", off < chosen.drift * way, f"{off / way:.2g} of their way off"),
         ("one graph", step.graphs == 1, f"{step.graphs}"),
         ("the first state stays valid", unharmed == 0.0, ""),
         ("the last state is counted", int(live.updates) == calls, f"{int(live.updates)} updates"),

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 STEPS = 6  # that are compared
-DRIFT = 0.1  # how far weights may be off, as a share of the way they have come
 
 
 class Seen(NamedTuple):
@@ -25,7 +24,9 @@ def copied(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in named.items()}
 
 
-def disagreement(seen: Seen, reference: Seen, start: Mapping[str, Tensor], *, tolerance: float) -> str | None:
+def disagreement(
+    seen: Seen, reference: Seen, start: Mapping[str, Tensor], *, tolerance: float, drift: float
+) -> str | None:
     """In what a contestant differs from the reference; None where it does not.
 
     Args:
@@ -33,6 +34,7 @@ def disagreement(seen: Seen, reference: Seen, start: Mapping[str, Tensor], *, to
         reference: of the one that the others are compared with.
         start: the weights that both began with.
         tolerance: of losses, relative.
+        drift: of weights and average, as a share of the way that the weights have come.
     """
     for step, (found, expected) in enumerate(zip(seen.losses, reference.losses, strict=True), 1):
         if not abs(found - expected) <= tolerance * max(abs(expected), 1e-6):  # also where one is not a number
@@ -45,8 +47,8 @@ def disagreement(seen: Seen, reference: Seen, start: Mapping[str, Tensor], *, to
         if set(left) != set(right):
             return f"{what} have other names: {sorted(set(left) ^ set(right))[:4]}"
         off = distance(left, right)
-        if not off <= DRIFT * way:
-            return f"{what} are {off / way:.2f} of their way off after {len(seen.losses)} steps"
+        if not off <= drift * way:
+            return f"{what} are {off / way:.2g} of their way off after {len(seen.losses)} steps"
     return None
 
 

@@ -88,7 +88,11 @@ def _result(result: Mapping[str, Any]) -> list[str]:
 def _rows(result: Mapping[str, Any]) -> list[str]:
     rows, tokens = result["rows"], result.get("tokens")
     first = rows[0]
-    compared = all(row["unit"] == first["unit"] for row in rows) and len({len(row["values"]) for row in rows}) == 1
+    compared = (
+        first["unit"] in ("s", "B")
+        and all(row["unit"] == first["unit"] for row in rows)
+        and len({len(row["values"]) for row in rows}) == 1
+    )
     header = ["", "median", "10 %", "90 %"]
     header += [f"{first['name']} / this", "spread"] if compared else []
     header += ["tokens/s"] if tokens else []
@@ -123,6 +127,8 @@ def amount(value: float, unit: str) -> str:
             if value >= size:
                 return f"{value / size:.3g} {name}"
         return f"{value * 1e6:.1f} us"
+    if unit == "holds":
+        return "yes" if value else "NO"
     return f"{value / 2**20:,.0f} MiB" if unit == "B" else f"{value:.3g} {unit}".strip()
 
 

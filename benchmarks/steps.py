@@ -69,7 +69,7 @@ def enter(
         if seen is not None and reference is None:
             reference = seen
         elif seen is not None and reference is not None:
-            found = guard.disagreement(seen, reference, start, tolerance=work.tolerance)
+            found = guard.disagreement(seen, reference, start, tolerance=work.tolerance, drift=work.drift)
             trouble = found and f"error: does other work: {found}"
         if made is not None and trouble is None:
             entered.append(made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,6 @@ from .contestants.base import settle
 from .works import Recipe
 
 PASSES = 9  # over the numbers: gradient, parameter, two moments and average are read, all but the first written
-
-
-class Updated(NamedTuple):
-    params: ps.tree.Tree
-    opt_state: ps.tree.Tree
-    ema: ps.tree.Tree
-    updates: Tensor
 
 
 def table(device: str = "cpu", seconds: float = 30.0, matrices: int = 32, size: int = 1024) -> dict[str, Any]:
@@ -87,15 +80,14 @@ def _purestep(start: dict[str, Tensor], gradients: dict[str, Tensor], recipe: Re
     tx = optim.adamw(recipe.learning_rate, recipe.b1, recipe.b2, eps=recipe.eps, weight_decay=recipe.weight_decay)
     average = ps.ema.average(recipe.ema)
 
-    def step(state: Updated, gradients: dict[str, Tensor]) -> tuple[Updated, ps.Metrics]:
+    def step(state: ps.TrainState, gradients: dict[str, Tensor]) -> tuple[ps.TrainState, ps.Metrics]:
         updates, opt_state = tx.update(gradients, state.opt_state, state.params)
         params = optim.apply_updates(state.params, updates)
         shadow = average.update(state.ema, params, {}, state.updates)
-        return Updated(params, opt_state, shadow, state.updates + 1), {}
+        return state._replace(params=params, opt_state=opt_state, ema=shadow, updates=state.updates + 1), {}
 
-    device = next(iter(start.values())).device
-    count = torch.zeros((), dtype=torch.int64, device=device)
-    state = Updated(start, tx.init(start), average.init(start, {}), count)
+    holder = torch.nn.ParameterDict(start)
+    state = ps.program(holder, ps.supervised(torch.nn.MSELoss()), tx, ema=recipe.ema).init()
     compiled = ps.compile_step(step, donate=True)
 
     def update() -> None:
