@@ -144,7 +144,7 @@ def test_row_49_leaves_of_every_kind_come_back_as_they_were(tmp_path: Path) -> N
 
 def _bytes(leaf: Tensor) -> Tensor:
     plain = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-    return plain.reshape(-1).view(torch.uint8)
+    return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _dense_stride(leaf: Tensor) -> tuple[int, ...]:
