@@ -1,5 +1,6 @@
-"""Rows 37 to 43 of the fault matrix but 40: overflow, divergence, schedules, losses, parameters, determinism. Each guard
-has a control."""
+"""Rows 37 to 43 of the fault matrix but 40: overflow, divergence, schedules, losses, parameters, determinism.
+
+Each guard has a control."""
 
 from __future__ import annotations
 

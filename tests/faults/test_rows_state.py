@@ -70,7 +70,6 @@ def test_row_44_all_bad_paths_in_one_message() -> None:
     for _ in range(5000):
         deep = [deep]
     refused(StateError, "nodes within nodes without end", lambda: trained(deep))
-    del deep
 
 
 @pytest.mark.row("F44")
