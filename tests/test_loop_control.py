@@ -206,51 +206,6 @@ class Told:
         self.closed += 1
 
 
-KINDS = [
-    events.FitStart,
-    events.StepEnd,
-    events.Logged,
-    events.EvalStepEnd,
-    events.EvalEnd,
-    events.EpochEnd,
-    events.Saved,
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_callback_that_raises_is_named_and_everything_is_closed(kind: type, tmp_path: Path) -> None:
-    program, sink, last = mlp(), Told(), []
-
-    def broken(event: Any) -> None:
-        if isinstance(event, events.FitEnd):
-            last.append(event)
-        if isinstance(event, kind) and (kind is events.FitStart or kind is events.Saved or event.updates >= 4):
-            raise KeyError("of the callback's own")
-
-    broken_eval = broken if kind is not events.EvalStepEnd else at(kind, 2, lambda event: {}["of the callback's own"])
-    loaders = {"train": batches(3), "val": batches(1)}
-    first = fit(program.init(), loaders, program, epochs=1, snapshots=tmp_path)
-    with pytest.raises(KeyError, match="of the callback's own") as caught:
-        fit(
-            program.init(),
-            loaders,
-            program,
-            epochs=4,
-            log_every=1,
-            callbacks=[broken_eval],
-            sinks=[sink],
-            snapshots=tmp_path,
-        )
-    assert any(kind.__name__ in note for note in caught.value.__notes__)
-    assert sink.closed == 1
-    assert isinstance(sink.events[-1], events.FitEnd)
-    assert sink.events[-1].error is caught.value
-    stored = ps.Snapshots(tmp_path, writer=False, strict=True).restore(program.init())
-    assert stored.step >= int(first.state.step)
-    result = fit(program.init(), loaders, program, epochs=4, snapshots=tmp_path)  # the lock is free, and it goes on
-    assert int(result.state.updates) == 12
-
-
 def test_callbacks_hear_the_end_whatever_it_was() -> None:
     program, heard = mlp(), []
 
@@ -268,22 +223,6 @@ def test_callbacks_hear_the_end_whatever_it_was() -> None:
             callbacks=[listen, at(events.StepEnd, 1, lambda event: 1 // 0)],
         )
     assert heard == [("epochs", type(None)), ("error", ZeroDivisionError)]
-
-
-def test_a_callback_that_fails_at_the_end_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    program = mlp()
-
-    def twice(event: Any) -> None:
-        if isinstance(event, events.StepEnd):
-            raise KeyError("first")
-        if isinstance(event, events.FitEnd):
-            raise ValueError("second")
-
-    with caplog.at_level(logging.WARNING, "purestep"), pytest.raises(KeyError, match="first"):
-        fit(program.init(), batches(1), program, epochs=1, callbacks=[twice])
-    assert "a callback failed at FitEnd: ValueError: second" in caplog.text
-    with pytest.raises(ValueError, match="second"):
-        fit(program.init(), batches(1), program, epochs=1, callbacks=[at(events.FitEnd, 1, twice)])
 
 
 def test_callbacks_are_called_in_their_order() -> None:
@@ -347,15 +286,6 @@ def test_patience_counts_evaluations_and_not_epochs() -> None:
         early_stopping=1,
     )
     assert (result.epochs, result.stop_reason) == (4, "early_stopping")
-
-
-def test_an_unknown_monitor_lists_what_there_is() -> None:
-    program = mlp()
-    message = (
-        r"monitor='eval_loss' is not among the metrics: \['grad_norm', 'lr', 'train_loss', 'val_loss'\].*train_loss"
-    )
-    with pytest.raises(ConfigError, match=message):
-        fit(program.init(), {"train": batches(1), "val": batches(1)}, program, epochs=3, monitor="eval_loss")
 
 
 def test_a_metric_whose_direction_is_not_said_is_refused_before_anything_is_trained() -> None:

@@ -192,9 +192,8 @@ def test_row_29_fails_where_nobody_asks(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.row("F30")
 def test_row_30_changed_workers_batch_size_and_length(tmp_path: Path) -> None:
-    program = mlp()
+    program, loader = mlp(), DataLoader(Items(), 4, shuffle=True)
     with pytest.raises(KeyboardInterrupt):
-        loader = DataLoader(Items(), 4, shuffle=True)
         fit(program.init(3), loader, program, epochs=2, snapshots=tmp_path, callbacks=[stop_at(3)])
     for other, told in (
         (DataLoader(Items(), 7, shuffle=True), "batch_size was 4 and is 7"),
