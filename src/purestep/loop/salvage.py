@@ -83,7 +83,7 @@ def _bury(state: Tree, *, adopted: bool) -> Tree:
 def _memory(node: Any) -> Any:
     """What lies where a state did, dead or not."""
     if isinstance(node, live.LiveState) and node.live_store is not None:
-        return TrainState(*node.live_store.parts[node.live_index])
+        return TrainState._make(node.live_store.parts[node.live_index])
     return node
 
 
