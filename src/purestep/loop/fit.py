@@ -394,7 +394,7 @@ class _Run:
     def _finish(self, error: BaseException | None) -> None:
         if isinstance(error, NonFiniteError | StepContractError):
             self.state = ledger.thawed(self.state)
-            error.result = self.result()
+            vars(error)["result"] = self.result()
             blame.write_down(error, self.snapshots)
         result = self.result()
         self.audience.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))
