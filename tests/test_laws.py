@@ -166,8 +166,8 @@ IMPURE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "writes its state": (lambda s, b: (s._replace(params={k: p.mul_(0.5) for k, p in s.params.items()}), {}), "writes"),
     "writes its batch": (lambda s, b: (s, {"x": Mean(b[0].add_(1).sum(), torch.ones(()))}), "batch/0.*writes"),
     "writes a buffer": (lambda s, b: (s._replace(buffers={k: x.add_(1) for k, x in s.buffers.items()}), {}), "writes"),
-    "draws": (lambda s, b: (s, {"noise": Mean(torch.rand(()), torch.ones(()))}), "caller's generator"),
-    "changes a dtype": (lambda s, b: (s._replace(step=s.step.float()), {}), "step: was"),
+    "draws": (lambda s, b: (s, {"noise": Mean(torch.rand(()), torch.ones(()))}), "torch's global generator"),
+    "changes a dtype": (lambda s, b: (s._replace(step=s.step.float()), {}), "state/step: .* became"),
     "drops a leaf": (lambda s, b: (s._replace(params={}), {}), "structure"),
     "keeps a graph": (
         lambda s, b: (s._replace(params={k: p.requires_grad_() * 1 for k, p in ps.clone(s.params).items()}), {}),

@@ -30,8 +30,8 @@ LEVEL = {
             "model transform schedules ema scaler precision metrics objective stopping",
             "optim step packed",
             "compile",
-            "files events config signals data",
-            "snapshot export sinks",
+            "files events config signals data purity anomaly",
+            "snapshot export sinks incident",
             "loop testing bench",
         )
     )

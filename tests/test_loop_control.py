@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import events, optim
-from purestep.errors import ConfigError, NonFiniteError, StateError
+from purestep.errors import ConfigError, StateError
 from purestep.signals import Preempted
 from purestep.types import Mean, Program, TrainState
 
@@ -206,51 +206,6 @@ class Told:
         self.closed += 1
 
 
-KINDS = [
-    events.FitStart,
-    events.StepEnd,
-    events.Logged,
-    events.EvalStepEnd,
-    events.EvalEnd,
-    events.EpochEnd,
-    events.Saved,
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_callback_that_raises_is_named_and_everything_is_closed(kind: type, tmp_path: Path) -> None:
-    program, sink, last = mlp(), Told(), []
-
-    def broken(event: Any) -> None:
-        if isinstance(event, events.FitEnd):
-            last.append(event)
-        if isinstance(event, kind) and (kind is events.FitStart or kind is events.Saved or event.updates >= 4):
-            raise KeyError("of the callback's own")
-
-    broken_eval = broken if kind is not events.EvalStepEnd else at(kind, 2, lambda event: {}["of the callback's own"])
-    loaders = {"train": batches(3), "val": batches(1)}
-    first = fit(program.init(), loaders, program, epochs=1, snapshots=tmp_path)
-    with pytest.raises(KeyError, match="of the callback's own") as caught:
-        fit(
-            program.init(),
-            loaders,
-            program,
-            epochs=4,
-            log_every=1,
-            callbacks=[broken_eval],
-            sinks=[sink],
-            snapshots=tmp_path,
-        )
-    assert any(kind.__name__ in note for note in caught.value.__notes__)
-    assert sink.closed == 1
-    assert isinstance(sink.events[-1], events.FitEnd)
-    assert sink.events[-1].error is caught.value
-    stored = ps.Snapshots(tmp_path, writer=False, strict=True).restore(program.init())
-    assert stored.step >= int(first.state.step)
-    result = fit(program.init(), loaders, program, epochs=4, snapshots=tmp_path)  # the lock is free, and it goes on
-    assert int(result.state.updates) == 12
-
-
 def test_callbacks_hear_the_end_whatever_it_was() -> None:
     program, heard = mlp(), []
 
@@ -268,22 +223,6 @@ def test_callbacks_hear_the_end_whatever_it_was() -> None:
             callbacks=[listen, at(events.StepEnd, 1, lambda event: 1 // 0)],
         )
     assert heard == [("epochs", type(None)), ("error", ZeroDivisionError)]
-
-
-def test_a_callback_that_fails_at_the_end_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    program = mlp()
-
-    def twice(event: Any) -> None:
-        if isinstance(event, events.StepEnd):
-            raise KeyError("first")
-        if isinstance(event, events.FitEnd):
-            raise ValueError("second")
-
-    with caplog.at_level(logging.WARNING, "purestep"), pytest.raises(KeyError, match="first"):
-        fit(program.init(), batches(1), program, epochs=1, callbacks=[twice])
-    assert "a callback failed at FitEnd: ValueError: second" in caplog.text
-    with pytest.raises(ValueError, match="second"):
-        fit(program.init(), batches(1), program, epochs=1, callbacks=[at(events.FitEnd, 1, twice)])
 
 
 def test_callbacks_are_called_in_their_order() -> None:
@@ -347,15 +286,6 @@ def test_patience_counts_evaluations_and_not_epochs() -> None:
         early_stopping=1,
     )
     assert (result.epochs, result.stop_reason) == (4, "early_stopping")
-
-
-def test_an_unknown_monitor_lists_what_there_is() -> None:
-    program = mlp()
-    message = (
-        r"monitor='eval_loss' is not among the metrics: \['grad_norm', 'lr', 'train_loss', 'val_loss'\].*train_loss"
-    )
-    with pytest.raises(ConfigError, match=message):
-        fit(program.init(), {"train": batches(1), "val": batches(1)}, program, epochs=3, monitor="eval_loss")
 
 
 def test_a_metric_whose_direction_is_not_said_is_refused_before_anything_is_trained() -> None:
@@ -424,125 +354,10 @@ def test_the_last_state_is_always_saved(fields: Any, tmp_path: Path) -> None:
 # --- what is not finite -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("log_every", [0, 1, 50])
-@pytest.mark.parametrize("place", [0, 2, 4])
-def test_a_loss_that_is_not_finite_ends_the_run_with_the_state_before_it(place: int, log_every: int) -> None:
-    program, sink = mlp(ema=0.9), Told()
-    with pytest.raises(
-        NonFiniteError, match=rf"epoch 1, batch {place + 1}: .*not finite.*nonfinite=\"skip\""
-    ) as caught:
-        fit(program.init(), poisoned(5, place), program, epochs=2, log_every=log_every, sinks=[sink])
-    expected = program.init()
-    for batch in batches(5)[:place]:
-        expected, _ = program.train_step(expected, batch)
-    result = caught.value.result
-    assert_trees_close(result.state, expected, exact=True)
-    assert (result.epochs, result.stop_reason) == (0, "error")
-    assert sink.closed == 1
-    state, measured = program.train_step(result.state, vector_batch())  # and it can go on
-    assert float(measured["applied"]) == 1.0
-    assert int(state.updates) == place + 1
-
-
-@pytest.mark.parametrize("place", [0, 1, 3, 6])
-def test_the_place_is_right_inside_an_accumulation_window(place: int) -> None:
-    program = mlp(accumulate=3)
-    with pytest.raises(NonFiniteError, match="epoch 1, batch") as caught:
-        fit(program.init(), poisoned(7, place), program, epochs=1)
-    assert int(caught.value.result.state.updates) == place // 3
-
-
-def test_the_place_is_right_in_a_run_that_goes_on_from_a_trained_state() -> None:
-    program = mlp()
-    first = fit(program.init(), batches(4), program, epochs=2)
-    with pytest.raises(NonFiniteError, match="epoch 2, batch 2") as caught:
-        fit(first.state, Later(poisoned(3, 1), epoch=1), program, epochs=3)
-    assert int(caught.value.result.state.updates) == 8 + 3 + 1
-
-
-class Later:
-    """Batches of which those of one epoch are replaced."""
-
-    def __init__(self, other: list[Any], *, epoch: int) -> None:
-        self.other = other
-        self.epoch = epoch
-        self.now = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.now = epoch
-
-    def __len__(self) -> int:
-        return len(self.other)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.other if self.now == self.epoch else batches(len(self.other)))
-
-
-def test_skipping_goes_on_as_if_the_batch_had_not_been_there() -> None:
-    program = mlp(nonfinite="skip", ema=0.9)
-    result = fit(program.init(), poisoned(4, 1), program, epochs=1)
-    expected = program.init()
-    for batch in (batches(4)[0], *batches(4)[2:]):
-        expected, _ = program.train_step(expected, batch)
-    assert_trees_close(result.state.params, expected.params, exact=True)
-    assert_trees_close(result.state.ema, expected.ema, exact=True)
-    assert (int(result.state.updates), int(result.state.step)) == (3, 4)
-    assert result.history["train_loss"][0] is not None  # a NaN poisons no mean
-
-
 def test_an_overflow_under_the_scaler_is_no_error() -> None:
     program = mlp(precision="16-mixed")
     result = fit(program.init(), poisoned(4, 1), program, epochs=1)
     assert (int(result.state.updates), result.state.scaler.scale.item()) == (3, 2.0**15)
-
-
-def test_a_run_may_go_back_and_leave_the_bad_batch_behind() -> None:
-    program = mlp()
-    result = fit(program.init(), Later(poisoned(4, 2), epoch=1), program, epochs=3, rollback=1, log_every=1)
-    # Epoch 2 is undone up to its third batch: 4, then the fourth alone, then 4.
-    assert (int(result.state.updates), result.epochs) == (9, 3)
-    with pytest.raises(NonFiniteError, match="epoch 2, batch 4"):
-        fit(program.init(), Later(poisoned(4, 2, 3), epoch=1), program, epochs=3, rollback=1, log_every=1)
-
-
-def test_the_state_of_a_program_inside_a_tree_is_looked_at_too() -> None:
-    """A step of one's own need not report whether an update was applied."""
-
-    class Both(NamedTuple):
-        left: TrainState
-        right: TrainState
-
-    one = mlp()
-
-    def train_step(state: Both, batch: Any) -> Any:
-        right, measured = one.train_step(state.right, batch)
-        return Both(state.left, right), {"loss": measured["loss"]}
-
-    with pytest.raises(NonFiniteError, match="^right: .*not finite at call 3") as caught:
-        fit(Both(one.init(), one.init()), poisoned(4, 2), Program(train_step), epochs=5)
-    state = caught.value.result.state
-    assert (int(state.right.updates), int(state.right.halted), state.right.key.tolist()) == (2, 0, [0, 2])
-
-
-def test_anomalies_are_found_at_once_and_named() -> None:
-    program = mlp()
-    message = r"epoch 1, batch 3: batch/0 is not finite; .*returned nan values"
-    with pytest.warns(UserWarning, match="Traceback of forward call"), pytest.raises(NonFiniteError, match=message):
-        fit(program.init(), poisoned(4, 2), program, epochs=1, detect_anomaly=True)
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.zeros(4, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ self.w).sqrt()  # infinite slope at 0
-
-    rooted = ps.program(Root(), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
-    batch = (torch.ones(2, 4), torch.ones(2, 3))
-    message = "epoch 1, batch 1: every leaf of batch and state is finite; .*gradient is not finite"
-    with pytest.raises(NonFiniteError, match=message):
-        fit(rooted.init(), [batch], rooted, epochs=1, detect_anomaly=True)
 
 
 # --- sinks ------------------------------------------------------------------------------------------------------------

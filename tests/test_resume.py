@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_trees_close, image_batch, tiny_convnet
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import purestep as ps
 from purestep import metrics, optim, schedules
-from purestep.errors import Mismatch
 from purestep.types import Program
 
 fit = partial(ps.fit, progress=False)
@@ -136,7 +134,7 @@ def test_what_a_step_remembers_outside_its_state_is_noticed(tmp_path: Path) -> N
 
     def go(directory: Path | None, stop: Stop | None = None) -> Any:
         made = forgetful()
-        return fit(made.init(seed=5), loaders(stop), made, epochs=2, snapshots=directory)
+        return fit(made.init(seed=5), loaders(stop), made, epochs=2, snapshots=directory, check_every=None)
 
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path, Stop(3))
@@ -230,69 +228,6 @@ def test_a_snapshot_saved_by_hand_is_a_state_without_a_place(tmp_path: Path) -> 
         assert_trees_close(found.state, expected.state, exact=True)
         assert found.history == expected.history
     assert ps.Snapshots(tmp_path, writer=False).latest() == 2 * CALLS
-
-
-def test_another_loader_is_refused(tmp_path: Path) -> None:
-    interrupted(tmp_path, 3)
-    made = program()
-    other = {**loaders(), "train": DataLoader(TensorDataset(*image_batch(30)), batch_size=4, shuffle=True)}
-    with pytest.raises(Mismatch, match="train: .*items was 28 and is 30"):
-        fit(made.init(seed=5), other, made, snapshots=tmp_path, **SETTINGS)
-
-
-class Stream:
-    """Batches without indices and without length, drawn anew each epoch."""
-
-    def __init__(self, stop: Stop | None = None) -> None:
-        self.stop = stop
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(BATCHES):
-            if self.stop is not None:
-                self.stop()
-            yield image_batch(4, int(torch.randint(0, 10**6, ())))
-
-
-def test_a_stream_is_resumed_by_replay(tmp_path: Path) -> None:
-    made = program()
-    expected = fit(made.init(seed=5), Stream(), made, epochs=EPOCHS)
-    # Each further start first replays the batches of the epoch that are done.
-    for after in (BATCHES + 2, 2 + 3):
-        with pytest.raises(KeyboardInterrupt):
-            fit(made.init(seed=5), Stream(Stop(after)), made, epochs=EPOCHS, snapshots=tmp_path)
-    same(fit(made.init(seed=5), Stream(), made, epochs=EPOCHS, snapshots=tmp_path), expected)
-
-
-class Augmenting(Dataset[Any]):
-    """Items that are drawn from torch's generator."""
-
-    def __init__(self, stop: Stop | None = None) -> None:
-        self.stop = stop
-
-    def __len__(self) -> int:
-        return 4 * BATCHES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x, y = image_batch(1, index)
-        return x[0] + 0.1 * torch.randn(x[0].shape), y[0]
-
-
-@pytest.mark.slow
-def test_augmentation_in_workers_is_resumed(tmp_path: Path) -> None:
-    made = program()
-
-    def loader(workers: int) -> DataLoader[Any]:
-        return DataLoader(Augmenting(), batch_size=4, shuffle=True, num_workers=workers)
-
-    def stop_at(batch: int) -> Any:
-        return lambda event: signal.raise_signal(signal.SIGINT) if getattr(event, "batch_index", 0) == batch else None
-
-    expected = fit(made.init(seed=5), loader(0), made, epochs=2)
-    with pytest.raises(KeyboardInterrupt):
-        fit(made.init(seed=5), loader(2), made, epochs=2, snapshots=tmp_path, callbacks=[stop_at(2)])
-    with pytest.raises(KeyboardInterrupt):
-        fit(made.init(seed=5), loader(0), made, epochs=2, snapshots=tmp_path, callbacks=[stop_at(5)])
-    same(fit(made.init(seed=5), loader(2), made, epochs=2, snapshots=tmp_path), expected)
 
 
 @pytest.mark.compile

@@ -543,7 +543,8 @@ def test_the_log_says_how_fast_it_goes_and_how_much_of_it_is_waiting(monkeypatch
             seen.append(event)
 
     program = ps.Program(train_step)
-    ps.fit({"w": torch.zeros(())}, Slow(), program, epochs=1, log_every=2, progress=False, callbacks=[note])
+    fields = {"epochs": 1, "log_every": 2, "progress": False, "check_every": None}
+    ps.fit({"w": torch.zeros(())}, Slow(), program, callbacks=[note], **fields)
     assert [round(line.wait_fraction, 2) for line in seen] == [0.75, 0.75]
     assert [line.steps_per_second for line in seen] == pytest.approx([0.25, 0.25])
 

@@ -16,7 +16,8 @@ global random generators are touched only inside `rng.scoped`.
     compile                                              one graph, donation
     -----------------------------------------------------------------------------------------------------
     files  events  config  signals  data                 atomic files, what fit tells, settings, loaders
-    snapshot  export  sinks                              orbax, weights in and out, progress and history
+    purity  anomaly                                      what a step must not do; where a nan comes from
+    snapshot  export  sinks  incident                    orbax, weights in and out, progress, a step written down
     loop  testing  bench                                 fit, checks for unit tests, benchmarks
 
 Every public name is listed in README.md beside this file.

@@ -7,6 +7,8 @@ keeps code that catches the usual Python class working.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class PurestepError(Exception):
     """What was found, where it was found, and how to cure it.
@@ -38,7 +40,25 @@ class StepContractError(PurestepError, ValueError):
 
 
 class NonFiniteError(PurestepError, ArithmeticError):
-    """A loss or gradient that is infinite or not a number; the state is what it was before that step."""
+    """A loss or gradient that is infinite or not a number; the state is what it was before that step.
+
+    `fit` adds what it found out. ``state`` and ``batch`` are what `purestep.testing.record` writes down.
+    """
+
+    step: int | None = None  # the call, from 1
+    loss: float | None = None
+    leaves: tuple[str, ...] = ()  # what is not finite, or largest: "batch/0", "params/2.weight", "gradient of 2.weight"
+    items: list[Any] | None = None  # indices into the dataset, where the loader knows them
+    state: Any = None  # before that call
+    batch: Any = None
+    path: Any = None  # of the file that holds both, where fit has written one
+    result: Any = None  # the FitResult so far
+
+    def written(self, path: Any) -> None:
+        """State and batch are in a file: the message says so."""
+        self.path = path
+        told = f"{self.what}; state and batch are in {path}"
+        super().__init__(told, where=self.where, hint=f"ps.testing.replay({str(path)!r}, program); {self.hint}")
 
 
 class DataError(PurestepError, ValueError):

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from . import rng, tree
-from .errors import StepContractError
-from .types import Program, Tree
+from . import incident, purity, tree
+from .anomaly import Watch, backward, not_finite
+from .compile.live import plain
+from .data import device_of
+from .errors import ConfigError, StepContractError
+from .types import Metrics, Program, TrainState, Tree
 
 
 def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any) -> None:
     """Check that a step is a pure function of its arguments.
 
-    Run twice on the same state and batch it returns the same bits, leaves state, batch and the global generators as
-    they were, keeps structure, shapes, dtypes and devices, and returns tensors without a graph.
+    Run twice on the same state and batch it returns the same bits, leaves state, batch and the global generators of
+    torch, numpy and Python as they were, keeps structure, shapes, dtypes and devices, returns tensors without a graph,
+    and keeps none alive from call to call. `fit` holds the first steps of a run to the same.
 
     Args:
         step: ``(state, batch, *context) -> (state, metrics)``, not donated.
@@ -38,20 +43,18 @@ def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any
         Traceback (most recent call last):
         purestep.errors.StepContractError: state: the second call on the same state and batch gives another value ...
     """
-    before = tree.clone((state, batch, context))
-    generators = rng.states()
-    first, first_metrics = _pair(step(state, batch, *context))
-    _unchanged(before, (state, batch, context))
-    if any(not torch.equal(old, new) for old, new in zip(generators, rng.states(), strict=True)):
-        raise StepContractError(
-            "draws from the caller's generator", where="step", hint="with rng.scoped(seed): ..., or a torch.Generator"
-        )
-    _same_kind(state, first)
-    _no_graph((first, first_metrics))
-    kept = tree.clone((first, first_metrics))
-    second = _pair(step(state, batch, *context))
-    _unchanged(before, (state, batch, context))
-    _repeated(kept, second)
+    parts = {"state": state, "batch": batch, "context": context}
+    with _reported():
+        purity.observe(lambda: _pair(step(state, batch, *context)), parts)
+
+
+@contextmanager
+def _reported() -> Generator[None]:
+    """Findings as errors of the public class."""
+    try:
+        yield
+    except purity.Impure as found:
+        raise StepContractError(found.what, where=found.where, hint=found.hint) from None
 
 
 def assert_resumes(program: Program, state: Tree, batches: Sequence[Any], *, at: int | None = None) -> None:
@@ -69,7 +72,9 @@ def assert_resumes(program: Program, state: Tree, batches: Sequence[Any], *, at:
     cut = len(batches) // 2 if at is None else at
     whole = _through(program, state, batches)
     half = tree.clone(_through(program, state, batches[:cut]))
-    _repeated((whole, {}), (_through(program, half, batches[cut:]), {}))
+    rest = _through(program, half, batches[cut:])
+    with _reported():
+        purity.check_repeated((whole, {}), (rest, {}))
 
 
 def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Sequence[Tree], *, rtol: float) -> None:
@@ -99,6 +104,84 @@ def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Seq
             )
 
 
+class Replay(NamedTuple):
+    """What a step that was made again has shown."""
+
+    state: Tree
+    metrics: Metrics
+    first: str | None  # where the first number appears that is not finite, in words; None where there is none
+    module: str  # the innermost module it appears in, by its name in the model; "" outside of modules
+    operation: str  # of torch: "log", or, of the backward pass, "SqrtBackward0"
+    notes: dict[str, Any]  # what fit wrote down with it: step, where, loss, leaves
+
+
+def record(path: str | Path, state: Tree, batch: Any) -> Path:
+    """Write a state and a batch into one file, to the bit, for `replay`; `fit` does it where it has snapshots.
+
+    Args:
+        path: of the file, replaced where it exists.
+        state: of a program.
+        batch: tensors, numbers and text in dicts, lists and tuples.
+
+    Raises:
+        StateError: something in the batch that cannot be stored.
+        WriteFailed: nothing was written.
+    """
+    return incident.write(path, plain(state), batch, {})
+
+
+def replay(path: str | Path, program: Program, *, like: Tree = None) -> Replay:
+    """Make the step again that a `NonFiniteError` names, in eager and with torch's anomaly detection.
+
+    The file holds numbers only, no code, so the program has to be given. The same key and the same batch give the same
+    bits as the run had, dropout included, on the same kind of device with the same versions.
+
+    Args:
+        path: of the file that the error names, or from `record`.
+        program: the program of that run, not compiled.
+        like: a state of the same structure, for a program without ``init``.
+
+    Raises:
+        NotFound, Corrupt, Mismatch: no such file, a damaged one, or one of another program.
+
+    Example:
+        >>> import tempfile, torch, purestep as ps
+        >>> class Root(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x).sqrt()
+        >>> program = ps.program(Root(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> batch = torch.full((4, 2), -torch.inf), torch.ones(4, 1)
+        >>> path = record(tempfile.mkdtemp() + "/step.safetensors", program.init(device="cpu"), batch)
+        >>> replay(path, program).first
+        'batch/0: 8 of 8 numbers are not finite'
+    """
+    if like is None:
+        if program.init is None:
+            raise ConfigError("the program has no init", where="replay", hint="replay(path, program, like=state)")
+        like = program.init()
+    found = incident.read(path, like, device_of(like))
+    first, module, operation = _given(found), "", ""
+    watch = Watch()
+    with watch:
+        state, metrics = program.train_step(found.state, found.batch)
+    if first is None and watch.first is not None:
+        first, module, operation = watch.first
+    if first is None:
+        first, operation = backward(lambda: program.train_step(found.state, found.batch))
+    return Replay(state, metrics, first, module, operation, found.notes)
+
+
+def _given(found: incident.Incident) -> str | None:
+    parts = {"batch": found.batch}
+    if isinstance(found.state, TrainState):
+        parts |= {name: getattr(found.state, name) for name in ("params", "frozen", "buffers")}
+    for path, leaf in tree.with_paths(parts):
+        count = not_finite(leaf)
+        if count:
+            return f"{path}: {count} of {leaf.numel()} numbers are not finite"
+    return None
+
+
 def _through(program: Program, state: Tree, batches: Sequence[Any]) -> Tree:
     for batch in batches:
         state, _ = program.train_step(state, batch)
@@ -109,65 +192,3 @@ def _pair(result: Any) -> tuple[Tree, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise StepContractError(f"returned a {type(result).__name__}", where="step", hint="return (state, metrics)")
     return result
-
-
-def _unchanged(before: Tree, after: Tree) -> None:
-    left, right = dict(tree.with_paths(before)), dict(tree.with_paths(after))
-    for path in (*left, *right):
-        if path not in left or path not in right or not _equal(left[path], right[path]):
-            root, _, rest = path.partition("/")
-            where = {"0": "state", "1": "batch", "2": "context"}[root]
-            raise StepContractError(
-                "the step writes what it was given",
-                where="/".join(filter(None, (where, rest))),
-                hint="x + 1, not x.add_(1)",
-            )
-
-
-def _same_kind(old: Tree, new: Tree) -> None:
-    if tree.paths(old) != tree.paths(new):
-        raise StepContractError(
-            "the structure of the state changes", where="state", hint="return a state of the structure that went in"
-        )
-    for (path, left), (_, right) in zip(tree.with_paths(old), tree.with_paths(new), strict=True):
-        found = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in (left, right)]
-        if found[0] != found[1]:
-            raise StepContractError(
-                f"was {found[0]} and is {found[1]}",
-                where="/".join(filter(None, ("state", path))),
-                hint="keep shape, dtype and device",
-            )
-
-
-def _no_graph(result: Tree) -> None:
-    for path, leaf in tree.with_paths(result):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            where = f"{('state', 'metrics')[int(path[0])]}/{path.partition('/')[2]}"
-            raise StepContractError(
-                "carries a graph, which keeps its whole step in memory", where=where, hint=".detach()"
-            )
-
-
-def _repeated(first: Tree, second: Tree) -> None:
-    if tree.paths(first) != tree.paths(second):
-        raise StepContractError(
-            "the second call on the same state and batch gives another structure",
-            where="step",
-            hint="everything a step reads must be in its arguments: no counters, clocks or global generators",
-        )
-    for (path, left), (_, right) in zip(tree.with_paths(first), tree.with_paths(second), strict=True):
-        if not _equal(left, right):
-            where = "/".join(filter(None, (("state", "metrics")[int(path[0])], path.partition("/")[2])))
-            raise StepContractError(
-                "the second call on the same state and batch gives another value",
-                where=where,
-                hint="everything a step reads must be in its arguments: no counters, clocks or global generators",
-            )
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if not isinstance(left, Tensor) or not isinstance(right, Tensor):
-        return type(left) is type(right) and left == right
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())

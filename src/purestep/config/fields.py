@@ -58,6 +58,13 @@ def _at_least_0(value: Any) -> int:
     return values.count(value, least=0)
 
 
+def _checks(value: Any) -> int | None:
+    try:
+        return None if values.literal(value) is None else values.count(value, least=0)
+    except ValueError as error:
+        raise ValueError(f"{error}, or None") from None
+
+
 def _name(value: Any) -> str:
     if isinstance(value, str) and value:
         return value
@@ -157,6 +164,7 @@ Metric = Annotated[str | None, PlainValidator(_monitor)]
 Direction = Annotated[stopping.Mode | None, PlainValidator(_mode)]
 Patience = Annotated[stopping.EarlyStopping | None, PlainValidator(_early_stopping), PlainSerializer(_as_fields)]
 AtLeast0 = Annotated[int, PlainValidator(_at_least_0)]
+Checks = Annotated[int | None, PlainValidator(_checks)]
 Resume = Annotated[str | None, PlainValidator(_resume)]
 Compile = Annotated[Literal["auto"] | bool | dict[str, Any], PlainValidator(_compile)]
 Donate = Annotated[bool | Literal["init"], PlainValidator(_donate)]

@@ -92,6 +92,13 @@ class FitConfig(BaseModel):
     """Whether float32 matrix products and convolutions on CUDA may use TensorFloat-32, during the run. None: as the
     process is set."""
 
+    check_every: fields.Checks = 0
+    """The first two calls of the step are looked at in every run: whether it writes what it was given, draws from a
+    global generator, gives the same bits when it is called again, changes the kind of its state, keeps tensors alive,
+    and lets gradients reach the parameters. That takes two or three more calls in eager each (a compiled run too: its
+    first look needs the memory of a step in eager and of a second state, or on CUDA is left out where there is none).
+    After them a look at every so many calls, for debugging, at least 0; 0: no more. None: not even the first two."""
+
     detect_anomaly: fields.Flag = False
     """Debugging: eager, with the autograd anomaly mode, and the first leaf that is not finite named. Slow."""
 

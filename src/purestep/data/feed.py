@@ -123,7 +123,8 @@ class Feed(ABC):
                 "cannot be entered in the middle of an epoch: it has neither indices nor state_dict()",
                 where=self.name,
                 hint="give the loader state_dict() and load_state_dict(), use a map-style dataset, or pass "
-                "replay=True: on resuming, the consumed batches of that epoch are loaded again and dropped",
+                "purestep.data.open_feed(loader, replay=True): on resuming, the consumed batches of that epoch are "
+                "loaded again and dropped",
             )
 
     def close(self) -> None:

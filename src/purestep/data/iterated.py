@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -15,6 +16,7 @@ from ..types import Batch
 from . import draws, position
 from .feed import Feed, Resume
 
+_log = logging.getLogger("purestep")
 _REMEMBERED = 64  # states kept: more than any prefetching runs ahead
 
 
@@ -60,6 +62,7 @@ class IterableFeed(Feed):
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         self._announce(epoch)
         seed = mix(self._seed, "order", epoch)
+        _tell_cost(self.name, epoch, start)
         with draws.scoped(seed):
             iterator = self._source(epoch)
         try:
@@ -81,6 +84,11 @@ def _scoped(iterator: Iterator[Batch], seed: int, start: int = 0) -> Iterator[Ba
         yield batch
 
 
+def _tell_cost(name: str, epoch: int, start: int) -> None:
+    if start:
+        _log.info("%s: loads and drops %d batches to go on inside epoch %d", name, start, epoch + 1)
+
+
 class OneShotFeed(Feed):
     """An iterator: what it gave is gone. An endless one may be cut into epochs with `limit`."""
 
@@ -96,6 +104,7 @@ class OneShotFeed(Feed):
                 where=self.name,
                 hint="pass a loader that can be iterated again: a DataLoader, a list, a class with __iter__",
             )
+        _tell_cost(self.name, epoch, start)
         for number, batch in enumerate(self._batches_left):
             self._given += 1
             if number >= start:

@@ -5,6 +5,7 @@ out as `WriteFailed`, which says the file, the reason and what to do.
 """
 
 from .failpoints import POINTS as POINTS
+from .failpoints import armed as armed
 from .failpoints import failpoint as failpoint
 from .lock import DirectoryLock as DirectoryLock
 from .whole import read_json as read_json

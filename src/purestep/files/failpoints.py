@@ -13,6 +13,11 @@ from pathlib import Path
 from ..errors import ConfigError
 
 POINTS: dict[str, str] = {
+    "loop.batch": "the loader has given a batch, no step has seen it",
+    "loop.step": "a step has been made, nothing of it is on record; a donated state is gone",
+    "loop.epoch": "the last batch of an epoch is done, its boundary is not begun",
+    "loop.evaluate": "before an evaluation",
+    "loop.snapshot": "in fit, before it hands a snapshot to the writer",
     "files.write": "before a file is written under its temporary name",
     "files.rename": "file whole on the disk, its name not yet",
     "files.renamed": "file under its name, the directory not yet on the disk",
@@ -33,7 +38,14 @@ POINTS: dict[str, str] = {
 }
 """Where a fault can be planted, and what has happened by then."""
 
+_PLAN = "PURESTEP_FAILPOINT"
 _hits: Counter[str] = Counter()
+
+
+def armed() -> bool:
+    """Whether there is a plan, for code that cannot afford to ask at every point. What is in ``loop`` asks once, when a
+    run starts."""
+    return bool(os.environ.get(_PLAN))
 
 
 def failpoint(name: str) -> None:
@@ -50,7 +62,7 @@ def failpoint(name: str) -> None:
         >>> failpoint("files.write")
     """
     assert name in POINTS, name
-    plan = os.environ.get("PURESTEP_FAILPOINT")
+    plan = os.environ.get(_PLAN)
     if plan:
         _hits[name] += 1
         for point, action, turn in _parse_plan(plan):

@@ -3,15 +3,19 @@ changes its kind is found."""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from .. import tree
+from .. import compile as compile_
+from .. import files, purity, tree
+from ..anomaly import not_finite
+from ..compile.graphs import Graphs
+from ..config import FitConfig
 from ..errors import NonFiniteError, PurestepError, StepContractError
-from ..types import Metrics, TrainStep, Tree
+from ..types import Metrics, Program, TrainStep, Tree
 from .ledger import halts
+from .looks import Looks
 from .pieces import check_pair
 from .record import Record
 
@@ -24,69 +28,121 @@ class Caller:
     Args:
         step: ``(state, batch) -> (state, metrics)``.
         state: whose structure, shapes and dtypes stay what they are.
+        looks: at the first calls.
         anomalies: look at every result at once, and name what is not finite.
         compiled: the step compares states itself, and makes them live ones.
     """
 
-    def __init__(self, step: TrainStep, state: Tree, *, anomalies: bool, compiled: bool) -> None:
+    def __init__(self, step: TrainStep, state: Tree, looks: Looks, *, anomalies: bool, compiled: bool) -> None:
         self._step = step
+        self._looks = looks
         self._anomalies = anomalies
-        self._kind = None if compiled else tree.signature(state)
-        self._leaves = _described(state)
+        self._compiled = compiled
+        self._kind = purity.Kind(state)
         self._calls = 0
+        self.failed = False
+        """Whether a compiled step was broken off: nobody knows how much of the memory it writes is written."""
+        self._stop_at = 1  # the next call that is more than a call
 
     def __call__(self, state: Tree, batch: Any, record: Record) -> tuple[Tree, Metrics]:
         """``step(state, batch)``, the next batch of this record.
 
         Raises:
-            StepContractError: it returned something else than a state of the same kind and metrics.
+            StepContractError: it returned something else than a state of the same kind and metrics, or is not pure.
             NonFiniteError: with ``anomalies``, a loss or gradient that is not finite.
         """
-        place = f"epoch {record.epoch + 1}, batch {record.batch + 1}"
+        self._calls += 1
         try:
-            new, metrics = check_pair(self._step(state, batch))
-        except PurestepError:
-            raise
-        except Exception as error:
+            if self._calls == self._stop_at:
+                new, metrics = self._looked(state, batch, _place(record))
+            else:
+                new, metrics = check_pair(self._step(state, batch))
+        except BaseException as error:
+            self._broken_off(error)
+            if isinstance(error, PurestepError) or not isinstance(error, Exception):
+                raise
             if self._anomalies and "returned nan values" in str(error):  # torch's word for it
-                raise _named(f"{error} (its forward call is in the warning above)", state, batch, place) from error
-            error.add_note(f"in train_step, {place}")
+                raise _named(f"{error} (its forward call is in the warning above)", state, batch, record) from error
+            error.add_note(f"in train_step, {_place(record)}")
             raise
         if self._anomalies and halts(new):
-            raise _named("the loss or a gradient is not finite", state, batch, place)
-        self._calls += 1
-        if self._calls % _EVERY == 0 or self._calls & (self._calls - 1) == 0:
-            self._compare(new, place)
+            raise _named("the loss or a gradient is not finite", state, batch, record)
         return new, metrics
 
+    def flush(self, flush: Callable[[Tree], tuple[Tree, Metrics]], state: Tree) -> tuple[Tree, Metrics]:
+        """``flush(state)``."""
+        try:
+            return flush(state)
+        except BaseException as error:
+            self._broken_off(error)
+            raise
+
+    def _broken_off(self, error: BaseException) -> None:
+        self.failed = self._compiled and not isinstance(error, PurestepError) and not _before_a_graph_ran(error)
+
+    def _looked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics]:
+        calls = self._calls
+        found = self._looks(state, batch, place) if calls == self._looks.due else None
+        if found is None or self._compiled:
+            found = check_pair(self._step(state, batch))
+        if not self._compiled:
+            self._compare(found[0], place)
+        self._stop_at = min(self._looks.due, calls * 2 if calls < _EVERY else calls + _EVERY)
+        return found
+
     def _compare(self, new: Tree, place: str) -> None:
-        if self._kind is None or tree.signature(new) == self._kind:
-            return
-        before, after = self._leaves, _described(new)
-        path = next((path for path in {**before, **after} if before.get(path) != after.get(path)), "")
-        what = f"{before.get(path, 'nothing')} became {after.get(path, 'nothing')}" if path else "other node types"
-        raise StepContractError(
-            f"the step changes its state: {path or 'state'}: {what}",
-            where=f"train_step, up to {place}",
-            hint="return a state of the structure, shapes and dtypes that went in (.to(old.dtype))",
-        )
+        try:
+            self._kind.check(new)
+        except purity.Impure as error:
+            where = f"train_step, up to {place}, {error.where}"
+            raise StepContractError(error.what, where=where, hint=error.hint) from None
 
 
-def _described(state: Tree) -> dict[str, str]:
-    return {
-        path: f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
-        for path, leaf in tree.with_paths(state)
-    }
+class Failing(Caller):
+    """A Caller with failpoints, for runs that are started with a plan for them: no other run pays for them."""
+
+    def __call__(self, state: Tree, batch: Any, record: Record) -> tuple[Tree, Metrics]:
+        files.failpoint("loop.batch")
+        found = super().__call__(state, batch, record)
+        try:
+            files.failpoint("loop.step")
+        except BaseException as error:
+            self._broken_off(error)
+            raise
+        return found
 
 
-def _named(found: str, state: Tree, batch: Any, place: str) -> NonFiniteError:
+def caller(eager: Program, program: Program, state: Tree, config: FitConfig) -> Caller:
+    """What a run calls its step by.
+
+    Args:
+        eager: the program as it was given.
+        program: the one that is run, which may be compiled.
+        state: the first one.
+        config: of the run.
+    """
+    compiled = program.train_step is not eager.train_step
+    looks = Looks(eager, config.check_every, compiled=compiled)
+    kind = Failing if files.armed() else Caller
+    return kind(program.train_step, state, looks, anomalies=config.detect_anomaly, compiled=compiled)
+
+
+def _before_a_graph_ran(error: BaseException) -> bool:
+    """Whether an error comes from making a graph, which writes nothing."""
+    made = any(frame.f_code is Graphs.find.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+    return made or compile_.stopped(error)
+
+
+def _place(record: Record) -> str:
+    return f"epoch {record.epoch + 1}, batch {record.batch + 1}"
+
+
+def _named(found: str, state: Tree, batch: Any, record: Record) -> NonFiniteError:
     leaves = [(f"batch/{path}", leaf) for path, leaf in tree.with_paths(batch)] + tree.with_paths(state)
-    blamed = next((path.rstrip("/") for path, leaf in leaves if _is_bad(leaf)), None)
-    what = "every leaf of batch and state is finite" if blamed is None else f"{blamed} is not finite"
-    return NonFiniteError(
-        f"{what}; {found}", where=place, hint='ps.program(..., nonfinite="skip"), or mend what is named'
+    blamed = tuple(path.rstrip("/") for path, leaf in leaves if not_finite(leaf))
+    what = f"{blamed[0]} is not finite" if blamed else "every leaf of batch and state is finite"
+    error = NonFiniteError(
+        f"{what}; {found}", where=_place(record), hint='ps.program(..., nonfinite="skip"), or mend what is named'
     )
-
-
-def _is_bad(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all())
+    error.step, error.leaves, error.state, error.batch = record.calls + 1, blamed, state, batch
+    return error

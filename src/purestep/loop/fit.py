@@ -15,21 +15,24 @@ from contextlib import ExitStack
 from typing import Any
 
 from .. import config as config_
-from .. import data, events
+from .. import data, events, files
 from .. import ema as ema_
 from ..config import FitConfig
-from ..errors import NonFiniteError
+from ..errors import NonFiniteError, StepContractError
 from ..signals import Preempted, Signals, interrupted
 from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
-from . import cadence, compiling, ledger, restoring, setup
+from . import blame, cadence, compiling, entry, ledger, restoring, setup
 from . import meter as meter_
-from .calling import Caller
+from .calling import caller
 from .judging import Judge, below_minimum, judge, limit_reached
-from .ledger import Ledger, Tag
+from .ledger import Tag
 from .pieces import BatchCheck, scores
-from .record import Cell, FitResult, Record, cell, to_json, with_row
+from .record import Cell, FitResult, Record, cell, with_row
+from .rescue import rescue
 from .rollback import Keeper
+from .salvage import salvaged
+from .saving import Saver
 from .telling import Audience
 
 log = logging.getLogger("purestep")
@@ -66,7 +69,9 @@ def fit(
     Raises:
         ConfigError: settings that do not exist or contradict each other, before anything is trained.
         DataError: an empty, exhausted or failing loader; a batch of another structure than the first.
-        NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state.
+        NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state,
+            and `purestep.testing.replay` makes the call again from what is written beside the snapshots.
+        StepContractError: the step is not pure: see `FitConfig.check_every`.
         SnapshotError: a snapshot that does not fit, is damaged or cannot be written.
 
     Example:
@@ -80,12 +85,12 @@ def fit(
     """
     resolved = config_.resolve(config, fields)
     ready = setup.checked_program(program)
-    state = setup.placed(setup.checked_state(init_state), resolved.device)
+    state = setup.placed(entry.checked_state(init_state), resolved.device)
     with ExitStack() as stack:
         stack.enter_context(setup.surroundings(resolved, data.device_of(state)))
         feeds = setup.open_feeds(loaders, resolved, ready, setup.seed_of(state))
         stack.callback(feeds.close)
-        store, owned = restoring.open_snapshots(snapshots, resolved)
+        store, owned = restoring.open_snapshots(snapshots, resolved, feeds.train)
         if store is not None and owned:
             stack.callback(store.close)
         audience = Audience(callbacks, setup.ready_sinks(sinks, store, resolved))
@@ -94,7 +99,7 @@ def fit(
 
 
 class _Run:
-    """One call of fit: the state, the record, and everybody who is told."""
+    """One call of fit."""
 
     def __init__(
         self,
@@ -115,17 +120,21 @@ class _Run:
         self.judge: Judge = judge(config, feeds.evaluation)
         self.state, self.record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
         self.program = compiling.ready_program(program, self.state, config)
-        compiled = self.program.train_step is not program.train_step
-        self.call = Caller(self.program.train_step, self.state, anomalies=config.detect_anomaly, compiled=compiled)
+        self.call = caller(program, self.program, self.state, config)
         self.window = program.static.accumulate if program.static else 1
         self.left = setup.window_left(self.state, self.window)
-        self.ledger = Ledger(config.log_every, before=setup.calls_of(self.state) - self.record.calls)
+        self.eager = program
+        self.ledger = ledger.opened(config.log_every, self.state, self.record)
+        # The caller's own, so that it costs no memory to remember.
+        whole = not self.resumed and config.donate != "init" and config.device is None
+        self.start = (self.state, self.record) if whole else None
         self.keeper = Keeper(config.rollback)
         self.keeper.keep(self.state, self.record)
         self.ending: str | None = None
+        self.unscored: Record | None = None  # at the end of an epoch: where to go on if it is not evaluated to the end
         self.begun = time.monotonic()
         self.check_batch = BatchCheck()
-        self.saved: int | None = self.record.calls if self.resumed else None
+        self.saver = Saver(snapshots, feeds.train, saved=self.record.calls if self.resumed else None)
         if snapshots is not None and self.judge.monitor is not None:
             snapshots.track(self.judge.monitor, mode=self.judge.mode)
 
@@ -139,11 +148,11 @@ class _Run:
             while self.ending is None:
                 self._epoch()
                 self.ending = self.ending or limit_reached(self.config, self.record) or self._timed_out()
-            if self.snapshots is not None:
-                self._save({})  # where no boundary has done it
-                self.snapshots.wait()
+            self._save({}, wait=True)  # where no boundary has done it
         except BaseException as caught:
             error = caught
+            if not self._salvaged(caught) and self.record.calls:
+                rescue(caught, self._save_what_is_done)
             raise
         finally:
             self._finish(error)
@@ -174,11 +183,12 @@ class _Run:
                 return
         self._between()  # the wait for a batch may have been broken off
         self._flush()
-        epoch, batch = self.record.epoch, self.record.batch
         self._settle(wait=True)
-        self.record = self.record._replace(epoch=epoch + 1, batch=0)
+        files.failpoint("loop.epoch")
+        self.unscored = self.record
+        self.record = self.record._replace(epoch=self.record.epoch + 1, batch=0)
         if not self._boundary(self._due(cadence.due_at_end)):
-            self.record = self.record._replace(epoch=epoch, batch=batch)
+            self.record = self.unscored
         self._between()
 
     def _step(self, batch: Any) -> None:
@@ -196,13 +206,13 @@ class _Run:
         static = self.program.static
         if static is None or static.tail == "carry" or self.left == self.window:
             return
-        self.state, metrics = self.program.flush(self.state)
+        self.state, metrics = self.call.flush(self.program.flush, self.state)
         self.left = self.window
         record = self.record = self.record._replace(calls=self.record.calls + 1)
         self._measured(Tag(record.calls, record.epoch, -1, static.tail == "step"), metrics, None)
 
     def _measured(self, tag: Tag, metrics: Metrics, batch: Any) -> None:
-        self.ledger.add(tag, metrics, self.record)
+        self.ledger.add(tag, metrics, self.record, batch)
         if tag.closing and self.audience.listens:
             updates = self.record.updates + self.ledger.pending
             self._heed(self.audience.ask(events.StepEnd(self.state, metrics, batch, tag.epoch, tag.batch, updates)))
@@ -221,11 +231,24 @@ class _Run:
     def _go_back(self, error: NonFiniteError) -> None:
         found = self.keeper.back(self.state, self.record)
         if found is None:
-            raise error
+            window = self.ledger.window(error.step or 0)
+            raise blame.explained(error, ledger.thawed(self.state), window, self.eager, self.feeds.train)
         self.ledger.forget()
         self.state, self.record = found
         self.left = setup.window_left(self.state, self.window)
         log.warning("went back to update %d: %s", self.record.updates, error)
+
+    def _salvaged(self, error: BaseException) -> bool:
+        found = None
+        if self.call.failed:
+            adopted = self.config.donate == "init"
+            found = salvaged(self.state, self.record, error, self.keeper, self.snapshots, self.start, adopted=adopted)
+        if found is None:
+            return False
+        self.ledger.forget()
+        self.state, self.record = found
+        vars(error)["result"] = self.result()
+        return True
 
     # --- boundaries ---------------------------------------------------------------------------------------------------
 
@@ -257,14 +280,14 @@ class _Run:
                 return False
         record = before._replace(interval={}, history=with_row(before.history, row))
         self.judge = self.judge.check(record, self.feeds.evaluation)
-        self.record = self.judge.judge(record, row)
+        self.record, self.unscored = self.judge.judge(record, row), None
         improved = self.judge.improved(before, self.record)
         self.keeper.keep(self.state, self.record)
         if self.judge.stops(self.record):
             self.ending = self.ending or "early_stopping"
         shown = {name: cell(value) for name, value in row.items()}
         self._tell(events.EpochEnd(self.state, self.record.epoch, before.updates, shown, improved, self._ends()))
-        if self.snapshots is not None and (improved or self._ends() or self._snapshot_due()):
+        if improved or self._ends() or self.saver.due(self.record, self.ledger.pending):
             self._save(row, boundary=True)
         return True
 
@@ -276,15 +299,12 @@ class _Run:
 
     def _evaluate(self, name: str) -> dict[str, float]:
         assert self.program.eval_step is not None
+        files.failpoint("loop.evaluate")
         state = self.state if self.view == "params" else ema_.view(self.state, self.view)
 
-        def watch(batch: Any, metrics: Metrics, index: int) -> None:
-            for _ in self.audience.ask(events.EvalStepEnd(self.state, name, metrics, batch, index)):
-                pass  # an evaluation cannot be steered
-
-        watched = watch if self.audience.listens else None
+        watch = self.audience.watching(state, name)
         fed = self.signals.watch(self.feeds.evaluation[name].epoch(0))
-        values = scores(state, data.prefetch(fed, data.device_of(state)), self.program.eval_step, watch=watched)
+        values = scores(state, data.prefetch(fed, data.device_of(state)), self.program.eval_step, watch=watch)
         found = {f"{name}_{key}": value for key, value in values.items()}
         if not self._leaving():
             self._tell(events.EvalEnd(name, self.record.epoch, self.record.updates, found))
@@ -304,8 +324,7 @@ class _Run:
         self._settle(wait=True)
         if self.record.interval:
             self._boundary(list(self.feeds.evaluation))
-        if self.snapshots is not None:
-            self._save({})
+        self._save({})
 
     def _timed_out(self) -> str | None:
         limit = self.config.max_time
@@ -314,8 +333,7 @@ class _Run:
         return "max_time"
 
     def _below_minimum(self) -> bool:
-        made = self.record._replace(updates=self.record.updates + self.ledger.pending)
-        return below_minimum(self.config, made)
+        return below_minimum(self.config, self.record, ahead=self.ledger.pending)
 
     # --- saving and signals -------------------------------------------------------------------------------------------
 
@@ -324,7 +342,7 @@ class _Run:
         if self.snapshots is not None:
             self.snapshots.check()
             # The last batch of an epoch is followed by its boundary, whose snapshot has the metrics.
-            if self.record.batch != self.feeds.train.length and self._snapshot_due():
+            if self.record.batch != self.feeds.train.length and self.saver.due(self.record, self.ledger.pending):
                 self._settle(wait=True)
                 self._save({})
         if self.signals.pending is not None:
@@ -333,35 +351,26 @@ class _Run:
     def _signalled(self) -> None:
         wish = self.signals.pending
         self._settle(wait=True)
-        if self.snapshots is not None:
-            self._save({})
+        self._save({}, wait=wish != "snapshot")
         self.signals.saved()
         if wish == "snapshot":
             return
         self.ending = "interrupted"
-        if self.snapshots is not None:
-            self.snapshots.wait()
         raise Preempted(self.result()) if wish == "terminate" else interrupted(self.result())
 
-    def _snapshot_due(self) -> bool:
-        if self.snapshots is None or self.saved == self.record.calls:
-            return False
-        updates = self.record.updates + self.ledger.pending
-        return bool(self.snapshots.due(updates=updates, epoch=self.record.epoch))
+    def _save(self, row: Mapping[str, Cell], *, boundary: bool = False, wait: bool = False) -> None:
+        saved = self.saver.save(self.state, self.record, row, ahead=self.ledger.pending, boundary=boundary)
+        if saved is not None:
+            self._tell(saved)
+        if wait:
+            self.saver.wait()
 
-    def _save(self, row: Mapping[str, Cell], *, boundary: bool = False) -> None:
-        """One snapshot a call, whatever made it due; that of a boundary knows more, and replaces an earlier one."""
-        assert self.snapshots is not None
-        record = self.record
-        again = self.saved == record.calls
-        if again and not boundary:
-            return
-        self.snapshots.due(updates=record.updates + self.ledger.pending, epoch=record.epoch)  # counts from here
-        loop = {"record": to_json(record), "feed": self.feeds.train.position(record.epoch, record.batch)}
-        metrics = {name: float(value) for name, value in row.items() if value is not None}
-        self.saved = record.calls
-        self.snapshots.save(record.calls, self.state, loop=loop, metrics=metrics, overwrite=again)
-        self._tell(events.Saved(record.calls, self.snapshots.directory / str(record.calls)))
+    def _save_what_is_done(self) -> None:
+        self.record = self.unscored or self.record
+        self.record, lines = self.ledger.settle(self.record, self.state, wait=True)
+        self._save({}, wait=True)
+        for line in lines:
+            self._tell(line)
 
     # --- telling ------------------------------------------------------------------------------------------------------
 
@@ -379,13 +388,13 @@ class _Run:
 
     def result(self) -> FitResult:
         """What there is so far."""
-        record = self.record
-        best = self.judge.best(record)
+        record, best = self.record, self.judge.best(self.record)
         return FitResult(self.state, dict(record.history), best, record.epoch, self.ending or "error")
 
     def _finish(self, error: BaseException | None) -> None:
-        if isinstance(error, NonFiniteError):
+        if isinstance(error, NonFiniteError | StepContractError):
             self.state = ledger.thawed(self.state)
-            error.result = self.result()  # pyright: ignore[reportAttributeAccessIssue]  # beside the message
+            vars(error)["result"] = self.result()
+            blame.write_down(error, self.snapshots)
         result = self.result()
         self.audience.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))

@@ -103,9 +103,9 @@ def _likely(known: Iterable[str]) -> str:
     return next((name for name in sorted(known) if name.endswith("loss")), "val_loss")
 
 
-def below_minimum(config: FitConfig, record: Record) -> bool:
-    """Whether min_epochs or min_steps forbid to stop."""
-    return record.epoch < (config.min_epochs or 0) or record.updates < (config.min_steps or 0)
+def below_minimum(config: FitConfig, record: Record, *, ahead: int = 0) -> bool:
+    """Whether min_epochs or min_steps forbid to stop; ``ahead`` updates may have been made since the record."""
+    return record.epoch < (config.min_epochs or 0) or record.updates + ahead < (config.min_steps or 0)
 
 
 def limit_reached(config: FitConfig, record: Record) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import tree
-from ..errors import NonFiniteError
+from ..errors import NonFiniteError, StepContractError
 from ..events import Logged
 from ..types import Empty, Metrics, TrainState, Tree
 from . import meter as meter_
@@ -19,7 +19,8 @@ from .record import Cell, Record
 
 _BARE = ("grad_norm", "scale")  # of a step's metrics, what says nothing about the training data
 _HIDDEN = ("applied",)
-_REMEMBERED = 4096  # calls whose place in the data is kept
+_DEPTH = 64  # calls whose metrics travel together
+_HELD = 1 << 28  # bytes of batches that are held until it is known that they were good
 
 
 class Tag(NamedTuple):
@@ -39,14 +40,16 @@ class Ledger:
     Args:
         log_every: updates between two lines, 0 for none.
         before: calls that the state had been through before this run's first.
+        halts: the state may halt, so the batches of calls that are not settled are held.
     """
 
-    def __init__(self, log_every: int, *, before: int = 0) -> None:
+    def __init__(self, log_every: int, *, before: int = 0, halts: bool = False) -> None:
         self.pending = 0
+        self._halts = halts
         self._before = before
         self._log_every = log_every
         self._meter = Meter()
-        self._places: deque[Tag] = deque(maxlen=_REMEMBERED)
+        self._held: deque[tuple[Tag, Any]] = deque()
         self._logged: Totals = {}
         self._timer = Timer()
 
@@ -55,10 +58,13 @@ class Ledger:
         """See `Meter.kinds`."""
         return self._meter.kinds
 
-    def add(self, tag: Tag, metrics: Metrics, record: Record) -> None:
-        """A call has been made."""
+    def add(self, tag: Tag, metrics: Metrics, record: Record, batch: Any = None) -> None:
+        """A call has been made with this batch; None for a flush."""
+        if self._halts:
+            if not self._held and batch is not None:
+                self._meter.depth = _calls_to_hold(batch)
+            self._held.append((tag, batch))
         self._meter.add(tag, metrics)
-        self._places.append(tag)
         if not tag.closing:
             return
         self.pending += 1
@@ -80,19 +86,32 @@ class Ledger:
                 lines.append(self._line(row.tag, record))
         if rows and not isinstance(state, TrainState):
             self._check_halted(state)  # a step of a user's own need not say that an update was refused
+            self._let_go(rows[-1].tag)
         return record, lines
 
     def forget(self) -> None:
         """What is on its way belongs to calls that are undone."""
         self._meter.rows(wait=True)
+        self._held.clear()
         self.pending = 0
+
+    def window(self, call: int) -> list[tuple[Tag, Any]]:
+        """The calls, and their batches, that led to the update that halted at this call (as the state counts)."""
+        return [(tag, batch) for tag, batch in self._held if tag.call + self._before <= call]
+
+    def _let_go(self, tag: Tag) -> None:
+        while self._held and self._held[0][0].call <= tag.call:
+            self._held.popleft()
 
     def _take(self, row: Row, record: Record, state: Tree) -> Record:
         applied = int(row.values.get("applied", (1.0, 1.0))[0]) if row.tag.closing else 0
         if row.tag.closing:
             self.pending -= 1
             if not applied:
+                _check_rates(row)
                 self._check_halted(state)
+            if isinstance(state, TrainState):
+                self._let_go(row.tag)
         rates = {name: total / weight for name, (total, weight) in row.values.items() if _is_rate(name) and weight}
         self._logged = meter_.add(self._logged, row.values)
         return record._replace(
@@ -113,12 +132,14 @@ class Ledger:
         if not call:
             return
         # Inside a tree a part counts calls of its own, which do not say where in the data one was.
-        tag = None if path else next((tag for tag in self._places if tag.call + self._before == call), None)
-        raise NonFiniteError(
+        tag = None if path else next((tag for tag, _ in self._held if tag.call + self._before == call), None)
+        error = NonFiniteError(
             f"the loss or a gradient is not finite at call {call}; the state is what it was before it",
             where=path if tag is None else f"epoch {tag.epoch + 1}, batch {tag.batch + 1}",
-            hint='a smaller learning rate, optim.clip_by_global_norm(1.0), or ps.program(..., nonfinite="skip")',
+            hint=CURE,
         )
+        error.step = call
+        raise error
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches, with the time spent waiting for them on the account."""
@@ -132,6 +153,23 @@ class Ledger:
 
 
 _END = object()
+CURE = 'a smaller learning rate, optim.clip_by_global_norm(1.0), or ps.program(..., nonfinite="skip")'
+
+
+def _calls_to_hold(batch: Any) -> int:
+    size = sum(leaf.nbytes for leaf in tree.leaves(batch) if isinstance(leaf, torch.Tensor))
+    return max(1, min(_DEPTH, _HELD // max(size, 1)))
+
+
+def opened(log_every: int, state: Tree, record: Record) -> Ledger:
+    """The account of a run that begins, or goes on, with this state and record."""
+    calls = int(state.key[1]) if isinstance(state, TrainState) else 0
+    return Ledger(log_every, before=calls - record.calls, halts=can_halt(state))
+
+
+def can_halt(state: Tree) -> bool:
+    """Whether there is a part that stops at a loss or gradient that is not finite."""
+    return any(path.rpartition("/")[2] == "halted" for path in tree.paths(state))
 
 
 def halts(state: Tree) -> list[tuple[str, int]]:
@@ -167,6 +205,18 @@ def named(values: Mapping[str, float], rates: Mapping[str, float]) -> dict[str, 
         if name not in _HIDDEN and not _is_rate(name):
             found[name if name in _BARE else f"train_{name}"] = value
     return found | dict(rates)
+
+
+def _check_rates(row: Row) -> None:
+    """A rate that cannot be used is a total without weight: see the step's metrics."""
+    for name, (total, weight) in row.values.items():
+        if _is_rate(name) and not weight and total:  # nan is true
+            tag: Tag = row.tag
+            raise StepContractError(
+                f"{name} is {total:g} at call {tag.call}; the state is what it was before it",
+                where=f"schedule, epoch {tag.epoch + 1}, batch {tag.batch + 1}",
+                hint="a schedule that stays in [0, inf), past its end too: schedules.warmup_cosine(...)",
+            )
 
 
 def _is_rate(name: str) -> bool:

@@ -47,7 +47,7 @@ class Meter:
     """
 
     def __init__(self, depth: int = 64) -> None:
-        self._depth = depth
+        self.depth = depth
         self._waiting: list[tuple[Any, Metrics]] = []
         self._shipped: deque[_Shipment] = deque()
         self.kinds: Kinds = {}
@@ -56,7 +56,7 @@ class Meter:
         """Hand in the metrics of a call."""
         self._waiting.append((tag, metrics))
         self.kinds |= {name: type(mean) for name, mean in metrics.items() if type(mean) is not Mean}
-        if len(self._waiting) >= self._depth:
+        if len(self._waiting) >= self.depth:
             self.ship()
 
     def ship(self) -> None:

@@ -18,15 +18,17 @@ from .record import Record, from_json
 log = logging.getLogger("purestep")
 
 
-def open_snapshots(snapshots: Any, config: FitConfig) -> tuple[Snapshots | None, bool]:
+def open_snapshots(snapshots: Any, config: FitConfig, feed: data.Feed) -> tuple[Snapshots | None, bool]:
     """The snapshots to write, and whether fit opened them and so closes them.
 
     Raises:
         ConfigError: something that is neither a Snapshots nor a path.
+        DataError: a loader that a snapshot inside an epoch could not go on with.
         Locked, WriteFailed: the directory cannot be written.
     """
     if snapshots is None or config.fast_dev_run:
         return None, False
+    feed.require_resume()
     if isinstance(snapshots, Snapshots):
         snapshots.open()
         return snapshots, False

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .. import tree
-from ..types import TrainState, Tree
+from ..compile import live
+from ..types import Tree
 from .record import Record
 
 
@@ -18,23 +21,30 @@ class Keeper:
 
     def __init__(self, allowed: int) -> None:
         self._allowed = allowed
-        self._kept: tuple[TrainState, Record] | None = None
+        self.kept: tuple[Tree, Record] | None = None
 
     def keep(self, state: Tree, record: Record) -> None:
         """This is a good state: everything known about it has arrived and is finite."""
-        if self._allowed and isinstance(state, TrainState):
-            self._kept = tree.clone(TrainState(*state)), record
+        if self._allowed and live.states(state):
+            self.kept = tree.clone(live.plain(state)), record
 
-    def back(self, state: Tree, record: Record) -> tuple[TrainState, Record] | None:
+    def back(self, state: Tree, record: Record) -> tuple[Tree, Record] | None:
         """The kept state with the counters of the present one, and a record that goes on behind the batches between.
 
         Calls, key and place in the data go on: what led to the bad step is not repeated. None where there is nothing
         to go back to, or it has been done as often as it may be.
         """
-        if self._kept is None or record.rollbacks >= self._allowed or not isinstance(state, TrainState):
+        if self.kept is None or record.rollbacks >= self._allowed:
             return None
-        good, then = self._kept
-        step = torch.full_like(good.step, int(state.key[1]))
-        return tree.clone(good)._replace(step=step, key=state.key.clone()), record._replace(
+        good, then = self.kept
+        present = iter(live.states(state))
+
+        def one(node: Any) -> Any:
+            if not live.is_state(node):
+                return node
+            key = next(present).key
+            return node._replace(step=torch.full_like(node.step, int(key[1])), key=key.clone())
+
+        return tree.map(one, tree.clone(good), is_leaf=live.is_state), record._replace(
             updates=then.updates, interval=then.interval, last=then.last, rollbacks=record.rollbacks + 1
         )

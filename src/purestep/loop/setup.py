@@ -12,12 +12,12 @@ from torch import Tensor
 
 from .. import config as config_
 from .. import data, rng, sinks, tree
-from ..compile.live import plain
 from ..config import FitConfig
 from ..errors import ConfigError, DataError, StateError
 from ..snapshot import Snapshots
 from ..types import Empty, Program, TrainState, Tree
 from .alone import check_alone
+from .entry import is_key
 
 log = logging.getLogger("purestep")
 
@@ -113,32 +113,6 @@ def _share(amount: int | float, feed: data.Feed) -> int:
     return found
 
 
-def checked_state(state: Tree) -> Tree:
-    """The state, plain, if it is a tree of dense tensors on one device (a key may stay on the CPU).
-
-    Raises:
-        StateError: every leaf that is not, in one message; or a donated state.
-    """
-    state = plain(state)
-    leaves = tree.with_paths(state)
-    wrong = [f"{path}: a {type(leaf).__name__}" for path, leaf in leaves if not isinstance(leaf, Tensor)]
-    if wrong or not leaves:
-        raise StateError(
-            "; ".join(wrong) or "there is no tensor in it", where="init_state", hint="program.init(seed=0)"
-        )
-    devices: dict[str, str] = {}
-    for path, leaf in leaves:
-        if not _is_key(path, leaf):
-            devices.setdefault(str(leaf.device), path)
-    if len(devices) > 1:
-        raise StateError(
-            f"leaves are on several devices: {', '.join(f'{path} on {device}' for device, path in devices.items())}",
-            where="init_state",
-            hint='program.init(seed=0, device="cuda")',
-        )
-    return state
-
-
 def placed(state: Tree, device: str | None) -> Tree:
     """The state on that device, keys on the CPU."""
     if device is None:
@@ -146,26 +120,16 @@ def placed(state: Tree, device: str | None) -> Tree:
     target = torch.device(device)
 
     def move(path: str, leaf: Tensor) -> Tensor:
-        return leaf if _is_key(path, leaf) else leaf.to(target)
+        return leaf if is_key(path, leaf) else leaf.to(target)
 
     leaves = [move(path, leaf) for path, leaf in tree.with_paths(state)]
     return tree.unflatten(tree.flatten(state)[1], leaves)
 
 
-def _is_key(path: str, leaf: Tensor) -> bool:
-    # A parameter may be called "key" as well.
-    return path.rpartition("/")[2] == "key" and leaf.dtype == torch.int64 and leaf.shape == (2,)
-
-
 def seed_of(state: Tree) -> int:
     """The seed of the first key of a state, 0 where there is none."""
-    keys = [leaf for path, leaf in tree.with_paths(state) if _is_key(path, leaf)]
+    keys = [leaf for path, leaf in tree.with_paths(state) if is_key(path, leaf)]
     return int(keys[0][0]) if keys else 0
-
-
-def calls_of(state: Tree) -> int:
-    """Calls that a state has been through, 0 where it does not count them."""
-    return int(state.key[1]) if isinstance(state, TrainState) else 0
 
 
 def view_to_evaluate(state: Tree, config: FitConfig) -> str:

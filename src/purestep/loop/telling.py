@@ -6,10 +6,10 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
-
-from .. import events, tree
+from .. import events, purity, tree
 from ..errors import StateError
+from ..types import Metrics, Tree
+from .pieces import Watch
 
 _log = logging.getLogger("purestep")
 
@@ -44,41 +44,61 @@ class Audience:
             StateError: a callback wrote into the state that it was shown.
         """
         for callback in self._callbacks:
-            before = _versions(event)
-            try:
-                answer = callback(event)
-                _check_untouched(before, event)
-            except Exception as error:
-                error.add_note(f"in callback {_name(callback)} at {type(event).__name__}")
-                raise
+            answer = _answer(callback, event)
             if answer is not None:
                 yield answer
 
+    def watching(self, state: Tree, loader: str) -> Watch | None:
+        """Tells the callbacks of the batches of an evaluation, which they cannot steer; None where there are none."""
+
+        def watch(batch: Any, metrics: Metrics, index: int) -> None:
+            for _ in self.ask(events.EvalStepEnd(state, loader, metrics, batch, index)):
+                pass
+
+        return watch if self.listens else None
+
     def end(self, event: events.FitEnd) -> None:
-        """Tell everybody the end, and close the sinks. What a callback raises does not hide the error that ended it."""
+        """Tell everybody the end, and close the sinks.
+
+        Every callback hears it, whatever another one raises. What they raise does not hide the error that ended the
+        run: it is a note on it.
+
+        Raises:
+            Exception: that of a callback, where the run itself has ended well; an ExceptionGroup of several.
+        """
         for sink in self._sinks:
             sink(event)
             close = getattr(sink, "close", None)
             if close is not None:
                 close()
-        try:
-            for _ in self.ask(event):
-                pass
-        except Exception as error:
-            if event.error is None:
-                raise
+        failed: list[Exception] = []
+        for callback in self._callbacks:
+            try:
+                _answer(callback, event)
+            except Exception as error:
+                failed.append(error)
+        if event.error is None and failed:
+            raise failed[0] if len(failed) == 1 else ExceptionGroup("callbacks failed at FitEnd", failed)
+        for error in failed:
+            assert event.error is not None
+            event.error.add_note(f"a callback failed at FitEnd: {type(error).__name__}: {error}")
             _log.warning("a callback failed at FitEnd: %s: %s (%s)", type(error).__name__, error, error.__notes__[-1])
+
+
+def _answer(callback: events.Callback, event: events.Event) -> Any:
+    before = _versions(event)
+    try:
+        answer = callback(event)
+        _check_untouched(before, event)
+    except Exception as error:
+        error.add_note(f"in callback {_name(callback)} at {type(event).__name__}")
+        raise
+    return answer
 
 
 def _versions(event: Any) -> list[int]:
     """How often each leaf of the event's state was written in place."""
-    return [_version(leaf) for leaf in tree.leaves(getattr(event, "state", ()))]
-
-
-def _version(leaf: Any) -> int:
-    if not isinstance(leaf, Tensor) or leaf.is_inference():
-        return 0
-    return leaf._version  # pyright: ignore[reportPrivateUsage]  # torch has no other
+    return [purity.version(leaf) for leaf in tree.leaves(getattr(event, "state", ()))]
 
 
 def _check_untouched(before: list[int], event: Any) -> None:

@@ -79,7 +79,7 @@ def entries(root: Path) -> list[Entry]:
 def best(found: list[Entry], monitor: str, mode: str, *, count: int = 1) -> list[int]:
     """The steps with the best values of a metric, best first, of equal ones the older. NaN is never best."""
     sign = 1.0 if mode == "min" else -1.0
-    known = [(sign * value, e.step) for e in found if not math.isnan(value := e.metrics.get(monitor, math.nan))]
+    known = [(sign * value, e.step) for e in found if math.isfinite(value := e.metrics.get(monitor, math.nan))]
     return [step for _, step in sorted(known)[:count]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -152,11 +153,12 @@ def _apply(
     deltas, opt_state = spec.tx.update(grads, state.opt_state, state.params)
     finite = (torch.isfinite(norm) & torch.isfinite(verdict) & _held(deltas)) | nothing
     halted = _halted(state)
-    applied = finite & ~nothing & ~halted
+    usable = _all_usable(opt_state, finite)
+    applied = finite & usable & ~nothing & ~halted
     params = transform.apply_updates(state.params, deltas)
     average = spec.average.update(state.ema, params, buffers, state.updates)
     kept = tree.where(applied, (params, opt_state, average), (state.params, state.opt_state, state.ema))
-    attempted = ~nothing & ~halted
+    attempted = usable & ~nothing & ~halted
     scaler = tree.where(attempted, spec.scaler.update(state.scaler, finite), state.scaler)
     new = state._replace(
         updates=state.updates + applied,
@@ -164,7 +166,7 @@ def _apply(
         opt_state=kept[1],
         ema=kept[2],
         scaler=scaler,
-        halted=_halt(spec, state, finite, scaler),
+        halted=_halt(spec, state, finite, scaler, usable),
     )
     return new, _update_metrics(state, opt_state, norm, applied, finite & ~halted)
 
@@ -177,16 +179,27 @@ def _held(deltas: Params) -> Tensor:
     return torch.isfinite(transform.global_norm(half))
 
 
+def _all_usable(opt_state: Tree, like: Tensor) -> Tensor:
+    """Whether every learning rate can be used; a schedule may give anything, and only the device knows what."""
+    found = [_usable(rate) for rate in _rates(opt_state).values()]
+    return functools.reduce(torch.logical_and, found) if found else torch.ones_like(like)
+
+
+def _usable(rate: Tensor) -> Tensor:
+    """Whether a learning rate is in [0, inf): the root of a negative number is nan, which is below nothing."""
+    return rate.sqrt() < torch.inf
+
+
 def _halted(state: TrainState) -> Tensor:
     if isinstance(state.halted, Empty):
         return torch.zeros((), dtype=torch.bool, device=state.step.device)
     return state.halted != 0
 
 
-def _halt(spec: Spec, state: TrainState, finite: Tensor, scaler: Tree) -> Tree:
+def _halt(spec: Spec, state: TrainState, finite: Tensor, scaler: Tree, usable: Tensor) -> Tree:
     if isinstance(state.halted, Empty):
         return state.halted
-    stops = spec.scaler.exhausted(scaler, finite) & (state.halted == 0)
+    stops = (spec.scaler.exhausted(scaler, finite) | ~usable) & (state.halted == 0)
     return torch.where(stops, state.step + 1, state.halted)
 
 
@@ -194,30 +207,41 @@ def _update_metrics(state: TrainState, opt_state: Tree, norm: Tensor, applied: T
     one = torch.ones((), dtype=torch.float32, device=state.step.device)
     counted = applied.float()
     metrics = {
-        "lr": Mean(_first_rate(opt_state, one) * counted, counted),
+        "lr": _first_rate(opt_state, counted),
         "grad_norm": finite_mean(torch.where(applied, norm, torch.zeros_like(norm)), counted),
         "applied": Mean(counted, one),
         "finite": Mean(finite.float(), one),
     }
-    metrics |= {name: Mean(rate * counted, counted) for name, rate in _group_rates(opt_state).items()}
+    metrics |= {name: _reported(rate, counted) for name, rate in _group_rates(opt_state).items()}
     if not isinstance(state.scaler, Empty):
         metrics["scale"] = Mean(state.scaler.scale, one)  # the scale this update was made with
     return metrics
 
 
-def _first_rate(opt_state: Tree, like: Tensor) -> Tensor:
-    rates = transform.hyperparams(opt_state)
-    found = [rate for name, rate in rates.items() if name.rpartition("/")[2] == "learning_rate"]
-    return found[0].float() if found else torch.full_like(like, torch.nan)
+def _reported(rate: Tensor, counted: Tensor) -> Mean:
+    """The rate of an applied update. One that cannot be used is told as a total without weight, which no mean counts,
+    so that the host can name it."""
+    return Mean(torch.where(_usable(rate), rate * counted, rate), counted)
+
+
+def _first_rate(opt_state: Tree, counted: Tensor) -> Mean:
+    rates = _rates(opt_state)
+    if not rates:
+        return Mean(torch.where(counted > 0, torch.nan, counted), counted)
+    return _reported(next(iter(rates.values())), counted)
 
 
 def _group_rates(opt_state: Tree) -> dict[str, Tensor]:
     """``lr/<group>`` of every parameter group, where there are several."""
-    rates = transform.hyperparams(opt_state)
-    found = {name: rate for name, rate in rates.items() if name.endswith("/learning_rate")}
+    found = {name: rate for name, rate in _rates(opt_state).items() if name != "learning_rate"}
     if len(found) < 2:
         return {}
-    return {f"lr/{name.rpartition('/')[0]}": rate.float() for name, rate in found.items()}
+    return {f"lr/{name.rpartition('/')[0]}": rate for name, rate in found.items()}
+
+
+def _rates(opt_state: Tree) -> dict[str, Tensor]:
+    found = transform.hyperparams(opt_state)
+    return {name: rate.float() for name, rate in found.items() if name.rpartition("/")[2] == "learning_rate"}
 
 
 def _count_call(old: TrainState, new: TrainState) -> TrainState:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .. import rng
+from ..errors import PurestepError, StepContractError
 from ..types import Params
 
 Scalar: TypeAlias = float | Tensor
@@ -82,8 +83,40 @@ def zeros_like(params: Params, dtype: torch.dtype | None = None) -> Params:
 
 
 def rate_at(rate: Rate, step: Tensor) -> Scalar:
-    """The rate of the update after ``step`` updates."""
-    return rate(step) if callable(rate) else rate
+    """The rate of the update after ``step`` updates.
+
+    Raises:
+        StepContractError: a schedule that fails, or gives something else than a real number. What the number is stays
+            on the device: the step refuses an update whose rate is not in [0, inf).
+    """
+    if not callable(rate):
+        return rate
+    # `init` has asked the same schedule outside of any graph.
+    return rate(step) if torch.compiler.is_compiling() else _checked_rate(rate, step)
+
+
+def _checked_rate(schedule: Schedule, step: Tensor) -> Scalar:
+    try:
+        found: Any = schedule(step)
+    except PurestepError:
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise _no_rate(schedule, step, f"raised {type(error).__name__}: {error}") from error
+    if isinstance(found, Tensor):
+        if found.dim() or found.is_complex():
+            raise _no_rate(schedule, step, f"gave a {found.dtype} tensor of shape {list(found.shape)}")
+    elif not isinstance(found, int | float):
+        raise _no_rate(schedule, step, f"gave a {type(found).__name__}")
+    return found
+
+
+def _no_rate(schedule: Schedule, step: Tensor, found: str) -> StepContractError:
+    name = getattr(schedule, "__qualname__", type(schedule).__name__)
+    return StepContractError(
+        f"the schedule {found} for count {int(step)}",
+        where=f"schedule {name}",
+        hint="a 0-d tensor or a number for every count of updates: schedules.warmup_cosine(...)",
+    )
 
 
 def is_on(scalar: Scalar) -> bool:

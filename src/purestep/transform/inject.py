@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..types import Empty, Labels, Params, Tree
-from .arithmetic import Schedule, zero_count
+from .arithmetic import Schedule, rate_at, zero_count
 from .base import Transform
 from .group import MaskedState, PartitionState
 
@@ -66,10 +66,10 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], given: d
         (schedules if callable(value) else constants)[name] = value
     start = torch.zeros((), dtype=torch.int64)
     # Built once with numbers, so that those out of range are refused before the first step.
-    template = factory(**fixed, **constants, **{name: schedule(start) for name, schedule in schedules.items()})
+    template = factory(**fixed, **constants, **{name: rate_at(schedule, start) for name, schedule in schedules.items()})
 
     def leaves(count: Tensor, stored: Mapping[str, Any]) -> dict[str, Tensor]:
-        values = {name: schedules[name](count) if name in schedules else stored[name] for name in given}
+        values = {name: rate_at(schedules[name], count) if name in schedules else stored[name] for name in given}
         return {name: _leaf(value, count) for name, value in values.items()}
 
     def init(params: Params) -> InjectState:

@@ -1,0 +1,126 @@
+"""The state at the entry of a run: what cannot be trained or stored is found before the first step, all in one message.
+
+One tensor at two paths is refused as well: a step that writes into donated memory would change both, and a snapshot
+would untie them. Weights that a module ties are no such case, since a state holds them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..compile.live import plain
+from ..errors import StateError
+from ..types import TrainState, Tree
+
+_CURE = "program.init(seed=0), or a tree of dicts, lists, tuples and dense tensors"
+
+
+def checked_state(state: Tree) -> Tree:
+    """The state, plain, if it is a tree of dense tensors on one device (a key may stay on the CPU).
+
+    Raises:
+        StateError: every leaf that is not, in one message; or a donated state.
+    """
+    _check_nodes(state)
+    state = plain(state)
+    leaves = tree.with_paths(state)
+    wrong = [f"{path}: {found}" for path, leaf in leaves if (found := _unfit(leaf))]
+    if wrong or not leaves:
+        raise StateError("; ".join(wrong) or "there is no tensor in it", where="init_state", hint=_CURE)
+    _check_devices(leaves)
+    _check_ties(leaves)
+    return state
+
+
+def is_key(path: str, leaf: Tensor) -> bool:
+    """Whether a leaf is a random key."""
+    # A parameter may be called "key" as well.
+    return path.rpartition("/")[2] == "key" and leaf.dtype == torch.int64 and leaf.shape == (2,)
+
+
+def _check_nodes(state: Tree) -> None:
+    """Flattening a tree that contains itself would not end."""
+    odd: list[str] = []
+    try:
+        leaves = list(_walk(state, "", (), odd))
+    except RecursionError as error:
+        raise StateError("nodes within nodes without end", where="init_state", hint=_CURE) from error
+    if odd:
+        odd += [f"{path}: {found}" for path, leaf in leaves if (found := _unfit(leaf))]
+        raise StateError("; ".join(odd), where="init_state", hint=_CURE)
+
+
+def _walk(node: Any, path: str, above: tuple[int, ...], odd: list[str]) -> Iterator[tuple[str, Any]]:
+    """The leaves; into ``odd`` go nodes that contain themselves, and keys that are not equal to themselves."""
+    if not isinstance(node, dict | list | tuple) or (isinstance(node, TrainState) and type(node) is not TrainState):
+        if node is not None:
+            yield path, node
+        return
+    if id(node) in above:
+        odd.append(f"{path}: a {type(node).__name__} that contains itself")
+        return
+    names = getattr(type(node), "_fields", None) or range(len(node))
+    items = cast("Mapping[Any, Any]", node).items() if isinstance(node, dict) else zip(names, node, strict=True)
+    for key, child in items:
+        below = f"{path}/{key}" if path else str(key)
+        if key != key:
+            odd.append(f"{below}: the key {key!r}, which is not equal to itself")
+        yield from _walk(child, below, (*above, id(node)), odd)
+
+
+def _unfit(leaf: Any) -> str:
+    """What is wrong with a leaf, or nothing."""
+    if not isinstance(leaf, Tensor):
+        return f"a {type(leaf).__name__}"
+    if leaf.is_nested or leaf.is_quantized or leaf.layout != torch.strided:
+        kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout)[6:]
+        return f"a {kind} tensor; dense ones are needed"
+    if _overlaps(leaf):
+        return f"several of its numbers share memory (strides {list(leaf.stride())}); .clone() makes it whole"
+    return ""
+
+
+def _overlaps(leaf: Tensor) -> bool:
+    """Whether two indices of a tensor are one place in memory, as in `expand`: writing in place is an error there."""
+    extent = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return leaf.numel() > 0
+        extent += stride * (size - 1)
+    return False
+
+
+def _check_devices(leaves: list[tuple[str, Tensor]]) -> None:
+    devices: dict[str, str] = {}
+    for path, leaf in leaves:
+        if not is_key(path, leaf):
+            devices.setdefault(str(leaf.device), path)
+    if len(devices) > 1:
+        raise StateError(
+            f"leaves are on several devices: {', '.join(f'{path} on {device}' for device, path in devices.items())}",
+            where="init_state",
+            hint='program.init(seed=0, device="cuda")',
+        )
+    if "meta" in devices:
+        raise StateError("is on the meta device and has no values", where=devices["meta"], hint=_CURE)
+
+
+def _check_ties(leaves: list[tuple[str, Tensor]]) -> None:
+    paths: set[str] = set()
+    owners: dict[tuple[str, int], str] = {}
+    wrong: list[str] = []
+    for path, leaf in leaves:
+        if path in paths:
+            wrong.append(f"two leaves have the path {path}")
+        paths.add(path)
+        if leaf.numel():
+            owner = owners.setdefault((str(leaf.device), leaf.data_ptr()), path)
+            if owner != path:
+                wrong.append(f"{path} and {owner} are one tensor")
+    if wrong:
+        raise StateError("; ".join(wrong), where="init_state", hint="ps.clone(value) for one of them; keys without '/'")

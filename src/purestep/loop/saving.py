@@ -1,0 +1,51 @@
+"""Snapshots of a run: one a call, whatever made it due."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .. import data, events, files
+from ..snapshot import Snapshots
+from ..types import Tree
+from .record import Cell, Record, to_json
+
+
+class Saver:
+    """Writes a run's snapshots, if it has any.
+
+    Args:
+        snapshots: None where nothing is saved.
+        feed: whose position is saved with the state.
+        saved: the call that the state comes from, where it was read from a snapshot.
+    """
+
+    def __init__(self, snapshots: Snapshots | None, feed: data.Feed, *, saved: int | None) -> None:
+        self._snapshots = snapshots
+        self._feed = feed
+        self._saved = saved
+
+    def due(self, record: Record, ahead: int) -> bool:
+        """Whether the policy asks for one here; ``ahead`` updates may have been made since the record."""
+        if self._snapshots is None or self._saved == record.calls:
+            return False
+        return bool(self._snapshots.due(updates=record.updates + ahead, epoch=record.epoch))
+
+    def save(
+        self, state: Tree, record: Record, row: Mapping[str, Cell], *, ahead: int, boundary: bool = False
+    ) -> events.Saved | None:
+        """Hand a snapshot to the writer, unless this call has one; that of a boundary knows more, and replaces it."""
+        again = self._saved == record.calls
+        if self._snapshots is None or (again and not boundary):
+            return None
+        files.failpoint("loop.snapshot")
+        self._snapshots.due(updates=record.updates + ahead, epoch=record.epoch)  # counts from here
+        loop = {"record": to_json(record), "feed": self._feed.position(record.epoch, record.batch)}
+        metrics = {name: float(value) for name, value in row.items() if value is not None}
+        self._saved = record.calls
+        self._snapshots.save(record.calls, state, loop=loop, metrics=metrics, overwrite=again)
+        return events.Saved(record.calls, self._snapshots.directory / str(record.calls))
+
+    def wait(self) -> None:
+        """Returns when everything is committed."""
+        if self._snapshots is not None:
+            self._snapshots.wait()
