@@ -126,6 +126,23 @@ def test_a_batch_of_another_layout_gets_a_graph_of_its_own() -> None:
     assert step.graphs == 2
 
 
+@pytest.mark.compile
+def test_a_step_that_stops_half_way_leaves_no_state_to_read() -> None:
+    program, batch = mlp(), vector_batch(16, 0)
+    step = compiled(program.train_step, donate=True)
+    state, _ = step(program.init(), batch)
+
+    def half(tensors: list[Tensor], _: list[Any]) -> Any:
+        tensors[2].zero_()
+        raise MemoryError
+
+    step._last = {phase: last._replace(graph=last.graph._replace(run=half)) for phase, last in step._last.items()}
+    with pytest.raises(MemoryError):
+        step(state, batch)
+    with pytest.raises(StateError, match="donated at step 2"):
+        _ = state.params
+
+
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from .. import packed as packed_
 from .. import rng, tree
-from ..errors import StepContractError
+from ..errors import PurestepError, StepContractError
 from ..metrics import merge
 from ..step import Accum, Adding, Closing
 from ..types import Empty, Metrics, Static, Steps, TrainState
+from . import capture as capture_
 from . import live as live_
 from .contract import checked, same_structure
 from .graphs import Graph, Graphs, Options, kinds, same_kinds, without_text
@@ -106,9 +107,14 @@ class CompiledStep:
         return store.live(), metrics
 
     def _launched(self, graph: Graph, store: live_.Store, leaves: list[Any]) -> Metrics:
-        if self._replays is None or store.device.type != "cuda":
-            return graph.run(store.buffers, leaves)
-        return self._replays.run(graph.run, store, leaves, tree.clone)
+        try:
+            if self._replays is None or store.device.type != "cuda":
+                return graph.run(store.buffers, leaves)
+            return self._replays.run(graph.run, store, leaves, tree.clone)
+        except BaseException as error:
+            if not isinstance(error, PurestepError) and not capture_.stopped(error):
+                store.advance(0)  # it stopped half-way, with buffers half written: nobody may read them
+            raise
 
     def _found(self, store: live_.Store, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
         leaves, treedef = batch_leaves(batch)

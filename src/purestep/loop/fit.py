@@ -254,7 +254,7 @@ class _Run:
 
     def _inside(self) -> None:
         """An evaluation inside the epoch, where an interval asks for one and no window is open."""
-        if self.left != self.window or not self.feeds.evaluation:
+        if not self.feeds.evaluation or self.left != self.window:
             return
         intervals = [self.config.interval(name) for name in self.feeds.evaluation]
         ahead = self.ledger.pending

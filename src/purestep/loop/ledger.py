@@ -78,16 +78,25 @@ class Ledger:
         Raises:
             NonFiniteError: the state has halted.
         """
-        lines: list[Logged] = []
         rows = self._meter.rows(wait=wait)
+        if not rows:
+            return record, []
+        lines: list[Logged] = []
+        # Sums grow in place: a row is taken in for every step of a run.
+        updates, interval, last = record.updates, dict(record.interval), dict(record.last)
         for row in rows:
-            record = self._take(row, record, state)
-            if row.tag.closing and self._log_every and record.updates % self._log_every == 0:
-                lines.append(self._line(row.tag, record))
-        if rows and not isinstance(state, TrainState):
+            updates += self._take(row, state)
+            meter_.add_to(interval, row.values)
+            meter_.add_to(self._logged, row.values)
+            for name, (total, weight) in row.values.items():
+                if weight and _is_rate(name):
+                    last[name] = total / weight
+            if row.tag.closing and self._log_every and updates % self._log_every == 0:
+                lines.append(self._line(row.tag, updates, last))
+        if not isinstance(state, TrainState):
             self._check_halted(state)  # a step of a user's own need not say that an update was refused
             self._let_go(rows[-1].tag)
-        return record, lines
+        return record._replace(updates=updates, interval=interval, last=last), lines
 
     def forget(self) -> None:
         """What is on its way belongs to calls that are undone."""
@@ -103,29 +112,25 @@ class Ledger:
         while self._held and self._held[0][0].call <= tag.call:
             self._held.popleft()
 
-    def _take(self, row: Row, record: Record, state: Tree) -> Record:
-        applied = int(row.values.get("applied", (1.0, 1.0))[0]) if row.tag.closing else 0
-        if row.tag.closing:
-            self.pending -= 1
-            if not applied:
-                _check_rates(row)
-                self._check_halted(state)
-            if isinstance(state, TrainState):
-                self._let_go(row.tag)
-        rates = {name: total / weight for name, (total, weight) in row.values.items() if _is_rate(name) and weight}
-        self._logged = meter_.add(self._logged, row.values)
-        return record._replace(
-            updates=record.updates + applied,
-            interval=meter_.add(record.interval, row.values),
-            last={**record.last, **rates},
-        )
+    def _take(self, row: Row, state: Tree) -> int:
+        """Updates that the call applied."""
+        if not row.tag.closing:
+            return 0
+        applied = int(row.values.get("applied", (1.0, 1.0))[0])
+        self.pending -= 1
+        if not applied:
+            _check_rates(row)
+            self._check_halted(state)
+        if isinstance(state, TrainState):
+            self._let_go(row.tag)
+        return applied
 
-    def _line(self, tag: Tag, record: Record) -> Logged:
-        values = named(meter_.means(self._logged, self.kinds), record.last)
+    def _line(self, tag: Tag, updates: int, rates: Mapping[str, float]) -> Logged:
+        values = named(meter_.means(self._logged, self.kinds), rates)
         numbers = {name: value for name, value in values.items() if value is not None}
         self._logged = {}
         speed, waiting = self._timer.rates()
-        return Logged(tag.epoch, record.updates, numbers, speed, waiting)
+        return Logged(tag.epoch, updates, numbers, speed, waiting)
 
     def _check_halted(self, state: Tree) -> None:
         path, call = next(iter(halts(state)), ("", 0))

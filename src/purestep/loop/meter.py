@@ -55,7 +55,8 @@ class Meter:
     def add(self, tag: Any, metrics: Metrics) -> None:
         """Hand in the metrics of a call."""
         self._waiting.append((tag, metrics))
-        self.kinds |= {name: type(mean) for name, mean in metrics.items() if type(mean) is not Mean}
+        if any(type(mean) is not Mean for mean in metrics.values()):
+            self.kinds |= {name: type(mean) for name, mean in metrics.items() if type(mean) is not Mean}
         if len(self._waiting) >= self.depth:
             self.ship()
 
@@ -66,10 +67,14 @@ class Meter:
         tags = [tag for tag, _ in self._waiting]
         named = [list(metrics.items()) for _, metrics in self._waiting]
         self._waiting = []
-        parts = [part for items in named for _, mean in items for part in (mean.total, mean.weight)]
-        names = [[(name, mean.total.numel()) for name, mean in items] for items in named]
-        numbers, event = _to_host(_packed(parts)) if parts else (torch.zeros(0), None)
-        self._shipped.append(_Shipment(tags, names, numbers, event))
+        parts = [part for items in named for _, mean in items for part in (mean[0], mean[1])]
+        alike = len({(part.dim(), part.dtype) for part in parts}) == 1 and parts[0].dim() == 0
+        if alike:
+            packed, names = torch.stack(parts), [[(name, 1) for name, _ in items] for items in named]
+        else:
+            packed = torch.cat([part.detach().reshape(-1).to(torch.float64) for part in parts] or [torch.zeros(0)])
+            names = [[(name, mean.total.numel()) for name, mean in items] for items in named]
+        self._shipped.append(_Shipment(tags, names, *_to_host(packed)))
 
     def rows(self, *, wait: bool) -> list[Row]:
         """The rows that have arrived, oldest first; with ``wait`` everything that was handed in."""
@@ -84,12 +89,6 @@ class Meter:
         return found
 
 
-def _packed(parts: list[Tensor]) -> Tensor:
-    if all(part.dim() == 0 and part.dtype == parts[0].dtype for part in parts):
-        return torch.stack(parts)
-    return torch.cat([part.detach().reshape(-1).to(torch.float64) for part in parts])
-
-
 def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:
     if numbers.device.type != "cuda":
         return numbers.cpu(), None
@@ -101,25 +100,35 @@ def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:
 
 
 def _rows(shipment: _Shipment) -> list[Row]:
-    numbers = iter(shipment.numbers.tolist())
+    numbers, start = shipment.numbers.tolist(), 0
     rows: list[Row] = []
     for tag, names in zip(shipment.tags, shipment.names, strict=True):
         values: Totals = {}
         for name, count in names:
-            totals = [next(numbers) for _ in range(count)]
-            weights = [next(numbers) for _ in range(count)]
-            labels = [name] if count == 1 else [f"{name}[{index}]" for index in range(count)]
-            values |= dict(zip(labels, zip(totals, weights, strict=True), strict=True))
+            if count == 1:
+                values[name] = (numbers[start], numbers[start + 1])
+            else:
+                pairs = zip(numbers[start : start + count], numbers[start + count : start + 2 * count], strict=True)
+                values |= {f"{name}[{index}]": pair for index, pair in enumerate(pairs)}
+            start += 2 * count
         rows.append(Row(tag, values))
     return rows
+
+
+def add_to(sums: Totals, right: Totals) -> None:
+    """Add totals and weights by name, in place."""
+    for name, (total, weight) in right.items():
+        before = sums.get(name, _NOTHING)
+        sums[name] = (before[0] + total, before[1] + weight)
+
+
+_NOTHING = (0.0, 0.0)
 
 
 def add(left: Mapping[str, tuple[float, float]], right: Totals) -> Totals:
     """Sums of totals and weights, by name."""
     merged = dict(left)
-    for name, (total, weight) in right.items():
-        before = merged.get(name, (0.0, 0.0))
-        merged[name] = (before[0] + total, before[1] + weight)
+    add_to(merged, right)
     return merged
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -158,7 +158,7 @@ class BatchCheck:
 
     def __init__(self) -> None:
         self._first: data.BatchSpec | None = None
-        self._known: set[Any] = set()
+        self._last: tuple[tree.TreeDef, list[Any]] | None = None
 
     def __call__(self, batch: Any, record: Record) -> None:
         """Check a batch, the next one of this record.
@@ -166,10 +166,21 @@ class BatchCheck:
         Raises:
             DataError: with the path and what the first batch had there.
         """
-        leaves, treedef = tree.flatten(tree.dicts(batch))
-        kind = treedef, tuple((x.dtype, x.dim(), x.device) if isinstance(x, Tensor) else type(x) for x in leaves)
-        if kind not in self._known:
-            where = f"train, epoch {record.epoch + 1}, batch {record.batch + 1}"
-            spec = data.check_batch(batch, self._first, where=where)
-            self._first = self._first or spec
-            self._known.add(kind)
+        leaves, treedef = tree.flatten(batch)
+        if self._last is not None and self._last[0] == treedef and self._last[1] == _kinds(leaves):
+            return
+        where = f"train, epoch {record.epoch + 1}, batch {record.batch + 1}"
+        spec = data.check_batch(batch, self._first, where=where)
+        self._first = self._first or spec
+        self._last = treedef, _kinds(leaves)
+
+
+def _kinds(leaves: list[Any]) -> list[Any]:
+    """What must not change from batch to batch; a mapping that is no node is looked at every time."""
+    return [_kind(leaf) for leaf in leaves]
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.dim(), leaf.device
+    return object() if isinstance(leaf, Mapping) else type(leaf)
