@@ -45,9 +45,9 @@ def policy(name: str | Policy) -> Policy:
     """
     if isinstance(name, Policy):
         return name
-    if name in _COMPUTE:
+    if isinstance(name, str) and name in _COMPUTE:
         return Policy(name, None, _COMPUTE[name], scaled=name == "16-mixed")
-    if name in _WEIGHTS:
+    if isinstance(name, str) and name in _WEIGHTS:
         return Policy(name, _WEIGHTS[name], None, scaled=False)
     known = ", ".join(repr(key) for key in (*_WEIGHTS, *_COMPUTE))
     raise ConfigError(f"{name!r} is no precision", where="precision", hint=f"one of {known}")

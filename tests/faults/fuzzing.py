@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from faults.hostile import VALUES
 from faults.runs import batches, fit, mlp
+from helpers import tiny_mlp
 from torch import Tensor, nn
 
 import purestep as ps
@@ -101,7 +102,7 @@ def _loader(name: str) -> Place:
 
 def _built(name: str) -> Place:
     def place(value: Any, folder: Path) -> Any:
-        parts: dict[str, Any] = {"model": nn.Linear(4, 3), "tx": optim.sgd(0.1)}
+        parts: dict[str, Any] = {"model": tiny_mlp(), "tx": optim.sgd(0.1)}
         parts["objective"] = ps.supervised(nn.CrossEntropyLoss())
         program = ps.program(**{**parts, name: value})
         return _trained(program.init(), program=program)

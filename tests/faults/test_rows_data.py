@@ -395,7 +395,7 @@ FIRST: dict[str, tuple[Any, str]] = {
     "text": ("words", "batch is a str without a tensor in it"),
     "texts": (("a", "b"), "batch is a tuple of text without a tensor in it"),
     "a dict of None": ({"x": None}, "batch is a dict of 1 without a tensor in it"),
-    "two devices": ((X, Y.to("meta")), "^batch/1: a Tensor cannot be moved"),
+    "two devices": ((X, Y.to("meta")), "^train, batch/1: a Tensor cannot be moved"),
 }
 
 

@@ -74,7 +74,9 @@ class Caller:
 
 def _described(state: Tree) -> dict[str, str]:
     return {
-        path: f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
+        path: f"{'nested' if leaf.is_nested else list(leaf.shape)} {leaf.dtype}"
+        if isinstance(leaf, Tensor)
+        else type(leaf).__name__
         for path, leaf in tree.with_paths(state)
     }
 

@@ -89,7 +89,7 @@ def fit(
         store, owned = restoring.open_snapshots(snapshots, resolved, feeds.train)
         if store is not None and owned:
             stack.callback(store.close)
-        audience = Audience(callbacks, setup.ready_sinks(sinks, store, resolved))
+        audience = Audience(setup.called("callbacks", callbacks), setup.ready_sinks(sinks, store, resolved))
         signals = stack.enter_context(Signals())
         return _Run(state, ready, feeds, resolved, store, audience, signals).to_the_end()
 
@@ -166,7 +166,7 @@ class _Run:
         if self.record.batch and self.record.interval:
             self._inside()  # the run was told to end in this evaluation
         fed = self.ledger.timed(self.feeds.train.epoch(self.record.epoch, self.record.batch))
-        for batch in data.prefetch(self.signals.watch(fed), data.device_of(self.state)):
+        for batch in data.prefetch(self.signals.watch(fed), data.device_of(self.state), name="train"):
             self._step(batch)
             self._inside()
             self._between()
@@ -285,8 +285,8 @@ class _Run:
                 pass  # an evaluation cannot be steered
 
         watched = watch if self.audience.listens else None
-        fed = self.signals.watch(self.feeds.evaluation[name].epoch(0))
-        values = scores(state, data.prefetch(fed, data.device_of(state)), self.program.eval_step, watch=watched)
+        fed = data.prefetch(self.signals.watch(self.feeds.evaluation[name].epoch(0)), data.device_of(state), name=name)
+        values = scores(state, fed, self.program.eval_step, watch=watched)
         found = {f"{name}_{key}": value for key, value in values.items()}
         if not self._leaving():
             self._tell(events.EvalEnd(name, self.record.epoch, self.record.updates, found))
