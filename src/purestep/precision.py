@@ -1,5 +1,8 @@
 """What dtype weights are kept in and what dtype a forward pass computes in, on which device."""
 
+# pyright: reportUnnecessaryIsInstance=false
+# What is handed in here may be anything, whatever the annotations say.
+
 from __future__ import annotations
 
 import warnings

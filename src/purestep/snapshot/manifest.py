@@ -5,6 +5,9 @@ loop's record, metrics, the user's notes. ``manifest.sha256`` holds its own dige
 directory without both is no snapshot.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+# What is handed in here may be anything, whatever the annotations say.
+
 from __future__ import annotations
 
 import difflib

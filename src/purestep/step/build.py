@@ -1,5 +1,8 @@
 """`program`: a module, an objective and a transformation made into pure steps."""
 
+# pyright: reportUnnecessaryIsInstance=false
+# What is handed in here may be anything, whatever the annotations say.
+
 from __future__ import annotations
 
 from typing import Any, Literal
