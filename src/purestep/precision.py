@@ -1,5 +1,8 @@
 """What dtype weights are kept in and what dtype a forward pass computes in, on which device."""
 
+# pyright: reportUnnecessaryIsInstance=false
+# What is handed in here may be anything, whatever the annotations say.
+
 from __future__ import annotations
 
 import warnings
@@ -45,9 +48,9 @@ def policy(name: str | Policy) -> Policy:
     """
     if isinstance(name, Policy):
         return name
-    if name in _COMPUTE:
+    if isinstance(name, str) and name in _COMPUTE:
         return Policy(name, None, _COMPUTE[name], scaled=name == "16-mixed")
-    if name in _WEIGHTS:
+    if isinstance(name, str) and name in _WEIGHTS:
         return Policy(name, _WEIGHTS[name], None, scaled=False)
     known = ", ".join(repr(key) for key in (*_WEIGHTS, *_COMPUTE))
     raise ConfigError(f"{name!r} is no precision", where="precision", hint=f"one of {known}")

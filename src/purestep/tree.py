@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from .errors import StateError
 from .types import Tree
 
 TreeDef = optree.PyTreeSpec
@@ -93,9 +94,20 @@ def _entry_text(entry: Any) -> str:
 
 
 def with_paths(tree: Tree) -> list[tuple[str, Any]]:
-    """``[(path, leaf), ...]`` in the order of `leaves`."""
-    accessors, found, _ = optree.tree_flatten_with_accessor(tree, namespace=_SPACE)
+    """``[(path, leaf), ...]`` in the order of `leaves`.
+
+    Raises:
+        StateError: a node that contains itself.
+    """
+    try:
+        accessors, found, _ = optree.tree_flatten_with_accessor(tree, namespace=_SPACE)
+    except RecursionError as error:
+        raise _endless() from error
     return [(path_text(accessor), leaf) for accessor, leaf in zip(accessors, found, strict=True)]
+
+
+def _endless() -> StateError:
+    return StateError("nodes within nodes without end", where="tree", hint="no dict or list that contains itself")
 
 
 def paths(tree: Tree) -> list[str]:
@@ -140,8 +152,13 @@ def _is_mapping(leaf: Any) -> bool:
 
 def signature(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
     """Structure and, per leaf, what a compiled graph depends on: shape, dtype and device (or the value of a number)."""
-    found, treedef = flatten(tree)
-    return treedef, tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in found)
+    try:
+        found, treedef = flatten(tree)
+    except RecursionError as error:
+        raise _endless() from error
+    return treedef, tuple(
+        (() if x.is_nested else x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in found
+    )
 
 
 def register(cls: type, flatten: Callable[[Any], tuple[Any, ...]], unflatten: Callable[..., Any]) -> None:

@@ -143,7 +143,7 @@ class Feed(ABC):
         return DataError(
             f"{type(error).__name__}: {said[0]}{''.join(notes)}",
             where=f"{self.name}, epoch {epoch + 1}, batch {number + 1}{items}",
-            hint=_cure(str(error)),
+            hint=_cure(f"{error}{notes}"),
         )
 
     def _nothing(self, epoch: int) -> DataError:
@@ -155,7 +155,7 @@ class Feed(ABC):
 
 
 def _cure(message: str) -> str:
-    if "DataLoader worker" in message:
+    if "DataLoader worker" in message or "ended by SIG" in message:
         return "a worker died, mostly for lack of memory or of /dev/shm: fewer workers, smaller batches, more shm"
     if "timed out" in message:
         return "an item takes longer than the timeout or a worker hangs: DataLoader(..., timeout=seconds)"

@@ -43,7 +43,11 @@ def to_device(tree: T, like: Tree) -> T:
     device = device_of(like)
     if type(tree) in (tuple, list) and all(type(leaf) is Tensor and leaf.device == device for leaf in cast(Any, tree)):
         return tree  # as nearly always on the CPU, where a small step is hardly longer than the walk
-    return cast(T, _mapped(tree, lambda leaf: _moved(leaf, device), ""))
+    try:
+        return cast(T, _mapped(tree, lambda leaf: _moved(leaf, device), ""))
+    except RecursionError as error:
+        hint = "no dict or list that contains itself"
+        raise DataError("nodes within nodes without end", where="batch", hint=hint) from error
 
 
 def device_of(like: Tree) -> Device:
@@ -121,7 +125,7 @@ def _leaf(leaf: Any, fn: Callable[[Any], Any], path: str) -> Any:
         raise DataError(f"a {type(leaf).__name__} cannot be moved: {said}", where=f"batch{path}") from error
 
 
-def prefetch(batches: Iterator[Batch], device: Device, *, depth: int = 2) -> Iterator[Batch]:
+def prefetch(batches: Iterator[Batch], device: Device, *, depth: int = 2, name: str = "") -> Iterator[Batch]:
     """Batches on the device, on CUDA copied ahead of time from pinned memory on a stream of their own.
 
     The loader runs up to ``depth`` batches ahead of what was consumed. An error of the loader is raised where its
@@ -131,14 +135,28 @@ def prefetch(batches: Iterator[Batch], device: Device, *, depth: int = 2) -> Ite
         batches: as a `Feed` gives them.
         device: where to. On others than CUDA batches are moved as they come.
         depth: batches held ahead, >= 1.
+        name: of the loader, for messages.
+
+    Raises:
+        DataError: with the path of a leaf that cannot be moved.
 
     Example:
         >>> list(prefetch(iter([torch.ones(1)]), torch.device("cpu")))
         [tensor([1.])]
     """
     if device.type != "cuda":
-        return (to_device(batch, device) for batch in batches)
-    return _ahead(batches, device, depth)
+        return _named((to_device(batch, device) for batch in batches), name)
+    return _named(_ahead(batches, device, depth), name)
+
+
+def _named(batches: Iterator[Batch], name: str) -> Iterator[Batch]:
+    """The batches; an error that names a place in one names the loader as well."""
+    try:
+        yield from batches
+    except DataError as error:
+        if not name or not error.where.startswith("batch"):
+            raise
+        raise DataError(error.what, where=f"{name}, {error.where}", hint=error.hint) from error
 
 
 class _Copied(NamedTuple):

@@ -51,6 +51,8 @@ class Engine:
             raise
         except BaseException as error:
             for worker in self._workers:
+                if isinstance(error, ConnectionError | EOFError):
+                    worker.join(0.5)  # a pipe that broke is seen before the end of its worker
                 if worker.exitcode:
                     error.add_note(f"worker {worker.pid} ended by {_ending(worker.exitcode)}")
             self.close()

@@ -32,6 +32,7 @@ def checked_state(state: Tree) -> Tree:
     wrong = [f"{path}: {found}" for path, leaf in leaves if (found := _unfit(leaf))]
     if wrong or not leaves:
         raise StateError("; ".join(wrong) or "there is no tensor in it", where="init_state", hint=_CURE)
+    _check_counters(state)
     _check_devices(leaves)
     _check_ties(leaves)
     return state
@@ -93,6 +94,15 @@ def _overlaps(leaf: Tensor) -> bool:
             return leaf.numel() > 0
         extent += stride * (size - 1)
     return False
+
+
+def _check_counters(state: Tree) -> None:
+    """What the host itself reads of a TrainState."""
+    shapes = {"step": (), "updates": (), "key": (2,)} if isinstance(state, TrainState) else {}
+    for name, shape in shapes.items():
+        leaf = getattr(state, name)
+        if not isinstance(leaf, Tensor) or leaf.dtype != torch.int64 or leaf.shape != shape:
+            raise StateError(f"is no int64 tensor of shape {list(shape)}", where=name, hint="program.init(seed=0)")
 
 
 def _check_devices(leaves: list[tuple[str, Tensor]]) -> None:

@@ -93,7 +93,7 @@ def fit(
         store, owned = restoring.open_snapshots(snapshots, resolved, feeds.train)
         if store is not None and owned:
             stack.callback(store.close)
-        audience = Audience(callbacks, setup.ready_sinks(sinks, store, resolved))
+        audience = Audience(setup.called("callbacks", callbacks), setup.ready_sinks(sinks, store, resolved))
         signals = stack.enter_context(Signals())
         return _Run(state, ready, feeds, resolved, store, audience, signals).to_the_end()
 
@@ -173,7 +173,7 @@ class _Run:
         if self.record.batch and self.record.interval:
             self._inside()  # the run was told to end in this evaluation
         fed = self.ledger.timed(self.feeds.train.epoch(self.record.epoch, self.record.batch))
-        for batch in data.prefetch(self.signals.watch(fed), data.device_of(self.state)):
+        for batch in data.prefetch(self.signals.watch(fed), data.device_of(self.state), name="train"):
             self._step(batch)
             self._inside()
             self._between()
@@ -303,8 +303,8 @@ class _Run:
         state = self.state if self.view == "params" else ema_.view(self.state, self.view)
 
         watch = self.audience.watching(state, name)
-        fed = self.signals.watch(self.feeds.evaluation[name].epoch(0))
-        values = scores(state, data.prefetch(fed, data.device_of(state)), self.program.eval_step, watch=watch)
+        fed = data.prefetch(self.signals.watch(self.feeds.evaluation[name].epoch(0)), data.device_of(state), name=name)
+        values = scores(state, fed, self.program.eval_step, watch=watch)
         found = {f"{name}_{key}": value for key, value in values.items()}
         if not self._leaving():
             self._tell(events.EvalEnd(name, self.record.epoch, self.record.updates, found))

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import data, tree
@@ -50,7 +51,7 @@ def run_epoch(
     feed = data.open_feed(loader, name="train", seed=seed)
     meter, total = Meter(), {}
     try:
-        for batch in data.prefetch(feed.epoch(epoch, start), data.device_of(state)):
+        for batch in data.prefetch(feed.epoch(epoch, start), data.device_of(state), name="train"):
             state, metrics = check_pair(step(state, batch))
             meter.add(None, metrics)
             for row in meter.rows(wait=False):
@@ -89,7 +90,7 @@ def evaluate(
     check_alone(loader, where=name)
     feed = data.open_feed(loader, name=name)
     try:
-        return scores(state, data.prefetch(feed.epoch(0), data.device_of(state)), eval_step, watch=watch)
+        return scores(state, data.prefetch(feed.epoch(0), data.device_of(state), name=name), eval_step, watch=watch)
     finally:
         if feed is not loader:
             feed.close()
@@ -143,14 +144,29 @@ def check_metrics(found: Any, *, where: str) -> Metrics:
     Raises:
         StepContractError: it is not.
     """
-    wrong = {"": found} if not isinstance(found, dict) else {k: v for k, v in found.items() if not isinstance(v, Mean)}
+    wrong = {"": found} if not isinstance(found, dict) else {k: v for k, v in found.items() if not _is_mean(v)}
     for name, value in wrong.items():
+        kind = type(value).__name__
+        if isinstance(value, Mean):
+            kind += (
+                f" of a {type(value.total).__name__} and a {type(value.weight).__name__}, not two real tensors alike"
+            )
         raise StepContractError(
-            f"metric {name!r} is a {type(value).__name__}" if name else f"returned a {type(value).__name__}",
+            f"metric {name!r} is a {kind}" if isinstance(found, dict) else f"returned a {kind}",
             where=where,
             hint="{name: ps.Mean(total, weight)}, two tensors",
         )
     return found
+
+
+def _is_mean(value: Any) -> bool:
+    known = isinstance(value, Mean) and _is_real(value.total) and _is_real(value.weight)
+    return known and value.total.numel() == value.weight.numel()
+
+
+def _is_real(value: Any) -> bool:
+    plain = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta"
+    return plain and not (value.is_complex() or value.is_quantized or value.is_nested)
 
 
 class BatchCheck:

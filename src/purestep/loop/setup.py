@@ -159,7 +159,7 @@ def checked_answer(state: Tree, answer: Tree) -> Tree:
     Raises:
         StateError: something else.
     """
-    expected, found = tree.with_paths(state), tree.with_paths(answer)
+    expected, found = tree.with_paths(state), _paths_of(answer)
     same = [path for path, _ in expected] == [path for path, _ in found] and all(
         isinstance(new, Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
         for (_, old), (_, new) in zip(expected, found, strict=True)
@@ -173,12 +173,34 @@ def checked_answer(state: Tree, answer: Tree) -> Tree:
     return answer
 
 
+def _paths_of(answer: Any) -> list[tuple[str, Any]]:
+    try:
+        return tree.with_paths(answer)
+    except StateError:  # it contains itself
+        return []
+
+
 def ready_sinks(given: Iterable[Any] | None, snapshots: Snapshots | None, config: FitConfig) -> list[Any]:
     """The sinks of a run, each guarded: none of them can end it."""
     if given is not None:
+        given = called("sinks", given)
         return [sinks.guarded(sink) for sink in given]
     directory = None if snapshots is None else snapshots.directory
     return [sinks.guarded(sink) for sink in sinks.default_sinks(directory, progress=config.progress)]
+
+
+def called(name: str, given: Any) -> list[Any]:
+    """The callbacks or sinks.
+
+    Raises:
+        ConfigError: something that is no iterable of callables.
+    """
+    listed: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else [None]
+    if not all(callable(one) for one in listed):
+        raise ConfigError(
+            f"{name} is a {type(given).__name__}, not a list of callables", where="fit", hint=f"{name}=[]"
+        )
+    return listed
 
 
 # --- surroundings -----------------------------------------------------------------------------------------------------

@@ -48,8 +48,9 @@ def check(path: str, leaf: Any) -> None:
         return
     if type(leaf) not in (Tensor, torch.nn.Parameter):
         raise StateError(f"a {type(leaf).__qualname__} cannot be stored", where=path, hint="a plain tensor")
-    if leaf.layout != torch.strided or leaf.is_quantized:
-        raise StateError(f"a {leaf.layout} tensor cannot be stored", where=path, hint=".to_dense()")
+    if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
+        kind = "quantized" if leaf.is_quantized else "nested" if leaf.is_nested else str(leaf.layout)
+        raise StateError(f"a {kind} tensor cannot be stored", where=path, hint=".to_dense()")
     if leaf.device.type == "meta":
         raise StateError("a tensor on the meta device has no values", where=path, hint="program.init()")
     if leaf.dtype not in DTYPES.values():

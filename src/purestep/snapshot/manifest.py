@@ -5,6 +5,9 @@ loop's record, metrics, the user's notes. ``manifest.sha256`` holds its own dige
 directory without both is no snapshot.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+# What is handed in here may be anything, whatever the annotations say.
+
 from __future__ import annotations
 
 import difflib
@@ -29,6 +32,7 @@ from . import host
 FORMAT = 1
 NAME = "manifest.json"
 DIGEST_NAME = "manifest.sha256"
+_DEEP = 100  # levels of JSON
 _LIMIT = 1 << 28  # bytes; a million leaves with a long history stay below
 
 
@@ -158,6 +162,8 @@ def as_json(value: Any, *, where: str) -> Any:
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if where.count("/") > _DEEP:
+        raise SnapshotError(f"more than {_DEEP} levels", where=where[:40], hint="no dict or list that contains itself")
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value)
         for key in items:
@@ -178,6 +184,9 @@ def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         SnapshotError: a value that is no number.
     """
     found: dict[str, float] = {}
+    if metrics is not None and not isinstance(metrics, Mapping):
+        text = f"a {type(metrics).__qualname__} is no mapping"
+        raise SnapshotError(text, where="metrics", hint='metrics={"val_loss": 0.5}')
     for name, value in (metrics or {}).items():
         try:
             found[str(name)] = float(value)

@@ -1,5 +1,8 @@
 """`program`: a module, an objective and a transformation made into pure steps."""
 
+# pyright: reportUnnecessaryIsInstance=false
+# What is handed in here may be anything, whatever the annotations say.
+
 from __future__ import annotations
 
 from typing import Any, Literal
@@ -69,6 +72,10 @@ def program(
     """
     _check_choices(accumulate=accumulate, microbatches=microbatches, tail=tail, engine=engine, nonfinite=nonfinite)
     _check_parts(model, objective, tx)
+    if scaler is not None and not isinstance(scaler, scaler_.Scaler):
+        raise ConfigError(f"the scaler is a {type(scaler).__name__}", where="program", hint="ps.scaler.dynamic(...)")
+    if not isinstance(keep_eval, str | tuple | list) or not all(isinstance(name, str) for name in keep_eval):
+        raise ConfigError(f"keep_eval is {keep_eval!r}", where="program", hint='keep_eval=("backbone.*",)')
     own = getattr(objective, "module", None)
     policy = precision_.policy(precision)
     spec = Spec(
@@ -135,11 +142,13 @@ def _check_choices(*, accumulate: int, microbatches: int, tail: str, engine: str
         ("engine", engine, ("func", "autograd", "auto")),
         ("nonfinite", nonfinite, ("raise", "skip")),
     ):
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise ConfigError(f"{name} is {value!r}", where="program", hint=f"one of {known}")
 
 
 def _average(ema: float | ema_.Average | None) -> ema_.Average:
     if ema is None:
         return ema_.none()
+    if not isinstance(ema, ema_.Average | int | float):
+        raise ConfigError(f"ema is a {type(ema).__name__}", where="program", hint="ema=0.999, or ema.average(...)")
     return ema if isinstance(ema, ema_.Average) else ema_.average(ema)

@@ -103,8 +103,9 @@ def _checked_rate(schedule: Schedule, step: Tensor) -> Scalar:
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise _no_rate(schedule, step, f"raised {type(error).__name__}: {error}") from error
     if isinstance(found, Tensor):
-        if found.dim() or found.is_complex():
-            raise _no_rate(schedule, step, f"gave a {found.dtype} tensor of shape {list(found.shape)}")
+        if found.is_nested or found.dim() or found.is_complex():
+            shape = "that is nested" if found.is_nested else f"of shape {list(found.shape)}"
+            raise _no_rate(schedule, step, f"gave a {found.dtype} tensor {shape}")
     elif not isinstance(found, int | float):
         raise _no_rate(schedule, step, f"gave a {type(found).__name__}")
     return found
