@@ -114,7 +114,7 @@ def _figures() -> list[Figure]:
         Figure("cold time to the first step, GPT 0.9 M", 8.0, "less", "s", _value("start", f"{ours.DONATED}, cold")),
         Figure("warm time to the first step, GPT 0.9 M", 1.5, "less", "s", _value("start", f"{ours.DONATED}, warm")),
     ]
-    for job, label in (("mlp-1", "one thread"), ("mlp", "all threads")):
+    for job, label in (("fit-mlp-1", "one thread"), ("fit-mlp", "all threads")):
         found += [
             Figure(
                 f"fit on the MLP against Lightning, {label}",
@@ -128,9 +128,7 @@ def _figures() -> list[Figure]:
             ),
         ]
     found += [
-        Figure(
-            "fit on the GPT, rate over its bare step", 0.99, "more", "x", _share("gpt-small", ours.DONATED, ours.FIT)
-        ),
+        Figure("fit on the GPT, rate over its bare step", 0.99, "more", "x", _share("fit-gpt", ours.DONATED, ours.FIT)),
         Figure("accumulation 4 against 1, per micro-batch", 0.95, "less", "x", _share("accumulation", "4", "1")),
         Figure("import purestep, on top of torch", 0.15, "less", "s", _value("import", "purestep")),
     ]

@@ -8,6 +8,7 @@ from . import alone
 from .contestants import byhand, jaxes, ours
 
 CORE = [byhand.COMPILED, ours.DONATED, jaxes.DONATED]  # what --quick compares
+GPT_RUNS = {"work": "gpt-small", "steps": 60, "rounds": 5}
 
 
 class Job(NamedTuple):
@@ -46,6 +47,9 @@ def _on_cpu() -> dict[str, Job]:
         "gpt-small": _table("gpt-small", "GPT of 0.9 M", quick={"seconds": 20, "only": [*CORE, ours.FIT]}),
         "gpt-medium": _table("gpt-medium", "GPT of 34 M"),
         "vit": _table("vit", "ViT"),
+        "fit-mlp-1": Job("whole runs, MLP, one thread", "benchmarks.fitting:table", {}, {"rounds": 4}, 1),
+        "fit-mlp": Job("whole runs, MLP", "benchmarks.fitting:table", {}),
+        "fit-gpt": Job("whole runs, GPT of 0.9 M", "benchmarks.fitting:table", GPT_RUNS),
         "update": Job("AdamW + EMA of 32 M numbers", "benchmarks.update:table", {}, {"seconds": 5}),
         "accumulation": Job("4 micro-batches to an update, and 1", "benchmarks.curves:four_and_one", {}),
         "memory": Job("peak memory, GPT of 34 M", "benchmarks.memory:table", {"work": "gpt-medium"}),

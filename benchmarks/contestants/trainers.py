@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,12 +24,9 @@ TORCHOPT = "torchopt"
 # --- Lightning --------------------------------------------------------------------------------------------------------
 
 
-def _lightning(work: Work, device: torch.device) -> Contestant:
+def lightning(work: Work, device: torch.device, model: nn.Module, loader: Any, after: Callable[[Tensor], None]) -> None:
+    """Lightning's fit over the loader; ``after`` gets the loss of every step."""
     from lightning import pytorch as pl
-
-    model = works.seeded_model(work, device)
-    shadow = byhand.Shadow(model, work.recipe.ema)
-    gate = Gate(works.batches(work, device), device)
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -43,22 +40,33 @@ def _lightning(work: Work, device: torch.device) -> Contestant:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return byhand.adamw(model, work.recipe, fused=True)
 
-    class Turns(pl.Callback):
+    class After(pl.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-            shadow.update()
-            gate.passed(outputs["loss"])
+            after(outputs["loss"])
+
+    trainer = pl.Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=1,
+        precision="bf16-mixed" if work.bf16 else "32-true",
+        gradient_clip_val=work.recipe.clip,
+        max_epochs=1,
+        callbacks=[After()],
+        barebones=True,  # no logger, progress bar or checkpoints
+    )
+    trainer.fit(Module(), loader)
+
+
+def _lightning(work: Work, device: torch.device) -> Contestant:
+    model = works.seeded_model(work, device)
+    shadow = byhand.Shadow(model, work.recipe.ema)
+    gate = Gate(works.batches(work, device), device)
+
+    def after(loss: Tensor) -> None:
+        shadow.update()
+        gate.passed(loss)
 
     def fit(gate: Gate) -> None:
-        trainer = pl.Trainer(
-            accelerator="gpu" if device.type == "cuda" else "cpu",
-            devices=1,
-            precision="bf16-mixed" if work.bf16 else "32-true",
-            gradient_clip_val=work.recipe.clip,
-            max_epochs=1,
-            callbacks=[Turns()],
-            barebones=True,  # no logger, progress bar or checkpoints
-        )
-        trainer.fit(Module(), gate)
+        lightning(work, device, model, gate, after)
 
     return Gated(LIGHTNING, fit, gate, weights=lambda: byhand.weights(model), shadow=shadow.named)
 
