@@ -1,0 +1,248 @@
+"""The runs that the trials break off, as functions for the children of the fork server.
+
+Each says on stdout, line by line, what it has done, so that whoever kills it knows what must be there afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pkgutil
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import image_batch, tiny_convnet
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import purestep as ps
+from purestep import errors, events, files, tree
+from purestep.snapshot import Snapshots, background, directory, writer
+
+BATCHES, EPOCHS = 6, 3
+CALLS = BATCHES * EPOCHS
+KEEP = 2
+
+
+def child(function: str, *arguments: Any, off: str = "") -> str:
+    """The code of a child that calls one of these functions.
+
+    Args:
+        function: its name.
+        arguments: for it.
+        off: a guard of the library that does nothing there (``"purestep.snapshot.directory.sweep"``), or one of the
+            planted faults below.
+    """
+    planted = f"running.switch_off({off!r})" if "." in off else f"running.{off}()" if off else ""
+    return "\n".join(["from faults import running", planted, f"running.{function}(*{arguments!r})"])
+
+
+def switch_off(guard: str) -> None:
+    owner, _, name = guard.rpartition(".")
+    setattr(pkgutil.resolve_name(owner), name, lambda *args, **kwargs: None)
+
+
+def write_under_the_final_name() -> None:
+    """Planted fault: no temporary name, so that a half-written step is seen."""
+    real = writer._stage
+    writer._stage = lambda job, staging: real(job, job.root / str(job.manifest.step))
+    writer._verify = writer._commit = lambda job, staging: None
+
+
+def acknowledge_at_once() -> None:
+    """Planted fault: a step is called saved while it is still being written."""
+    Snapshots.wait = lambda self: None
+    background.Background.join = lambda self: None
+
+
+def delete_in_place() -> None:
+    """Planted fault: an old step keeps its name while its files go."""
+    directory.retire = lambda root, step: files.remove_tree(root / str(step))
+
+
+def say(*words: object) -> None:
+    # One write: a line is there whole or not at all, whenever the kill comes.
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+# --- saving and nothing else ------------------------------------------------------------------------------------------
+
+
+def state(step: int) -> dict[str, Tensor]:
+    """What is saved under this number."""
+    return {"w": torch.arange(1000.0) + step, "b": torch.full((2,), float(step))}
+
+
+def save_for_ever(folder: str) -> None:
+    """Saves as fast as the disk allows, always one in flight, and says each step once it is acknowledged."""
+    with Snapshots(folder, keep=KEEP) as snapshots:
+        say("begun")
+        for step in range(1, 10**6):
+            snapshots.save(step, state(step))  # returns when the one before is committed
+            say("saved", step - 1)
+
+
+def save_in_every_way(folder: str) -> None:
+    """Saves, overwrites, goes back, falls back: through every failpoint that a snapshot has.
+
+    "saved n" is said for what must be there from now on: before a run goes back, that is the step it goes back to.
+    """
+    with Snapshots(folder, keep=1) as snapshots:
+        for step in (1, 2, 3, 4):
+            snapshots.save(step, state(step))
+            snapshots.wait()
+            say("saved", step if step < 4 else 3)
+        snapshots.save(4, state(4), overwrite=True)
+        snapshots.wait()
+        say("saved", 4)
+    with Snapshots(folder, keep=None) as snapshots:
+        snapshots.save(5, state(5))
+        snapshots.wait()
+        snapshots.restore(state(0), step=4)
+        snapshots.save(5, state(5))  # the other 5 is set aside
+        snapshots.wait()
+        largest_file(Path(folder) / "5").write_bytes(b"")
+        with warnings.catch_warnings(action="ignore"):
+            snapshots.restore(state(0))
+    tell_points()
+
+
+def tell_points() -> None:
+    """How often each failpoint was passed, where ``PURESTEP_FAILPOINT`` has them counted."""
+    say("points", json.dumps(files.failpoints._hits, separators=(",", ":")))
+
+
+def race(folder: str, go: str) -> None:
+    """Waits for the start, tries to get the directory, saves there; the winner holds it until ``go`` is gone."""
+    say("ready")
+    while not os.path.exists(go):
+        time.sleep(0.0005)
+    began = time.perf_counter()
+    try:
+        with Snapshots(folder) as snapshots:
+            say("won")
+            for step in (1, 2):
+                snapshots.save(step, state(step))
+            snapshots.wait()
+            say("saved", 2)
+            while os.path.exists(go):
+                time.sleep(0.002)
+    except errors.Locked as error:
+        say("lost", f"{time.perf_counter() - began:.3f}", error)
+
+
+def take_over(folder: str) -> None:
+    """The next run in this directory, which may find what a killed one has left."""
+    with Snapshots(folder) as snapshots:
+        say("restored", snapshots.restore(state(0)).step)
+        snapshots.save(3, state(3))
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def largest_file(folder: Path) -> Path:
+    return max(files_of(folder), key=lambda path: path.stat().st_size)
+
+
+# --- fit --------------------------------------------------------------------------------------------------------------
+
+
+class Items(Dataset[Any]):
+    """Images that take their time to load, one of them a very long one."""
+
+    def __init__(self, pause: float, hang: int) -> None:
+        self.data, self.pause, self.hang = image_batch(4 * BATCHES), pause, hang
+        self.loaded = 0
+
+    def __len__(self) -> int:
+        return len(self.data[0])
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if len(indices) > 1:  # else a probe of the loader, which is no batch
+            self.loaded += 1
+            say("load", self.loaded)
+            time.sleep(60 if self.loaded == self.hang else self.pause)
+        return [self[index] for index in indices]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[0][index], self.data[1][index]
+
+
+def program(pause: float = 0.0) -> ps.Program:
+    """BatchNorm, dropout, moments and an average: all that a small state can hold."""
+    made = ps.program(tiny_convnet(), ps.supervised(nn.CrossEntropyLoss()), ps.optim.adamw(0.01), ema=0.9)
+
+    def train_step(state: Any, batch: Any) -> Any:
+        say("step", int(state.step) + 1)
+        time.sleep(pause)
+        return made.train_step(state, batch)
+
+    return made._replace(train_step=train_step)
+
+
+def train(folder: str, every: int = 4, pause: float = 0.0, hang: int = 0) -> None:
+    """A run of `CALLS` steps, resumed where there is something to resume from.
+
+    Says "load", "step", "did", "eval" and "saving" with the number of each, and at the end "done" with a digest of
+    everything that came out of it.
+
+    Args:
+        folder: of its snapshots.
+        every: steps between two snapshots.
+        pause: seconds that each load, step and evaluation batch takes longer.
+        hang: the batch whose load takes a minute.
+    """
+    made = program(pause)
+    loader = DataLoader(Items(pause, hang), batch_size=4, shuffle=True)
+    with Snapshots(folder, every_steps=every, keep=KEEP) as snapshots:
+
+        def tell(event: Any) -> None:
+            match event:
+                case events.StepEnd():
+                    say("did", int(event.state.step), int(snapshots._background.busy))
+                case events.EvalStepEnd():
+                    say("eval", event.index)
+                    time.sleep(pause)
+                case events.Saved():
+                    say("saving", event.step)
+                case _:
+                    pass
+
+        loaders = {"train": loader, "val": [image_batch(6, 9), image_batch(3, 10)]}
+        result = ps.fit(
+            made.init(seed=5),
+            loaders,
+            made,
+            epochs=EPOCHS,
+            snapshots=snapshots,
+            compile=False,
+            progress=False,
+            callbacks=[tell],
+        )
+    say("done", digest(result))
+    tell_points()
+
+
+def digest(result: ps.FitResult) -> str:
+    """Of every bit of a result: leaves, history, best."""
+    found = hashlib.sha256(json.dumps([result.history, result.best, result.epochs, result.stop_reason]).encode())
+    for path, leaf in tree.with_paths(result.state):
+        found.update(path.encode() + leaf.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def told(out: str, word: str) -> Iterator[list[str]]:
+    """The rest of each line that begins with the word."""
+    return (line.split()[1:] for line in out.splitlines() if line.split()[:1] == [word])
+
+
+def last(out: str, word: str) -> int:
+    """The number in the last such line; 0 where there is none."""
+    return max((int(rest[0]) for rest in list(told(out, word))[-1:]), default=0)
