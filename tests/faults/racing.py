@@ -32,6 +32,7 @@ def trial(number: int, folder: Path, *, off: str = "") -> str | None:
         return f"{2 - len(losers)} of two have won"
     winner = next(child for child in both if child is not losers[0])
     found = _told(ended(losers[0]), winner.pid)
+    wait_for(winner, "saved")
     if number % 2:
         winner.kill()
         winner.wait()

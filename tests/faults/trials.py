@@ -107,7 +107,7 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
-def damaged_equal(found: dict[str, torch.Tensor], step: int) -> bool:
+def same_values(found: dict[str, torch.Tensor], step: int) -> bool:
     """Whether these are the values that were saved as this step, bit for bit."""
     expected = running.state(step)
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
