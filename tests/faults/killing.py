@@ -24,7 +24,9 @@ MENDED = "snapshot.quarantine"  # there the run itself has damaged a step
 def trial(number: int, folder: Path) -> str | None:
     """Even numbers: at a random time; odd ones: at a failpoint."""
     points = list(files.POINTS)
-    return at_any_time(number, folder) if number % 2 == 0 else at_point(points[number // 2 % len(points)], number, folder)
+    return (
+        at_any_time(number, folder) if number % 2 == 0 else at_point(points[number // 2 % len(points)], number, folder)
+    )
 
 
 def at_any_time(number: int, folder: Path, *, off: str = "") -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -155,7 +154,9 @@ def trial(number: int, folder: Path) -> str | None:
     return restored(PLANTS[number % len(PLANTS)], number, folder)
 
 
-def restored(plant: Callable[[Path, Path, random.Random], None], number: int, folder: Path, *, off: str = "") -> str | None:
+def restored(
+    plant: Callable[[Path, Path, random.Random], None], number: int, folder: Path, *, off: str = ""
+) -> str | None:
     run, canary, outside = folder / "run", folder / "canary", folder / "outside"
     shutil.copytree(damaging.whole(), run)
     outside.mkdir()

@@ -45,5 +45,3 @@ def _lost(done: forkserver.Done, folder: Path) -> str | None:
         return f"{finished_steps} steps were done, {saved} are saved"
     begun = running.last(done.out, "step")
     return None if begun == finished_steps else f"step {begun} was begun and not finished"
-
-

@@ -162,9 +162,9 @@ def read_watched(folder: str, room: int) -> None:
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         if event in WATCHED:
             say("watched", event, arguments)
-        elif event == "open" and isinstance(arguments[0], str) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
-            if not os.path.abspath(arguments[0]).startswith((folder, "/dev/", "/proc/")):
-                say("watched", event, arguments)
+        writes = event == "open" and isinstance(arguments[0], str) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes and not os.path.abspath(arguments[0]).startswith((folder, "/dev/", "/proc/")):
+            say("watched", event, arguments)
 
     sys.addaudithook(watch)
     for ask in (lambda found: found.restore(state(0)), lambda found: found.save(99, state(99))):

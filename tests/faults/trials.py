@@ -1,7 +1,8 @@
 """What the trials of this directory share.
 
-A family of trials is a module with ``TRIALS``, the number that `faults.soak` makes of it, and ``trial(number, folder)``:
-one trial, seeded by its number, in an empty folder that is left to it; None where all held, else what went wrong.
+A family of trials is a module with ``TRIALS``, the number that `faults.soak` makes of it, and ``trial(number,
+folder)``: one trial, seeded by its number, in an empty folder that is left to it; None where all held, else what went
+wrong.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pathlib import Path
 import forkserver
 import pytest
 import torch
+from faults import running
 from forkserver import Child, Done
 from helpers import assert_trees_close
 
-from faults import running
 from purestep.snapshot import Snapshot, Snapshots
 
 POLLS = 30_000
