@@ -17,6 +17,7 @@ from purestep.snapshot import Snapshot, Snapshots
 
 TRIALS = 1000
 NEWEST, BEFORE = 3, 2
+KINDS = "fffthd"  # flipped three times as often as cut anywhere, cut to half, or deleted
 
 
 @functools.cache
@@ -29,7 +30,7 @@ def whole() -> Path:
     return folder
 
 
-def damage(step: Path, rng: random.Random, *, kinds: str = "fffthd") -> str:
+def damage(step: Path, rng: random.Random, kinds: str) -> str:
     """Flips a bit of one of the files, cuts it (anywhere, or to half) or deletes it; what was done."""
     victim = rng.choice([path for path in running.files_of(step) if path.stat().st_size])
     data, kind = bytearray(victim.read_bytes()), rng.choice(kinds)
@@ -48,11 +49,11 @@ def damage(step: Path, rng: random.Random, *, kinds: str = "fffthd") -> str:
     return f"{victim.relative_to(step)}: {done}"
 
 
-def trial(number: int, folder: Path) -> str | None:
+def trial(number: int, folder: Path, *, kinds: str = KINDS) -> str | None:
     """The newest of three steps is damaged: it comes back right, or it is named and the one before comes back."""
     run = folder / "run"
     shutil.copytree(whole(), run)
-    done = damage(run / str(NEWEST), seeded("damaging", number))
+    done = damage(run / str(NEWEST), seeded("damaging", number), kinds)
     found = strictly(run)
     if found is None or found.startswith("!"):
         return f"{done}: {found[1:]}" if found else falls_back(run, done, damaged=False)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import torch
 from faults.trials import contents, seeded
+from test_files import file_size_limit
 from torch import Tensor
 
 from purestep import errors
@@ -30,19 +29,6 @@ def state(step: int) -> dict[str, Tensor]:
 
 
 # --- disks that fail --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """A disk that takes no file larger than so many bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 @contextmanager

@@ -10,20 +10,23 @@ from faults import running
 from faults.trials import ended
 
 TRIALS = 1
-SLOPE = 1024.0  # bytes a step
+SLOPE = 1024  # bytes a step
+STEPS, SAVES, FITS = 1000, 50, 20
 
 
-def trial(number: int, folder: Path, *, off: str = "") -> str | None:
-    """1,000 steps, 50 saves with a restore each, and 20 calls of fit, half of them with workers, in one process."""
-    found, error = measured(folder, off=off)
-    if found is None:
-        return error
-    wrong = {name: value for name, value in found.items() if value > (SLOPE if name == "bytes a step" else 0)}
-    return f"{wrong}" if wrong else None
+def trial(number: int, folder: Path) -> str | None:
+    """`STEPS` steps, `SAVES` saves with a restore each, `FITS` calls of fit, half of them with a worker."""
+    del number
+    return grown(folder, STEPS, SAVES, FITS)
 
 
-def measured(folder: Path, *, off: str = "") -> tuple[dict[str, float] | None, str]:
-    """What has grown, by name."""
-    done = ended(forkserver.shared().start(running.child("live_long", str(folder), off=off), quick=True))
+def grown(folder: Path, *amounts: int, off: str = "") -> str | None:
+    """What a process has more of than it may, after so many steps, saves and fits."""
+    code = running.child("live_long", str(folder / "run"), *amounts, off=off)
+    done = ended(forkserver.shared().start(code, quick=True))
     told = next(running.told(done.out, "grown"), None)
-    return (json.loads(told[0].replace("_", " ")), "") if told else (None, f"status {done.status}: {done.err}")
+    if told is None:
+        return f"status {done.status}: {done.err}"
+    found: dict[str, int] = json.loads(told[0])
+    wrong = {name: value for name, value in found.items() if value > (SLOPE if name == "bytes" else 0)}
+    return f"{wrong}" if wrong else None

@@ -5,15 +5,21 @@ Each says on stdout, line by line, what it has done, so that whoever kills it kn
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import itertools
 import json
 import os
+import pickle
 import pkgutil
 import resource
+import signal
+import statistics
 import sys
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import purestep as ps
 from purestep import errors, events, files, tree
-from purestep.snapshot import Snapshots, background, directory, writer
+from purestep.snapshot import Snapshots, background, directory, host, manifest, writer
 
 BATCHES, EPOCHS = 6, 3
 CALLS = BATCHES * EPOCHS
@@ -54,6 +60,34 @@ def write_under_the_final_name() -> None:
     real = writer._stage
     writer._stage = lambda job, staging: real(job, job.root / str(job.manifest.step))
     writer._verify = writer._commit = lambda job, staging: None
+
+
+def unpickle_what_is_there() -> None:
+    """Planted fault: a reader that looks into every file with pickle."""
+    real = manifest._check_files
+
+    def check(folder: Path, listed: Any) -> None:
+        for path in files_of(folder):
+            with suppress(Exception):
+                pickle.loads(path.read_bytes())
+        real(folder, listed)
+
+    manifest._check_files = check
+
+
+def delete_through_links() -> None:
+    """Planted fault: what a killed writer left is deleted with all that its links lead to."""
+
+    def delete(path: Path) -> None:
+        for found in path.resolve().glob("**/*"):
+            delete(found) if found.is_dir() or found.is_symlink() else found.unlink()
+
+    directory.remove_tree = delete
+
+
+def forget_the_copy() -> None:
+    """Planted fault: the writer is given the caller's own memory."""
+    host.stage = lambda tensors, spare: tensors
 
 
 def acknowledge_at_once() -> None:
@@ -188,6 +222,24 @@ def largest_file(folder: Path) -> Path:
     return max(files_of(folder), key=lambda path: path.stat().st_size)
 
 
+def save_without_memory(folder: str, megabytes: int) -> None:
+    """A state for whose copy there are no addresses left; afterwards there are."""
+    large = {"w": torch.zeros(megabytes << 18)}
+    with Snapshots(folder) as snapshots:
+        snapshots.save(1, state(1))
+        snapshots.wait()
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (megabytes << 19), resource.RLIM_INFINITY))
+        try:
+            snapshots.save(2, large)
+        except errors.WriteFailed as error:
+            say("told", error)
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert not large["w"].any()
+        snapshots.save(3, large)
+    say("steps", *snapshots.steps())
+
+
 # --- fit --------------------------------------------------------------------------------------------------------------
 
 
@@ -283,3 +335,55 @@ def told(out: str, word: str) -> Iterator[list[str]]:
 def last(out: str, word: str) -> int:
     """The number in the last such line; 0 where there is none."""
     return max((int(rest[0]) for rest in list(told(out, word))[-1:]), default=0)
+
+
+# --- a long life ------------------------------------------------------------------------------------------------------
+
+
+def live_long(folder: str, steps: int, saves: int, fits: int) -> None:
+    """Steps, saves and fits in one process; says what has grown meanwhile."""
+    live_through(folder, 20, 3, 4)  # what is made once, on first use
+    before = what_there_is()
+    slope = live_through(folder, steps, saves, fits)
+    for _ in range(500):  # orbax's threads end a little after their work
+        grown = {name: value - before[name] for name, value in what_there_is().items()}
+        if not any(grown.values()):
+            break
+        time.sleep(0.01)
+    say("grown", json.dumps({"bytes": round(slope), **grown}, separators=(",", ":")))
+
+
+def live_through(folder: str, steps: int, saves: int, fits: int) -> float:
+    """The bytes by which a step makes the process larger: the median over all pairs of measurements."""
+    made, memory = program(), []
+    batches = [image_batch(4, seed) for seed in range(10)]
+
+    def measure(event: Any) -> None:
+        if isinstance(event, events.StepEnd) and event.updates % (steps // 20) == 0:
+            gc.collect()
+            memory.append((event.updates, int(Path("/proc/self/statm").read_text().split()[1])))
+
+    quiet: dict[str, Any] = {"compile": False, "progress": False, "sinks": ()}
+    ps.fit(made.init(), batches, made, epochs=steps // 10, callbacks=[measure], **quiet)
+    with Snapshots(folder, keep=1) as snapshots:
+        first = (snapshots.latest() or 0) + 1
+        for step in range(first, first + saves):
+            snapshots.save(step, state(step))
+            snapshots.restore(state(0))
+    for index in range(fits):
+        loader = DataLoader(Items(0.0, 0), batch_size=8, num_workers=index % 2)
+        ps.fit(made.init(), loader, made, epochs=1, snapshots=f"{folder}.{index}", **quiet)
+    late = memory[len(memory) // 5 :]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(late, 2)]
+    return statistics.median(slopes) * resource.getpagesize()
+
+
+def what_there_is() -> dict[str, int]:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "processes": len(torch.multiprocessing.active_children()),
+        "handlers": sum(
+            signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler) for number in numbers
+        ),
+    }

@@ -13,8 +13,10 @@ import random
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import forkserver
 import pytest
@@ -33,11 +35,19 @@ def seeded(family: str, number: int) -> random.Random:
     return random.Random(f"{family} {number}")
 
 
-def first_failure(trial: Callable[[int, Path], str | None], numbers: range, folder: Path) -> str | None:
+@contextmanager
+def fails_without(guard: str, instead: Any = lambda *args, **kwargs: None) -> Iterator[None]:
+    """Negative control: with this function of the library switched off, what the block asserts must not hold."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((AssertionError, pytest.fail.Exception)):
+        patch.setattr(guard, instead)
+        yield
+
+
+def first_failure(trial: Callable[[int, Path], str | None], numbers: Iterable[int], folder: Path) -> str | None:
     """Trials until one fails, each in a folder of its own; its number and what it said, or None."""
     for number in numbers:
         own = folder / str(number)
-        own.mkdir()
+        own.mkdir(parents=True)
         found = trial(number, own)
         if found is not None:
             return f"trial {number}: {found}"
