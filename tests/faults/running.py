@@ -24,14 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import image_batch, tiny_convnet
+from helpers import image_batch, tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import worker
 
 import purestep as ps
 from purestep import errors, events, files, tree
 from purestep.snapshot import Snapshots, background, directory, host, manifest, writer
 
+kept: list[Any] = []  # what a planted fault does not give back
 BATCHES, EPOCHS = 6, 3
 CALLS = BATCHES * EPOCHS
 KEEP = 2
@@ -88,6 +90,16 @@ def delete_through_links() -> None:
 def forget_the_copy() -> None:
     """Planted fault: the writer is given the caller's own memory."""
     host.stage = lambda tensors, spare: tensors
+
+
+def workers_that_do_not_look() -> None:
+    """Planted fault: a worker whose parent is gone does not notice."""
+    worker.ManagerWatchdog.is_alive = lambda self: True
+
+
+def keep_every_lock() -> None:
+    """Planted fault: the file of a lock stays open."""
+    files.DirectoryLock.release = lambda self: kept.append(self)
 
 
 def acknowledge_at_once() -> None:
@@ -319,6 +331,51 @@ def train(folder: str, every: int = 4, pause: float = 0.0, hang: int = 0) -> Non
     tell_points()
 
 
+def steps_of_a_fit(snapshots: Any, *, steps: int = 4, **fields: Any) -> list[int]:
+    """The steps that a small fit gets done, into a list that is there also where it raises."""
+    program = ps.program(tiny_mlp(), ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1))
+    done: list[int] = fields.pop("done", [])
+
+    def count(event: Any) -> None:
+        if isinstance(event, events.StepEnd):
+            done.append(event.updates)
+
+    ps.fit(
+        program.init(),
+        [vector_batch(8, seed) for seed in range(steps)],
+        program,
+        epochs=1,
+        snapshots=snapshots,
+        compile=False,
+        progress=False,
+        callbacks=[count],
+        **fields,
+    )
+    return done
+
+
+def train_with_workers(folder: str) -> None:
+    """A run whose loader has two workers that look for their parent all the time; says who they are."""
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = worker.MP_STATUS_CHECK_INTERVAL = 0.3
+    made = program(0.02)
+    loader = DataLoader(Items(0.0, 0), batch_size=4, num_workers=2)
+
+    def tell(event: Any) -> None:
+        if isinstance(event, events.StepEnd):
+            say("workers", *(process.pid for process in torch.multiprocessing.active_children()))
+            say("did", event.updates)
+
+    fields: dict[str, Any] = {"compile": False, "progress": False, "callbacks": [tell]}
+    ps.fit(made.init(), loader, made, epochs=1000, snapshots=folder, **fields)
+
+
+def lives(pid: int) -> bool:
+    """Whether there is such a process, and it is not only waited for."""
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
 def digest(result: ps.FitResult) -> str:
     """Of every bit of a result: leaves, history, best."""
     found = hashlib.sha256(json.dumps([result.history, result.best, result.epochs, result.stop_reason]).encode())
@@ -379,7 +436,7 @@ def live_through(folder: str, steps: int, saves: int, fits: int) -> float:
 
 
 def what_there_is() -> dict[str, int]:
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    numbers, own = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), (signal.SIG_DFL, signal.default_int_handler)
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "processes": len(torch.multiprocessing.active_children()),

@@ -16,8 +16,8 @@ import torch
 from faults import damaging, planting, running
 from faults.damaging import BEFORE, NEWEST
 from faults.planting import forge
+from faults.running import steps_of_a_fit
 from faults.trials import fails_without, first_failure
-from test_rows_saving import steps_of_a_fit
 from test_snapshot import GOLDEN, assert_same, golden_state, small
 from torch import Tensor
 

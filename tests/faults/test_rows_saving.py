@@ -15,14 +15,12 @@ import forkserver
 import pytest
 import torch
 from faults import filling, killing, losing, racing, running
+from faults.running import steps_of_a_fit
 from faults.trials import fails_without, first_failure
-from helpers import tiny_mlp, vector_batch
 from test_files import record_calls
 from test_snapshot import assert_same, small
-from torch import nn
 
-import purestep as ps
-from purestep import errors, events, files, tree
+from purestep import errors, files, tree
 from purestep.snapshot import Snapshots, host
 
 KILLS_AT_RANDOM = range(0, 66, 2)  # with those at the failpoints 50
@@ -37,29 +35,6 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setenv("PURESTEP_FAILPOINT", text)
 
     return set_plan
-
-
-def steps_of_a_fit(snapshots: Any, *, steps: int = 4, **fields: Any) -> list[int]:
-    """The steps that a small fit gets done, into a list that is there also where it raises."""
-    program = ps.program(tiny_mlp(), ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1))
-    done: list[int] = fields.pop("done", [])
-
-    def count(event: Any) -> None:
-        if isinstance(event, events.StepEnd):
-            done.append(event.updates)
-
-    ps.fit(
-        program.init(),
-        [vector_batch(8, seed) for seed in range(steps)],
-        program,
-        epochs=1,
-        snapshots=snapshots,
-        compile=False,
-        progress=False,
-        callbacks=[count],
-        **fields,
-    )
-    return done
 
 
 # --- 1, 2: kills ------------------------------------------------------------------------------------------------------
@@ -123,7 +98,7 @@ def test_row_02_killed_between_the_two_names_of_an_overwritten_step(tmp_path: Pa
 
 @pytest.mark.parametrize("number", range(4))
 def test_row_03_a_disk_that_takes_no_more(number: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """File size limit, full disk, quota, read-only: told, with file and errno; what was there stays; then it goes on."""
+    """Too large, full, over quota, read-only: told, with file and errno; what was there stays; then it goes on."""
     assert filling.trial(number, tmp_path) is None
     assert "Traceback" not in capfd.readouterr().err
 

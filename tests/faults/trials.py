@@ -38,9 +38,10 @@ def seeded(family: str, number: int) -> random.Random:
 @contextmanager
 def fails_without(guard: str, instead: Any = lambda *args, **kwargs: None) -> Iterator[None]:
     """Negative control: with this function of the library switched off, what the block asserts must not hold."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises((AssertionError, pytest.fail.Exception)):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guard, instead)
-        yield
+        with pytest.raises((AssertionError, pytest.fail.Exception)):
+            yield
 
 
 def first_failure(trial: Callable[[int, Path], str | None], numbers: Iterable[int], folder: Path) -> str | None:
