@@ -60,6 +60,13 @@ if ask is not None:
 """
 
 
+def lives(pid: int) -> bool:
+    """Whether there is such a process, and it is not only waited for."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
 class Done(NamedTuple):
     """How a child ended."""
 
@@ -83,9 +90,7 @@ class Child:
 
     def lives(self) -> bool:
         """Whether it is still running."""
-        with suppress(FileNotFoundError):
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        return False
+        return lives(self.pid)
 
     def kill(self) -> None:
         """SIGKILL. It must not have been waited for."""

@@ -10,8 +10,6 @@ import hashlib
 import itertools
 import json
 import os
-import pickle
-import pkgutil
 import resource
 import signal
 import statistics
@@ -19,7 +17,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +28,8 @@ from torch.utils.data._utils import worker
 
 import purestep as ps
 from purestep import errors, events, files, tree
-from purestep.snapshot import Snapshots, background, directory, host, manifest, writer
+from purestep.snapshot import Snapshots
 
-kept: list[Any] = []  # what a planted fault does not give back
 BATCHES, EPOCHS = 6, 3
 CALLS = BATCHES * EPOCHS
 KEEP = 2
@@ -45,72 +41,11 @@ def child(function: str, *arguments: Any, off: str = "") -> str:
     Args:
         function: its name.
         arguments: for it.
-        off: a guard of the library that does nothing there (``"purestep.snapshot.directory.sweep"``), or one of the
-            planted faults below.
+        off: a guard of the library that does nothing there (``"purestep.snapshot.directory.sweep"``), or one of
+            `planted`.
     """
-    planted = f"running.switch_off({off!r})" if "." in off else f"running.{off}()" if off else ""
-    return "\n".join(["from faults import running", planted, f"running.{function}(*{arguments!r})"])
-
-
-def switch_off(guard: str) -> None:
-    owner, _, name = guard.rpartition(".")
-    setattr(pkgutil.resolve_name(owner), name, lambda *args, **kwargs: None)
-
-
-def write_under_the_final_name() -> None:
-    """Planted fault: no temporary name, so that a half-written step is seen."""
-    real = writer._stage
-    writer._stage = lambda job, staging: real(job, job.root / str(job.manifest.step))
-    writer._verify = writer._commit = lambda job, staging: None
-
-
-def unpickle_what_is_there() -> None:
-    """Planted fault: a reader that looks into every file with pickle."""
-    real = manifest._check_files
-
-    def check(folder: Path, listed: Any) -> None:
-        for path in files_of(folder):
-            with suppress(Exception):
-                pickle.loads(path.read_bytes())
-        real(folder, listed)
-
-    manifest._check_files = check
-
-
-def delete_through_links() -> None:
-    """Planted fault: what a killed writer left is deleted with all that its links lead to."""
-
-    def delete(path: Path) -> None:
-        for found in path.resolve().glob("**/*"):
-            delete(found) if found.is_dir() or found.is_symlink() else found.unlink()
-
-    directory.remove_tree = delete
-
-
-def forget_the_copy() -> None:
-    """Planted fault: the writer is given the caller's own memory."""
-    host.stage = lambda tensors, spare: tensors
-
-
-def workers_that_do_not_look() -> None:
-    """Planted fault: a worker whose parent is gone does not notice."""
-    worker.ManagerWatchdog.is_alive = lambda self: True
-
-
-def keep_every_lock() -> None:
-    """Planted fault: the file of a lock stays open."""
-    files.DirectoryLock.release = lambda self: kept.append(self)
-
-
-def acknowledge_at_once() -> None:
-    """Planted fault: a step is called saved while it is still being written."""
-    Snapshots.wait = lambda self: None
-    background.Background.join = lambda self: None
-
-
-def delete_in_place() -> None:
-    """Planted fault: an old step keeps its name while its files go."""
-    directory.retire = lambda root, step: files.remove_tree(root / str(step))
+    plant = f"planted.switch_off({off!r})" if "." in off else f"planted.{off}()" if off else ""
+    return "\n".join(["from faults import planted, running", plant, f"running.{function}(*{arguments!r})"])
 
 
 def say(*words: object) -> None:
@@ -369,13 +304,6 @@ def train_with_workers(folder: str) -> None:
     ps.fit(made.init(), loader, made, epochs=1000, snapshots=folder, **fields)
 
 
-def lives(pid: int) -> bool:
-    """Whether there is such a process, and it is not only waited for."""
-    with suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 def digest(result: ps.FitResult) -> str:
     """Of every bit of a result: leaves, history, best."""
     found = hashlib.sha256(json.dumps([result.history, result.best, result.epochs, result.stop_reason]).encode())
@@ -440,7 +368,5 @@ def what_there_is() -> dict[str, int]:
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "processes": len(torch.multiprocessing.active_children()),
-        "handlers": sum(
-            signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler) for number in numbers
-        ),
+        "handlers": sum(signal.getsignal(number) not in own for number in numbers),
     }

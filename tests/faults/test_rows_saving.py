@@ -311,14 +311,14 @@ def test_row_09_no_memory_for_the_copy(tmp_path: Path) -> None:
 
 # --- 10, 11 -----------------------------------------------------------------------------------------------------------
 
-SAVE_AND_END = "from faults import running\nfrom purestep.snapshot import Snapshots\n{off}\n"
+SAVE_AND_END = "from faults import planted, running\nfrom purestep.snapshot import Snapshots\n{off}\n"
 SAVE_AND_END += "Snapshots({folder!r}).save(1, running.state(1))\n{ending}"
 
 
 def save_and_end(
     folder: Path, ending: str, *, off: str = "", plan: str = "snapshot.stage=sleep:0.2"
 ) -> forkserver.Done:
-    code = SAVE_AND_END.format(folder=str(folder), ending=ending, off=off and f"running.switch_off({off!r})")
+    code = SAVE_AND_END.format(folder=str(folder), ending=ending, off=off and f"planted.switch_off({off!r})")
     return forkserver.shared().run(code, PURESTEP_FAILPOINT=plan)
 
 

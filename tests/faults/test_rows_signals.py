@@ -273,10 +273,10 @@ def test_row_b_a_killed_trainer_leaves_no_worker(off: str, tmp_path: Path) -> No
     child.kill()
     child.wait()
     looks = 200 if off else 2000
-    while looks and any(map(running.lives, workers)):
+    while looks and any(map(forkserver.lives, workers)):
         time.sleep(0.005)
         looks -= 1
-    left = [pid for pid in workers if running.lives(pid)]
+    left = [pid for pid in workers if forkserver.lives(pid)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert bool(left) == bool(off)
