@@ -12,7 +12,7 @@ from faults.running import files_of
 from torch.utils.data._utils import worker
 
 from purestep import files
-from purestep.snapshot import Snapshots, background, directory, host, manifest, writer
+from purestep.snapshot import Snapshots, background, directory, manifest, writer
 
 kept: list[Any] = []  # what is not given back
 
@@ -51,11 +51,6 @@ def delete_through_links() -> None:
             delete(found) if found.is_dir() or found.is_symlink() else found.unlink()
 
     directory.remove_tree = delete
-
-
-def forget_the_copy() -> None:
-    """The writer is given the caller's own memory."""
-    host.stage = lambda tensors, spare: tensors
 
 
 def workers_that_do_not_look() -> None:

@@ -327,7 +327,7 @@ def last(out: str, word: str) -> int:
 
 def live_long(folder: str, steps: int, saves: int, fits: int) -> None:
     """Steps, saves and fits in one process; says what has grown meanwhile."""
-    live_through(folder, 20, 3, 4)  # what is made once, on first use
+    live_through(folder + ".first", 20, 3, 4)  # what is made once, on first use
     before = what_there_is()
     slope = live_through(folder, steps, saves, fits)
     for _ in range(500):  # orbax's threads end a little after their work
@@ -351,8 +351,7 @@ def live_through(folder: str, steps: int, saves: int, fits: int) -> float:
     quiet: dict[str, Any] = {"compile": False, "progress": False, "sinks": ()}
     ps.fit(made.init(), batches, made, epochs=steps // 10, callbacks=[measure], **quiet)
     with Snapshots(folder, keep=1) as snapshots:
-        first = (snapshots.latest() or 0) + 1
-        for step in range(first, first + saves):
+        for step in range(saves):
             snapshots.save(step, state(step))
             snapshots.restore(state(0))
     for index in range(fits):

@@ -169,7 +169,7 @@ def test_row_14_what_the_reader_lacks_is_no_damage(
 def test_row_15_all_bad_is_never_a_fresh_start(tmp_path: Path) -> None:
     def check() -> None:
         with pytest.raises(errors.Corrupt, match=r"every snapshot here is damaged\n  4: .*missing.*\n  2: .*missing"):
-            steps_of_a_fit(tmp_path)
+            steps_of_a_fit(tmp_path, steps=6)
 
     with Snapshots(tmp_path, every_steps=2) as snapshots:
         steps_of_a_fit(snapshots)
@@ -206,22 +206,24 @@ def test_row_16_an_empty_directory_and_a_step_that_is_not_there(
 # --- 17, 18: another model, another format ----------------------------------------------------------------------------
 
 
+RESHAPED = {"w": torch.zeros(3, 2), "b": torch.zeros(2)}
+
+
 @pytest.mark.parametrize(
-    ("template", "line"),
+    ("template", "line", "same"),
     [
-        ({"w": torch.zeros(3, 2), "b": torch.zeros(2)}, r"w: float32 \[2, 3\] in the snapshot, float32 \[3, 2\] in"),
-        ({"w": torch.zeros(2, 3).half(), "b": torch.zeros(2)}, r"w: float32 \[2, 3\] in the snapshot, float16 \["),
-        ({"w": torch.zeros(2, 3)}, r"b: float32 \[2\] in the snapshot only"),
-        (small() | {"c": torch.zeros(1)}, r"c: float32 \[1\] in the template only"),
-        ({"w": torch.zeros(2, 3), "b": 1}, r"b: float32 \[2\] in the snapshot, Python int in the template"),
+        (RESHAPED, r"w: float32 \[2, 3\] in the snapshot, float32 \[3, 2\] in", "b"),
+        ({"w": torch.zeros(2, 3).half(), "b": torch.zeros(2)}, r"w: float32 \[2, 3\] in the snapshot, float16 \[", "b"),
+        ({"w": torch.zeros(2, 3)}, r"b: float32 \[2\] in the snapshot only", "w"),
+        (small() | {"c": torch.zeros(1)}, r"c: float32 \[1\] in the template only", "w"),
+        ({"w": torch.zeros(2, 3), "b": 1}, r"b: float32 \[2\] in the snapshot, Python int in the template", "w"),
     ],
     ids=["reshaped", "another dtype", "removed", "added", "no tensor any more"],
 )
-def test_row_17_a_changed_model(template: Any, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told before any data are read; nothing is cast; a part is restored only where that is asked for."""
-
-    def never(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("data were read")
+def test_row_17_a_changed_model(
+    template: Any, line: str, same: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told before any data are read; nothing is cast; a part is restored where that is asked for."""
 
     def check() -> None:
         with pytest.raises(errors.Mismatch, match=line):
@@ -231,13 +233,12 @@ def test_row_17_a_changed_model(template: Any, line: str, tmp_path: Path, monkey
         snapshots.save(1, small(3))
         snapshots.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(store, "read", never)
+            patch.setattr(store, "read", lambda *args, **kwargs: pytest.fail("data were read"))
             check()
-            with fails_without("purestep.snapshot.manifest.compare"):
-                check()
-        same = [name for name in small() if isinstance(template.get(name), Tensor) and "another" not in line]
-        for name in same if "only" in line else ():
-            assert torch.equal(snapshots.restore(template, only=name).state[name], small(3)[name])
+            if template is RESHAPED:
+                with fails_without("purestep.snapshot.manifest.compare"):
+                    check()
+        assert torch.equal(snapshots.restore(template, only=same).state[same], small(3)[same])
 
 
 def test_row_17_a_renamed_leaf_is_told_with_the_nearest_name(tmp_path: Path) -> None:
@@ -287,7 +288,7 @@ def test_row_19_a_reader_that_unpickles_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", planting.PLANTS[5:], ids=lambda plant: plant.__name__)
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(3))
 def test_row_20_no_way_out_and_no_bomb(plant: Callable[..., None], number: int, tmp_path: Path) -> None:
     assert planting.restored(plant, number, tmp_path) is None
 
@@ -333,7 +334,7 @@ def test_row_20_terabytes_are_refused_before_they_are_allocated(
     shutil.copytree(tmp_path / "other" / "state", step / "state")
     planting.relist(step)
     read: list[Any] = []
-    monkeypatch.setattr(store, "read", lambda *args, **kwargs: read.append(args))
+    monkeypatch.setattr(store, "read", lambda *args, **kwargs: read.append(args) or {})
 
     def check() -> None:
         with pytest.raises(errors.SnapshotError) as caught:
