@@ -118,7 +118,8 @@ def table(counts: list[Count], command: str) -> str:
         "",
         f"`{command}`",
         "",
-        f"Python {platform.python_version()}, {versions}; {platform.system()} {platform.machine()}, one thread.",
+        f"Python {platform.python_version()}, {versions}; {platform.system()} {platform.machine()}, one thread. "
+        "Seconds are those of all shards together, on a machine that had other work to do.",
         "",
         "| trials | figure aimed at | reached | seconds |",
         "|---|---|---|---|",
