@@ -17,12 +17,12 @@ from torch import Tensor
 
 from .. import rng
 from ..errors import ConfigError, PurestepError, StepContractError
+from . import native
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
     from torch.fx import GraphModule
 
-Flat = Callable[..., Any]
-"""``f(*tensors) -> tensors``"""
+Flat = native.Flat
 
 CAPTURES = ("auto", "dynamo", "trace")
 _HERE = __file__.rpartition("compile")[0]
@@ -34,7 +34,7 @@ class DataDependent(StepContractError):
 
 def trace(
     function: Flat, inputs: list[Tensor], *, backend: Any, options: Mapping[str, Any] | None
-) -> tuple[Flat, bool]:
+) -> tuple[native.Compiled, bool]:
     """One graph of ``function`` for inputs of these shapes, and whether it draws random numbers.
 
     Args:
@@ -48,6 +48,14 @@ def trace(
         DataDependent: the Python branches on the value of a tensor.
     """
     with rng.capturing(), torch.no_grad():
+        if native.suits(inputs, backend):
+            try:
+                run, graph = native.compiled(_recorded(function), inputs, finish=_scalars_apart, options=options)
+                return run, _draws(graph)
+            except PurestepError:
+                raise
+            except Exception:  # what inductor's inner door does not take, its front door may
+                pass
         graph = _scalars_apart(_views_allowed(_traced(function, inputs)))
     return _lowered(graph, inputs, backend, options), _draws(graph)
 
@@ -55,25 +63,30 @@ def trace(
 _FIRST = 1 << 40  # the seed a capture starts from: positions must not run into seeds that a step sets itself
 
 
+def _recorded(function: Flat) -> Flat:
+    """The function as a trace should run it: its draws replayed, its looks at values named."""
+
+    def run(*tensors: Tensor) -> Any:
+        try:
+            with rng.scoped(_FIRST), rng.replaying():
+                return function(*tensors)
+        except PurestepError:
+            raise
+        except _data_dependent() as error:
+            raise DataDependent(
+                f"the step looks at the value of a tensor: {error}",
+                where=_user_line(error),
+                hint="torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing",
+            ) from error
+
+    return run
+
+
 def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    def replaying(*tensors: Tensor) -> Any:
-        with rng.replaying():
-            return function(*tensors)
-
-    try:
-        # Constants that a step closes over (class weights, tables) are real tensors beside fake ones.
-        with rng.scoped(_FIRST):
-            return make_fx(replaying, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-    except PurestepError:
-        raise
-    except _data_dependent() as error:
-        raise DataDependent(
-            f"the step looks at the value of a tensor: {error}",
-            where=_user_line(error),
-            hint="torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing",
-        ) from error
+    # Constants that a step closes over (class weights, tables) are real tensors beside fake ones.
+    return make_fx(_recorded(function), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 
 def _views_allowed(graph: GraphModule) -> GraphModule:
@@ -140,15 +153,21 @@ def _data_dependent() -> tuple[type[BaseException], ...]:
     )
 
 
-def _lowered(graph: GraphModule, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None) -> Flat:
+def _lowered(
+    graph: GraphModule, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None
+) -> native.Compiled:
     if backend in ("eager", "aot_eager"):
-        return graph
+        return _unpacking(graph)
     if backend != "inductor":
-        return backend(graph, inputs)
+        return _unpacking(backend(graph, inputs))
     # Documented, not yet public; torch.compile stands behind it.
     inductor: Any = importlib.import_module("torch._inductor")
     chosen = dict(options) if options else None
-    return inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=chosen)
+    return _unpacking(inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=chosen))
+
+
+def _unpacking(run: Flat) -> native.Compiled:
+    return lambda tensors: run(*tensors)
 
 
 def _draws(graph: GraphModule) -> bool:

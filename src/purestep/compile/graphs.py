@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import rng, tree
 from ..errors import PurestepError, StepContractError
+from ..types import Mean, Metrics
 from . import capture as capture_
 from . import live as live_
 
@@ -125,22 +126,45 @@ class Graphs:
 
 
 def _caller(
-    run: Callable[..., Any], where: list[int], count: int, treedef: tree.TreeDef, stacked: list[bool]
+    run: Callable[[list[Tensor]], Any], where: list[int], count: int, treedef: tree.TreeDef, stacked: list[bool]
 ) -> Callable[[list[Tensor], list[Any]], Any]:
     """What a traced graph returns as a tree: scalars come in one vector, apart from the rest."""
-    all_tensors, only_scalars = len(where) == count, all(stacked) and bool(stacked)
+    all_tensors, build = len(where) == count, _builder(treedef, stacked)
 
     def call(tensors: list[Tensor], batch: list[Any]) -> Any:
         inputs = batch if all_tensors else [batch[index] for index in where]
-        outputs = run(*tensors, *inputs)
-        if only_scalars:
-            return tree.unflatten(treedef, outputs[0].unbind())
-        if not any(stacked):
-            return tree.unflatten(treedef, list(outputs))
+        return build(run([*tensors, *inputs]))
+
+    return call
+
+
+def _builder(treedef: tree.TreeDef, stacked: list[bool]) -> Callable[[Any], Any]:
+    """From what a graph returns to the tree."""
+    if not any(stacked):
+        return lambda outputs: tree.unflatten(treedef, list(outputs))
+    if all(stacked):
+        names = _names(tree.unflatten(treedef, list(range(len(stacked)))))
+        if names is None:
+            return lambda outputs: tree.unflatten(treedef, outputs[0].unbind())
+        return lambda outputs: _metrics(names, outputs[0].unbind())
+
+    def mixed(outputs: Any) -> Any:
         scalars, rest = iter(outputs[0].unbind()), iter(outputs[1:])
         return tree.unflatten(treedef, [next(scalars) if one else next(rest) for one in stacked])
 
-    return call
+    return mixed
+
+
+def _names(positions: Any) -> list[tuple[str, int, int]] | None:
+    """Name and positions of every metric, where the tree is a dict of Means and nothing else."""
+    if type(positions) is not dict or not all(type(mean) is Mean for mean in positions.values()):
+        return None
+    return [(name, mean[0], mean[1]) for name, mean in positions.items()]
+
+
+def _metrics(names: list[tuple[str, int, int]], values: tuple[Tensor, ...]) -> Metrics:
+    make = tuple.__new__  # of every step: half the time of calling Mean
+    return {name: make(Mean, (values[total], values[weight])) for name, total, weight in names}
 
 
 class Text:
@@ -167,8 +191,18 @@ def without_text(leaves: list[Any]) -> list[Any]:
 
 
 def kinds(leaves: list[Any]) -> tuple[Any, ...]:
-    """What a compiled graph depends on: shape, dtype and device of tensors, the value of anything else."""
-    return tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves)
+    """What a compiled graph depends on: layout, dtype and device of tensors, the value of anything else."""
+    return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves)
+
+
+def same_kinds(known: tuple[Any, ...], leaves: list[Any]) -> bool:
+    """Whether the leaves are tensors of these `kinds`; for every step, hence no tuple made to compare."""
+    for kind, leaf in zip(known, leaves, strict=True):
+        if type(leaf) is not Tensor or type(kind) is not tuple:
+            return False
+        if leaf.shape != kind[0] or leaf.stride() != kind[1] or leaf.dtype is not kind[2] or leaf.device != kind[3]:
+            return False
+    return True
 
 
 def _or_raise(run: Callable[..., Any], cause: Exception) -> Callable[..., Any]:

@@ -40,9 +40,9 @@ class Host:
         """Calls so far, the second number of the key."""
         return int(self._key[1])
 
-    def advance(self) -> None:
-        """One more call."""
-        self._key[1] += 1
+    def advance(self, calls: int = 1) -> None:
+        """One more call, or several in one."""
+        self._key[1] += calls
 
 
 class Slots(NamedTuple):
@@ -62,17 +62,18 @@ class Slots(NamedTuple):
 
     def scatter(self, buffers: list[Tensor], old: list[Tensor], new: list[Tensor]) -> None:
         """Write the leaves that changed back, in place."""
-        for number, kind in enumerate(("int64", "float32")):
-            fresh = [leaf for leaf, (place, _) in zip(new, self.places, strict=True) if place == kind]
-            if fresh:
-                buffers[number].copy_(torch.stack(fresh))
+        scalars = [
+            (buffers[number], torch.stack(fresh))
+            for number, kind in enumerate(("int64", "float32"))
+            if (fresh := [leaf for leaf, (place, _) in zip(new, self.places, strict=True) if place == kind])
+        ]
         own = [
             (buffers[2 + index], after)
             for before, after, (kind, index) in zip(old, new, self.places, strict=True)
             if kind == "own" and after is not before
         ]
         # A leaf may be another one's old value: all are taken before the first is written.
-        for buffer, after in [(buffer, apart(after, buffers)) for buffer, after in own]:
+        for buffer, after in scalars + [(buffer, apart(after, buffers)) for buffer, after in own]:
             buffer.copy_(after)
 
 
@@ -139,6 +140,7 @@ class Store:
         self.hosts = [Host(found) for found in states(self.named)]
         self.device = self.buffers[0].device
         self.generation = 0
+        self.calls = 0  # a generation may be several
         self.parts = [tuple(found) for found in states(self.named)]
         self._single = isinstance(self.named, TrainState)
 
@@ -161,11 +163,12 @@ class Store:
         count = iter(range(len(self.hosts)))
         return tree.map(lambda node: _live(self, next(count)) if is_state(node) else node, self.named, is_leaf=is_state)
 
-    def advance(self) -> None:
+    def advance(self, calls: int = 1) -> None:
         """A call has been made: older states are dead, every key has moved."""
         self.generation += 1
+        self.calls += calls
         for host in self.hosts:
-            host.advance()
+            host.advance(calls)
 
 
 _KINDS = ("int64", "float32", "own", "key")
@@ -184,6 +187,7 @@ class LiveState(TrainState):
 
     live_store: Store | None = None
     live_generation: int = 0
+    live_calls: int = 0
     live_index: int = 0
 
     def alive(self) -> None:
@@ -191,7 +195,7 @@ class LiveState(TrainState):
         store = self.live_store
         if store is not None and store.generation != self.live_generation:
             raise StateError(
-                f"donated at step {store.hosts[self.live_index].calls - (store.generation - self.live_generation) + 1}",
+                f"donated at step {store.hosts[self.live_index].calls - (store.calls - self.live_calls) + 1}",
                 where="state",
                 hint="go on with the state that the step returned, ps.clone(state) before the call, or donate=False",
             )
@@ -248,6 +252,7 @@ def _live(store: Store, index: int) -> LiveState:
     state = tuple.__new__(LiveState, store.parts[index])
     state.live_store = store
     state.live_generation = store.generation
+    state.live_calls = store.calls
     state.live_index = index
     return state
 

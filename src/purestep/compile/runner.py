@@ -1,102 +1,35 @@
-"""compile_step and compile_program: a pure step as one graph, with or without donation."""
+"""A compiled step: which graph a call takes, and where its state lies, with or without donation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import packed as packed_
 from .. import rng, tree
+from ..errors import StepContractError
+from ..metrics import merge
 from ..step import Accum, Adding, Closing
-from ..types import Empty, Metrics, Program, Static, Steps, TrainState
-from . import capture as capture_
+from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import live as live_
 from .contract import checked, same_structure
-from .graphs import Graphs, Options, kinds, without_text
-
-
-def compile_step(
-    step: Callable[..., tuple[Any, Metrics]],
-    *,
-    donate: bool | Literal["init"] = False,
-    capture: str = "auto",
-    backend: Any = "inductor",
-    options: Mapping[str, Any] | None = None,
-) -> CompiledStep:
-    """The step as one graph, from the forward pass to the EMA.
-
-    Args:
-        step: ``(state, batch, *context) -> (state, metrics)``, a program's or one's own.
-        donate: write the new state into the memory of the old one. The first state that goes in is copied and stays
-            valid; each state that comes out is dead once it went in again: reading it raises StateError, and tensors
-            taken out of it before may show new values. "init": the first state's memory is taken over as well.
-        capture: "dynamo" (torch.compile), "trace" (Python runs once, as under jax.jit) or "auto": the trace, which is
-            faster to call, and Dynamo where it does not work.
-        backend: of torch.compile.
-        options: inductor's configuration.
-
-    Returns:
-        A callable like ``step``. Schedules and changed hyperparameters never compile anew; a batch of another size
-        makes one more graph, which then serves every size.
-
-    Raises:
-        ConfigError: no such capture.
-        StepContractError: from a call: the step changes the structure, a shape or a dtype of its state, or branches on
-            the value of a tensor.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> net = torch.nn.Linear(2, 1)
-        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> step = ps.compile_step(program.train_step, donate=True, backend="aot_eager")
-        >>> state, metrics = step(program.init(), (torch.ones(4, 2), torch.ones(4, 1)))
-        >>> int(state.step)
-        1
-    """
-    capture_.check(capture)
-    static = cast(Static | None, getattr(step, "static", None))
-    return CompiledStep(step, static, donate=donate, options=Options(capture, backend, options))
-
-
-def compile_program(
-    program: Program,
-    *,
-    donate: bool | Literal["init"] = False,
-    capture: str = "auto",
-    backend: Any = "inductor",
-    options: Mapping[str, Any] | None = None,
-) -> Program:
-    """The program with train_step, flush and eval_step compiled over one set of buffers.
-
-    Args are those of `compile_step`. A state of the compiled train_step goes into flush and eval_step without a copy.
-
-    Example:
-        >>> import torch, purestep as ps
-        >>> net = torch.nn.Linear(2, 1)
-        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
-        >>> fast = ps.compile_program(program, donate=True, backend="aot_eager")
-        >>> state, _ = fast.train_step(program.init(), (torch.ones(4, 2), torch.ones(4, 1)))
-        >>> sorted(fast.eval_step(state, (torch.ones(4, 2), torch.ones(4, 1))))
-        ['loss']
-    """
-    capture_.check(capture)
-    chosen = Options(capture, backend, options)
-    train = CompiledStep(program.train_step, program.static, donate=donate, options=chosen)
-    flush = CompiledStep(
-        program.flush, program.static, donate=donate, options=chosen, flush=True, layouts=train.layouts
-    )
-    return program._replace(
-        train_step=train,
-        flush=flush,
-        eval_step=None if program.eval_step is None else CompiledEval(program.eval_step, chosen),
-    )
-
+from .graphs import Graph, Graphs, Options, kinds, same_kinds, without_text
+from .replay import Replays
 
 _UNMARKED: dict[int, tuple[type[Accum], ...]] = {count: (Accum,) * count for count in range(64)}
+
+
+class _Last(NamedTuple):
+    """The graph of the last call of one phase, and what it was found for."""
+
+    slots: live_.Slots
+    treedef: tree.TreeDef
+    kinds: tuple[Any, ...]
+    graph: Graph
 
 
 class CompiledStep:
@@ -110,6 +43,8 @@ class CompiledStep:
         donate: bool | Literal["init"],
         options: Options,
         flush: bool = False,
+        cuda_graph: bool = False,
+        unroll: int = 1,
         layouts: dict[Any, packed_.Layout | None] | None = None,
     ) -> None:
         self.donate = donate
@@ -117,9 +52,12 @@ class CompiledStep:
         self.layouts: dict[Any, packed_.Layout | None] = {} if layouts is None else layouts
         self._step = step
         self._flush = flush
+        self._unroll = unroll
+        self._replays = Replays() if cuda_graph else None
         self._windowed = static is not None and static.accumulate > 1
         self._steps: dict[packed_.Layout | None, Callable[..., Any]] = {None: step}
         self._graphs = Graphs(options)
+        self._last: dict[tuple[type[Accum], ...], _Last] = {}
 
     @property
     def graphs(self) -> int:
@@ -129,7 +67,18 @@ class CompiledStep:
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
         if self._flush and self._nothing_to_flush(state):
             return state, {}
+        if self._unroll > 1:
+            self._check_batches(batch)
         return self._donated(state, batch) if self.donate else self._pure(state, batch)
+
+    def _check_batches(self, batch: tuple[Any, ...]) -> None:
+        if len(batch) != 1 or not isinstance(batch[0], list | tuple) or not 1 <= len(batch[0]) <= self._unroll:
+            found = f"{len(batch[0])} batches" if len(batch) == 1 and isinstance(batch[0], list) else "something else"
+            raise StepContractError(
+                f"the unrolled step was called with {found}",
+                where="batch",
+                hint=f"step(state, [batch, ...]): a list of 1 to {self._unroll} batches",
+            )
 
     def _nothing_to_flush(self, state: Any) -> bool:
         return self.static is None or self.static.accumulate == 1 or self.static.tail == "carry"
@@ -138,20 +87,35 @@ class CompiledStep:
 
     def _donated(self, state: Any, batch: tuple[Any, ...]) -> tuple[Any, Metrics]:
         store = self._standing(state) or self._enter(state)
+        leaves, treedef = tree.flatten(batch)
         phase = self._phase(store)
-        leaves, treedef = _batch(batch)
-        key = (store.slots.identity, phase, treedef)
-        graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
+        last = self._last.get(phase)
+        if last and last.slots is store.slots and last.treedef == treedef and same_kinds(last.kinds, leaves):
+            graph = last.graph
+        else:
+            graph, leaves = self._found(store, phase, batch)
         if graph.draws and store.hosts:
             host = store.hosts[0]
             with rng.scoped(rng.mix(host.seed, host.calls, "step"), store.device):
-                metrics = graph.run(store.buffers, leaves)
+                metrics = self._launched(graph, store, leaves)
         else:
-            metrics = graph.run(store.buffers, leaves)
-        store.advance()
+            metrics = self._launched(graph, store, leaves)
+        store.advance(1 if self._unroll == 1 else len(batch[0]))
         if self._windowed:
             self._count_window(store)
         return store.live(), metrics
+
+    def _launched(self, graph: Graph, store: live_.Store, leaves: list[Any]) -> Metrics:
+        if self._replays is None or store.device.type != "cuda":
+            return graph.run(store.buffers, leaves)
+        return self._replays.run(graph.run, store, leaves, tree.clone)
+
+    def _found(self, store: live_.Store, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
+        leaves, treedef = batch_leaves(batch)
+        key = (store.slots.identity, phase, treedef)
+        graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
+        self._last[phase] = _Last(store.slots, treedef, kinds(leaves), graph)
+        return graph, leaves
 
     def _standing(self, state: Any) -> live_.Store | None:
         """The store that a live state stands in, if it is one of this step's."""
@@ -187,6 +151,9 @@ class CompiledStep:
             self.layouts[key] = found if packed_.pack(found, state) is not None else None
         return self.layouts[key]
 
+    def _steps_of(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        return step if self._unroll == 1 else _unrolled(step)
+
     def _step_on(self, layout: packed_.Layout | None) -> Callable[..., Any]:
         if layout not in self._steps:
             assert layout is not None
@@ -214,7 +181,7 @@ class CompiledStep:
                 host.left = self.static.accumulate if self._flush or host.left == 1 else host.left - 1
 
     def _core(self, store: live_.Store, phase: tuple[type[Accum], ...], treedef: tree.TreeDef) -> Callable[..., Any]:
-        slots, step = store.slots, self._step_on(store.layout)
+        slots, step = store.slots, self._steps_of(self._step_on(store.layout))
         whole, parts = tree.indices(slots.treedef), tree.indices(treedef)
 
         def core(buffers: list[Tensor], batch: list[Any]) -> Any:
@@ -237,7 +204,7 @@ class CompiledStep:
         old, state_def = tree.flatten(given)
         keys = {id(part.key) for part in parts}
         positions = [index for index, leaf in enumerate(old) if id(leaf) not in keys]
-        leaves, treedef = _batch(batch)
+        leaves, treedef = batch_leaves(batch)
         inputs = [old[index] for index in positions]
         key = (state_def, phase, treedef, kinds(inputs))
 
@@ -251,9 +218,10 @@ class CompiledStep:
             outputs, metrics = graph.run(inputs, leaves)
         for index, leaf in zip(positions, outputs, strict=True):
             old[index] = leaf
+        calls = 1 if self._unroll == 1 else len(batch[0])
         for index, leaf in enumerate(old):
             if id(leaf) in keys:
-                old[index] = rng.advance(leaf)
+                old[index] = rng.advance(leaf, calls)
         return tree.unflatten(state_def, old), metrics
 
     def _pure_core(
@@ -264,7 +232,7 @@ class CompiledStep:
         phase: tuple[type[Accum], ...],
         treedef: tree.TreeDef,
     ) -> Callable[..., Any]:
-        step = self._step
+        step = self._steps_of(self._step)
         whole, parts = tree.indices(state_def), tree.indices(treedef)
 
         def core(inputs: list[Tensor], batch: list[Any]) -> Any:
@@ -279,57 +247,24 @@ class CompiledStep:
         return core
 
 
-class CompiledEval:
-    """A compiled eval_step: ``(state, batch, *context, index=0) -> metrics``."""
-
-    def __init__(self, step: Callable[..., Metrics], options: Options) -> None:
-        self._step = step
-        self._graphs = Graphs(options)
-
-    @property
-    def graphs(self) -> int:
-        """Graphs compiled so far."""
-        return self._graphs.count
-
-    def __call__(self, state: Any, *batch: Any, index: int = 0) -> Metrics:
-        given = live_.plain(state)
-        parts = live_.states(given)
-        old, state_def = tree.flatten(_without_optimizer(given))
-        keys = {id(part.key) for part in parts}
-        inputs = [leaf for leaf in old if id(leaf) not in keys]
-        places = [id(leaf) in keys for leaf in old]
-        leaves, treedef = _batch(batch)
-        step = self._step
-
-        def build() -> Callable[..., Any]:
-            whole, parts = tree.indices(state_def), tree.indices(treedef)
-
-            def core(tensors: list[Tensor], batch: list[Any]) -> Any:
-                rest = iter(tensors)
-                filled = [torch.zeros(2, dtype=torch.int64) if is_key else next(rest) for is_key in places]
-                return step(tree.fill(whole, filled), *tree.fill(parts, batch))
-
-            return core
-
-        graph = self._graphs.find((state_def, treedef, kinds(inputs)), leaves, inputs, build)
-        device = next((leaf.device for leaf in inputs if leaf.device.type != "cpu"), torch.device("cpu"))
-        with (
-            rng.scoped(rng.mix(int(parts[0].key[0]), "eval", index), device) if graph.draws and parts else nullcontext()
-        ):
-            return graph.run(inputs, leaves)
-
-
-def _without_optimizer(state: Any) -> Any:
-    # What evaluation does not read need not cross into the graph.
-    if not isinstance(state, TrainState):
-        return state
-    return state._replace(opt_state=Empty(), ema=Empty(), scaler=Empty(), accum=Empty(), halted=Empty())
-
-
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def _batch(batch: tuple[Any, ...]) -> tuple[list[Any], tree.TreeDef]:
+def _unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step once a batch of a list, metrics merged."""
+
+    def steps(state: Any, batches: Sequence[Any]) -> tuple[Any, Metrics]:
+        total: Metrics = {}
+        for batch in batches:
+            state, metrics = checked(step(state, batch))
+            total = merge(total, metrics)
+        return state, total
+
+    return steps
+
+
+def batch_leaves(batch: tuple[Any, ...]) -> tuple[list[Any], tree.TreeDef]:
+    """The tensors of a batch as a graph takes them, and its structure."""
     leaves, treedef = tree.flatten(batch)
     if all(type(leaf) is Tensor for leaf in leaves):
         return leaves, treedef

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from .. import rng
 from ..types import Params
 
 Scalar: TypeAlias = float | Tensor
@@ -102,8 +103,12 @@ def decay_square(nu: Tensor, update: Tensor, decay: Scalar) -> Tensor:
 def adam_ratio(mu: Tensor, nu: Tensor, mean_weight: Tensor, root_weight: Tensor, eps: Scalar) -> Tensor:
     """``mu / mean_weight / (sqrt(nu) / root_weight + eps)``, computed in at least float32."""
     mean, root = wide(mu), wide(nu).sqrt()
+    # Times the inverse: of a large update, divisions and roots are the larger part of the arithmetic.
+    inverse, small, divisor = like(1 / root_weight, root), like(eps, root), like(mean_weight, root)
+    if rng.in_graph():
+        return mean / ((root * inverse + small) * divisor)
     # In place on a root of its own: in eager mode fresh memory costs more than the arithmetic.
-    return mean / root.div_(like(root_weight, root)).add_(like(eps, root)).mul_(like(mean_weight, root))
+    return mean / root.mul_(inverse).add_(small).mul_(divisor)
 
 
 def divided(leaf: Tensor, divisor: Scalar) -> Tensor:

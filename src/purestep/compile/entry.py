@@ -1,0 +1,118 @@
+"""compile_step and compile_program: a pure step as one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
+
+from ..errors import ConfigError
+from ..types import Metrics, Program, Static
+from . import capture as capture_
+from .evaluation import CompiledEval
+from .graphs import Options
+from .runner import CompiledStep
+
+
+def compile_step(
+    step: Callable[..., tuple[Any, Metrics]],
+    *,
+    donate: bool | Literal["init"] = False,
+    capture: str = "auto",
+    backend: Any = "inductor",
+    options: Mapping[str, Any] | None = None,
+    cuda_graph: bool = False,
+    unroll: int = 1,
+) -> CompiledStep:
+    """The step as one graph, from the forward pass to the EMA.
+
+    Args:
+        step: ``(state, batch, *context) -> (state, metrics)``, a program's or one's own.
+        donate: write the new state into the memory of the old one. The first state that goes in is copied and stays
+            valid; each state that comes out is dead once it went in again: reading it raises StateError, and tensors
+            taken out of it before may show new values. "init": the first state's memory is taken over as well.
+        capture: "dynamo" (torch.compile), "trace" (Python runs once, as under jax.jit) or "auto": the trace, which is
+            faster to call, and Dynamo where it does not work.
+        backend: of torch.compile.
+        options: inductor's configuration.
+        cuda_graph: record the donated step as one CUDA graph from its third call on, and replay it. Needs ``donate``;
+            without effect on other devices.
+        unroll: up to this many steps a call, for models whose launch costs more than their arithmetic. The callable
+            then takes a list of at most ``unroll`` batches and returns the last state and the merged metrics. Random
+            numbers are seeded once a call, so a step that draws gives others than one step a call does.
+
+    Returns:
+        A callable like ``step``. Schedules and changed hyperparameters never compile anew; a batch of another size
+        makes one more graph, which then serves every size.
+
+    Raises:
+        ConfigError: no such capture; a CUDA graph without donation; ``unroll`` of a step that accumulates.
+        StepContractError: from a call: the step changes the structure, a shape or a dtype of its state, branches on
+            the value of a tensor, or cannot be recorded as a CUDA graph.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Linear(2, 1)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> step = ps.compile_step(program.train_step, donate=True, backend="aot_eager")
+        >>> state, metrics = step(program.init(), (torch.ones(4, 2), torch.ones(4, 1)))
+        >>> int(state.step)
+        1
+    """
+    capture_.check(capture)
+    static = cast(Static | None, getattr(step, "static", None))
+    _check_launch(static, donate=donate, cuda_graph=cuda_graph, unroll=unroll)
+    chosen = Options(capture, backend, options)
+    return CompiledStep(step, static, donate=donate, options=chosen, cuda_graph=cuda_graph, unroll=unroll)
+
+
+def compile_program(
+    program: Program,
+    *,
+    donate: bool | Literal["init"] = False,
+    capture: str = "auto",
+    backend: Any = "inductor",
+    options: Mapping[str, Any] | None = None,
+    cuda_graph: bool = False,
+) -> Program:
+    """The program with train_step, flush and eval_step compiled over one set of buffers.
+
+    Args are those of `compile_step`. A state of the compiled train_step goes into flush and eval_step without a copy.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Linear(2, 1)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> fast = ps.compile_program(program, donate=True, backend="aot_eager")
+        >>> state, _ = fast.train_step(program.init(), (torch.ones(4, 2), torch.ones(4, 1)))
+        >>> sorted(fast.eval_step(state, (torch.ones(4, 2), torch.ones(4, 1))))
+        ['loss']
+    """
+    capture_.check(capture)
+    _check_launch(program.static, donate=donate, cuda_graph=cuda_graph, unroll=1)
+    chosen = Options(capture, backend, options)
+    train = CompiledStep(program.train_step, program.static, donate=donate, options=chosen, cuda_graph=cuda_graph)
+    flush = CompiledStep(
+        program.flush, program.static, donate=donate, options=chosen, flush=True, layouts=train.layouts
+    )
+    return program._replace(
+        train_step=train,
+        flush=flush,
+        eval_step=None if program.eval_step is None else CompiledEval(program.eval_step, chosen),
+    )
+
+
+def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool, unroll: int) -> None:
+    if cuda_graph and not donate:
+        raise ConfigError(
+            "a CUDA graph replays on fixed memory, which only a donated state has",
+            where="cuda_graph",
+            hint="compile_step(step, donate=True, cuda_graph=True)",
+        )
+    if type(unroll) is not int or unroll < 1:
+        raise ConfigError(f"unroll is {unroll!r}", where="compile_step", hint="unroll=1, or more")
+    if unroll > 1 and static is not None and static.accumulate > 1:
+        raise ConfigError(
+            f"the program accumulates over {static.accumulate} calls, whose graphs differ",
+            where="unroll",
+            hint="program(..., microbatches=k) to accumulate inside a step, or unroll=1",
+        )

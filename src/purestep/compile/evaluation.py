@@ -1,0 +1,63 @@
+"""A compiled eval_step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import rng, tree
+from ..types import Empty, Metrics, TrainState
+from . import live as live_
+from .graphs import Graphs, Options, kinds
+from .runner import batch_leaves
+
+
+class CompiledEval:
+    """A compiled eval_step: ``(state, batch, *context, index=0) -> metrics``."""
+
+    def __init__(self, step: Callable[..., Metrics], options: Options) -> None:
+        self._step = step
+        self._graphs = Graphs(options)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return self._graphs.count
+
+    def __call__(self, state: Any, *batch: Any, index: int = 0) -> Metrics:
+        given = live_.plain(state)
+        parts = live_.states(given)
+        old, state_def = tree.flatten(_without_optimizer(given))
+        keys = {id(part.key) for part in parts}
+        inputs = [leaf for leaf in old if id(leaf) not in keys]
+        places = [id(leaf) in keys for leaf in old]
+        leaves, treedef = batch_leaves(batch)
+        step = self._step
+
+        def build() -> Callable[..., Any]:
+            whole, parts = tree.indices(state_def), tree.indices(treedef)
+
+            def core(tensors: list[Tensor], batch: list[Any]) -> Any:
+                rest = iter(tensors)
+                filled = [torch.zeros(2, dtype=torch.int64) if is_key else next(rest) for is_key in places]
+                return step(tree.fill(whole, filled), *tree.fill(parts, batch))
+
+            return core
+
+        graph = self._graphs.find((state_def, treedef, kinds(inputs)), leaves, inputs, build)
+        device = next((leaf.device for leaf in inputs if leaf.device.type != "cpu"), torch.device("cpu"))
+        with (
+            rng.scoped(rng.mix(int(parts[0].key[0]), "eval", index), device) if graph.draws and parts else nullcontext()
+        ):
+            return graph.run(inputs, leaves)
+
+
+def _without_optimizer(state: Any) -> Any:
+    # What evaluation does not read need not cross into the graph.
+    if not isinstance(state, TrainState):
+        return state
+    return state._replace(opt_state=Empty(), ema=Empty(), scaler=Empty(), accum=Empty(), halted=Empty())

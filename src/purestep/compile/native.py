@@ -1,0 +1,205 @@
+"""A step on the CPU straight into inductor: one trace, one graph, native code called without a Python wrapper.
+
+What `torch.compile` and `standalone_compile` put round inductor's code (a second trace, a wrapper in Python a call)
+costs a small step more than its arithmetic. A step needs none of it: its graph is the whole program, gradients
+included, and its inputs are the buffers of one store. None of the names used here are public, so whatever goes wrong
+is left to `standalone_compile`; see `capture.trace`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+Flat = Callable[..., Any]
+"""``f(*tensors) -> tensors``"""
+Compiled = Callable[[list[Tensor]], Any]
+"""``f(tensors) -> tensors``; may empty the list it is given"""
+
+
+class NotFunctional(Exception):
+    """The graph writes to tensors in a way that inductor does not take."""
+
+
+def suits(inputs: list[Tensor], backend: Any) -> bool:
+    """Whether a graph of these inputs is made here."""
+    return backend == "inductor" and all(leaf.device.type == "cpu" for leaf in inputs)
+
+
+def compiled(
+    function: Flat,
+    inputs: list[Tensor],
+    *,
+    finish: Callable[[GraphModule], GraphModule],
+    options: Mapping[str, Any] | None,
+) -> tuple[Compiled, GraphModule]:
+    """The function as native code, and the graph that it was made from.
+
+    Args:
+        function: flat in, list of tensors out; may write its inputs in place as the last thing it does.
+        inputs: tensors that are only looked at.
+        finish: last changes to the graph.
+        options: inductor's configuration, beyond what is set here.
+
+    Raises:
+        NotFunctional: the function writes in place what cannot be written at its end.
+    """
+    from torch._inductor import config
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in inputs]
+    with _configured(options), _collected_later():
+        with mode:
+            graph = _traced(function, fakes)
+            if not _is_functional(graph):
+                graph = _traced(torch.func.functionalize(graph, remove="mutations_and_views"), fakes)
+        if not _is_functional(graph):
+            raise NotFunctional
+        graph = finish(graph)
+        alone = _work(graph) < _ALONE
+        with config.patch({"cpp.threads": 1} if alone and "cpp.threads" not in (options or {}) else {}):
+            run = _lowered(graph, fakes, mode)
+    return (_on_one_thread(run) if alone and not _uses_onednn(graph) else run), graph
+
+
+def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # Decomposed while it is traced: so views are recorded of the layouts that they will be taken of.
+    tracer = make_fx(function, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)
+    graph: GraphModule = tracer(*fakes)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def _is_functional(graph: GraphModule) -> bool:
+    """Whether inputs are all that is written, each once, and not read after."""
+    written = set[Any]()
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if any(source in written for source in node.all_input_nodes):
+            return False
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            if node.target is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":
+                return False
+            written |= {node, node.args[0]}
+    return True
+
+
+def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import compile_fx, config
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+
+    inductor: Any = compile_fx
+    _output(graph).args = (tuple(_output(graph).args[0]),)
+    with tracing(TracingContext(mode)), V.set_fake_mode(mode), enable_python_dispatcher():
+        graph = inductor._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
+        _output(graph).meta["user_visible_output_idxs"] = list(range(len(_output(graph).args[0])))
+        made = inductor.compile_fx_inner(
+            graph,
+            fakes,
+            static_input_idxs=range(len(fakes)),
+            cudagraphs=BoxedBool(False),
+            is_inference=True,
+            cpp_wrapper=config.cpp_wrapper,
+        )
+    return made.current_callable
+
+
+def _output(graph: GraphModule) -> Any:
+    return next(node for node in reversed(graph.graph.nodes) if node.op == "output")
+
+
+@contextmanager
+def _configured(options: Mapping[str, Any] | None) -> Generator[None]:
+    from torch._inductor import compile_fx, config
+
+    chosen: dict[str, Any] = {
+        "cpp_wrapper": True,
+        # Kernels at -O3, the code that calls them at -O1: a third of the compile time, the same speed.
+        "cpp_wrapper_build_separate": True,
+    }
+    if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        # torch itself runs on these instructions: no need to compile three programs that try them out.
+        chosen["cpp.vec_isa_ok"] = True
+    inductor: Any = compile_fx
+    with ExitStack() as stack:
+        stack.enter_context(config.patch(chosen | dict(options or {})))
+        if config.cpp_wrapper:
+            stack.enter_context(config.patch(inductor.get_cpp_wrapper_config(log_cudagraph_skip=False)))
+        yield
+
+
+@contextmanager
+def _collected_later() -> Generator[None]:
+    """No garbage collection: compiling makes millions of objects that live until it ends."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+_ALONE = 6e7
+"""Operations below which a step is faster on one thread: waking another takes longer than half of the work."""
+
+
+def _work(graph: GraphModule) -> float:
+    """Operations of one call, about: of matrix products and convolutions, and four for every other number made."""
+    from torch.fx.node import map_arg
+    from torch.utils.flop_counter import flop_registry
+
+    total = 0.0
+    for node in graph.graph.nodes:
+        made = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(made, Tensor):
+            continue
+        count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        if count is None:
+            total += 4 * made.numel()
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+            total += count(*args, **kwargs, out_val=made)
+    return total
+
+
+def _uses_onednn(graph: GraphModule) -> bool:
+    """Whether products go through oneDNN, whose cache of kernels is emptied when the number of threads changes."""
+    made = [node.meta.get("val") for node in graph.graph.nodes]
+    half = any(isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) for value in made)
+    return half or any("convolution" in str(node.target) for node in graph.graph.nodes)
+
+
+def _on_one_thread(run: Compiled) -> Compiled:
+    def call(tensors: list[Tensor]) -> Any:
+        threads = torch.get_num_threads()
+        if threads == 1:
+            return run(tensors)
+        torch.set_num_threads(1)
+        try:
+            return run(tensors)
+        finally:
+            torch.set_num_threads(threads)
+
+    return call

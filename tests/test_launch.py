@@ -1,0 +1,344 @@
+"""How a compiled step is launched: natively, on one thread, several steps at a time, as a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
+from torch import Tensor, nn
+
+import purestep as ps
+from purestep import optim
+from purestep.compile import capture, native, replay
+from purestep.errors import ConfigError, StateError, StepContractError
+from purestep.types import Program
+
+CRITERION = nn.CrossEntropyLoss()
+compiled = partial(ps.compile_step, backend="aot_eager")
+
+
+def mlp(**options: Any) -> Program:
+    return ps.program(tiny_mlp(), ps.supervised(CRITERION), optim.adamw(0.01), ema=0.9, **options)
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    return [vector_batch(16, seed) for seed in range(count)]
+
+
+def one_by_one(step: Callable[..., Any], state: Any, given: list[Any]) -> tuple[Any, list[Any]]:
+    found = []
+    for batch in given:
+        state, metrics = step(state, batch)
+        found.append(metrics)
+    return ps.clone(state), found
+
+
+# --- native -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def only_native(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The native path without the way round it; what it made is in the list."""
+    made: list[Any] = []
+    true = native.compiled
+
+    def compiled(*arguments: Any, **options: Any) -> Any:
+        made.append(true(*arguments, **options))
+        return made[-1]
+
+    def no_way_round(*_: Any) -> None:
+        raise AssertionError("went round the native path")
+
+    monkeypatch.setattr(native, "compiled", compiled)
+    monkeypatch.setattr(capture, "_lowered", no_way_round)
+    return made
+
+
+class InPlace(nn.Module):
+    """Writes in place everywhere a model does: activations, residuals, views, statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.relu_(self.norm(self.layer(x)))
+        hidden = hidden + self.layer(hidden)
+        scaled = hidden * 1.0
+        scaled[:, 0] += 1.0
+        scaled.view(-1)[::2].mul_(0.5)
+        return self.last(scaled)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", [False, True])
+def test_what_a_model_writes_in_place_is_native_too(donate: bool, only_native: list[Any]) -> None:
+    torch.manual_seed(0)
+    program = ps.program(InPlace(), ps.supervised(CRITERION), optim.sgd(0.1))
+    given = [(torch.randn(16, 8), torch.randint(0, 3, (16,))) for _ in range(3)]
+    expected = one_by_one(program.train_step, program.init(), given)
+    found = one_by_one(ps.compile_step(program.train_step, donate=donate), program.init(), given)
+    assert_trees_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
+    assert len(only_native) == 1
+
+
+@pytest.mark.compile
+def test_what_the_native_path_cannot_do_goes_round_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("another version of torch")
+
+    monkeypatch.setattr(native, "compiled", broken)
+    program, given = mlp(), batches(2)
+    expected = one_by_one(program.train_step, program.init(), given)
+    found = one_by_one(ps.compile_step(program.train_step, donate=True), program.init(), given)
+    assert_trees_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_write_in_the_middle_is_not_taken_for_functional() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def writes_and_reads(x: Tensor) -> Tensor:
+        x.copy_(x + 1)
+        return x * 2
+
+    def reads_and_writes(x: Tensor) -> Tensor:
+        y = x * 2
+        x.copy_(x + 1)
+        return y
+
+    assert not native._is_functional(make_fx(writes_and_reads)(torch.ones(2)))
+    assert native._is_functional(make_fx(reads_and_writes)(torch.ones(2)))
+
+
+@pytest.mark.compile
+def test_a_batch_of_another_layout_gets_a_graph_of_its_own() -> None:
+    program = mlp()
+    step = ps.compile_step(program.train_step, donate=True)
+    x, y = vector_batch(16, 0)
+    turned = x.t().contiguous().t()
+    expected = one_by_one(program.train_step, program.init(), [(x, y), (turned, y), (x, y)])
+    found = one_by_one(step, program.init(), [(x, y), (turned, y), (x, y)])
+    assert_trees_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
+    assert step.graphs == 2
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def _threads_inside(width: int) -> int:
+    """Threads that a compiled step of this width is run with, seen by what it calls."""
+    seen: list[int] = []
+    net = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
+    program = ps.program(net, ps.supervised(CRITERION), optim.sgd(0.1))
+    batch = (torch.randn(64, width), torch.randint(0, 3, (64,)))
+    true = native._lowered
+
+    def watched(*arguments: Any) -> Any:
+        run = true(*arguments)
+
+        def call(tensors: list[Tensor]) -> Any:
+            seen.append(torch.get_num_threads())
+            return run(tensors)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_lowered", watched)
+        step = ps.compile_step(program.train_step, donate=True)
+        step(program.init(), batch)
+    return seen[0]
+
+
+@pytest.fixture
+def two_threads() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("two_threads")
+def test_a_small_step_runs_on_one_thread_and_leaves_the_others_to_the_caller() -> None:
+    assert _threads_inside(16) == 1
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("two_threads")
+def test_a_large_step_keeps_its_threads() -> None:
+    assert _threads_inside(768) == 2
+
+
+def test_an_error_inside_gives_the_threads_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            native._on_one_thread(lambda _: 1 / 0)([])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- unrolled ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("capture", ["trace", "dynamo"])
+def test_steps_in_one_launch_are_the_steps_one_by_one(capture: str, donate: bool) -> None:
+    program, given = mlp(), batches(6)
+    expected, metrics = one_by_one(program.train_step, program.init(), given)
+    step = compiled(program.train_step, capture=capture, donate=donate, unroll=3)
+    state, first = step(program.init(), given[:3])
+    state, second = step(state, given[3:])
+    assert_trees_close(ps.clone(state), expected, exact=True)
+    assert float(first["loss"]) == pytest.approx(sum(float(m["loss"]) for m in metrics[:3]) / 3)
+    assert float(second["applied"].total) == 3.0
+    assert step.graphs == 1
+
+
+@pytest.mark.compile
+def test_the_last_launch_may_be_shorter() -> None:
+    program, given = mlp(), batches(5)
+    expected, _ = one_by_one(program.train_step, program.init(), given)
+    step = compiled(program.train_step, donate=True, unroll=3)
+    state, _ = step(program.init(), given[:3])
+    old, (state, _) = state, step(state, given[3:])
+    assert_trees_close(ps.clone(state), expected, exact=True)
+    assert state.key.tolist()[1] == 5
+    with pytest.raises(StateError, match="donated at step 4"):
+        _ = old.params
+
+
+@pytest.mark.parametrize("given", [[], [1, 2, 3], 7], ids=["none", "too many", "no list"])
+def test_an_unrolled_step_takes_a_list_of_batches(given: Any) -> None:
+    program = mlp()
+    step = compiled(program.train_step, unroll=2)
+    with pytest.raises(StepContractError, match="a list of 1 to 2 batches"):
+        step(program.init(), given)
+
+
+def test_what_cannot_be_unrolled_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"accumulates over 4 calls.*microbatches"):
+        ps.compile_step(mlp(accumulate=4).train_step, unroll=2)
+    with pytest.raises(ConfigError, match="unroll is 0"):
+        ps.compile_step(mlp().train_step, unroll=0)
+
+
+# --- CUDA graphs, on a recorder that stands for the device ------------------------------------------------------------
+
+
+class Recorder:
+    """What torch.cuda does, on the CPU: recording leaves all memory as it was, replaying runs what was recorded."""
+
+    def __init__(self) -> None:
+        self.work: Callable[[], None] = lambda: None
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.work()
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
+    made: list[Recorder] = []
+
+    def record(self: Any, run: Any, tensors: list[Tensor], leaves: list[Any], pool: Any) -> None:
+        self.leaves = [leaf.clone() for leaf in leaves]
+        before = [tensor.clone() for tensor in tensors]
+        self.outputs = run(tensors, self.leaves)
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(old)
+        self.graph = Recorder()
+
+        def work() -> None:
+            fresh = run(tensors, self.leaves)
+            for name, mean in self.outputs.items():
+                for old, new in zip(mean, fresh[name], strict=True):
+                    old.copy_(new)
+
+        self.graph.work = work
+        made.append(self.graph)
+
+    monkeypatch.setattr(replay._Recorded, "record", record)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    return made
+
+
+def replayed(program: Program) -> Any:
+    """A compiled step that takes the CPU for a device with graphs."""
+    step = compiled(program.train_step, donate=True, cuda_graph=True)
+    replays = step._replays
+    step._launched = lambda graph, store, leaves: replays.run(graph.run, store, leaves, ps.tree.clone)
+    return step
+
+
+def test_replays_are_the_steps_themselves(recorded: list[Recorder]) -> None:
+    program, given = mlp(), batches(6)
+    expected, metrics = one_by_one(program.train_step, program.init(), given)
+    found, read = one_by_one(replayed(program), program.init(), given)
+    assert_trees_close(found, expected, exact=True)
+    assert_trees_close(read, metrics, rtol=1e-6, atol=0.0)
+    assert [graph.replays for graph in recorded] == [4]  # two calls warm up
+
+
+def test_metrics_that_are_not_copied_out_would_change(recorded: list[Recorder]) -> None:
+    program = mlp()
+    step = replayed(program)
+    replays = step._replays
+    step._launched = lambda graph, store, leaves: replays.run(graph.run, store, leaves, lambda metrics: metrics)
+    _, metrics = one_by_one(program.train_step, program.init(), batches(6))
+    _, read = one_by_one(step, program.init(), batches(6))
+    assert float(read[3]["loss"]) != float(metrics[3]["loss"])
+
+
+def test_another_state_and_another_size_are_recorded_anew(recorded: list[Recorder]) -> None:
+    program = mlp()
+    step = replayed(program)
+    short = [(x[:5], y[:5]) for x, y in batches(4)]
+    for _ in range(2):
+        expected, _ = one_by_one(program.train_step, program.init(), [*batches(4), *short])
+        found, _ = one_by_one(step, program.init(), [*batches(4), *short])
+        assert_trees_close(found, expected, exact=True)
+    assert [graph.replays for graph in recorded] == [2, 2, 2, 2]
+
+
+def test_a_step_that_cannot_be_recorded_is_named_and_keeps_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+        def __exit__(self, *_: Any) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "graph", Refusing)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorder)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    program = mlp()
+    step = replayed(program)
+    state, _ = one_by_one(program.train_step, program.init(), batches(2))
+    live, first = program.init(), batches(3)
+    for batch in first[:2]:
+        live, _ = step(live, batch)
+    with pytest.raises(StepContractError, match=r"CUDA graph: operation not permitted.*cuda_graph=False"):
+        step(live, first[2])
+    assert_trees_close(ps.clone(live), state, exact=True)
+
+
+def test_a_cuda_graph_needs_donation_and_is_none_on_the_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"donate=True, cuda_graph=True"):
+        ps.compile_step(mlp().train_step, cuda_graph=True)
+    program = ps.program(tiny_convnet(), ps.supervised(CRITERION), optim.sgd(0.1))
+    step = compiled(program.train_step, donate=True, cuda_graph=True)
+    state = program.init()
+    for seed in range(4):
+        state, _ = step(state, image_batch(8, seed))
+    assert int(state.step) == 4
