@@ -12,6 +12,7 @@ from faults.running import files_of
 from torch.utils.data._utils import worker
 
 from purestep import files
+from purestep.data import workers
 from purestep.snapshot import Snapshots, background, directory, manifest, writer
 
 kept: list[Any] = []  # what is not given back
@@ -55,7 +56,8 @@ def delete_through_links() -> None:
 
 def workers_that_do_not_look() -> None:
     """A worker whose parent is gone does not notice."""
-    worker.ManagerWatchdog.is_alive = lambda self: True
+    worker.ManagerWatchdog.is_alive = lambda self: True  # torch's own look
+    workers._follow = lambda parent: None
 
 
 def keep_every_lock() -> None:

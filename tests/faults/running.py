@@ -24,7 +24,6 @@ import torch
 from helpers import image_batch, tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils import worker
 
 import purestep as ps
 from purestep import errors, events, files, tree
@@ -290,8 +289,7 @@ def steps_of_a_fit(snapshots: Any, *, steps: int = 4, **fields: Any) -> list[int
 
 
 def train_with_workers(folder: str) -> None:
-    """A run whose loader has two workers that look for their parent all the time; says who they are."""
-    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = worker.MP_STATUS_CHECK_INTERVAL = 0.3
+    """A run whose loader has two workers; says who they are."""
     made = program(0.02)
     loader = DataLoader(Items(0.0, 0), batch_size=4, num_workers=2)
 
