@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import pkgutil
 import random
 import tempfile
 import time
@@ -38,8 +39,9 @@ def seeded(family: str, number: int) -> random.Random:
 @contextmanager
 def fails_without(guard: str, instead: Any = lambda *args, **kwargs: None) -> Iterator[None]:
     """Negative control: with this function of the library switched off, what the block asserts must not hold."""
+    owner, _, name = guard.rpartition(".")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guard, instead)
+        patch.setattr(pkgutil.resolve_name(owner), name, instead)
         with pytest.raises((AssertionError, pytest.fail.Exception)):
             yield
 
