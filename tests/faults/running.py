@@ -325,7 +325,7 @@ def last(out: str, word: str) -> int:
 
 def live_long(folder: str, steps: int, saves: int, fits: int) -> None:
     """Steps, saves and fits in one process; says what has grown meanwhile."""
-    live_through(folder + ".first", 20, 3, 4)  # what is made once, on first use
+    live_through(folder + ".first", 20, 3, min(fits, 2))  # what is made once, on first use
     before = what_there_is()
     slope = live_through(folder, steps, saves, fits)
     for _ in range(500):  # orbax's threads end a little after their work
