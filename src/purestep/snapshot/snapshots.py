@@ -83,8 +83,7 @@ class Snapshots:
         self.keep = keep
         self.keep_best = keep_best
         self.strict = strict
-        self.waits = 0
-        """How many saves had to wait for the one before: more than a few, and the interval is too short."""
+        self.waits = 0  # saves that had to wait for the one before: more than a few, and the interval is too short
         self.failed = 0  # saves, with on_save_error="continue"
         self._goes_on = on_save_error == "continue"
         self._every = cadence.every(every_steps, every_epochs, every_seconds)
@@ -311,8 +310,8 @@ class Snapshots:
         self._background.join()
         archive = directory.to_archive(self.directory, step, abandoned=self._abandoned, overwrite=overwrite)
         spare, self._spare = self._spare, {}
+        tensors = {path: leaf for path, leaf in leaves if manifest.leaves[path].is_stored}
         try:
-            tensors = {path: leaf for path, leaf in leaves if manifest.leaves[path].is_stored}
             self._spare = writer.copied(self.directory, step, tensors, spare)
         except WriteFailed as error:
             return self._tell(error)
