@@ -6,17 +6,21 @@ child runs a piece of Python as if it were a script of its own, interpreter shut
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 _SERVER = """
-import json, os, sys
+import json, os, sys, threading, traceback
 import numpy, torch, jax, orbax.checkpoint
 import purestep.snapshot
 torch.set_num_threads(1)
@@ -38,8 +42,29 @@ if ask is not None:
     os.dup2(os.open(ask["err"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(ask["env"])
-    exec(compile(ask["code"], "<child>", "exec"), {"__name__": "__main__"})
+    code = compile(ask["code"], "<child>", "exec")
+    if not ask["quick"]:
+        exec(code, {"__name__": "__main__"})
+    else:
+        status = 0
+        try:
+            exec(code, {"__name__": "__main__"})
+        except SystemExit as error:
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        threading._shutdown()
+        sys.stdout.flush()
+        os._exit(status)
 """
+
+
+def lives(pid: int) -> bool:
+    """Whether there is such a process, and it is not only waited for."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 class Done(NamedTuple):
@@ -62,6 +87,18 @@ class Child:
         """Blocks until it has ended."""
         status = self._server.ask({"wait": self.pid})
         return Done(status, self.out(), (self._folder / "err").read_text())
+
+    def lives(self) -> bool:
+        """Whether it is still running."""
+        return lives(self.pid)
+
+    def kill(self) -> None:
+        """SIGKILL. It must not have been waited for."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """SIGTERM. It must not have been waited for."""
+        os.kill(self.pid, signal.SIGTERM)
 
     def out(self) -> str:
         """What it has printed so far."""
@@ -102,14 +139,29 @@ class ForkServer:
         assert answer, "the fork server has ended"
         return int(json.loads(answer))
 
-    def start(self, code: str, **env: str) -> Child:
-        """Starts a child and returns at once."""
+    def start(self, code: str, *, quick: bool = False, **env: str) -> Child:
+        """Starts a child and returns at once.
+
+        Args:
+            code: Python.
+            quick: ends it after its threads, without the interpreter's own clearing away, which takes a second.
+            env: environment variables.
+        """
         self._count += 1
         folder = Path(self._scratch.name) / str(self._count)
         folder.mkdir()
-        pid = self.ask({"code": code, "env": env, "out": str(folder / "out"), "err": str(folder / "err")})
+        out, err = str(folder / "out"), str(folder / "err")
+        pid = self.ask({"code": code, "env": env, "quick": quick, "out": out, "err": err})
         return Child(self, pid, folder)
 
-    def run(self, code: str, **env: str) -> Done:
+    def run(self, code: str, *, quick: bool = False, **env: str) -> Done:
         """Runs a child to its end."""
-        return self.start(code, **env).wait()
+        return self.start(code, quick=quick, **env).wait()
+
+
+@functools.cache
+def shared() -> ForkServer:
+    """One server for this whole process: its imports take seconds."""
+    server = ForkServer().__enter__()
+    atexit.register(server.__exit__, None, None, None)
+    return server

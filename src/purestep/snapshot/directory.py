@@ -11,12 +11,16 @@ import math
 import operator
 import os
 import shutil
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import Corrupt, Mismatch, SnapshotError
+from ..errors import Corrupt, NotFound, SnapshotError
 from ..files import failpoint, remove_tree, sync_directory, write_failed
 from . import manifest as manifests
+
+_REPLACED = ".replaced-"
 
 
 class Entry(NamedTuple):
@@ -28,13 +32,22 @@ class Entry(NamedTuple):
 
 
 def numbered(root: Path) -> list[int]:
-    """Every step that has a directory under its name, whole or not, in ascending order."""
+    """Every step that has a directory, whole or not, in ascending order.
+
+    A step whose writer died while it overwrote it counts: what it held is there, under another name.
+    """
     try:
         with os.scandir(root) as found:
-            names = [entry.name for entry in found]
+            names = {entry.name.removeprefix(_REPLACED) for entry in found}
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(int(name) for name in names if is_step(name))
+
+
+def place(root: Path, step: int) -> Path:
+    """The directory of a step, whether it is there or not."""
+    path = root / str(step)
+    return path if path.exists() or not replaced(root, step).exists() else replaced(root, step)
 
 
 def is_step(name: str) -> bool:
@@ -63,10 +76,10 @@ def checked_step(root: Path, step: Any) -> int:
 
 
 def entry(root: Path, step: int) -> Entry | None:
-    """The step, or None where it is not whole (or was written by a newer release)."""
+    """The step, or None where it is not whole (or was written by a newer release, or cannot be read by this user)."""
     try:
-        found = manifests.read(root / str(step))
-    except (Corrupt, Mismatch):
+        found = manifests.read(place(root, step))
+    except SnapshotError:
         return None
     return Entry(step, found.metrics, found.monitor)
 
@@ -106,12 +119,15 @@ def to_archive(root: Path, step: int, *, abandoned: set[int], overwrite: bool) -
     raise SnapshotError(f"step {step} is older than step {later[-1]}, which is there", where=str(root), hint=hint)
 
 
-def free_bytes(root: Path) -> int | None:
-    """What the disk under the directory, or under where it will be, has left; None where it does not say."""
+def check_room(root: Path, needed: int) -> None:
+    """Warns where the disk under the directory, or under where it will be, has fewer bytes left than are needed."""
     try:
-        return shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
-    except (OSError, StopIteration):
-        return None
+        free = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
+    except (OSError, StopIteration):  # a disk that does not say
+        return
+    if free < needed:
+        text = f"{root}: snapshots need {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB"
+        warnings.warn(f"{text} (cure: keep=1, keep_best=0, or another disk)", RuntimeWarning, stacklevel=3)
 
 
 def set_aside(root: Path, step: int, ending: str) -> Path:
@@ -133,6 +149,16 @@ def aside(root: Path, ending: str) -> list[str]:
     return sorted(name for name in os.listdir(root) if is_step(name.split(".")[0]) and name.split(".")[1:2] == [ending])
 
 
+def nothing_good(root: Path, damaged: Mapping[int, Corrupt]) -> SnapshotError:
+    """What to raise where no step can be restored: never what an empty directory gets, where there is a damaged one."""
+    names = aside(root, "corrupt")
+    if not damaged and not names:
+        return NotFound("no snapshot here", where=str(root), hint="the directory a run was saved to")
+    lines = [f"{step}: {error}" for step, error in damaged.items()] + [f"{name}: set aside" for name in names]
+    text = "\n  ".join(["every snapshot here is damaged", *lines])
+    return Corrupt(text, where=str(root), hint="another directory, to start afresh")
+
+
 def retire(root: Path, step: int) -> None:
     """Deletes a step; from the first moment on nobody sees it, and what a kill leaves of it is swept later."""
     failpoint("snapshot.retire")
@@ -145,7 +171,7 @@ def retire(root: Path, step: int) -> None:
 
 def replaced(root: Path, step: int) -> Path:
     """Where a step that is overwritten waits until its successor is there."""
-    return root / f".replaced-{step}"
+    return root / f"{_REPLACED}{step}"
 
 
 def put_back(root: Path, step: int) -> None:
@@ -157,10 +183,10 @@ def put_back(root: Path, step: int) -> None:
 def sweep(root: Path) -> None:
     """Deletes what killed writers left; only for the holder of the lock."""
     for name in os.listdir(root):
-        step = name.removeprefix(".replaced-")
+        step = name.removeprefix(_REPLACED)
         if step != name and is_step(step):
             put_back(root, int(step))
-        if name.startswith((".tmp-", ".old-", ".replaced-")):
+        if name.startswith((".tmp-", ".old-", _REPLACED)):
             remove_tree(root / name)
 
 

@@ -11,6 +11,7 @@ directory without both is no snapshot.
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import json
 import os
@@ -33,6 +34,7 @@ FORMAT = 1
 NAME = "manifest.json"
 DIGEST_NAME = "manifest.sha256"
 _DEEP = 100  # levels of JSON
+_OWN_ERRORS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM)  # of the process, not of the file
 _LIMIT = 1 << 28  # bytes; a million leaves with a long history stay below
 
 
@@ -265,8 +267,25 @@ def read(folder: Path) -> Manifest:
     manifest = _from_record(record, where=str(folder / NAME))
     if str(manifest.step) != folder.name and not folder.name.startswith((".", f"{manifest.step}.")):
         raise Corrupt(f"holds step {manifest.step}", where=str(folder))
-    _check_files(folder, manifest.files)
+    try:
+        _check_files(folder, manifest.files)
+    except (OSError, MemoryError) as error:
+        raise unreadable(folder, error) from error
     return manifest
+
+
+def unreadable(where: Path, error: Exception) -> SnapshotError:
+    """What to raise for an error that came while these bytes were read: `Corrupt`, where it is they that are bad.
+
+    A process without memory, descriptors, threads or rights can read no snapshot, not even a good one: none is set
+    aside for that.
+    """
+    text = str(error).strip().splitlines()
+    found = f"cannot be read: {type(error).__name__}: {text[0][:300] if text else ''}"
+    own = isinstance(error, MemoryError) or getattr(error, "errno", None) in _OWN_ERRORS or "new thread" in found
+    if own:
+        return SnapshotError(found, where=str(where), hint="more memory, descriptors or rights for this process")
+    return Corrupt(found, where=str(where))
 
 
 def _check_files(folder: Path, files: dict[str, File]) -> None:
@@ -291,10 +310,10 @@ def _parse(path: Path, digest_path: Path) -> dict[str, Any]:
         record = json.loads(data)
     except FileNotFoundError as error:
         raise Corrupt("missing: not a whole snapshot", where=str(error.filename)) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, Corrupt):
             raise
-        raise Corrupt(f"cannot be read: {type(error).__name__}: {error}", where=str(path)) from error
+        raise unreadable(path, error) from error
     if not isinstance(record, dict):
         raise Corrupt("not a manifest", where=str(path))
     return cast("dict[str, Any]", record)

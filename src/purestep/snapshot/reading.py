@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .. import tree
-from ..errors import Corrupt, SnapshotError
+from ..errors import Corrupt
 from ..types import Tree
 from . import host, store
 from . import manifest as manifests
@@ -106,7 +106,7 @@ def _load(folder: Path, stored: dict[str, Leaf], platforms: str | None) -> dict[
     try:
         values = store.read(folder, {path: leaf.dtype for path, leaf in stored.items()}, platforms=platforms)
     except Exception as error:
-        raise _unreadable(folder, error) from error
+        raise manifests.unreadable(folder, error) from error
     for path, leaf in stored.items():
         manifests.check_values(path, leaf, values.get(path), where=str(folder))
     return values
@@ -119,7 +119,7 @@ def _check_claims(folder: Path, stored: dict[str, Leaf], platforms: str | None) 
     try:
         claims = store.shapes(folder, platforms=platforms)
     except Exception as error:
-        raise _unreadable(folder, error) from error
+        raise manifests.unreadable(folder, error) from error
     for path, leaf in stored.items():
         claim = claims.get(store.key(path))
         if claim is None:
@@ -128,11 +128,6 @@ def _check_claims(folder: Path, stored: dict[str, Leaf], platforms: str | None) 
             found = ", ".join(str(list(shape)) for shape in claim)
             text = f"the arrays' own metadata claim {found} for {path}, {leaf.text()} was written"
             raise Corrupt(text, where=str(folder))
-
-
-def _unreadable(folder: Path, error: Exception) -> SnapshotError:
-    text = str(error).strip().splitlines()
-    return Corrupt(f"cannot be read: {type(error).__name__}: {text[0][:300] if text else ''}", where=str(folder))
 
 
 def _groups(stored: dict[str, Leaf]) -> list[dict[str, Leaf]]:

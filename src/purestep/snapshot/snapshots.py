@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from .. import tree
 from ..errors import ConfigError, Corrupt, NotFound, SnapshotError, WriteFailed
@@ -19,6 +18,8 @@ from . import background, cadence, directory, host, reading, writer
 from . import manifest as manifests
 from .manifest import Manifest
 from .reading import Snapshot
+
+_log = logging.getLogger("purestep")
 
 
 class Snapshots:
@@ -42,6 +43,7 @@ class Snapshots:
         mode: ``"min"`` or ``"max"``: which values of the monitor are good.
         writer: False makes the object read only: `save` raises.
         strict: whether `restore` raises where it would fall back to an older step.
+        on_save_error: ``"raise"``, or ``"continue"``: a save that fails is logged and counted in ``failed``, no more.
         jax_platforms: what JAX, which orbax runs on, may start: the CPU only, so that it takes no GPU memory. None
             leaves JAX alone, for programs that use JAX on the GPU themselves.
 
@@ -68,18 +70,22 @@ class Snapshots:
         mode: str = "min",
         writer: bool = True,
         strict: bool = False,
+        on_save_error: str = "raise",
         jax_platforms: str | None = "cpu",
     ) -> None:
         if keep is not None and keep < 1:
             raise ConfigError(f"keep is {keep}", where="Snapshots", hint="keep=1, or keep=None for all")
         if keep_best < 0:
             raise ConfigError(f"keep_best is {keep_best}", where="Snapshots", hint="keep_best=0 for none")
+        if on_save_error not in ("raise", "continue"):
+            raise ConfigError(f"on_save_error is {on_save_error!r}", where="Snapshots", hint='"raise" or "continue"')
         self.directory = Path(directory).absolute()
         self.keep = keep
         self.keep_best = keep_best
         self.strict = strict
-        self.waits = 0
-        """How many saves had to wait for the one before: more than a few, and the interval is too short."""
+        self.waits = 0  # saves that had to wait for the one before: more than a few, and the interval is too short
+        self.failed = 0  # saves, with on_save_error="continue"
+        self._goes_on = on_save_error == "continue"
         self._every = cadence.every(every_steps, every_epochs, every_seconds)
         self._monitor: tuple[str, str] | None = None
         self._is_writer = writer
@@ -135,9 +141,15 @@ class Snapshots:
         Raises:
             WriteFailed: names the step that was not written.
         """
-        error = self._background.take_error()
-        if error is not None:
+        self._tell(self._background.take_error())
+
+    def _tell(self, error: BaseException | None) -> None:
+        if error is None:
+            return
+        if not (self._goes_on and isinstance(error, WriteFailed)):
             raise error
+        self.failed += 1
+        _log.error("the run goes on without a snapshot: %s", error)
 
     def close(self) -> None:
         """Waits for the last save and gives the directory back; reading goes on working.
@@ -245,11 +257,7 @@ class Snapshots:
         size = sum(host.size(leaf.dtype, leaf.shape) for leaf in described if leaf.is_stored)
         # One more than is kept: an old step goes only after the new one is there.
         wanted = (self.keep or 1) + self.keep_best + 1
-        needed = size * max(1, wanted - len(self.steps()))
-        free = directory.free_bytes(self.directory)
-        if free is not None and free < needed:
-            text = f"{self.directory}: snapshots need {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB"
-            warnings.warn(f"{text} (cure: keep=1, keep_best=0, or another disk)", RuntimeWarning, stacklevel=2)
+        directory.check_room(self.directory, size * max(1, wanted - len(self.steps())))
 
     # --- save -----------------------------------------------------------------------------------------------------
 
@@ -281,7 +289,7 @@ class Snapshots:
                 one (after such a restore the steps that follow it are renamed to ``<step>.archived``); or ``loop`` or
                 ``meta`` are no JSON.
             StateError: a leaf that cannot be stored.
-            WriteFailed: the save before this one failed. This one is under way all the same.
+            WriteFailed: no memory for the copy; or the save before failed, and this one is under way all the same.
             Locked: another run writes into the directory.
         """
         self.open()
@@ -301,7 +309,12 @@ class Snapshots:
             self.waits += 1
         self._background.join()
         archive = directory.to_archive(self.directory, step, abandoned=self._abandoned, overwrite=overwrite)
-        self._spare = self._staged({path: leaf for path, leaf in leaves if manifest.leaves[path].is_stored}, step)
+        spare, self._spare = self._spare, {}
+        tensors = {path: leaf for path, leaf in leaves if manifest.leaves[path].is_stored}
+        try:
+            self._spare = writer.copied(self.directory, step, tensors, spare)
+        except WriteFailed as error:
+            return self._tell(error)
         job = writer.Job(
             root=self.directory,
             manifest=manifest,
@@ -316,20 +329,7 @@ class Snapshots:
         self._last = self._here
         before = self._background.take_error()
         self._background.start(lambda: writer.run(job), holding=self._lock)
-        if before is not None:
-            raise before
-
-    def _staged(self, tensors: dict[str, Tensor], step: int) -> host.Buffers:
-        try:
-            failpoint("snapshot.copy")
-            return host.stage(tensors, self._spare)
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch's word for a MemoryError
-                raise
-            self._spare = {}
-            hint = "a larger machine, or fewer workers: a save needs a copy of the state in host memory"
-            text = f"step {step}: no host copy: {type(error).__name__}: {error}"
-            raise WriteFailed(text, where=str(self.directory), hint=hint) from error
+        self._tell(before)
 
     # --- restore --------------------------------------------------------------------------------------------------
 
@@ -362,8 +362,13 @@ class Snapshots:
         return found
 
     def _read(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
-        folder = self.directory / str(step)
-        return reading.read(folder, template, prefixes, platforms=self._platforms, tell=self._is_writer)
+        folder = directory.place(self.directory, step)
+        try:
+            return reading.read(folder, template, prefixes, platforms=self._platforms, tell=self._is_writer)
+        except Corrupt:
+            if folder.exists() or not directory.place(self.directory, step).exists():
+                raise
+        return self._read(template, step, prefixes)  # its writer has moved it meanwhile
 
     def _newest_good(self, template: Tree, there: list[int], prefixes: set[str] | None) -> Snapshot:
         damaged: dict[int, Corrupt] = {}
@@ -371,7 +376,7 @@ class Snapshots:
             try:
                 found = self._read(template, step, prefixes)
             except Corrupt as error:
-                if not (self.directory / str(step)).exists():  # retired by its writer while this one read
+                if not directory.place(self.directory, step).exists():  # retired by its writer while this one read
                     continue
                 if self.strict:
                     raise
@@ -380,12 +385,7 @@ class Snapshots:
             if damaged:
                 self._pass_over(damaged, found.step)
             return found
-        aside = directory.aside(self.directory, "corrupt")
-        if damaged or aside:
-            lines = [f"{step}: {error}" for step, error in damaged.items()] + [f"{name}: set aside" for name in aside]
-            text = "\n  ".join(["every snapshot here is damaged", *lines])
-            raise Corrupt(text, where=str(self.directory), hint="another directory, to start afresh")
-        raise NotFound("no snapshot here", where=str(self.directory), hint="the directory a run was saved to")
+        raise directory.nothing_good(self.directory, damaged)
 
     def _pass_over(self, damaged: dict[int, Corrupt], used: int) -> None:
         lines = [f"  {step}: {error}" for step, error in damaged.items()]

@@ -29,6 +29,7 @@ def _orbax(platforms: str | None) -> Any:
 
     if platforms is not None and not getattr(jax.config, "jax_platforms", None) and not _jax_is_running():
         jax.config.update("jax_platforms", platforms)
+    logging.getLogger("asyncio").addFilter(_orphans)  # adding it again changes nothing; the tasks die late
     return importlib.import_module("orbax.checkpoint").v1
 
 
@@ -47,6 +48,16 @@ def _context(orbax: Any) -> Any:
     context.array.saving.use_compression = False  # 8 % smaller for half again the time
     context.pytree_options.loading.partial_load = True
     return context
+
+
+class _Orphans(logging.Filter):
+    """asyncio logs, with a traceback, each of orbax's tasks that failed beside the one whose error was raised."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "orbax" not in record.getMessage()
+
+
+_orphans = _Orphans()
 
 
 class _Noise(logging.Filter):

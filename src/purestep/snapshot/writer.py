@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ..errors import Corrupt, WriteFailed
 from ..files import failpoint, remove_tree, sync_directory, sync_tree, write_failed
 from . import directory, host, reading, store
@@ -26,6 +28,23 @@ class Job(NamedTuple):
     keep: int | None
     keep_best: int
     platforms: str | None
+
+
+def copied(root: Path, step: int, tensors: dict[str, Tensor], spare: host.Buffers) -> host.Buffers:
+    """`host.stage`, in the caller's thread.
+
+    Raises:
+        WriteFailed: no memory for the copy.
+    """
+    try:
+        failpoint("snapshot.copy")
+        return host.stage(tensors, spare)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch's word for a MemoryError
+            raise
+        hint = "a larger machine, or fewer workers: a save needs a copy of the state in host memory"
+        text = f"step {step}: no host copy: {type(error).__name__}: {error}"
+        raise WriteFailed(text, where=str(root), hint=hint) from error
 
 
 def run(job: Job) -> None:
