@@ -239,7 +239,8 @@ def _outcome(run: Callable[[], Any], pattern: str) -> str | None:
     try:
         result = run()
     except PurestepError as error:
-        return None if re.search(pattern, str(error), re.DOTALL) else f"no {pattern!r} in {error!r}"
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        return None if re.search(pattern, text, re.DOTALL) else f"no {pattern!r} in {error!r}"
     except Exception as error:
         notes = getattr(error, "__notes__", [])
         own = any(note.startswith(("in train_step, ", "in callback ", "in eval_step, ")) for note in notes)

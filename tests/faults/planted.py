@@ -21,7 +21,9 @@ kept: list[Any] = []  # what is not given back
 def switch_off(guard: str) -> None:
     """Makes a function of the library do nothing."""
     owner, _, name = guard.rpartition(".")
-    setattr(pkgutil.resolve_name(owner), name, lambda *args, **kwargs: None)
+    found = pkgutil.resolve_name(owner)
+    assert hasattr(found, name), f"{guard} is not there to be switched off"
+    setattr(found, name, lambda *args, **kwargs: None)
 
 
 def write_under_the_final_name() -> None:

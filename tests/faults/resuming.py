@@ -164,12 +164,13 @@ def run(chosen: Setting, folder: Path | None, recorder: Recorder) -> Any:
     program = recorder.around(made)
     loaders = {"train": loader(chosen), "val": [image_batch(6, 9), image_batch(3, 10)]}
     callbacks = [recorder.stop.callback] if recorder.stop is not None else []
+    # A recorder is no pure step: it would take fit's looks at its first calls for calls.
+    common: dict[str, Any] = {"log_every": 2, "check_every": None, **chosen.fields}
     if folder is None:
-        return fit(program.init(seed=5), loaders, program, log_every=2, **chosen.fields)
+        return fit(program.init(seed=5), loaders, program, **common)
     with ps.Snapshots(folder, every_steps=chosen.every_steps) as snapshots:
         state = program.init(seed=5)
-        fields: dict[str, Any] = {"log_every": 2, "callbacks": callbacks, **chosen.fields}
-        return fit(state, loaders, program, snapshots=snapshots, **fields)
+        return fit(state, loaders, program, snapshots=snapshots, callbacks=callbacks, **common)
 
 
 # --- the loaders ------------------------------------------------------------------------------------------------------

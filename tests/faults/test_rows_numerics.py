@@ -294,7 +294,8 @@ def drawing() -> Any:
     """A run with dropout and shuffling."""
     net = ps.program(tiny_convnet(), ps.supervised(nn.CrossEntropyLoss()), optim.adamw(0.01), ema=0.9)
     data = DataLoader(TensorDataset(*image_batch(24)), batch_size=4, shuffle=True)
-    return fit(net.init(seed=3), {"train": data, "val": [image_batch(5, 1)]}, net, epochs=2)
+    # Without fit's looks, which find a step that draws from the caller's generator before its results differ.
+    return fit(net.init(seed=3), {"train": data, "val": [image_batch(5, 1)]}, net, epochs=2, check_every=None)
 
 
 @pytest.mark.row("F43")

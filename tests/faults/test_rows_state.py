@@ -241,4 +241,4 @@ def test_row_51_mixed_devices() -> None:
 
 def test_row_51_fails_where_devices_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entry, "_check_devices", lambda leaves: None)
-    fails(test_row_51_mixed_devices)
+    fails(test_row_51_mixed_devices, NotImplementedError)  # of comparing tensors that hold nothing

@@ -112,7 +112,9 @@ class CompiledStep:
                 return graph.run(store.buffers, leaves)
             return self._replays.run(graph.run, store, leaves, tree.clone)
         except BaseException as error:
-            if not isinstance(error, PurestepError) and not capture_.stopped(error):
+            # What an attempt to capture met has Dynamo's word as its cause.
+            in_capture = any(found is not None and capture_.stopped(found) for found in (error, error.__cause__))
+            if not isinstance(error, PurestepError) and not in_capture:
                 store.advance(0)  # it stopped half-way, with buffers half written: nobody may read them
             raise
 

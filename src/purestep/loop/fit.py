@@ -304,7 +304,7 @@ class _Run:
 
         watch = self.audience.watching(state, name)
         fed = data.prefetch(self.signals.watch(self.feeds.evaluation[name].epoch(0)), data.device_of(state), name=name)
-        values = scores(state, fed, self.program.eval_step, watch=watch)
+        values = scores(state, fed, self.program.eval_step, name=name, watch=watch)
         found = {f"{name}_{key}": value for key, value in values.items()}
         if not self._leaving():
             self._tell(events.EvalEnd(name, self.record.epoch, self.record.updates, found))

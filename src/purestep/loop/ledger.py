@@ -105,8 +105,10 @@ class Ledger:
         self.pending = 0
 
     def window(self, call: int) -> list[tuple[Tag, Any]]:
-        """The calls, and their batches, that led to the update that halted at this call (as the state counts)."""
-        return [(tag, batch) for tag, batch in self._held if tag.call + self._before <= call]
+        """The calls, and their batches, of the update that halted at this call (as the state counts)."""
+        found = [(tag, batch) for tag, batch in self._held if tag.call + self._before <= call]
+        earlier = [index for index, (tag, _) in enumerate(found[:-1]) if tag.closing]
+        return found[earlier[-1] + 1 :] if earlier else found
 
     def _let_go(self, tag: Tag) -> None:
         while self._held and self._held[0][0].call <= tag.call:

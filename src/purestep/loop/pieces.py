@@ -90,20 +90,26 @@ def evaluate(
     check_alone(loader, where=name)
     feed = data.open_feed(loader, name=name)
     try:
-        return scores(state, data.prefetch(feed.epoch(0), data.device_of(state), name=name), eval_step, watch=watch)
+        fed = data.prefetch(feed.epoch(0), data.device_of(state), name=name)
+        return scores(state, fed, eval_step, name=name, watch=watch)
     finally:
         if feed is not loader:
             feed.close()
 
 
-def scores(state: Tree, batches: Iterable[Any], eval_step: EvalStep, *, watch: Watch | None) -> dict[str, float]:
+def scores(
+    state: Tree, batches: Iterable[Any], eval_step: EvalStep, *, name: str, watch: Watch | None
+) -> dict[str, float]:
     """The inside of `evaluate`: weighted means over batches that are on the device already."""
     meter, total = Meter(), {}
     indexed = takes_index(eval_step)
     for index, batch in enumerate(batches):
-        metrics = check_metrics(
-            eval_step(state, batch, index=index) if indexed else eval_step(state, batch), where="eval_step"
-        )
+        try:
+            found = eval_step(state, batch, index=index) if indexed else eval_step(state, batch)
+        except Exception as error:
+            error.add_note(f"in eval_step, {name}, batch {index + 1}")
+            raise
+        metrics = check_metrics(found, where="eval_step")
         meter.add(None, metrics)
         if watch is not None:
             watch(batch, metrics, index)
