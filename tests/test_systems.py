@@ -79,7 +79,8 @@ def _row_calls(node: ast.AST) -> list[ast.Call]:
 
 def _checks(function: ast.FunctionDef) -> bool:
     called = {ast.unparse(node.func).split(".")[-1] for node in ast.walk(function) if isinstance(node, ast.Call)}
-    checking = any(name in ("raises", "warns") or name.startswith("assert_") for name in called)
+    # `refused` and `same` are the fault matrix's: an error with its place, two results that are equal to the bit.
+    checking = any(name in ("raises", "warns", "refused", "same") or name.startswith("assert_") for name in called)
     return checking or any(isinstance(node, ast.Assert) for node in ast.walk(function))
 
 

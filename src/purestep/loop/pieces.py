@@ -189,12 +189,23 @@ class BatchCheck:
             DataError: with the path and what the first batch had there.
         """
         leaves, treedef = tree.flatten(batch)
-        if self._last is not None and self._last[0] == treedef and self._last[1] == _kinds(leaves):
+        if self._last is not None and self._last[0] == treedef and _are(leaves, self._last[1]):
             return
         where = f"train, epoch {record.epoch + 1}, batch {record.batch + 1}"
         spec = data.check_batch(batch, self._first, where=where)
         self._first = self._first or spec
         self._last = treedef, _kinds(leaves)
+
+
+def _are(leaves: list[Any], kinds: list[Any]) -> bool:
+    """Whether the leaves are of these kinds; asked at every step, so tensors are looked at without a tuple of each."""
+    for leaf, kind in zip(leaves, kinds, strict=True):
+        if type(leaf) is not Tensor:
+            if _kind(leaf) != kind:
+                return False
+        elif type(kind) is not tuple or (leaf.dtype, leaf.dim()) != kind[:2] or leaf.device != kind[2]:
+            return False
+    return True
 
 
 def _kinds(leaves: list[Any]) -> list[Any]:
