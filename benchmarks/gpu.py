@@ -38,7 +38,7 @@ def capture(device: str = "cuda", work: str = "mlp", calls: int = 20) -> dict[st
     assert program.init is not None
     state = program.init(seed=0, device=place)
     begun = guard.copied(state.params)
-    step = ps.compile_step(program.train_step, donate=True)
+    step = ps.compile_step(program.train_step, donate=True, cuda_graph=True)  # on the CPU a plain donated step
     eager, eager_losses = _run(program.train_step, state, chosen, place, calls)
     live, losses = _run(step, state, chosen, place, calls)
     off = guard.distance(guard.copied(live.params), guard.copied(eager.params))
@@ -51,7 +51,7 @@ def capture(device: str = "cuda", work: str = "mlp", calls: int = 20) -> dict[st
         ("the first state stays valid", unharmed == 0.0, ""),
         ("the last state is counted", int(live.updates) == calls, f"{int(live.updates)} updates"),
     ]
-    who = [ours.EAGER, ours.DONATED, byhand.REDUCED] if device == "cuda" else [ours.DONATED]
+    who = [ours.EAGER, ours.DONATED, ours.GRAPHED, byhand.REDUCED] if device == "cuda" else [ours.DONATED]
     timed = steps.measured(chosen, device, who, seconds=10)
     result = _result("a donated step, captured whole", checks, timed["rows"])
     return result | {"absent": [*result["absent"], *timed["absent"]]}
@@ -80,7 +80,7 @@ def randomness(device: str = "cuda", calls: int = 6) -> dict[str, Any]:
     work = Work("dropout", "dropout", _noisy, works.vectors(64, 64, 10), count=1, recipe=still)
     program = ours.program(work, place)
     assert program.init is not None
-    step = ps.compile_step(program.train_step, donate=True)
+    step = ps.compile_step(program.train_step, donate=True, cuda_graph=True)
     first = _run(step, program.init(seed=0, device=place), work, place, calls)[1]
     torch.randn(7, device=place)  # somebody else draws
     again = _run(step, program.init(seed=0, device=place), work, place, calls)[1]
@@ -105,7 +105,7 @@ def scaling(device: str = "cuda") -> dict[str, Any]:
     objective = ps.supervised(works.loss)
     program = ps.program(made, objective, tx, precision="16-mixed", nonfinite="skip", ema=0.999)
     assert program.init is not None
-    step = ps.compile_step(program.train_step, donate=True)
+    step = ps.compile_step(program.train_step, donate=True, cuda_graph=True)
     inputs, classes = works.vectors(64, 64, 10)(torch.Generator().manual_seed(0))
     good = inputs.to(place), classes.to(place)
     bad = torch.full_like(good[0], 6e4), good[1]  # finite in float16; its products are not

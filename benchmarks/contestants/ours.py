@@ -17,6 +17,7 @@ from .base import Contestant, Entry, Gate, Gated, Stepping, settle
 EAGER = "purestep, eager"
 COMPILED = "purestep, compiled"
 DONATED = "purestep, donated"
+GRAPHED = "purestep, CUDA graph"
 FIT = "purestep, fit"
 
 
@@ -77,6 +78,11 @@ def _donated(work: Work, device: torch.device) -> Contestant:
     return stepping(DONATED, work, device, made, ps.compile_step(made.train_step, donate=True))
 
 
+def _graphed(work: Work, device: torch.device) -> Contestant:
+    made = program(work, device)
+    return stepping(GRAPHED, work, device, made, ps.compile_step(made.train_step, donate=True, cuda_graph=True))
+
+
 def fitted(name: str, work: Work, device: torch.device, **options: Any) -> Gated:
     """`fit`, held at the end of each step by a callback; ``options`` are fit's."""
     made = program(work, device)
@@ -111,5 +117,6 @@ ENTRIES = (
     Entry(EAGER, (), _eager),
     Entry(COMPILED, (), _compiled),
     Entry(DONATED, (), _donated),
+    Entry(GRAPHED, (), _graphed, lambda work, device: device.type == "cuda"),
     Entry(FIT, (), _fit),
 )

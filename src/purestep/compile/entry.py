@@ -29,7 +29,8 @@ def compile_step(
         step: ``(state, batch, *context) -> (state, metrics)``, a program's or one's own.
         donate: write the new state into the memory of the old one. The first state that goes in is copied and stays
             valid; each state that comes out is dead once it went in again: reading it raises StateError, and tensors
-            taken out of it before may show new values. "init": the first state's memory is taken over as well.
+            taken out of it before may show new values. "init": the first state's memory is taken over as well. A tree
+            without a TrainState in it cannot say so, and is copied at every call.
         capture: "dynamo" (torch.compile), "trace" (Python runs once, as under jax.jit) or "auto": the trace, which is
             faster to call, and Dynamo where it does not work.
         backend: of torch.compile.
