@@ -285,6 +285,7 @@ def test_what_is_allowed_is_not_flagged():
     assert [violation for rule, _, _ in RULES for violation in rule(allowed)] == []
 
 
+# sympy: Dynamo, a second; pydantic: as much as purestep itself
 PROBE = """
 import logging, random, sys, warnings
 import numpy, torch
@@ -294,7 +295,7 @@ def state():
             torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.is_grad_enabled())
 before = state()
 {body}
-heavy = {{name.split(".")[0] for name in sys.modules}} & {{"jax", "orbax", "sympy"}}  # sympy: Dynamo, a second
+heavy = {{name.split(".")[0] for name in sys.modules}} & {{"jax", "orbax", "sympy", "pydantic"}}
 print("same" if state() == before else "changed", *sorted(heavy))
 """
 
@@ -354,7 +355,7 @@ def real_names() -> dict[str, set[str]]:
     """The names of `purestep` itself and of each module that it exports."""
     package = importlib.import_module("purestep")
     top = exported(SOURCES["__init__.py"])
-    modules = {name: vars(package)[name] for name in top if isinstance(vars(package)[name], ModuleType)}
+    modules = {name: found for name in top if isinstance(found := getattr(package, name), ModuleType)}
     return {"purestep": top} | {f"purestep.{name}": public_names(module) for name, module in modules.items()}
 
 

@@ -25,7 +25,9 @@ Every public name is listed in README.md beside this file.
 
 from __future__ import annotations
 
-from . import config as config
+import importlib as _importlib
+import typing as _typing
+
 from . import ema as ema
 from . import errors as errors
 from . import events as events
@@ -42,7 +44,6 @@ from .bench import benchmark as benchmark
 from .bench import find_batch_size as find_batch_size
 from .compile import compile_program as compile_program
 from .compile import compile_step as compile_step
-from .config import FitConfig as FitConfig
 from .data import to_device as to_device
 from .ema import view as view
 from .events import Stop as Stop
@@ -71,3 +72,18 @@ from .types import Program as Program
 from .types import TrainState as TrainState
 
 __version__ = "0.1.0"
+
+if _typing.TYPE_CHECKING:
+    from . import config as config
+    from .config import FitConfig as FitConfig
+else:
+
+    def __getattr__(name):
+        """`config` and `FitConfig` where they are asked for: pydantic takes as long to load as all of this."""
+        if name not in ("config", "FitConfig"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = _importlib.import_module(".config", __name__)
+        return found if name == "config" else found.FitConfig
+
+    def __dir__():
+        return sorted({*globals(), "config", "FitConfig"})

@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import compile as compile_
 from .. import files, purity, tree
 from ..anomaly import not_finite
 from ..compile.graphs import Graphs
-from ..config import FitConfig
 from ..errors import NonFiniteError, PurestepError, StepContractError
 from ..types import Metrics, Program, TrainStep, Tree
 from .ledger import halts
 from .looks import Looks
 from .pieces import check_pair
 from .record import Record
+
+if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
+    from ..config import FitConfig
 
 _EVERY = 64  # calls between two looks at the kind of the state, which take a microsecond a leaf
 

@@ -6,14 +6,16 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import compile as compile_
 from .. import data
-from ..config import FitConfig
 from ..errors import ConfigError
 from ..types import EvalStep, Metrics, Program, Tree
 from .pieces import takes_index
+
+if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
+    from ..config import FitConfig
 
 
 def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:

@@ -12,12 +12,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .. import config as config_
 from .. import data, events, files
 from .. import ema as ema_
-from ..config import FitConfig
 from ..errors import NonFiniteError, StepContractError
 from ..signals import Preempted, Signals, interrupted
 from ..snapshot import Snapshots
@@ -34,6 +32,9 @@ from .rollback import Keeper
 from .salvage import salvaged
 from .saving import Saver
 from .telling import Audience
+
+if TYPE_CHECKING:  # see setup
+    from ..config import FitConfig
 
 log = logging.getLogger("purestep")
 
@@ -76,14 +77,13 @@ def fit(
 
     Example:
         >>> import torch, purestep as ps
-        >>> net = torch.nn.Linear(2, 1)
-        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
         >>> batch = (torch.ones(4, 2), torch.ones(4, 1))
         >>> result = ps.fit(program.init(), {"train": [batch] * 5, "val": [batch]}, program, epochs=3, progress=False)
         >>> result.epochs, result.stop_reason, len(result.history["val_loss"])
         (3, 'epochs', 3)
     """
-    resolved = config_.resolve(config, fields)
+    resolved = setup.settings(config, fields)
     ready = setup.checked_program(program)
     state = setup.placed(entry.checked_state(init_state), resolved.device)
     with ExitStack() as stack:

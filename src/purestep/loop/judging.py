@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import stopping
-from ..config import FitConfig
 from ..errors import ConfigError
 from .record import Cell, Record
+
+if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
+    from ..config import FitConfig
 
 
 class Judge(NamedTuple):

@@ -6,14 +6,16 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import data
-from ..config import FitConfig
 from ..errors import ConfigError, NotFound
 from ..snapshot import Snapshot, Snapshots
 from ..types import Tree
 from .record import Record, from_json
+
+if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
+    from ..config import FitConfig
 
 log = logging.getLogger("purestep")
 

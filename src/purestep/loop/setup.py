@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import config as config_
 from .. import data, rng, sinks, tree
-from ..config import FitConfig
 from ..errors import ConfigError, DataError, StateError
 from ..snapshot import Snapshots
 from ..types import Empty, Program, TrainState, Tree
 from .alone import check_alone
 from .entry import is_key
+
+if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
+    from ..config import FitConfig
 
 log = logging.getLogger("purestep")
 
@@ -32,6 +33,13 @@ class Feeds(NamedTuple):
         """Stop workers."""
         for feed in (self.train, *self.evaluation.values()):
             feed.close()
+
+
+def settings(config: object, fields: Mapping[str, Any]) -> FitConfig:
+    """`config.resolve`."""
+    from .. import config as config_  # late, see above
+
+    return config_.resolve(config, fields)
 
 
 def checked_program(program: Any) -> Program:
@@ -107,6 +115,8 @@ def _limited(name: str, loader: Any, config: FitConfig, seed: int) -> data.Feed:
 
 
 def _share(amount: int | float, feed: data.Feed) -> int:
+    from .. import config as config_  # late, see above
+
     found = config_.count_batches(amount, feed.length, loader=feed.name)
     if found is None:
         raise DataError("has no length", where=feed.name, hint="overfit_batches=10, a number of batches")
