@@ -55,14 +55,19 @@ def setting(number: int) -> Setting:
     drawn = random.Random(f"resuming {number}")
     workers = 2 * (number % 2)
     patience = {"epochs": 4, "monitor": "lr", "mode": "min", "early_stopping": 2}  # the rate rises: no improvement
+    kind = LOADERS[number // 2 % 4]
+    inside = {
+        "epochs": 3,
+        "evaluate_every": 1 if kind == "stream" else 0.3,
+    }  # no share of a stream
     return Setting(
-        loader=LOADERS[number // 2 % 4],
+        loader=kind,
         workers=workers,
         persistent=bool(workers and number // 8 % 2),
         shuffle=bool(number // 16 % 2),
         drop_last=bool(number // 32 % 2),
         prefetch=drawn.choice((None, 1, 4)) if workers else None,
-        fields=drawn.choice(({"epochs": 3}, {"epochs": 3, "evaluate_every": 0.3}, patience)),
+        fields=drawn.choice(({"epochs": 3}, inside, patience)),
         every_steps=drawn.choice((None, 1, 2)),
         places=tuple(drawn.sample(PLACES, 3)),
         endings=tuple(drawn.choice(ENDINGS) for _ in range(3)),

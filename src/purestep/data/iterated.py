@@ -161,7 +161,12 @@ class StatefulFeed(Feed):
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         if start and start == self.length:
-            return  # the state is that of an end: it is loaded where the next epoch begins
+            # The state is that of an end: it is loaded where the next epoch begins, and may be asked for before.
+            if self._restored is not None:
+                ended = position.decode(self._restored)
+                self._keep(epoch, start, ended)
+                self._keep(epoch + 1, 0, ended)
+            return
         state = self._load(epoch, start)
         seed = mix(self._seed, "order", epoch)
         # A loader whose restored state is that of an end may have to run out before it begins anew.
