@@ -27,7 +27,7 @@ from purestep import events, metrics, optim, schedules
 from purestep.types import Program
 
 TRIALS = 64
-REPRESENTATIVE = (0, 6, 13, 23, 27, 42)  # both numbers of workers, all loaders, every place and ending
+REPRESENTATIVE = (0, 6, 13, 20, 27, 42)  # both numbers of workers, all loaders, every place and ending
 ITEMS, SIZE = 26, 4
 
 LOADERS = ("items", "augmented", "own state", "stream")
