@@ -18,7 +18,7 @@ from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture as capture_
 from . import live as live_
 from .contract import checked, same_structure
-from .graphs import Graph, Graphs, Options, kinds, same_kinds, without_text
+from .graphs import Graph, Graphs, Options, kinds, resolved, same_kinds, without_text
 from .replay import Replays
 
 _UNMARKED: dict[int, tuple[type[Accum], ...]] = {count: (Accum,) * count for count in range(64)}
@@ -211,7 +211,7 @@ class CompiledStep:
         keys = {id(part.key) for part in parts}
         positions = [index for index, leaf in enumerate(old) if id(leaf) not in keys]
         leaves, treedef = batch_leaves(batch)
-        inputs = [old[index] for index in positions]
+        inputs = [resolved(old[index]) for index in positions]
         key = (state_def, phase, treedef, kinds(inputs))
 
         def build() -> Callable[..., Any]:
@@ -273,9 +273,9 @@ def batch_leaves(batch: tuple[Any, ...]) -> tuple[list[Any], tree.TreeDef]:
     """The tensors of a batch as a graph takes them, and its structure."""
     leaves, treedef = tree.flatten(batch)
     if all(type(leaf) is Tensor for leaf in leaves):
-        return leaves, treedef
+        return [resolved(leaf) for leaf in leaves], treedef
     leaves, treedef = tree.flatten(tree.dicts(batch))
-    return without_text(leaves), treedef
+    return without_text([resolved(leaf) for leaf in leaves]), treedef
 
 
 def _seeded(draws: bool, host: live_.Host | None, device: torch.device) -> Any:
