@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -247,6 +248,47 @@ def test_what_no_graph_can_hold_is_named() -> None:
     step = compiled(lambda state, batch: (state, {}))
     with pytest.raises(StepContractError, match="a ndarray in the batch"):
         step({"w": torch.zeros(2)}, np.ones(3))
+
+
+def test_one_memory_of_two_leaves_is_not_taken_over_for_both() -> None:
+    def step(state: Any, batch: Tensor) -> tuple[Any, Any]:
+        return {
+            "w": state["w"] + batch,
+            "target": 0.9 * state["target"] + 0.1 * state["w"],
+            "e": state["e"] + batch,
+        }, {}
+
+    weights, given = torch.ones(3), [torch.arange(3.0)] * 2
+    expected = one_by_one(step, {"w": weights, "target": weights, "e": torch.zeros(1).expand(3)}, given)
+    state = {"w": weights, "target": weights, "e": torch.zeros(1).expand(3)}
+    assert_trees_close(one_by_one(compiled(step, donate="init"), state, given), expected, exact=True)
+
+
+def test_frozen_weights_that_a_step_of_ones_own_writes_are_not_the_callers() -> None:
+    net = tiny_mlp()
+    next(net.parameters()).requires_grad_(False)
+    program = ps.program(net, ps.supervised(CRITERION), optim.sgd(0.1))
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        new, metrics = program.train_step(state, batch)
+        return new._replace(frozen={name: value / 2 for name, value in new.frozen.items()}), metrics
+
+    state = program.init()
+    before, expected = ps.clone(state), one_by_one(step, state, batches(2))
+    assert_trees_close(one_by_one(compiled(step, donate=True), state, batches(2)), expected, exact=True)
+    assert_trees_close(state, before, exact=True)
+
+
+def test_threads_that_compile_wait_for_each_other() -> None:
+    program, given = mlp(), batches(3)
+    expected = one_by_one(program.train_step, program.init(), given)
+
+    def run(_: int) -> Any:
+        return one_by_one(compiled(program.train_step, donate=True), program.init(), given)
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(run, range(4)):
+            assert_trees_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,6 +29,10 @@ class Graph(NamedTuple):
 
     run: Callable[[list[Tensor], list[Any]], Any]
     draws: bool
+
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Tracing patches torch and swaps tensors in the module: two threads at it spoil both, and what is traced after."""
 
 
 class Graphs:
@@ -57,7 +62,11 @@ class Graphs:
             build: makes the function to compile.
         """
         exact = (structure, kinds(leaves))
-        return self._exact.get(exact) or self._found(exact, leaves, tensors, build)
+        known = self._exact.get(exact)
+        if known is not None:
+            return known
+        with _ONE_AT_A_TIME:
+            return self._exact.get(exact) or self._found(exact, leaves, tensors, build)
 
     def _found(self, exact: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]) -> Graph:
         ranks = tuple((x.dtype, x.device, x.dim()) if isinstance(x, Tensor) else _constant(x) for x in leaves)

@@ -146,13 +146,15 @@ def states(state: Tree) -> list[TrainState]:
 class Store:
     """Static buffers, the named tree over them, and the generation."""
 
-    def __init__(self, state: Tree, layout: packed_.Layout | None, *, adopt: bool = False) -> None:
+    def __init__(self, state: Tree, layout: packed_.Layout | None, *, adopt: bool = False, frozen: bool = True) -> None:
         self.layout = layout
         packed = state if layout is None else packed_.pack(layout, state)
         assert packed is not None
         self.slots = place(packed)
         leaves = tree.leaves(packed)
-        given = set[int]() if adopt else {id(leaf) for leaf in tree.leaves(state)} - _frozen(packed)
+        given = _shared(leaves) if adopt else {id(leaf) for leaf in tree.leaves(state)}
+        if frozen:
+            given -= _frozen(packed)
         self.buffers = self._fill(leaves, copied=given)
         keys = [found.key.clone() for found in states(packed)]
         whole = tree.unflatten(self.slots.treedef, self.slots.gather(self.buffers, keys))
@@ -194,8 +196,20 @@ class Store:
 _KINDS = ("int64", "float32", "own", "key")
 
 
+def _shared(leaves: list[Tensor]) -> set[int]:
+    """Leaves that cannot be written where they are: a target network may start as the very weights."""
+    found, taken = set[int](), set[int]()
+    for leaf in leaves:
+        memory = leaf.untyped_storage().data_ptr()
+        expanded = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
+        if memory in taken or expanded:
+            found.add(id(leaf))
+        taken.add(memory)
+    return found
+
+
 def _frozen(state: Tree) -> set[int]:
-    # Never written, so the caller's tensors serve as they are: a frozen backbone is not held twice.
+    # Never written by a program's step, so the caller's tensors serve as they are: a frozen backbone is not held twice.
     return {id(value) for found in states(state) for value in found.frozen.values()}
 
 

@@ -140,7 +140,9 @@ class CompiledStep:
         """Copy a plain state into buffers of its own."""
         live_.check_alive(state)
         given = live_.plain(state)
-        return self._share_slots(live_.Store(given, self._layout(given), adopt=self.donate == "init"))
+        # A step of one's own may write what a program's never does.
+        own, adopt = self.static is None, self.donate == "init"
+        return self._share_slots(live_.Store(given, self._layout(given), adopt=adopt, frozen=not own))
 
     def _share_slots(self, store: live_.Store) -> live_.Store:
         # Stores of one structure share their slots object, whose identity is the key of the graphs.
