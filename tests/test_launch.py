@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
@@ -141,6 +143,152 @@ def test_a_step_that_stops_half_way_leaves_no_state_to_read() -> None:
         step(state, batch)
     with pytest.raises(StateError, match="donated at step 2"):
         _ = state.params
+
+
+# --- what native code must not see through ----------------------------------------------------------------------------
+
+
+def shifted(state: dict[str, Tensor], batch: Tensor) -> tuple[Any, Any]:
+    new = {
+        "a": state["b"],
+        "b": state["a"],
+        "m": state["n"].t(),
+        "n": state["m"].t(),
+        "now": state["now"] * state["rate"] + batch,
+        "prev": state["now"],
+        "rate": state["rate"] / 2,
+    }
+    return new, {"rate": ps.Mean(state["rate"], state["now"][1]), "first": ps.Mean(state["a"][0], state["m"][0, 1])}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("capture", ["trace", "dynamo"])
+def test_leaves_moved_in_place_and_shown_are_those_of_before(capture: str) -> None:
+    state = {name: torch.randn(3) for name in ("a", "b", "now", "prev")}
+    state |= {"m": torch.randn(3, 3), "n": torch.randn(3, 3), "rate": torch.ones(())}
+    if capture == "dynamo":  # which does not tell a view of a leaf from a new tensor
+        del state["m"], state["n"]
+
+    def step(given: Any, batch: Tensor) -> tuple[Any, Any]:
+        square = torch.zeros(3, 3)
+        new, metrics = shifted({"m": square, "n": square} | given, batch)
+        return {name: new[name] for name in given}, metrics
+
+    given = [torch.full((3,), float(number)) for number in range(4)]
+    expected = one_by_one(step, state, given)
+    found = one_by_one(ps.compile_step(step, donate=True, capture=capture), state, given)
+    assert_trees_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.compile
+def test_the_scale_that_a_step_tells_is_the_one_it_used() -> None:
+    program = ps.program(
+        tiny_mlp(), ps.supervised(CRITERION), optim.sgd(0.1), precision="16-mixed", scaler=ps.scaler.dynamic(2.0**40)
+    )
+    _, expected = one_by_one(program.train_step, program.init(), batches(2))
+    _, found = one_by_one(ps.compile_step(program.train_step, donate=True), program.init(), batches(2))
+    assert float(expected[0]["scale"]) != float(expected[1]["scale"])
+    assert [float(metrics["scale"]) for metrics in found] == [float(metrics["scale"]) for metrics in expected]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", [False, True])
+def test_numbers_that_are_equal_and_not_the_same_have_graphs_of_their_own(donate: bool) -> None:
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        x, number = batch
+        halved = x * number // 2 if isinstance(number, int) else torch.copysign(x * 1.0, torch.full((3,), number))
+        return {"w": state["w"] + halved.sum()}, {}
+
+    given = [(torch.tensor([1, 3, 5]), number) for number in (1, 1.0, 0.0, -0.0, True, 1)]
+    expected = one_by_one(step, {"w": torch.zeros(2)}, given)
+    found = one_by_one(compiled(step, donate=donate), {"w": torch.zeros(2)}, given)
+    assert_trees_close(found, expected, exact=True)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_negative_that_is_put_off_is_seen(donate: bool) -> None:
+    def step(state: Any, batch: Tensor) -> tuple[Any, Any]:
+        return {"w": state["w"] + batch.sum()}, {}
+
+    wave = torch.complex(torch.arange(3.0), torch.arange(1.0, 4.0))
+    given = [wave.imag, wave.conj().imag]
+    assert given[1].is_neg()
+    expected = one_by_one(step, {"w": torch.zeros(2)}, given)
+    found = one_by_one(ps.compile_step(step, donate=donate), {"w": torch.zeros(2)}, given)
+    assert_trees_close(found, expected, exact=True)
+
+
+class Picking(nn.Module):
+    """Multiplies with single numbers of what it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        return hidden * hidden[3, 1] + hidden * x.sin()[2, 3] + hidden * x.t().contiguous().view(-1)[5]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("around", [False, True])
+def test_one_number_of_a_tensor_is_that_number(around: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if around:
+        monkeypatch.setattr(native, "suits", lambda *_: False)
+    torch.manual_seed(0)
+    program = ps.program(Picking(), ps.supervised(CRITERION), optim.sgd(0.1))
+    given = [(torch.randn(16, 8), torch.randint(0, 3, (16,))) for _ in range(2)]
+    expected = one_by_one(program.train_step, program.init(), given)
+    found = one_by_one(ps.compile_step(program.train_step, donate=True), program.init(), given)
+    assert_trees_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_no_graph_can_hold_is_named() -> None:
+    step = compiled(lambda state, batch: (state, {}))
+    with pytest.raises(StepContractError, match="a ndarray in the batch"):
+        step({"w": torch.zeros(2)}, np.ones(3))
+
+
+def test_one_memory_of_two_leaves_is_not_taken_over_for_both() -> None:
+    def step(state: Any, batch: Tensor) -> tuple[Any, Any]:
+        return {
+            "w": state["w"] + batch,
+            "target": 0.9 * state["target"] + 0.1 * state["w"],
+            "e": state["e"] + batch,
+        }, {}
+
+    weights, given = torch.ones(3), [torch.arange(3.0)] * 2
+    expected = one_by_one(step, {"w": weights, "target": weights, "e": torch.zeros(1).expand(3)}, given)
+    state = {"w": weights, "target": weights, "e": torch.zeros(1).expand(3)}
+    assert_trees_close(one_by_one(compiled(step, donate="init"), state, given), expected, exact=True)
+
+
+def test_frozen_weights_that_a_step_of_ones_own_writes_are_not_the_callers() -> None:
+    net = tiny_mlp()
+    next(net.parameters()).requires_grad_(False)
+    program = ps.program(net, ps.supervised(CRITERION), optim.sgd(0.1))
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        new, metrics = program.train_step(state, batch)
+        return new._replace(frozen={name: value / 2 for name, value in new.frozen.items()}), metrics
+
+    state = program.init()
+    before, expected = ps.clone(state), one_by_one(step, state, batches(2))
+    assert_trees_close(one_by_one(compiled(step, donate=True), state, batches(2)), expected, exact=True)
+    assert_trees_close(state, before, exact=True)
+
+
+def test_threads_that_compile_wait_for_each_other() -> None:
+    program, given = mlp(), batches(3)
+    expected = one_by_one(program.train_step, program.init(), given)
+
+    def run(_: int) -> Any:
+        return one_by_one(compiled(program.train_step, donate=True), program.init(), given)
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(run, range(4)):
+            assert_trees_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def _scalars_apart(graph: GraphModule) -> GraphModule:
     by strides needs memory to look at, so it makes inductor compute the scalar once.
     """
     for node in list(graph.graph.nodes):
-        if node.op != "call_function" or not _is_scalar(node):
+        if not _is_computed(node) or not _is_scalar(node):
             continue
         readers = [user for user in node.users if isinstance(user.meta.get("val"), Tensor) and not _is_scalar(user)]
         if not readers:
@@ -116,6 +116,11 @@ def _scalars_apart(graph: GraphModule) -> GraphModule:
             reader.replace_input_with(node, apart)
     graph.recompile()
     return graph
+
+
+def _is_computed(node: Any) -> bool:
+    """Whether a node makes memory of its own: a view has it already, at an offset that a second view would lose."""
+    return isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view
 
 
 def _is_scalar(node: Any) -> bool:

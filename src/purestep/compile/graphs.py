@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,6 +29,10 @@ class Graph(NamedTuple):
 
     run: Callable[[list[Tensor], list[Any]], Any]
     draws: bool
+
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Tracing patches torch and swaps tensors in the module: two threads at it spoil both, and what is traced after."""
 
 
 class Graphs:
@@ -57,10 +62,14 @@ class Graphs:
             build: makes the function to compile.
         """
         exact = (structure, kinds(leaves))
-        return self._exact.get(exact) or self._found(exact, leaves, tensors, build)
+        known = self._exact.get(exact)
+        if known is not None:
+            return known
+        with _ONE_AT_A_TIME:
+            return self._exact.get(exact) or self._found(exact, leaves, tensors, build)
 
     def _found(self, exact: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]) -> Graph:
-        ranks = tuple((x.dtype, x.device, x.dim()) if isinstance(x, Tensor) else x for x in leaves)
+        ranks = tuple((x.dtype, x.device, x.dim()) if isinstance(x, Tensor) else _constant(x) for x in leaves)
         family = (exact[0], ranks)
         general = self._sizes.get(family)
         if general is not None:
@@ -190,15 +199,35 @@ def without_text(leaves: list[Any]) -> list[Any]:
     return leaves
 
 
+def resolved(leaf: Any) -> Any:
+    """The leaf with a conjugation or negation that torch has put off: compiled code reads memory as it is."""
+    return leaf.resolve_conj().resolve_neg() if isinstance(leaf, Tensor) else leaf
+
+
 def kinds(leaves: list[Any]) -> tuple[Any, ...]:
     """What a compiled graph depends on: layout, dtype and device of tensors, the value of anything else."""
-    return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves)
+    return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else _constant(x) for x in leaves)
+
+
+def _constant(value: Any) -> Any:
+    """What tells one value from another: 1, 1.0 and True are equal, as are 0.0 and -0.0, and give other results."""
+    if isinstance(value, float | complex):
+        return type(value), repr(value)
+    try:
+        hash(value)
+    except TypeError as error:
+        raise StepContractError(
+            f"a {type(value).__name__} in the batch, which no compiled graph can hold",
+            where="batch",
+            hint="tensors: torch.as_tensor(array), or ps.to_device(batch, state)",
+        ) from error
+    return type(value), value
 
 
 def same_kinds(known: tuple[Any, ...], leaves: list[Any]) -> bool:
     """Whether the leaves are tensors of these `kinds`; for every step, hence no tuple made to compare."""
     for kind, leaf in zip(known, leaves, strict=True):
-        if type(leaf) is not Tensor or type(kind) is not tuple:
+        if type(leaf) is not Tensor or leaf.is_neg() or leaf.is_conj():
             return False
         if leaf.shape != kind[0] or leaf.stride() != kind[1] or leaf.dtype is not kind[2] or leaf.device != kind[3]:
             return False

@@ -73,7 +73,7 @@ class Slots(NamedTuple):
             if kind == "own" and after is not before
         ]
         # A leaf may be another one's old value: all are taken before the first is written.
-        for buffer, after in scalars + [(buffer, apart(after, buffers)) for buffer, after in own]:
+        for buffer, after in scalars + [(buffer, _taken(after, buffers)) for buffer, after in own]:
             buffer.copy_(after)
 
 
@@ -84,6 +84,26 @@ def apart(value: Tensor, buffers: list[Tensor]) -> Tensor:
     memory = StorageWeakRef(value.untyped_storage())
     taken = any(StorageWeakRef(buffer.untyped_storage()) == memory for buffer in buffers)
     return value.clone() if taken else value
+
+
+@torch.library.custom_op("purestep::taken", mutates_args=(), schema="(Tensor value) -> Tensor")
+def _copied(value: Tensor) -> Tensor:
+    """A copy that inductor cannot see through: it drops a clone of an input although that is written before the copy
+    is read."""
+    return value.clone()
+
+
+@_copied.register_fake
+def _(value: Tensor) -> Tensor:
+    return torch.empty_like(value)
+
+
+def _taken(value: Tensor, buffers: list[Tensor]) -> Tensor:
+    """The value as it is before any buffer is written."""
+    if any(value is buffer for buffer in buffers):
+        return _copied(value)
+    held = apart(value, buffers)
+    return held if held is value or torch.compiler.is_compiling() else _copied(value)
 
 
 def place(packed: Tree) -> Slots:
@@ -126,13 +146,15 @@ def states(state: Tree) -> list[TrainState]:
 class Store:
     """Static buffers, the named tree over them, and the generation."""
 
-    def __init__(self, state: Tree, layout: packed_.Layout | None, *, adopt: bool = False) -> None:
+    def __init__(self, state: Tree, layout: packed_.Layout | None, *, adopt: bool = False, frozen: bool = True) -> None:
         self.layout = layout
         packed = state if layout is None else packed_.pack(layout, state)
         assert packed is not None
         self.slots = place(packed)
         leaves = tree.leaves(packed)
-        given = set[int]() if adopt else {id(leaf) for leaf in tree.leaves(state)} - _frozen(packed)
+        given = _shared(leaves) if adopt else {id(leaf) for leaf in tree.leaves(state)}
+        if frozen:
+            given -= _frozen(packed)
         self.buffers = self._fill(leaves, copied=given)
         keys = [found.key.clone() for found in states(packed)]
         whole = tree.unflatten(self.slots.treedef, self.slots.gather(self.buffers, keys))
@@ -149,7 +171,7 @@ class Store:
             kind: [x for x, (k, _) in zip(leaves, self.slots.places, strict=True) if k == kind] for kind in _KINDS
         }
         device = next((x.device for x in leaves if x.device.type != "cpu"), torch.device("cpu"))
-        own = [x.detach().clone() if id(x) in copied else x for x in chosen["own"]]
+        own = [x.detach().resolve_conj().clone() if id(x) in copied else x for x in chosen["own"]]
         return [
             torch.stack(chosen["int64"]) if chosen["int64"] else torch.zeros(0, dtype=torch.int64, device=device),
             torch.stack(chosen["float32"]) if chosen["float32"] else torch.zeros(0, device=device),
@@ -174,8 +196,20 @@ class Store:
 _KINDS = ("int64", "float32", "own", "key")
 
 
+def _shared(leaves: list[Tensor]) -> set[int]:
+    """Leaves that cannot be written where they are: a target network may start as the very weights."""
+    found, taken = set[int](), set[int]()
+    for leaf in leaves:
+        memory = leaf.untyped_storage().data_ptr()
+        expanded = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
+        if memory in taken or expanded:
+            found.add(id(leaf))
+        taken.add(memory)
+    return found
+
+
 def _frozen(state: Tree) -> set[int]:
-    # Never written, so the caller's tensors serve as they are: a frozen backbone is not held twice.
+    # Never written by a program's step, so the caller's tensors serve as they are: a frozen backbone is not held twice.
     return {id(value) for found in states(state) for value in found.frozen.values()}
 
 

@@ -62,10 +62,10 @@ def compiled(
         with mode:
             graph = _traced(function, fakes)
             if not _is_functional(graph):
-                graph = _traced(torch.func.functionalize(graph, remove="mutations_and_views"), fakes)
+                graph = _traced(torch.func.functionalize(graph, remove="mutations"), fakes)
         if not _is_functional(graph):
             raise NotFunctional
-        graph = finish(graph)
+        graph = finish(_writing_last(graph))
         alone = _work(graph) < _ALONE
         with config.patch({"cpp.threads": 1} if alone and "cpp.threads" not in (options or {}) else {}):
             run = _lowered(graph, fakes, mode)
@@ -98,6 +98,16 @@ def _is_functional(graph: GraphModule) -> bool:
                 return False
             written |= {node, node.args[0]}
     return True
+
+
+def _writing_last(graph: GraphModule) -> GraphModule:
+    """The graph with every write at its end: inductor reads a view, or what it takes for one, where it is used."""
+    output = _output(graph)
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and node.target is torch.ops.aten.copy_.default:
+            output.prepend(node)
+    graph.recompile()
+    return graph
 
 
 def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:

@@ -18,7 +18,7 @@ from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture as capture_
 from . import live as live_
 from .contract import checked, same_structure
-from .graphs import Graph, Graphs, Options, kinds, same_kinds, without_text
+from .graphs import Graph, Graphs, Options, kinds, resolved, same_kinds, without_text
 from .replay import Replays
 
 _UNMARKED: dict[int, tuple[type[Accum], ...]] = {count: (Accum,) * count for count in range(64)}
@@ -142,7 +142,9 @@ class CompiledStep:
         """Copy a plain state into buffers of its own."""
         live_.check_alive(state)
         given = live_.plain(state)
-        return self._share_slots(live_.Store(given, self._layout(given), adopt=self.donate == "init"))
+        # A step of one's own may write what a program's never does.
+        own, adopt = self.static is None, self.donate == "init"
+        return self._share_slots(live_.Store(given, self._layout(given), adopt=adopt, frozen=not own))
 
     def _share_slots(self, store: live_.Store) -> live_.Store:
         # Stores of one structure share their slots object, whose identity is the key of the graphs.
@@ -213,7 +215,7 @@ class CompiledStep:
         keys = {id(part.key) for part in parts}
         positions = [index for index, leaf in enumerate(old) if id(leaf) not in keys]
         leaves, treedef = batch_leaves(batch)
-        inputs = [old[index] for index in positions]
+        inputs = [resolved(old[index]) for index in positions]
         key = (state_def, phase, treedef, kinds(inputs))
 
         def build() -> Callable[..., Any]:
@@ -275,9 +277,9 @@ def batch_leaves(batch: tuple[Any, ...]) -> tuple[list[Any], tree.TreeDef]:
     """The tensors of a batch as a graph takes them, and its structure."""
     leaves, treedef = tree.flatten(batch)
     if all(type(leaf) is Tensor for leaf in leaves):
-        return leaves, treedef
+        return [resolved(leaf) for leaf in leaves], treedef
     leaves, treedef = tree.flatten(tree.dicts(batch))
-    return without_text(leaves), treedef
+    return without_text([resolved(leaf) for leaf in leaves]), treedef
 
 
 def _seeded(draws: bool, host: live_.Host | None, device: torch.device) -> Any:
