@@ -43,7 +43,7 @@ AIMS = {
     "told by the next step, earlier snapshots untouched, goes on once there is space",
     "racing": "races of two processes for one directory: exactly one wins, the other is told in less than 1 s",
     "planting": "hostile directories: no code run, no byte outside",
-    "leaking": "a run of 1,000 steps, 50 save/restore, 20 fit calls: less than 1 KiB a step, "
+    "leaking": "run of 1,000 steps, 50 save/restore, 20 fit calls: less than 1 KiB a step, "
     "0 processes, 0 descriptors, handlers as before",
 }
 PACKAGES = ("torch", "numpy", "orbax-checkpoint", "jax", "tensorstore")
