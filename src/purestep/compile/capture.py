@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import types
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,12 @@ _HERE = __file__.rpartition("compile")[0]
 
 class DataDependent(StepContractError):
     """The step looks at the value of a tensor, which a trace does not have."""
+
+
+def alone() -> AbstractContextManager[Any]:
+    """One thread at a time: tracing patches torch and swaps tensors in the module, so that two spoil each other's
+    graphs and whatever is traced after. The lock is Dynamo's own."""
+    return importlib.import_module("torch._dynamo.convert_frame").compile_lock
 
 
 def trace(
@@ -120,7 +127,7 @@ def _scalars_apart(graph: GraphModule) -> GraphModule:
 
 def _is_computed(node: Any) -> bool:
     """Whether a node makes memory of its own: a view has it already, at an offset that a second view would lose."""
-    return isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view
+    return not getattr(node.target, "is_view", True)  # getitem, which has none, takes one view of several
 
 
 def _is_scalar(node: Any) -> bool:

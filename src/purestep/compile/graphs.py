@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,10 +28,6 @@ class Graph(NamedTuple):
 
     run: Callable[[list[Tensor], list[Any]], Any]
     draws: bool
-
-
-_ONE_AT_A_TIME = threading.RLock()
-"""Tracing patches torch and swaps tensors in the module: two threads at it spoil both, and what is traced after."""
 
 
 class Graphs:
@@ -65,7 +60,7 @@ class Graphs:
         known = self._exact.get(exact)
         if known is not None:
             return known
-        with _ONE_AT_A_TIME:
+        with capture_.alone():
             return self._exact.get(exact) or self._found(exact, leaves, tensors, build)
 
     def _found(self, exact: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]) -> Graph:
@@ -126,7 +121,11 @@ class Graphs:
             broken = isinstance(error, PurestepError) and not isinstance(error, capture_.DataDependent)
             if broken or self.options.capture == "trace":
                 raise
-            return Graph(_or_raise(self._dynamo(core).run, error), draws=True)
+            graph = Graph(_or_raise(self._dynamo(core).run, error), draws=True)
+            # What is wrong with the batch shows now, on copies: the state that went in lives on.
+            with rng.scoped(0):
+                graph.run([tensor.clone() for tensor in tensors], leaves)
+            return graph
         return Graph(_caller(run, where, len(leaves), *found), draws)
 
     def _dynamo(self, core: Any) -> Graph:
