@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import purestep as ps
 from purestep import events
+from purestep.compile import graphs
 from purestep.data import feed as feed_
 from purestep.data import indexed, open_feed, workers
 from purestep.errors import DataError, Mismatch
@@ -366,6 +367,11 @@ def test_row_34_a_ragged_last_batch_is_one_more_graph() -> None:
     result = fit(program.init(), loader, program, epochs=3, compile=False)
     assert int(result.state.updates) == 9
     assert program.train_step.graphs <= 2
+
+
+def test_row_34_fails_where_every_call_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "kinds", lambda leaves: object())
+    fails(test_row_34_a_ragged_last_batch_is_one_more_graph)
 
 
 def test_row_34_fails_where_every_batch_counts_alike(monkeypatch: pytest.MonkeyPatch) -> None:

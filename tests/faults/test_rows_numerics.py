@@ -63,6 +63,16 @@ def test_row_37_at_the_smallest_scale_it_is_an_error() -> None:
     assert int(error.result.state.updates) == 2  # type: ignore[attr-defined]
 
 
+def test_row_37_fails_where_no_scale_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = scaler.dynamic
+
+    def endless(*scales: float, **options: Any) -> scaler.Scaler:
+        return real(*scales, **options)._replace(exhausted=lambda state, finite: torch.zeros_like(finite))
+
+    monkeypatch.setattr(scaler, "dynamic", endless)
+    fails(test_row_37_at_the_smallest_scale_it_is_an_error)
+
+
 def test_row_37_fails_where_every_norm_is_taken_for_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update.transform, "global_norm", lambda grads: torch.zeros(()))
     fails(test_row_37_fp16_overflow_under_the_scaler)

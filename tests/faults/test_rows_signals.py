@@ -140,6 +140,19 @@ def test_row_23_terminated_in_the_first_compile(tmp_path: Path) -> None:
     assert (Snapshots(tmp_path, writer=False).latest() or 0) == int(caught.value.result.state.step)
 
 
+@pytest.mark.parametrize(
+    "test",
+    [
+        lambda folder: test_row_23_terminated_in_a_callback(events.StepEnd, folder),
+        test_row_23_terminated_in_the_first_compile,
+    ],
+    ids=["in a callback", "in the first compile"],
+)
+def test_row_23_fails_where_nobody_heeds_the_signal(test: Callable[[Path], None], tmp_path: Path) -> None:
+    with fails_without("purestep.signals.Signals._handle"):
+        test(tmp_path)
+
+
 # --- 24, 25: no time left, Ctrl-C -------------------------------------------------------------------------------------
 
 
