@@ -77,6 +77,7 @@ def whole(loader: Any) -> Any:
 
 
 @pytest.mark.row("F27")
+@pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")  # torchdata's own
 @pytest.mark.parametrize("number", resuming.REPRESENTATIVE)
 def test_row_27_resumed_again_and_again(number: int, tmp_path: Path) -> None:
     assert resuming.trial(number, tmp_path) is None
