@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import packed as packed_
@@ -86,7 +86,7 @@ def apart(value: Tensor, buffers: list[Tensor]) -> Tensor:
     return value.clone() if taken else value
 
 
-@torch.library.custom_op("purestep::taken", mutates_args=(), schema="(Tensor value) -> Tensor")
+@library.custom_op("purestep::taken", mutates_args=(), schema="(Tensor value) -> Tensor")
 def _copied(value: Tensor) -> Tensor:
     """A copy that inductor cannot see through: it drops a clone of an input although that is written before the copy
     is read."""
