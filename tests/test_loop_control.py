@@ -8,12 +8,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from faults.runs import Told, at, batches, fit, mlp, poisoned
 from helpers import assert_trees_close, tiny_mlp, vector_batch
 from torch import Tensor, nn
 
@@ -24,37 +24,6 @@ from purestep.signals import Preempted
 from purestep.types import Mean, Program, TrainState
 
 CRITERION = nn.CrossEntropyLoss()
-fit = partial(ps.fit, progress=False)
-
-
-def mlp(tx: optim.Transform | None = None, **options: Any) -> Program:
-    return ps.program(tiny_mlp(), ps.supervised(CRITERION), tx or optim.sgd(0.1, momentum=0.9), **options)
-
-
-def batches(count: int, rows: int = 8) -> list[Any]:
-    return [vector_batch(rows, seed) for seed in range(count)]
-
-
-def poisoned(count: int, *where: int) -> list[Any]:
-    """Batches of which some have an input that is not finite."""
-    found = batches(count)
-    for index in where:
-        found[index] = (found[index][0] * torch.nan, found[index][1])
-    return found
-
-
-def at(kind: type, number: int, act: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A callback that does something at the n-th event of a kind, from 1."""
-    seen = 0
-
-    def callback(event: Any) -> Any:
-        nonlocal seen
-        if not isinstance(event, kind):
-            return None
-        seen += 1
-        return act(event) if seen == number else None
-
-    return callback
 
 
 def scripted(values: list[float]) -> Program:
@@ -188,22 +157,6 @@ def test_anything_else_that_a_callback_returns_is_an_error(answer: str) -> None:
     program = mlp()
     with pytest.raises(StateError, match=r"a callback returned a .* that is no state of this run.*ps.Stop\(reason\)"):
         fit(program.init(), batches(2), program, epochs=1, callbacks=[at(events.StepEnd, 1, WRONG[answer])])
-
-
-class Told:
-    """A sink that knows how it was treated."""
-
-    foreground = True
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-        self.closed = 0
-
-    def __call__(self, event: Any) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        self.closed += 1
 
 
 def test_callbacks_hear_the_end_whatever_it_was() -> None:

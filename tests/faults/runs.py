@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from helpers import assert_trees_close, tiny_mlp, vector_batch
 from torch import nn
 
@@ -28,6 +29,30 @@ def mlp(tx: optim.Transform | None = None, objective: Any = None, **options: Any
 
 def batches(count: int, rows: int = 8) -> list[Any]:
     return [vector_batch(rows, seed) for seed in range(count)]
+
+
+def poisoned(count: int, *where: int) -> list[Any]:
+    """Batches of which some have an input that is not finite."""
+    found = batches(count)
+    for index in where:
+        found[index] = (found[index][0] * torch.nan, found[index][1])
+    return found
+
+
+class Told:
+    """A sink that knows how it was treated."""
+
+    foreground = True
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.closed = 0
+
+    def __call__(self, event: Any) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.closed += 1
 
 
 def refused(kind: type[PurestepError], match: str, run: Callable[[], Any]) -> PurestepError:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults.runs import FIT, at, batches, fails, fit, mlp, same
+from faults.runs import FIT, Told, at, batches, fails, fit, mlp, same
 from torch import Tensor
 
 import purestep as ps
@@ -127,22 +127,6 @@ def test_row_53_fails_where_a_sink_is_called_as_it_is(
 
 
 # --- row 54 -----------------------------------------------------------------------------------------------------------
-
-
-class Told:
-    """A sink that knows how it was treated."""
-
-    foreground = True
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-        self.closed = 0
-
-    def __call__(self, event: Any) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        self.closed += 1
 
 
 # The hook, the n-th time it is called, and the calls of the step that are saved.

@@ -7,12 +7,12 @@ import logging
 import math
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from faults.runs import batches, fit, mlp, poisoned
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,23 +24,6 @@ from purestep.types import Program, TrainState
 
 CRITERION = nn.CrossEntropyLoss()
 AOT = {"backend": "aot_eager"}
-fit = partial(ps.fit, progress=False)
-
-
-def mlp(tx: optim.Transform | None = None, **options: Any) -> Program:
-    return ps.program(tiny_mlp(), ps.supervised(CRITERION), tx or optim.sgd(0.1, momentum=0.9), **options)
-
-
-def batches(count: int, rows: int = 8) -> list[Any]:
-    return [vector_batch(rows, seed) for seed in range(count)]
-
-
-def poisoned(count: int, *where: int) -> list[Any]:
-    """Batches of which some have an input that is not finite."""
-    found = batches(count)
-    for index in where:
-        found[index] = (found[index][0] * torch.nan, found[index][1])
-    return found
 
 
 # --- the end of a run -------------------------------------------------------------------------------------------------
