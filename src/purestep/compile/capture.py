@@ -7,10 +7,11 @@ the value of a tensor is an error. ``"auto"`` traces, and takes Dynamo where tha
 
 from __future__ import annotations
 
+import gc
 import importlib
 import types
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,10 +34,21 @@ class DataDependent(StepContractError):
     """The step looks at the value of a tensor, which a trace does not have."""
 
 
-def alone() -> AbstractContextManager[Any]:
+@contextmanager
+def alone() -> Generator[None]:
     """One thread at a time: tracing patches torch and swaps tensors in the module, so that two spoil each other's
-    graphs and whatever is traced after. The lock is Dynamo's own."""
-    return importlib.import_module("torch._dynamo.convert_frame").compile_lock
+    graphs and whatever is traced after. The lock is Dynamo's own.
+
+    No garbage is collected inside, loading the compiler included: what is made lives until the end.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        with importlib.import_module("torch._dynamo.convert_frame").compile_lock:
+            yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def trace(

@@ -8,13 +8,14 @@ is left to `standalone_compile`; see `capture.trace`.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from . import kept, toolchain
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -58,7 +59,7 @@ def compiled(
 
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in inputs]
-    with _configured(options), _collected_later():
+    with _configured(options):
         with mode:
             graph = _traced(function, fakes)
             if not _is_functional(graph):
@@ -66,9 +67,14 @@ def compiled(
         if not _is_functional(graph):
             raise NotFunctional
         graph = finish(_writing_last(graph))
-        alone = _work(graph) < _ALONE
-        with config.patch({"cpp.threads": 1} if alone and "cpp.threads" not in (options or {}) else {}):
-            run = _lowered(graph, fakes, mode)
+        work = _work(graph)
+        alone = work < _ALONE
+        with config.patch(_by_size(work) | dict(options or {})):
+            name = kept.name(graph, fakes)
+            run = kept.load(name)
+            if run is None:
+                run = _made(graph, fakes, mode)
+                kept.keep(name, run)
     return (_on_one_thread(run) if alone and not _uses_onednn(graph) else run), graph
 
 
@@ -110,6 +116,15 @@ def _writing_last(graph: GraphModule) -> GraphModule:
     return graph
 
 
+def _made(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
+    from torch._inductor import compile_fx, config
+
+    inductor: Any = compile_fx
+    wrapper = inductor.get_cpp_wrapper_config(log_cudagraph_skip=False) if config.cpp_wrapper else {}
+    with config.patch(wrapper), toolchain.beside():
+        return _lowered(graph, fakes, mode)
+
+
 def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
     from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import TracingContext, tracing
@@ -139,7 +154,7 @@ def _output(graph: GraphModule) -> Any:
 
 @contextmanager
 def _configured(options: Mapping[str, Any] | None) -> Generator[None]:
-    from torch._inductor import compile_fx, config
+    from torch._inductor import config
 
     chosen: dict[str, Any] = {
         "cpp_wrapper": True,
@@ -149,30 +164,25 @@ def _configured(options: Mapping[str, Any] | None) -> Generator[None]:
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         # torch itself runs on these instructions: no need to compile three programs that try them out.
         chosen["cpp.vec_isa_ok"] = True
-    inductor: Any = compile_fx
-    with ExitStack() as stack:
-        stack.enter_context(config.patch(chosen | dict(options or {})))
-        if config.cpp_wrapper:
-            stack.enter_context(config.patch(inductor.get_cpp_wrapper_config(log_cudagraph_skip=False)))
+    with config.patch(chosen | dict(options or {})):
         yield
-
-
-@contextmanager
-def _collected_later() -> Generator[None]:
-    """No garbage collection: compiling makes millions of objects that live until it ends."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 _ALONE = 6e7
 """Operations below which a step is faster on one thread: waking another takes longer than half of the work."""
+
+_LONG = 1e9
+"""Operations above which the code between kernels may be slow: microseconds of a step that takes milliseconds."""
+
+
+def _by_size(work: float) -> dict[str, Any]:
+    """What of inductor's configuration depends on how much there is to do."""
+    if work < _ALONE:
+        return {"cpp.threads": 1}
+    # A second of g++ less; kernels are optimized as always.
+    return {"aot_inductor.compile_wrapper_opt_level": "O0"} if work > _LONG else {}
 
 
 def _work(graph: GraphModule) -> float:

@@ -1,0 +1,194 @@
+"""The C++ compiler on one core while inductor's Python is busy on the other.
+
+Inductor writes all of its C++ first, then compiles the kernels, then the code that calls them, then links. Here headers
+and kernels are compiled as soon as they are known, and what is left at the end at the same time. Only object files are
+made ahead: inductor finds them where it would have put them, and makes itself whatever is missing. So anything that
+goes wrong here, or is named otherwise in another version of torch, costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import importlib
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+_PART = 1 << 16
+"""Characters of kernels that are worth a process of their own, which begins with half a second of headers."""
+
+
+@contextmanager
+def beside() -> Generator[None]:
+    """Whatever inductor compiles inside has its C++ built beside it. Under `capture.alone`: this patches inductor."""
+    codecache: Any = importlib.import_module("torch._inductor.codecache")
+    wrapper: Any = importlib.import_module("torch._inductor.codegen.wrapper")
+    with ExitStack() as stack:
+        with suppress(Exception):  # another torch: nothing is made ahead
+            build = _Build(codecache, stack)
+            stack.enter_context(_replaced(codecache, "_precompile_header", build.header))
+            stack.enter_context(_replaced(codecache, "_worker_compile_cpp", build.objects))
+            stack.enter_context(_replaced(wrapper.PythonWrapperCodegen, "define_kernel", build.kernel))
+            build.start()
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Generator[None]:
+    true = owner.__dict__[name]
+    setattr(owner, name, make(true))
+    try:
+        yield
+    finally:
+        setattr(owner, name, true)
+
+
+class _Build:
+    """What is made ahead for one graph."""
+
+    def __init__(self, codecache: Any, stack: ExitStack) -> None:
+        self._codecache = codecache
+        self._directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=codecache.cache_dir())))
+        cores = len(os.sched_getaffinity(0))
+        self._pool = ThreadPoolExecutor(max(1, cores - 1), thread_name_prefix="purestep-g++")
+        stack.callback(self._pool.shutdown, cancel_futures=True)
+        self._headers: dict[tuple[str, str], Future[str]] = {}
+        self._kernels: list[str] = []  # bodies in the order that inductor has them in
+        self._waiting: list[str] = []  # those that no part has yet
+        self._parts: list[Future[Any]] = []
+        self._ready: Future[Any] = Future()  # options of a kernel's object, headers compiled
+
+    def start(self) -> None:
+        """Ask what instructions there are, and compile the headers, where that has not been done on this machine."""
+        self._compile_header: Any = self._codecache._precompile_header.__wrapped__
+        self._ready = self._submit(self._kernel_options)
+        self._submit(self._wrapper_header)
+
+    def _submit(self, task: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        # Inductor's configuration is kept by context.
+        return self._pool.submit(contextvars.copy_context().run, task, *arguments)
+
+    # --- headers ------------------------------------------------------------------------------------------------------
+
+    def header(self, true: Any) -> Any:
+        def precompiled(header: str, command: str, **options: Any) -> str:
+            with suppress(Exception):
+                return self._headers[header, command].result()
+            return true(header, command, **options)
+
+        precompiled.__wrapped__ = true  # type: ignore[attr-defined]
+        return precompiled
+
+    def _kernel_options(self) -> Any:
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+        options = self._options(vec_isa=pick_vec_isa())
+        options.precompiled_header = self._compiled_header(
+            self._codecache._get_cpp_prefix_header("cpu"), options, vec_isa=pick_vec_isa()
+        )
+        return options
+
+    def _wrapper_header(self) -> None:
+        from torch._inductor.cpu_vec_isa import invalid_vec_isa
+
+        chosen = {"vec_isa": invalid_vec_isa, "min_optimize": True}
+        header = self._codecache.CppWrapperCodeCache._get_uncompiled_header("cpu")
+        self._compiled_header(header, self._options(**chosen), **chosen)
+
+    def _options(self, **chosen: Any) -> Any:
+        from torch._inductor import cpp_builder
+
+        builder: Any = cpp_builder
+        return builder.CppTorchDeviceOptions(compile_only=True, **self._shared(), **chosen)
+
+    def _shared(self) -> dict[str, Any]:
+        flags = self._codecache.CppWrapperCodeCache.cpp_compile_command_flags
+        return {**flags, "device_type": "cpu", "extra_flags": (), "use_relative_path": False}
+
+    def _compiled_header(self, header: str, options: Any, **chosen: Any) -> str:
+        from torch._inductor.cpp_builder import CppBuilder
+
+        command = CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
+        known = self._headers[header, command] = Future[str]()
+        try:
+            known.set_result(self._compile_header(header, command, **self._shared(), **chosen))
+        except Exception as error:
+            known.set_exception(error)
+        return known.result()
+
+    # --- objects ------------------------------------------------------------------------------------------------------
+
+    def kernel(self, true: Any) -> Any:
+        def define(wrapper: Any, name: str, body: str, *rest: Any, **more: Any) -> Any:
+            self._kernels.append(body)
+            self._waiting.append(body)
+            if sum(map(len, self._waiting)) >= _PART:
+                self._hand_over()
+            return true(wrapper, name, body, *rest, **more)
+
+        return define
+
+    def _hand_over(self) -> None:
+        if self._waiting:
+            text, self._waiting = "\n".join(self._waiting), []
+            self._parts.append(self._submit(self._compiled_part, f"part{len(self._parts)}", text))
+
+    def _compiled_part(self, name: str, text: str) -> tuple[str, str]:
+        """The object file, and the command that made it, names left out."""
+        from torch._inductor.cpp_builder import CppBuilder
+
+        source = self._directory / f"{name}.cpp"
+        source.write_text(text)
+        options = self._ready.result()
+        builder = CppBuilder(name=name, sources=str(source), BuildOption=options, output_dir=str(self._directory))
+        builder.build()
+        return builder.get_target_file_path(), _anonymous(builder)
+
+    def objects(self, true: Any) -> Any:
+        def build(lock_path: str, builders: Sequence[Any]) -> None:
+            with suppress(Exception):  # then inductor meets the same error, and says it better
+                if len(builders) == 3:
+                    self._build_objects(lock_path, *builders)
+            true(lock_path, builders)
+
+        return build
+
+    def _build_objects(self, lock_path: str, calls: Any, kernels: Any, whole: Any) -> None:
+        from torch.utils._filelock import FileLock
+
+        with FileLock(lock_path, timeout=self._codecache.LOCK_TIMEOUT):
+            if _exists(whole):
+                return
+            same = not _exists(kernels) and "\n".join(self._kernels).split() == Path(_source(kernels)).read_text().split()
+            if same:
+                self._hand_over()
+            if not _exists(calls):
+                calls.build()
+            if same:
+                self._join(kernels)
+
+    def _join(self, kernels: Any) -> None:
+        objects, commands = zip(*(part.result() for part in self._parts), strict=True)
+        if set(commands) == {_anonymous(kernels)}:
+            target = kernels.get_target_file_path()
+            subprocess.run(["ld", "-r", "-o", f"{target}.joined", *objects], check=True, capture_output=True)
+            os.replace(f"{target}.joined", target)
+
+
+def _exists(builder: Any) -> bool:
+    return Path(builder.get_target_file_path()).exists()
+
+
+def _source(builder: Any) -> str:
+    return next(word for word in shlex.split(builder.get_command_line()) if word.endswith(".cpp"))
+
+
+def _anonymous(builder: Any) -> str:
+    names = (_source(builder), builder.get_target_file_path())
+    return " ".join(word for word in shlex.split(builder.get_command_line()) if word not in names)
