@@ -44,7 +44,12 @@ def alone() -> Generator[None]:
     was_on = gc.isenabled()
     gc.disable()
     try:
-        with importlib.import_module("torch._dynamo.convert_frame").compile_lock:
+        lock = importlib.import_module("torch._dynamo.convert_frame").compile_lock
+        if gc.get_freeze_count() == 0:
+            # What has been loaded is no garbage: straight to the oldest generation, without a look at each object.
+            gc.freeze()
+            gc.unfreeze()
+        with lock:
             yield
     finally:
         if was_on:

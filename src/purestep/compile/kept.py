@@ -1,9 +1,9 @@
 """Native code of earlier runs, found by the graph that it was made from.
 
-Inductor has a cache on disk too, but asks it late: after its passes, a hash of every file of torch, and the C++ headers.
-Here the traced graph itself is the question, and the answer one line in inductor's cache directory: which library, and
-the hash of its bytes. What cannot be told from its text (a constant tensor, an operator that is not torch's, a pass of
-the user's) is not kept here.
+Inductor has a cache on disk too, but asks it late: after loading all of the compiler, running its passes, and hashing
+every file of torch and the C++ headers. Here the traced graph itself is the question, and the answer one line in
+inductor's cache directory: which library, and the hash of its bytes. What cannot be told from its text (a constant
+tensor, an operator of the user's, a pass of the user's) is not kept here.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -32,6 +33,9 @@ Compiled = Callable[[list[Tensor]], Any]
 """``f(tensors) -> tensors``; empties the list it is given"""
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+_NAMESPACES = ("aten", "prims", "purestep")
+"""Operators whose code changes with what `_installed` looks at, and with nothing else."""
 
 
 class Unkept(Exception):
@@ -91,13 +95,16 @@ def _loaded(library: Path, digest: str) -> Compiled:
     codecache: Any = importlib.import_module("torch._inductor.codecache")
     cache = codecache.CppWrapperCodeCache
     entry = getattr(cache._load_library_inner(str(library), f"purestep_{digest}"), cache.entry_function)
-    handles_of = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
-    tensors_of = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
+    handles: Any = importlib.import_module("torch._C._aoti")
+    handles_of, tensors_of = (
+        handles.unsafe_alloc_void_ptrs_from_tensors,
+        handles.alloc_tensors_by_stealing_from_void_ptrs,
+    )
 
     def call(tensors: list[Tensor]) -> Any:
-        handles = handles_of(tensors)
+        pointers = handles_of(tensors)
         tensors.clear()
-        return tensors_of(entry(handles))
+        return tensors_of(entry(pointers))
 
     return call
 
@@ -178,7 +185,7 @@ def _target(node: Any) -> str:
         return ""
     known = node.op == "call_function" and (
         node.target is operator.getitem
-        or (isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims"))
+        or (isinstance(node.target, OpOverload) and node.target.namespace in _NAMESPACES)
     )
     if not known:
         raise Unkept

@@ -86,7 +86,6 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     tracer = make_fx(function, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)
     graph: GraphModule = tracer(*fakes)
     graph.graph.eliminate_dead_code()
-    graph.recompile()
     return graph
 
 
@@ -112,7 +111,6 @@ def _writing_last(graph: GraphModule) -> GraphModule:
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target is torch.ops.aten.copy_.default:
             output.prepend(node)
-    graph.recompile()
     return graph
 
 

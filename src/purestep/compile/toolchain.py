@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-_PART = 1 << 16
+_PART = 40_000
 """Characters of kernels that are worth a process of their own, which begins with half a second of headers."""
 
 
@@ -55,8 +55,7 @@ class _Build:
     def __init__(self, codecache: Any, stack: ExitStack) -> None:
         self._codecache = codecache
         self._directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=codecache.cache_dir())))
-        cores = len(os.sched_getaffinity(0))
-        self._pool = ThreadPoolExecutor(max(1, cores - 1), thread_name_prefix="purestep-g++")
+        self._pool = ThreadPoolExecutor(_cores(), thread_name_prefix="purestep-g++")
         stack.callback(self._pool.shutdown, cancel_futures=True)
         self._headers: dict[tuple[str, str], Future[str]] = {}
         self._kernels: list[str] = []  # bodies in the order that inductor has them in
@@ -67,6 +66,7 @@ class _Build:
     def start(self) -> None:
         """Ask what instructions there are, and compile the headers, where that has not been done on this machine."""
         self._compile_header: Any = self._codecache._precompile_header.__wrapped__
+        self._submit(self._codecache.torch_key)  # a hash of all of torch's files, which inductor's cache asks for
         self._ready = self._submit(self._kernel_options)
         self._submit(self._wrapper_header)
 
@@ -165,7 +165,9 @@ class _Build:
         with FileLock(lock_path, timeout=self._codecache.LOCK_TIMEOUT):
             if _exists(whole):
                 return
-            same = not _exists(kernels) and "\n".join(self._kernels).split() == Path(_source(kernels)).read_text().split()
+            same = (
+                not _exists(kernels) and "\n".join(self._kernels).split() == Path(_source(kernels)).read_text().split()
+            )
             if same:
                 self._hand_over()
             if not _exists(calls):
@@ -174,11 +176,19 @@ class _Build:
                 self._join(kernels)
 
     def _join(self, kernels: Any) -> None:
+        """One object of all parts, if they are what inductor would have made."""
         objects, commands = zip(*(part.result() for part in self._parts), strict=True)
-        if set(commands) == {_anonymous(kernels)}:
-            target = kernels.get_target_file_path()
-            subprocess.run(["ld", "-r", "-o", f"{target}.joined", *objects], check=True, capture_output=True)
-            os.replace(f"{target}.joined", target)
+        if set(commands) != {_anonymous(kernels)}:
+            return
+        target = kernels.get_target_file_path()
+        compiler = shlex.split(kernels.get_command_line())[0]
+        command = [compiler, "-r", "-nostdlib", "-o", f"{target}.joined", *objects]
+        subprocess.run(command, check=True, capture_output=True)
+        os.replace(f"{target}.joined", target)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _exists(builder: Any) -> bool:

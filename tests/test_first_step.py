@@ -1,0 +1,352 @@
+"""What comes before the first compiled step: C++ built beside inductor's Python, native code found again."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_trees_close, tiny_mlp, vector_batch
+from torch import Tensor
+from torch._inductor import config
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import purestep as ps
+from purestep import optim
+from purestep.compile import capture, kept, native, toolchain
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def name_of(function: Callable[..., Any], *inputs: Tensor) -> str | None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(leaf) for leaf in inputs]
+        return kept.name(make_fx(function, _allow_non_fake_inputs=True)(*fakes), fakes)
+
+
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+OTHERS: list[tuple[Callable[..., Any], Tensor]] = [
+    (lambda x: x * 3, torch.ones(4, 4)),
+    (lambda x: x * 2.0, torch.ones(4, 4)),
+    (lambda x: x + 2, torch.ones(4, 4)),
+    (lambda x: x * 2 * 2, torch.ones(4, 4)),
+    (lambda x: (x * 2).to(torch.float64), torch.ones(4, 4)),
+    (twice, torch.ones(4, 5)),
+    (twice, torch.ones(4, 4, dtype=torch.float64)),
+    (twice, torch.ones(4, 8)[:, ::2]),
+    (twice, torch.ones(20)[4:].view(4, 4)),
+]
+
+
+def test_the_same_graph_has_the_same_name():
+    assert name_of(twice, torch.ones(4, 4)) == name_of(lambda y: y * 2, torch.zeros(4, 4)) is not None
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=range(len(OTHERS)))
+def test_another_graph_has_another_name(other: tuple[Callable[..., Any], Tensor]):
+    names = [name_of(twice, torch.ones(4, 4)), name_of(*other)]
+    assert None not in names
+    assert names[0] != names[1]
+
+
+def test_one_and_true_are_two_names():
+    assert name_of(lambda x: x.sum(0, keepdim=True), torch.ones(4)) != name_of(lambda x: x.sum(0), torch.ones(4))
+    assert kept._text(1) != kept._text(True) != kept._text(1.0)
+    assert kept._text(0.0) != kept._text(-0.0)
+
+
+def _with_threads(count: int) -> str | None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        return name_of(twice, torch.ones(4, 4))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_settings_are_part_of_a_name():
+    plain = name_of(twice, torch.ones(4, 4))
+    with config.patch({"cpp.threads": 1}):
+        assert name_of(twice, torch.ones(4, 4)) not in (plain, None)
+    assert _with_threads(1) != _with_threads(2)
+
+
+def test_the_machine_and_what_is_installed_are_part_of_a_name(monkeypatch: pytest.MonkeyPatch):
+    plain = name_of(twice, torch.ones(4, 4))
+    assert torch.__version__ in kept._installed()
+    assert "native.py" in kept._installed()
+    monkeypatch.setattr(kept, "_installed", lambda: "another torch")
+    assert name_of(twice, torch.ones(4, 4)) not in (plain, None)
+
+
+@torch.library.custom_op("test_first_step::triple", mutates_args=())
+def triple(x: Tensor) -> Tensor:
+    return x * 3
+
+
+@triple.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+TABLE = torch.arange(4.0)
+
+
+@pytest.mark.parametrize("function", [lambda x: x + TABLE, lambda x: triple(x)], ids=["constant", "operator"])
+def test_what_text_does_not_tell_has_no_name(function: Callable[..., Any]):
+    assert name_of(function, torch.ones(4)) is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"post_grad_custom_post_pass": lambda graph: None}, {"force_disable_caches": True}, {"fx_graph_cache": False}],
+    ids=["pass", "no caches", "no graph cache"],
+)
+def test_what_is_set_otherwise_has_no_name(settings: dict[str, Any]):
+    with config.patch(settings):
+        assert name_of(twice, torch.ones(4, 4)) is None
+    assert name_of(twice, torch.ones(4, 4)) is not None
+
+
+# --- found again ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every graph that went through inductor."""
+    seen: list[Any] = []
+    true = native._lowered
+
+    def lowered(*arguments: Any) -> Any:
+        seen.append(arguments[0])
+        return true(*arguments)
+
+    monkeypatch.setattr(native, "_lowered", lowered)
+    return seen
+
+
+def run(factor: float) -> Tensor:
+    """``sin(x) * factor`` of native code, made or found again."""
+
+    def function(x: Tensor) -> list[Tensor]:
+        return [torch.sin(x) * factor]
+
+    call, _ = native.compiled(function, [torch.ones(300)], finish=lambda graph: graph, options=None)
+    (found,) = call([torch.full((300,), 2.0)])
+    torch.testing.assert_close(found, torch.sin(torch.full((300,), 2.0)) * factor)
+    return found
+
+
+@pytest.mark.compile
+def test_code_is_found_again(made: list[Any]):
+    first = run(1.25)
+    assert len(made) == 1
+    assert run(1.25).equal(first)
+    assert len(made) == 1
+    run(1.5)
+    assert len(made) == 2
+
+
+@pytest.mark.compile
+def test_a_step_that_is_found_again_trains_as_before(made: list[Any]):
+    program = ps.program(tiny_mlp(), ps.supervised(torch.nn.CrossEntropyLoss()), optim.sgd(0.01), ema=0.9)
+    ends = []
+    for _ in range(2):
+        step, state = ps.compile_step(program.train_step, donate=True), program.init()
+        for seed in range(3):
+            state, metrics = step(state, vector_batch(16, seed))
+        ends.append((ps.clone(state), {name: float(mean) for name, mean in metrics.items()}))
+    assert len(made) == 1
+    assert_trees_close(ends[1], ends[0], rtol=0, atol=0)
+
+
+def _cut(library: Path, _: Path) -> None:
+    whole = library.read_bytes()
+    library.unlink()  # the file that is loaded stays what it is
+    library.write_bytes(whole[:-1])
+
+
+def _remove(library: Path, _: Path) -> None:
+    library.unlink()
+
+
+def _garble(_: Path, record: Path) -> None:
+    record.write_text("nonsense")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("damage", "factor"), [(_cut, 2.25), (_remove, 2.5), (_garble, 2.75)])
+def test_what_is_not_as_it_was_is_made_anew(
+    damage: Callable[[Path, Path], None], factor: float, made: list[Any], own_cache: Path
+):
+    run(factor)
+    (record,) = (own_cache / "purestep").iterdir()
+    damage(own_cache / record.read_text().split()[0], record)
+    assert kept.load(record.name) is None
+    run(factor)
+    assert len(made) == 2
+
+
+def test_only_what_inductor_calls_with_tensors_alone_is_kept(own_cache: Path):
+    kept.keep("0" * 64, lambda tensors: tensors)
+    assert not (own_cache / "purestep").exists()
+
+
+# --- built beside -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The C++ files that a compiler was started for."""
+    seen: list[str] = []
+    true = subprocess.run
+
+    def watched(command: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(command, list):
+            seen.extend(Path(word).name for word in command if str(word).endswith(".cpp"))
+        return true(command, *arguments, **options)
+
+    monkeypatch.setattr(subprocess, "run", watched)
+    return seen
+
+
+def two_kernels(shift: float) -> None:
+    """A product between two kernels of C++."""
+
+    def function(x: Tensor) -> list[Tensor]:
+        return [torch.sin(torch.cos(x + shift) @ x)]
+
+    x = torch.rand(40, 40)
+    call, _ = native.compiled(function, [x], finish=lambda graph: graph, options=None)
+    torch.testing.assert_close(call([x.clone()])[0], function(x)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.compile
+def test_kernels_are_compiled_apart_and_ahead(monkeypatch: pytest.MonkeyPatch, compiled_files: list[str]):
+    monkeypatch.setattr(toolchain, "_PART", 1)
+    two_kernels(0.25)
+    assert sorted(name for name in compiled_files if name.startswith("part")) == ["part0.cpp", "part1.cpp"]
+    assert not any(name.endswith("optimized.cpp") for name in compiled_files)
+
+
+def _lost(build: Any) -> None:
+    build._kernels.pop()
+
+
+def _flags(build: Any) -> None:
+    build._parts[:] = [build._submit(lambda: ("", "g++ -Ofast"))]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("fault", "shift"), [(_lost, 0.5), (_flags, 0.75)])
+def test_what_inductor_would_make_otherwise_it_makes_itself(
+    fault: Callable[[Any], None], shift: float, monkeypatch: pytest.MonkeyPatch, compiled_files: list[str]
+):
+    true = toolchain._Build._build_objects
+
+    def with_fault(build: Any, *arguments: Any) -> None:
+        fault(build)
+        true(build, *arguments)
+
+    monkeypatch.setattr(toolchain._Build, "_build_objects", with_fault)
+    two_kernels(shift)
+    assert any(name.endswith("optimized.cpp") for name in compiled_files)
+
+
+@pytest.mark.compile
+def test_a_compiler_that_fails_ahead_costs_time_alone(monkeypatch: pytest.MonkeyPatch, compiled_files: list[str]):
+    def broken(*_: Any) -> Any:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(toolchain._Build, "_compiled_part", broken)
+    two_kernels(1.25)
+    assert any(name.endswith("optimized.cpp") for name in compiled_files)
+
+
+def _patched() -> list[Any]:
+    from torch._inductor import codecache
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    return [codecache._precompile_header, codecache._worker_compile_cpp, PythonWrapperCodegen.define_kernel]
+
+
+def test_inductor_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(toolchain._Build, "start", lambda _: None)
+    before, inside = _patched(), list[Any]()
+
+    def fails() -> None:
+        with toolchain.beside():
+            inside.extend(_patched())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert all(now is not then for now, then in zip(inside, before, strict=True))
+    assert _patched() == before
+
+
+def test_another_torch_is_no_error(monkeypatch: pytest.MonkeyPatch):
+    from torch._inductor import codecache
+
+    monkeypatch.delattr(codecache, "_worker_compile_cpp")
+    with toolchain.beside():
+        pass
+    assert not hasattr(codecache, "_worker_compile_cpp")
+
+
+# --- what depends on size, and garbage --------------------------------------------------------------------------------
+
+
+def test_only_long_steps_are_called_by_slow_code():
+    level = "aot_inductor.compile_wrapper_opt_level"
+    assert native._by_size(1e6) == {"cpp.threads": 1}
+    assert native._by_size(1e8) == {}
+    assert native._by_size(1e10) == {level: "O0"}
+    with config.patch(native._by_size(1e10)):
+        assert config.aot_inductor.compile_wrapper_opt_level == "O0"
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_garbage_is_collected_afterwards_as_it_was_before(on: bool):
+    def fails() -> None:
+        with capture.alone():
+            assert not gc.isenabled()
+            raise ZeroDivisionError
+
+    was_on = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            fails()
+        assert gc.isenabled() is on
+        assert gc.get_freeze_count() == 0
+    finally:
+        (gc.enable if was_on else gc.disable)()
+
+
+def test_what_the_caller_has_frozen_stays_frozen():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with capture.alone():
+            pass
+        assert gc.get_freeze_count() == frozen > 0
+    finally:
+        gc.unfreeze()
