@@ -53,29 +53,42 @@ def compiled(
     Raises:
         NotFunctional: the function writes in place what cannot be written at its end.
     """
-    from torch._inductor import config
     from torch._subclasses import FakeTensorMode
+    from torch.fx import _lazy_graph_module
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    lazy: Any = _lazy_graph_module
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in inputs]
-    with _configured(options):
-        with mode:
-            graph = _traced(function, fakes)
-            if not _is_functional(graph):
-                graph = _traced(torch.func.functionalize(graph, remove="mutations"), fakes)
+    # No Python is written for a graph that is changed a dozen times and never run.
+    with _configured(options), lazy._use_lazy_graph_module(True):
+        graph = finish(_captured(function, fakes, mode))
+        return _found_or_made(graph, fakes, mode, options), graph
+
+
+def _captured(function: Flat, fakes: Sequence[Tensor], mode: Any) -> GraphModule:
+    with mode:
+        graph = _traced(function, fakes)
         if not _is_functional(graph):
-            raise NotFunctional
-        graph = finish(_writing_last(graph))
-        work = _work(graph)
-        alone = work < _ALONE
-        with config.patch(_by_size(work) | dict(options or {})):
-            name = kept.name(graph, fakes)
-            run = kept.load(name)
-            if run is None:
-                run = _made(graph, fakes, mode)
-                kept.keep(name, run)
-    return (_on_one_thread(run) if alone and not _uses_onednn(graph) else run), graph
+            graph = _traced(torch.func.functionalize(graph, remove="mutations"), fakes)
+    if not _is_functional(graph):
+        raise NotFunctional
+    return _writing_last(graph)
+
+
+def _found_or_made(
+    graph: GraphModule, fakes: Sequence[Tensor], mode: Any, options: Mapping[str, Any] | None
+) -> Compiled:
+    from torch._inductor import config
+
+    work = _work(graph)
+    with config.patch(_by_size(work) | dict(options or {})):
+        name = kept.name(graph, fakes)
+        run = kept.load(name)
+        if run is None:
+            run = _made(graph, fakes, mode)
+            kept.keep(name, run)
+    return _on_one_thread(run) if work < _ALONE and not _uses_onednn(graph) else run
 
 
 def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
