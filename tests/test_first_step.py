@@ -302,6 +302,18 @@ def test_inductor_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch):
     assert _patched() == before
 
 
+def test_only_instructions_that_torch_has_found_are_not_tried_out():
+    from torch._inductor.cpu_vec_isa import VecAVX512, VecAVX512VNNI
+
+    asked: list[str] = []
+    check = toolchain._unless_known(lambda isa, code: bool(asked.append(code)))
+    assert check(None, VecAVX512._avx512_bf16_code)
+    assert check(None, VecAVX512VNNI._avx512_vnni_code)
+    assert not asked
+    assert not check(None, "other instructions")
+    assert asked == ["other instructions"]
+
+
 def test_another_torch_is_no_error(monkeypatch: pytest.MonkeyPatch):
     from torch._inductor import codecache
 

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-_PART = 40_000
+_PART = 90_000
 """Characters of kernels that are worth a process of their own, which begins with half a second of headers."""
 
 
@@ -30,14 +30,29 @@ def beside() -> Generator[None]:
     """Whatever inductor compiles inside has its C++ built beside it. Under `capture.alone`: this patches inductor."""
     codecache: Any = importlib.import_module("torch._inductor.codecache")
     wrapper: Any = importlib.import_module("torch._inductor.codegen.wrapper")
+    instructions: Any = importlib.import_module("torch._inductor.cpu_vec_isa")
     with ExitStack() as stack:
         with suppress(Exception):  # another torch: nothing is made ahead
             build = _Build(codecache, stack)
             stack.enter_context(_replaced(codecache, "_precompile_header", build.header))
             stack.enter_context(_replaced(codecache, "_worker_compile_cpp", build.objects))
             stack.enter_context(_replaced(wrapper.PythonWrapperCodegen, "define_kernel", build.kernel))
+            stack.enter_context(_replaced(instructions.VecISA, "check_build", _unless_known))
             build.start()
         yield
+
+
+def _unless_known(true: Any) -> Any:
+    """Try out no instructions that torch has found in the processor: a compiler that reads its C++20 knows these."""
+    from torch._inductor import cpu_vec_isa
+
+    isa: Any = cpu_vec_isa
+    known = (isa.VecAVX512._avx512_bf16_code, isa.VecAVX512VNNI._avx512_vnni_code)
+
+    def check_build(self: Any, code: str) -> bool:
+        return code in known or true(self, code)
+
+    return check_build
 
 
 @contextmanager
