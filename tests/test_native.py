@@ -299,8 +299,10 @@ def test_what_a_graph_returns_is_memory_of_its_own():
 
 def test_returned_memory_that_is_not_kept_apart_is_seen(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(arena, "_returned", lambda reuses: set())
-    monkeypatch.setattr(config, "fx_graph_cache", False)
-    with pytest.raises(Exception, match="release"):  # such a tensor cannot be given away: the C++ does not compile
+    with (
+        config.patch(fx_graph_cache=False),
+        pytest.raises(Exception, match="release"),
+    ):  # such a tensor cannot be given away: the C++ does not compile
         compiled(lambda x: [x.sin() * 2.5 + 1.75], torch.randn(33))
 
 
@@ -357,6 +359,6 @@ def test_no_more_memory_than_torch_would_take():
     take = arena.Layout.take
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arena.Layout, "take", lambda self, size: (take(self, size), sizes.append(self.size))[0])
-        patch.setattr(config, "fx_graph_cache", False)  # it would give the code without laying anything out
-        compiled(chain, torch.randn(64, 64), torch.randn(64, 64))
+        with config.patch(fx_graph_cache=False):  # it would give the code without laying anything out
+            compiled(chain, torch.randn(64, 64), torch.randn(64, 64))
     assert 0 < sizes[-1] <= 3 * 64 * 64 * 4
