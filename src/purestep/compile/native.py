@@ -9,13 +9,13 @@ is left to `standalone_compile`; see `capture.trace`.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from . import kept, toolchain
+from . import arena, attention, kept, products, rows, toolchain
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -73,7 +73,7 @@ def _captured(function: Flat, fakes: Sequence[Tensor], mode: Any) -> GraphModule
             graph = _traced(torch.func.functionalize(graph, remove="mutations"), fakes)
     if not _is_functional(graph):
         raise NotFunctional
-    return _writing_last(graph)
+    return _writing_last(attention.written_out(graph))
 
 
 def _found_or_made(
@@ -88,6 +88,8 @@ def _found_or_made(
         if run is None:
             run = _made(graph, fakes, mode)
             kept.keep(name, run)
+        if arena.possible():
+            run = _in_arena(run)
     return _on_one_thread(run) if work < _ALONE and not _uses_onednn(graph) else run
 
 
@@ -96,8 +98,8 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Decomposed while it is traced: so views are recorded of the layouts that they will be taken of.
-    tracer = make_fx(function, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)
-    graph: GraphModule = tracer(*fakes)
+    table = rows.decompositions(select_decomp_table())
+    graph: GraphModule = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     graph.graph.eliminate_dead_code()
     return graph
 
@@ -147,16 +149,27 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled
     _output(graph).args = (tuple(_output(graph).args[0]),)
     with tracing(TracingContext(mode)), V.set_fake_mode(mode), enable_python_dispatcher():
         graph = inductor._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
+        graph = products.placed(graph)
+        rows.register()
+        in_arena = arena.possible()
+        if in_arena:
+            arena.taken(graph)
+            fakes = [*fakes, mode.from_tensor(arena.header(), static_shapes=True)]
         _output(graph).meta["user_visible_output_idxs"] = list(range(len(_output(graph).args[0])))
-        made = inductor.compile_fx_inner(
-            graph,
-            fakes,
-            static_input_idxs=range(len(fakes)),
-            cudagraphs=BoxedBool(False),
-            is_inference=True,
-            cpp_wrapper=config.cpp_wrapper,
-        )
+        with arena.laid_out() if in_arena else nullcontext():
+            made = inductor.compile_fx_inner(
+                graph,
+                fakes,
+                static_input_idxs=range(len(fakes)),
+                cudagraphs=BoxedBool(False),
+                is_inference=True,
+                cpp_wrapper=config.cpp_wrapper,
+            )
     return made.current_callable
+
+
+def _in_arena(run: Compiled) -> Compiled:
+    return lambda tensors: run([*tensors, arena.header()])
 
 
 def _output(graph: GraphModule) -> Any:

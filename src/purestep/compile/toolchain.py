@@ -181,17 +181,26 @@ class _Build:
         with FileLock(lock_path, timeout=self._codecache.LOCK_TIMEOUT):
             if _exists(whole):
                 return
-            same = (
-                not _exists(kernels) and "\n".join(self._kernels).split() == Path(_source(kernels)).read_text().split()
-            )
-            if same:
-                self._hand_over()
+            known = not _exists(kernels) and self._hand_over_rest(Path(_source(kernels)).read_text())
             if not _exists(calls):
                 calls.build()
-            if same:
+            if known:
                 self._join(kernels)
             if _exists(kernels):
                 _link(whole)
+
+    def _hand_over_rest(self, text: str) -> bool:
+        """Compile what inductor has written besides kernels too; False where kernels are not those that were seen."""
+        end = 0
+        for body in self._kernels:
+            start = text.find(body.strip(), end)
+            if start < 0 or text[end:start].strip():
+                return False
+            end = start + len(body.strip())
+        if text[end:].strip():
+            self._waiting.append(text[end:])
+        self._hand_over()
+        return True
 
     def _join(self, kernels: Any) -> None:
         """One object of all parts, if they are what inductor would have made."""
