@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from . import arena, attention, products, rows
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -65,7 +67,7 @@ def compiled(
                 graph = _traced(torch.func.functionalize(graph, remove="mutations"), fakes)
         if not _is_functional(graph):
             raise NotFunctional
-        graph = finish(_writing_last(graph))
+        graph = finish(_writing_last(attention.written_out(graph)))
         alone = _work(graph) < _ALONE
         with config.patch({"cpp.threads": 1} if alone and "cpp.threads" not in (options or {}) else {}):
             run = _lowered(graph, fakes, mode)
@@ -77,8 +79,8 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Decomposed while it is traced: so views are recorded of the layouts that they will be taken of.
-    tracer = make_fx(function, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)
-    graph: GraphModule = tracer(*fakes)
+    table = rows.decompositions(select_decomp_table())
+    graph: GraphModule = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
@@ -121,16 +123,23 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled
     _output(graph).args = (tuple(_output(graph).args[0]),)
     with tracing(TracingContext(mode)), V.set_fake_mode(mode), enable_python_dispatcher():
         graph = inductor._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
+        graph = products.placed(graph)
+        in_arena = arena.possible()
+        if in_arena:
+            arena.taken(graph)
+            fakes = [*fakes, mode.from_tensor(arena.header(), static_shapes=True)]
         _output(graph).meta["user_visible_output_idxs"] = list(range(len(_output(graph).args[0])))
-        made = inductor.compile_fx_inner(
-            graph,
-            fakes,
-            static_input_idxs=range(len(fakes)),
-            cudagraphs=BoxedBool(False),
-            is_inference=True,
-            cpp_wrapper=config.cpp_wrapper,
-        )
-    return made.current_callable
+        with arena.laid_out() if in_arena else nullcontext():
+            made = inductor.compile_fx_inner(
+                graph,
+                fakes,
+                static_input_idxs=range(len(fakes)),
+                cudagraphs=BoxedBool(False),
+                is_inference=True,
+                cpp_wrapper=config.cpp_wrapper,
+            )
+    run: Compiled = made.current_callable
+    return (lambda tensors: run([*tensors, arena.header()])) if in_arena else run
 
 
 def _output(graph: GraphModule) -> Any:

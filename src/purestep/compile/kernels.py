@@ -1,0 +1,111 @@
+"""C++ functions of our own in the code that inductor writes: called with pointers, compiled with a graph's kernels."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+Shape = Sequence[Any]
+
+
+class Kernel(NamedTuple):
+    """A function ``void name(inputs..., output, plan)`` that stands for an operator.
+
+    Args:
+        name: of the function, and of the operator in ``torch.ops.purestep``.
+        source: its definition, and what that needs.
+        layout: sizes and strides of the output, from the sizes of the inputs and the operator's other arguments.
+        plan: the numbers that a call is given, from the inputs' sizes and strides and the output's.
+    """
+
+    name: str
+    source: str
+    layout: Callable[..., tuple[Shape, Shape]]
+    plan: Callable[..., Sequence[Any]]
+
+    @property
+    def version(self) -> int:
+        """An argument of the operator, so that inductor's cache does not give the code of another source."""
+        return zlib.crc32(self.source.encode())
+
+
+def possible() -> bool:
+    """Whether the graph that is being made can call such functions: from C++, on processors they were tried on."""
+    from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return config.cpp_wrapper and str(pick_vec_isa()).startswith("avx")
+
+
+@functools.cache
+def register(kernel: Kernel) -> Any:
+    """Let inductor call the kernel for its operator, which is returned."""
+    from torch._inductor import ir, lowering
+
+    operator: Any = getattr(torch.ops.purestep, kernel.name).default
+    call = _call_class()
+
+    def lowered(*args: Any) -> Any:
+        tensors = [arg for arg in args if isinstance(arg, ir.TensorBox)]
+        inputs = [ir.ExternKernel.realize_input(each) for each in tensors]
+        size, strides = kernel.layout(*(each.get_size() for each in tensors), *args[len(tensors) :])
+        layout = ir.FixedLayout(tensors[0].get_device_or_error(), tensors[0].get_dtype(), size, strides)
+        made = call(layout, inputs, op_overload=operator)
+        made.kernel = kernel
+        return ir.TensorBox.create(made)
+
+    decorator: Any = lowering.register_lowering(operator, type_promotion_kind=None)
+    decorator(lowered)
+    return operator
+
+
+@functools.cache
+def _call_class() -> Any:
+    from torch._inductor import ir
+
+    base: Any = ir.ExternKernelOut
+
+    class Call(base):
+        """A call with pointers, where inductor would pass tensors to an operator."""
+
+        def codegen(self, wrapper: Any) -> None:
+            function = f"purestep_{self.kernel.name}"
+            tensors = [*self.inputs, self]
+            if function not in wrapper.src_to_kernel:
+                wrapper.src_to_kernel[function] = function
+                arguments = ", ".join(_c_type(each, each is self) for each in tensors)
+                declared = f'extern "C" void {function}({arguments}, const int64_t* plan);\n'
+                wrapper.define_kernel(function, self.kernel.source, gpu=False, cpp_definition=declared)
+            layouts = [(each.get_size(), each.get_stride()) for each in tensors]
+            plan = ", ".join(map(str, self.kernel.plan(*layouts)))
+            wrapper.writeline(f"static constexpr int64_t plan_{self.get_name()}[] = {{{plan}}};")
+            pointers = ", ".join(f"({_c_type(each, each is self)})({_address(each)})" for each in tensors)
+            wrapper.writeline(f"{function}({pointers}, plan_{self.get_name()});")
+
+    return Call
+
+
+def _c_type(buffer: Any, written: bool) -> str:
+    name = {torch.float32: "float", torch.int64: "int64_t"}[buffer.get_dtype()]
+    return f"{name}*" if written else f"const {name}*"
+
+
+def _address(buffer: Any) -> str:
+    from torch._inductor import ir
+
+    start = f"{buffer.get_name()}.data_ptr()"
+    if not isinstance(buffer, ir.ReinterpretView):
+        return start
+    return f"(char*){start} + {buffer.get_layout().offset * buffer.get_dtype().itemsize}"
+
+
+def contiguous(size: Shape) -> list[Any]:
+    """The strides of a tensor of this size, rows one after another."""
+    strides: list[Any] = [1]
+    for length in reversed(size[1:]):
+        strides.insert(0, strides[0] * length)
+    return strides

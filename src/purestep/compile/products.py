@@ -1,0 +1,228 @@
+"""Matrix products of a compiled step on the CPU, in C++ of the step's own.
+
+A call of torch's product costs 1.2 to 2.5 us before it multiplies anything, and MKL's kernels leave a good part of a
+core idle where matrices are small, or the processor is not Intel's. A step knows every size and stride when it is
+compiled, so its products become plain calls in the code that inductor writes: no dispatch, no tensor objects, any
+strides, bias and activation left to the loops around them.
+
+The kernel is that of Goto and van de Geijn (Anatomy of High-Performance Matrix Multiplication, ACM TOMS 2008): panels
+of two vectors of columns, packed where they do not lie so, blocks of rows kept in registers. Each number is one sum
+in one order, however many threads there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, library
+
+from . import kernels
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule, Node
+
+_SOURCE = r"""
+#include <ATen/cpu/vec/vec.h>
+#include <algorithm>
+#include <cstring>
+#include <omp.h>
+
+namespace {
+
+using Vector = at::vec::Vectorized<float>;
+constexpr int64_t WIDE = Vector::size();
+constexpr int64_t PANEL = 2 * WIDE;  // columns
+constexpr int64_t ROWS = WIDE == 16 ? 12 : WIDE == 8 ? 6 : 8;  // as many sums as there are registers
+constexpr int64_t DEEP = 256;  // of k at once: a panel stays in the first cache
+
+struct Plan { int64_t groups, heads, m, n, k, ag, ah, am, ak, bg, bh, bk, bn, cg, ch, cm; };
+struct Strides { int64_t am, ak, b, c; };
+
+// c[R, cols] = a[R, k] b[k, cols], or += where `add`.
+template <int64_t R, int64_t VECTORS>
+inline __attribute__((always_inline)) void block(
+    const float* __restrict a, const float* __restrict b, float* __restrict c, const Strides& s,
+    int64_t k, int64_t cols, bool add) {
+  Vector sum[R][VECTORS];
+#pragma GCC unroll 16
+  for (int64_t r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int64_t v = 0; v < VECTORS; v++) sum[r][v] = Vector(0.f);
+  const int64_t am = s.am, ak = s.ak, bk = s.b;
+  for (int64_t i = 0; i < k; i++) {
+    Vector row[VECTORS];
+#pragma GCC unroll 2
+    for (int64_t v = 0; v < VECTORS; v++) row[v] = Vector::loadu(b + i * bk + v * WIDE);
+#pragma GCC unroll 16
+    for (int64_t r = 0; r < R; r++) {
+      const Vector one(a[r * am + i * ak]);
+#pragma GCC unroll 2
+      for (int64_t v = 0; v < VECTORS; v++) sum[r][v] = at::vec::fmadd(one, row[v], sum[r][v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int64_t r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int64_t v = 0; v < VECTORS; v++) {
+      float* to = c + r * s.c + v * WIDE;
+      const int64_t left = std::min(cols - v * WIDE, WIDE);
+      if (left <= 0) continue;
+      if (left == WIDE) {
+        if (add) sum[r][v] = sum[r][v] + Vector::loadu(to);
+        sum[r][v].store(to);
+      } else {
+        if (add) sum[r][v] = sum[r][v] + Vector::loadu(to, left);
+        sum[r][v].store(to, left);
+      }
+    }
+}
+
+template <int64_t VECTORS>
+__attribute__((noinline)) void blocks(
+    const float* a, const float* b, float* c, const Strides& s, int64_t m, int64_t k, int64_t cols, bool add) {
+  for (; m >= ROWS; m -= ROWS, a += ROWS * s.am, c += ROWS * s.c) block<ROWS, VECTORS>(a, b, c, s, k, cols, add);
+  for (; m >= 4; m -= 4, a += 4 * s.am, c += 4 * s.c) block<4, VECTORS>(a, b, c, s, k, cols, add);
+  for (; m >= 1; m -= 1, a += s.am, c += s.c) block<1, VECTORS>(a, b, c, s, k, cols, add);
+}
+
+// b[k, cols] side by side, with zeros up to a whole panel.
+inline void pack(const float* b, float* to, int64_t k, int64_t cols, int64_t bk, int64_t bn) {
+  if (cols < PANEL) std::memset(to, 0, sizeof(float) * k * PANEL);
+  if (bn == 1) {
+    for (int64_t i = 0; i < k; i++) std::memcpy(to + i * PANEL, b + i * bk, sizeof(float) * cols);
+  } else if (bk == 1) {
+    for (int64_t i = 0; i < k; i += WIDE)
+      for (int64_t j = 0; j < cols; j += WIDE) {
+        const int64_t high = std::min(k - i, WIDE), wide = std::min(cols - j, WIDE);
+        if (high == WIDE && wide == WIDE)
+          at::vec::transpose_mxn<float, WIDE, WIDE>(b + j * bn + i, bn, to + i * PANEL + j, PANEL);
+        else
+          for (int64_t x = 0; x < high; x++)
+            for (int64_t y = 0; y < wide; y++) to[(i + x) * PANEL + j + y] = b[(j + y) * bn + i + x];
+      }
+  } else {
+    for (int64_t i = 0; i < k; i++)
+      for (int64_t j = 0; j < cols; j++) to[i * PANEL + j] = b[i * bk + j * bn];
+  }
+}
+
+// At most one panel of columns.
+inline void panel(
+    const float* a, const float* b, float* c, int64_t m, int64_t cols, int64_t k,
+    int64_t am, int64_t ak, int64_t bk, int64_t bn, int64_t n) {
+  alignas(64) float packed[DEEP * PANEL];
+  if (k == 0)
+    for (int64_t i = 0; i < m; i++) std::memset(c + i * n, 0, sizeof(float) * cols);
+  for (int64_t at = 0; at < k; at += DEEP) {
+    const int64_t deep = std::min(k - at, DEEP);
+    const bool in_place = bn == 1 && cols == PANEL && (m <= 2 * ROWS || deep <= 64);
+    if (!in_place) pack(b + at * bk, packed, deep, cols, bk, bn);
+    const float* from = in_place ? b + at * bk : packed;
+    const Strides s{am, ak, in_place ? bk : PANEL, n};
+    if (cols > WIDE) blocks<2>(a + at * ak, from, c, s, m, deep, cols, at > 0);
+    else blocks<1>(a + at * ak, from, c, s, m, deep, cols, at > 0);
+  }
+}
+
+}  // namespace
+
+// c[g, h, m, n] = a[g, h, m, k] b[g, h, k, n], of any strides but that of n in c, which is 1.
+extern "C" void purestep_product(const float* a, const float* b, float* c, const int64_t* plan) {
+  const auto [groups, heads, m, n, k, ag, ah, am, ak, bg, bh, bk, bn, cg, ch, cm] = *(const Plan*)plan;
+  const int64_t panels = (n + PANEL - 1) / PANEL, batch = groups * heads;
+  const int threads = batch * m * n * k > (1 << 18) ? omp_get_max_threads() : 1;
+  // Rows in parts as well, where there are too few panels to go round.
+  const int64_t parts = std::max<int64_t>(1, std::min((3 * threads) / (batch * panels), m / (4 * ROWS)));
+  const int64_t high = threads == 1 ? m : ((m + parts - 1) / parts + ROWS - 1) / ROWS * ROWS;
+#pragma omp parallel for collapse(4) if (threads > 1)
+  for (int64_t g = 0; g < groups; g++)
+    for (int64_t h = 0; h < heads; h++)
+      for (int64_t p = 0; p < n; p += PANEL)
+        for (int64_t i = 0; i < m; i += high)
+          panel(a + g * ag + h * ah + i * am, b + g * bg + h * bh + p * bn, c + g * cg + h * ch + i * cm + p,
+                std::min(high, m - i), std::min(n - p, PANEL), k, am, ak, bk, bn, cm);
+}
+"""
+
+
+def _layout(
+    a: Sequence[Any], b: Sequence[Any], heads_inside: bool, version: int
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    size = [*a[:-1], b[-1]]
+    if heads_inside:
+        _, h, m, n = size
+        return size, [h * m * n, n, h * n, 1]
+    return size, kernels.contiguous(size)
+
+
+def _plan(a: Any, b: Any, made: Any) -> list[Any]:
+    """What `Plan` holds: sizes, then strides, with batch dimensions of one where there are none."""
+    sizes, strides = [1, 1, *made[0]][-4:], [[0, 0, *strides][-4:] for _, strides in (a, b, made)]
+    return [*sizes, a[0][-1], *strides[0], *strides[1], *strides[2][:-1]]
+
+
+KERNEL = kernels.Kernel("product", _SOURCE, _layout, _plan)
+VERSION = KERNEL.version
+
+
+@library.custom_op(
+    "purestep::product", mutates_args=(), schema="(Tensor a, Tensor b, bool heads_inside, int version) -> Tensor"
+)
+def product(a: Tensor, b: Tensor, heads_inside: bool, version: int) -> Tensor:
+    """``a @ b`` of two matrices, or of batches of them with one or two batch dimensions.
+
+    Args:
+        a: shape ``(..., m, k)``, float32, any strides.
+        b: shape ``(..., k, n)``, the same.
+        heads_inside: of four dimensions ``(b, h, m, n)``, let the result lie in memory as ``(b, m, h, n)``.
+        version: of the kernel.
+    """
+    made = torch.matmul(a, b)
+    return made.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else made
+
+
+@product.register_fake
+def _(a: Tensor, b: Tensor, heads_inside: bool, version: int) -> Tensor:
+    return a.new_empty_strided(*_layout(a.shape, b.shape, heads_inside, version))
+
+
+def placed(graph: GraphModule) -> GraphModule:
+    """The graph with its products of float32 as calls of the kernel above."""
+    if not kernels.possible():
+        return graph
+    kernels.register(KERNEL)
+    for node in list(graph.graph.nodes):
+        parts = _parts(node)
+        if parts is not None:
+            _replace(graph, node, *parts)
+    graph.graph.lint()
+    graph.recompile()
+    return graph
+
+
+def _parts(node: Node) -> tuple[Any, Any, Any] | None:
+    """Bias (or None), left and right of a node that is a product which the kernel takes."""
+    aten = torch.ops.aten
+    if node.target in (aten.mm.default, aten.bmm.default) and not node.kwargs:
+        bias, (left, right) = None, node.args
+    elif node.target is aten.addmm.default and not node.kwargs:
+        bias, left, right = node.args
+    else:
+        return None
+    values: list[Any] = [node.meta["val"], *(source.meta["val"] for source in (left, right))]  # type: ignore[union-attr]
+    taken = all(type(v.numel()) is int and v.numel() and v.dtype == torch.float32 for v in values)
+    return (bias, left, right) if taken else None
+
+
+def _replace(graph: GraphModule, node: Node, bias: Any, left: Any, right: Any) -> None:
+    with graph.graph.inserting_before(node):
+        made = graph.graph.call_function(torch.ops.purestep.product.default, (left, right, False, VERSION))
+        made.meta.update(node.meta)
+        whole = made
+        if bias is not None:
+            whole = graph.graph.call_function(torch.ops.aten.add.Tensor, (made, bias))
+            whole.meta.update(node.meta)
+    node.replace_all_uses_with(whole)
+    graph.graph.erase_node(node)

@@ -1,0 +1,364 @@
+"""What a compiled step brings itself on the CPU: products, attention, sums of rows, and the memory they work in."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import config
+from torch.nn import functional
+
+import purestep as ps
+from purestep.compile import arena, attention, kernels, native, products, rows
+from tests.helpers import assert_trees_close
+
+if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+    pytest.skip("the kernels are for processors with AVX2 or AVX-512", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def compiled(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Callable[..., list[Tensor]]:
+    """The function as native code, for tensors like these; called with these where it is given none."""
+    with torch.no_grad():
+        run, _ = native.compiled(function, list(inputs), finish=lambda graph: graph, options=None)
+    return lambda *others: list(run(list(others or inputs)))
+
+
+def written(function: Callable[..., list[Tensor]], *inputs: Tensor) -> str:
+    """The graph that inductor is given, as text."""
+    from torch._inductor import compile_fx
+
+    seen: list[str] = []
+    inner = compile_fx.compile_fx_inner
+
+    def look(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(graph.code)
+        return inner(graph, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_fx, "compile_fx_inner", look)
+        compiled(function, *inputs)
+    return seen[0]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-5) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype), rtol=tolerance, atol=tolerance * 10)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+# m, n, k: whole blocks and panels; one of everything; a bit more and less; several times the depth of a panel
+SIZES = ((24, 32, 16), (1, 1, 1), (13, 33, 7), (5, 17, 300), (37, 70, 515), (64, 10, 64), (96, 96, 96))
+
+
+def operands() -> list[tuple[Tensor, Tensor]]:
+    """Every size with rows, columns or neither side by side."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for m, n, k in SIZES:
+        a, b = torch.randn(m, k), torch.randn(k, n)
+        turned = (a.t().contiguous().t(), b.t().contiguous().t())
+        apart = (torch.randn(m, 2 * k)[:, ::2], torch.randn(k, 3 * n)[:, ::3])
+        found += [(a, b), (a, turned[1]), (turned[0], b), turned, apart]
+    found += [
+        (torch.randn(3, 20, 40), torch.randn(3, 40, 35)),
+        (torch.randn(40, 3, 20).permute(1, 2, 0), torch.randn(3, 40, 9)),
+    ]
+    return found
+
+
+def all_products(*tensors: Tensor) -> list[Tensor]:
+    return [a @ b for a, b in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
+def test_products_of_any_size_and_strides_on_any_number_of_threads():
+    pairs = operands()
+    flat = [tensor for pair in pairs for tensor in pair]
+    expected = [(a.double() @ b.double()) for a, b in pairs]
+    # Views are made inside, so that the graph sees their strides and offsets.
+    run = compiled(all_products, *flat)
+    with threads(1):
+        alone = run()
+    with threads(2):
+        together = run()
+    close(alone, expected)
+    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+
+
+def test_a_kernel_that_forgets_what_it_summed_is_seen(monkeypatch: pytest.MonkeyPatch):
+    assert "at > 0" in products.KERNEL.source
+    broken = products.KERNEL._replace(source=products.KERNEL.source.replace("at > 0", "false"))
+    monkeypatch.setattr(products, "KERNEL", broken)
+    monkeypatch.setattr(products, "VERSION", broken.version)
+    kernels.register.cache_clear()
+    try:
+        a, b = torch.randn(8, 600), torch.randn(600, 40)
+        run = compiled(all_products, a, b)
+        with pytest.raises(AssertionError):
+            close(run(), [a.double() @ b.double()])
+    finally:
+        monkeypatch.undo()
+        kernels.register.cache_clear()
+
+
+def test_which_products_the_kernel_takes():
+    a, bias = torch.randn(8, 8), torch.randn(8)
+
+    def function(a: Tensor, bias: Tensor) -> list[Tensor]:
+        return [
+            torch.addmm(bias, a, a),
+            torch.addmm(bias, a, a, beta=2.0),
+            a.double() @ a.double(),
+            a.bfloat16() @ a.bfloat16(),
+        ]
+
+    text = written(function, a, bias)
+    assert text.count("purestep.product") == 1  # the plain one of float32
+    run = compiled(function, a, bias)
+    found, expected = run(), function(a, bias)
+    close(found[:3], expected[:3])
+    close(found[3:], expected[3:], 1e-2)
+
+
+def test_the_same_products_with_narrower_vectors():
+    """The kernel's blocks are of other sizes there."""
+    program = (
+        "from torch._inductor.cpu_vec_isa import pick_vec_isa; from tests import test_native as here; "
+        "assert str(pick_vec_isa()).startswith('avx2'), pick_vec_isa(); "
+        "here.test_products_of_any_size_and_strides_on_any_number_of_threads()"
+    )
+    narrow = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run([sys.executable, "-c", program], env=narrow, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> list[Tensor]:
+    def loss(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        out = functional.scaled_dot_product_attention(query, key, value, **options)
+        return (out * out.cos()).sum(), out
+
+    grads, out = torch.func.grad(loss, argnums=(0, 1, 2), has_aux=True)(query, key, value)
+    return [out, *grads]
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "scale": 0.3}], ids=str)
+def test_attention_and_its_gradients(options: dict[str, Any]):
+    # Heads inside, as a transformer has them, and another number of keys than of queries.
+    query, key, value = (torch.randn(2, length, 3, 16).transpose(1, 2) for length in (40, 24, 24))
+
+    def function(*tensors: Tensor) -> list[Tensor]:
+        return attended(*tensors, **options)
+
+    run = compiled(function, query, key, value)
+    close(run(), attended(query.double(), key.double(), value.double(), **options))
+    assert "flash" not in written(function, query, key, value)
+
+
+@pytest.mark.parametrize("kind", ["long", "masked", "double"])
+def test_attention_that_stays_torchs(kind: str):
+    length = attention.LONGEST + 1 if kind == "long" else 8
+    query = torch.randn(1, 1, length, 8, dtype=torch.float64 if kind == "double" else torch.float32)
+    options = {"attn_mask": torch.ones(length, length).tril().bool()} if kind == "masked" else {}
+
+    def function(query: Tensor) -> list[Tensor]:
+        return attended(query, query, query, **options)
+
+    assert "flash" in written(function, query)
+    run = compiled(function, query)
+    close(run(), attended(query, query, query, **options))
+
+
+# --- sums of rows -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"scale_grad_by_freq": True}], ids=str)
+def test_the_gradient_of_an_embedding(options: dict[str, Any]):
+    weight, index, factor = torch.randn(7, 24), torch.randint(7, (5, 11)), torch.randn(5, 11, 24)
+
+    def function(weight: Tensor, index: Tensor, factor: Tensor) -> list[Tensor]:
+        def loss(weight: Tensor) -> Tensor:
+            return (functional.embedding(index, weight, **options) * factor).sum()
+
+        return [torch.func.grad(loss)(weight)]
+
+    run = compiled(function, weight, index, factor)
+    close(run(), function(weight.double(), index, factor.double()))
+
+
+def test_a_run_on_several_threads_repeats_itself_to_the_bit():
+    """Many rows to few sums: atomic additions would come in another order each time."""
+    index, rows_ = torch.randint(3, (4096,)), torch.randn(4096, 512)
+
+    def function(rows_: Tensor, index: Tensor) -> list[Tensor]:
+        return [torch.ops.purestep.rows_added(rows_, index, 3, rows.KERNEL.version)]
+
+    with native._configured(None):
+        assert kernels.possible()
+        kernels.register(rows.KERNEL)
+    run = compiled(function, rows_, index)
+    with threads(1):
+        alone = run()[0]
+    with threads(2):
+        assert all(torch.equal(run()[0], alone) for _ in range(20))
+
+
+def test_a_language_model_repeats_itself_to_the_bit_on_two_threads():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = nn.Embedding(11, 256), nn.Linear(256, 11)
+
+        def forward(self, text: Tensor) -> Tensor:
+            return self.out(torch.relu(self.embed(text))).transpose(1, 2)
+
+    torch.manual_seed(0)
+    program = ps.program(Model(), ps.supervised(nn.CrossEntropyLoss()), ps.optim.adamw(1e-2))
+    batch = (torch.randint(11, (16, 256)), torch.randint(11, (16, 256)))
+    step = ps.compile_step(program.train_step, donate=True)
+    ends: list[ps.TrainState] = []
+    with threads(2):
+        for _ in range(3):
+            state = program.init(seed=0)
+            for _ in range(4):
+                state, _ = step(state, batch)
+            ends.append(ps.clone(state))
+    assert step.graphs == 1
+    for end in ends[1:]:
+        assert_trees_close(ends[0], end, exact=True)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_two_take_the_same_bytes():
+    chance = random.Random(0)
+    for _ in range(50):
+        layout, held = arena.Layout(), list[tuple[int, int]]()
+        for _ in range(200):
+            if held and chance.random() < 0.5:
+                layout.give(*held.pop(chance.randrange(len(held))))
+            else:
+                size = 64 * chance.randint(1, 9)
+                held.append((layout.take(size), size))
+            ends = sorted(held)
+            assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(ends))
+            assert all(start + size <= layout.size for start, size in held)
+        for place in held:
+            layout.give(*place)
+        assert layout.take(layout.size) == 0  # all of it came back, in one piece
+
+
+def busy(x: Tensor, w: Tensor) -> list[Tensor]:
+    """Products, loops, operators of torch's own, something returned twice over and a view."""
+    hidden = torch.tanh(x @ w / 8)
+    ranked, order = torch.sort(hidden, dim=-1)
+    narrow = torch.sort(torch.sin(x @ w[:, :9]), dim=-1)[0]  # torch's sort is given a tensor in the arena
+    sums = torch.cumsum(ranked @ w, dim=0)
+    joined = torch.cat([sums, hidden])
+    return [joined, joined[2:5].t(), hidden.sum(), order, (sums * 2).view(-1), narrow.cos().sum(-1)]
+
+
+def test_what_a_graph_returns_is_memory_of_its_own():
+    x, w = torch.randn(30, 40), torch.randn(40, 40)
+    run = compiled(busy, x, w)
+    first = run()
+    kept = [each.clone() for each in first]
+    start, size = arena.header().tolist()
+    assert size > 0
+    for each in first:
+        assert not start <= each.data_ptr() < start + size
+    run()
+    close(first, kept, 0)
+    close(first, busy(x, w))
+
+
+def test_returned_memory_that_is_not_kept_apart_is_seen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(arena, "_returned", lambda reuses: set())
+    with (
+        config.patch(fx_graph_cache=False),
+        pytest.raises(Exception, match="release"),
+    ):  # such a tensor cannot be given away: the C++ does not compile
+        compiled(lambda x: [x.sin() * 2.5 + 1.75], torch.randn(33))
+
+
+def chain(x: Tensor, w: Tensor) -> list[Tensor]:
+    for _ in range(30):
+        x = torch.tanh(x @ w)
+    return [x]
+
+
+def wrong_results_of_three_threads() -> list[int]:
+    x, w = torch.randn(64, 64), torch.randn(64, 64) / 8
+    run, wrong = compiled(chain, x, w), list[int]()
+
+    def work(number: int) -> None:
+        own = x * number
+        expected = chain(own, w)
+        for _ in range(1000):
+            if wrong:
+                return
+            if not torch.allclose(run(own, w)[0], expected[0], atol=1e-3):
+                wrong.append(number)
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    return wrong
+
+
+def test_threads_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    assert not wrong_results_of_three_threads()
+    shared = arena.header()
+    monkeypatch.setattr(arena, "header", lambda: shared)
+    assert wrong_results_of_three_threads()
+
+
+def test_the_memory_of_a_thread_is_given_back_with_it():
+    freed: list[int] = []
+    held = arena._free
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arena, "_free", lambda header: (freed.append(int(header[0])), held(header)))
+        run = compiled(busy, torch.randn(30, 40), torch.randn(40, 40))
+        worker = threading.Thread(target=run)
+        worker.start()
+        worker.join(60)
+    assert freed
+    assert freed[0] != 0
+
+
+def test_no_more_memory_than_torch_would_take():
+    """A chain of layers needs two of its tensors at a time, whatever its length."""
+    sizes: list[int] = []
+    take = arena.Layout.take
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arena.Layout, "take", lambda self, size: (take(self, size), sizes.append(self.size))[0])
+        with config.patch(fx_graph_cache=False):  # it would give the code without laying anything out
+            compiled(chain, torch.randn(64, 64), torch.randn(64, 64))
+    assert 0 < sizes[-1] <= 3 * 64 * 64 * 4
