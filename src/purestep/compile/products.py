@@ -87,24 +87,24 @@ __attribute__((noinline)) void blocks(
   for (; m >= 1; m -= 1, a += s.am, c += s.c) block<1, VECTORS>(a, b, c, s, k, cols, add);
 }
 
-// b[k, cols] side by side, with zeros up to a whole panel.
-inline void pack(const float* b, float* to, int64_t k, int64_t cols, int64_t bk, int64_t bn) {
-  if (cols < PANEL) std::memset(to, 0, sizeof(float) * k * PANEL);
+// b[k, cols] side by side, with zeros up to `width`.
+inline void pack(const float* b, float* to, int64_t width, int64_t k, int64_t cols, int64_t bk, int64_t bn) {
+  if (cols < width) std::memset(to, 0, sizeof(float) * k * width);
   if (bn == 1) {
-    for (int64_t i = 0; i < k; i++) std::memcpy(to + i * PANEL, b + i * bk, sizeof(float) * cols);
+    for (int64_t i = 0; i < k; i++) std::memcpy(to + i * width, b + i * bk, sizeof(float) * cols);
   } else if (bk == 1) {
     for (int64_t i = 0; i < k; i += WIDE)
       for (int64_t j = 0; j < cols; j += WIDE) {
         const int64_t high = std::min(k - i, WIDE), wide = std::min(cols - j, WIDE);
         if (high == WIDE && wide == WIDE)
-          at::vec::transpose_mxn<float, WIDE, WIDE>(b + j * bn + i, bn, to + i * PANEL + j, PANEL);
+          at::vec::transpose_mxn<float, WIDE, WIDE>(b + j * bn + i, bn, to + i * width + j, width);
         else
           for (int64_t x = 0; x < high; x++)
-            for (int64_t y = 0; y < wide; y++) to[(i + x) * PANEL + j + y] = b[(j + y) * bn + i + x];
+            for (int64_t y = 0; y < wide; y++) to[(i + x) * width + j + y] = b[(j + y) * bn + i + x];
       }
   } else {
     for (int64_t i = 0; i < k; i++)
-      for (int64_t j = 0; j < cols; j++) to[i * PANEL + j] = b[i * bk + j * bn];
+      for (int64_t j = 0; j < cols; j++) to[i * width + j] = b[i * bk + j * bn];
   }
 }
 
@@ -113,14 +113,15 @@ inline void panel(
     const float* a, const float* b, float* c, int64_t m, int64_t cols, int64_t k,
     int64_t am, int64_t ak, int64_t bk, int64_t bn, int64_t n) {
   alignas(64) float packed[DEEP * PANEL];
+  const int64_t width = cols > WIDE ? PANEL : WIDE;
   if (k == 0)
     for (int64_t i = 0; i < m; i++) std::memset(c + i * n, 0, sizeof(float) * cols);
   for (int64_t at = 0; at < k; at += DEEP) {
     const int64_t deep = std::min(k - at, DEEP);
-    const bool in_place = bn == 1 && cols == PANEL && (m <= 2 * ROWS || deep <= 64);
-    if (!in_place) pack(b + at * bk, packed, deep, cols, bk, bn);
+    const bool in_place = bn == 1 && cols == width && (m <= 2 * ROWS || deep <= 64);
+    if (!in_place) pack(b + at * bk, packed, width, deep, cols, bk, bn);
     const float* from = in_place ? b + at * bk : packed;
-    const Strides s{am, ak, in_place ? bk : PANEL, n};
+    const Strides s{am, ak, in_place ? bk : width, n};
     if (cols > WIDE) blocks<2>(a + at * ak, from, c, s, m, deep, cols, at > 0);
     else blocks<1>(a + at * ak, from, c, s, m, deep, cols, at > 0);
   }
@@ -136,13 +137,21 @@ extern "C" void purestep_product(const float* a, const float* b, float* c, const
   // Rows in parts as well, where there are too few panels to go round.
   const int64_t parts = std::max<int64_t>(1, std::min((3 * threads) / (batch * panels), m / (4 * ROWS)));
   const int64_t high = threads == 1 ? m : ((m + parts - 1) / parts + ROWS - 1) / ROWS * ROWS;
-#pragma omp parallel for collapse(4) if (threads > 1)
+  const auto one = [&](int64_t g, int64_t h, int64_t p, int64_t i) {
+    panel(a + g * ag + h * ah + i * am, b + g * bg + h * bh + p * bn, c + g * cg + h * ch + i * cm + p,
+          std::min(high, m - i), std::min(n - p, PANEL), k, am, ak, bk, bn, cm);
+  };
+  if (threads == 1) {  // a parallel region of one thread takes a lock
+    for (int64_t g = 0; g < groups; g++)
+      for (int64_t h = 0; h < heads; h++)
+        for (int64_t p = 0; p < n; p += PANEL) one(g, h, p, 0);
+    return;
+  }
+#pragma omp parallel for collapse(4)
   for (int64_t g = 0; g < groups; g++)
     for (int64_t h = 0; h < heads; h++)
       for (int64_t p = 0; p < n; p += PANEL)
-        for (int64_t i = 0; i < m; i += high)
-          panel(a + g * ag + h * ah + i * am, b + g * bg + h * bh + p * bn, c + g * cg + h * ch + i * cm + p,
-                std::min(high, m - i), std::min(n - p, PANEL), k, am, ak, bk, bn, cm);
+        for (int64_t i = 0; i < m; i += high) one(g, h, p, i);
 }
 """
 

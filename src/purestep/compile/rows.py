@@ -24,8 +24,7 @@ extern "C" void purestep_rows_added(const float* rows, const int64_t* index, flo
   const int64_t count = plan[0], width = plan[1], stride = plan[2], step = plan[3], height = plan[4];
   const int64_t threads = count * width > (1 << 14) ? omp_get_max_threads() : 1;
   const int64_t part = ((width + threads - 1) / threads + 15) / 16 * 16;
-#pragma omp parallel for if (threads > 1)
-  for (int64_t first = 0; first < width; first += part) {
+  const auto one = [&](int64_t first) {
     const int64_t columns = std::min(part, width - first);
     for (int64_t i = 0; i < height; i++) std::memset(c + i * width + first, 0, sizeof(float) * columns);
     for (int64_t i = 0; i < count; i++) {
@@ -35,7 +34,10 @@ extern "C" void purestep_rows_added(const float* rows, const int64_t* index, flo
       float* __restrict sum = c + to * width + first;
       for (int64_t j = 0; j < columns; j++) sum[j] += from[j];
     }
-  }
+  };
+  if (threads == 1) return one(0);  // a parallel region of one thread takes a lock
+#pragma omp parallel for
+  for (int64_t first = 0; first < width; first += part) one(first);
 }
 """
 
