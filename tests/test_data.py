@@ -290,32 +290,73 @@ def test_a_dataset_that_cannot_be_loaded_again_is_flagged_once(caplog: pytest.Lo
 )
 def test_the_callers_generators_are_left_as_they_were(loader: Any):
     np.random.seed(3)
-    np.random.randn()  # leaves half of a pair behind
     before = generators()
     feed = open_feed(loader())
     try:
-        for _ in feed.epoch(0):
+        for number, _ in enumerate(feed.epoch(0)):
             assert generators() == before
+            for _ in range(number % 3):
+                np.random.randn()  # one leaves half of a pair behind, two do not
+            random.random(), torch.rand(1)
+            before = generators()
     except DataError:
         pass
     feed.close()
     assert generators() == before
 
 
-def test_scoped_puts_generators_back_though_it_is_interrupted(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("name", "at"), [("set_bit_generator", 1), ("set_bit_generator", 2), ("set_state", 1)])
+def test_scoped_puts_generators_back_though_it_is_interrupted(name: str, at: int, monkeypatch: pytest.MonkeyPatch):
+    np.random.seed(3)
+    np.random.randn()  # leaves half of a pair behind
     before = generators()
-    real, calls = np.random.set_state, []
+    real, calls = getattr(np.random, name), []
 
     def interrupted(state: Any) -> None:
         calls.append(state)
-        if len(calls) == 1:
+        if len(calls) == at:
             raise KeyboardInterrupt
         real(state)
 
-    monkeypatch.setattr(np.random, "set_state", interrupted)
+    monkeypatch.setattr(np.random, name, interrupted)
     with pytest.raises(KeyboardInterrupt), draws.scoped(1):
         torch.rand(1), np.random.rand(), random.random()
     assert generators() == before
+
+
+def test_scopes_in_one_another_draw_from_generators_of_their_own():
+    def drawn() -> tuple[float, ...]:
+        return float(np.random.randn()), random.random(), float(torch.rand(()))
+
+    with draws.scoped(1):
+        expected = [drawn() for _ in range(3)]
+    np.random.seed(3)
+    before = generators()
+    found = []
+    with draws.scoped(1):
+        for _ in range(3):
+            found.append(drawn())
+            with draws.scoped(2):
+                drawn()
+    assert found == expected
+    assert generators() == before
+
+
+def test_another_generator_of_numpys_stays_in_its_place():
+    mine, theirs = np.random.PCG64(5), np.random.get_bit_generator()
+    np.random.set_bit_generator(mine)
+    try:
+        np.random.rand()
+        before = mine.state
+        for _ in range(2):
+            with draws.scoped(1):
+                first = np.random.rand()
+            assert np.random.get_bit_generator() is mine
+            assert mine.state == before
+    finally:
+        np.random.set_bit_generator(theirs)
+    with draws.scoped(1):
+        assert np.random.rand() == first
 
 
 # Everything else that can be iterated.

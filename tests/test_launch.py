@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import optim
-from purestep.compile import capture, native, replay
+from purestep.compile import capture, native, replay, runner
 from purestep.errors import ConfigError, StateError, StepContractError
 from purestep.types import Program
 
@@ -424,9 +424,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
         self.graph = Recorder()
 
         def work() -> None:
-            fresh = run(tensors, self.leaves)
-            for name, mean in self.outputs.items():
-                for old, new in zip(mean, fresh[name], strict=True):
+            fresh = ps.tree.leaves(run(tensors, self.leaves))
+            for old, new in zip(ps.tree.leaves(self.outputs), fresh, strict=True):
+                if isinstance(old, Tensor):
                     old.copy_(new)
 
         self.graph.work = work
@@ -441,7 +441,7 @@ def replayed(program: Program) -> Any:
     """A compiled step that takes the CPU for a device with graphs."""
     step = compiled(program.train_step, donate=True, cuda_graph=True)
     replays = step._replays
-    step._launched = lambda graph, store, leaves: replays.run(graph.run, store, leaves, ps.tree.clone)
+    step._launched = lambda graph, store, leaves: replays.run(graph.run, store, leaves, runner._copied)
     return step
 
 

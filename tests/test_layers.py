@@ -325,6 +325,60 @@ def test_importing_changes_nothing_and_stays_light(body: str, said: str):
     assert done.stdout.strip() == said
 
 
+LATE = (
+    "compile files events config signals data purity anomaly snapshot export sinks incident loop testing bench".split()
+)
+LOADED = """
+import sys, torch
+before = set(sys.modules)
+{body}
+print(*sorted(name for name in set(sys.modules) - before if name.startswith(("purestep", "torch", "numpy.random"))))
+"""
+
+
+def loaded(body: str) -> set[str]:
+    """Modules that are loaded on top of torch's."""
+    command = [sys.executable, "-c", LOADED.format(body=body)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    return set(done.stdout.split())
+
+
+def test_an_import_loads_nothing_but_what_steps_are_made_of():
+    found = loaded("import purestep")
+    pure = {f"purestep.{name}" for name in LEVEL if name not in {*LATE, "packed"}}  # which compile needs
+    assert {name for name in found if name.count(".") == 1 and name.startswith("purestep.")} == pure
+    assert {name for name in found if not name.startswith("purestep")} == set()
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        ("ps.fit", "loop"),
+        ("ps.compile_step", "compile"),
+        ("ps.testing", "testing"),
+        ("ps.data.open_feed", "data"),
+        ("from purestep import Snapshots", "snapshot"),
+        ("from purestep.loop import fit", "loop"),
+    ],
+)
+def test_what_comes_late_is_loaded_where_it_is_asked_for(use: str, expected: str):
+    assert f"purestep.{expected}" in loaded(f"import purestep as ps; {use}") - loaded("import purestep as ps")
+
+
+def test_late_names_are_those_that_type_checkers_are_told(monkeypatch: pytest.MonkeyPatch):
+    package = importlib.import_module("purestep")
+    assert set(package._HOME) < exported(SOURCES["__init__.py"])
+    assert {name for name in exported(SOURCES["__init__.py"]) if name not in dir(package)} == set()
+    with pytest.raises(AttributeError, match="module 'purestep' has no attribute 'fitt'"):
+        package.fitt  # noqa: B018  # asking is the test
+    monkeypatch.setitem(package._HOME, "fitt", "loop")
+    with pytest.raises(AttributeError, match="fitt"):
+        package.fitt  # noqa: B018
+    monkeypatch.setitem(sys.modules, "purestep.broken", None)
+    with pytest.raises(AttributeError, match="broken"):
+        package.broken  # noqa: B018
+
+
 def exported(text: str) -> set[str]:
     """The names that a package's ``__init__.py`` re-exports: one statement each, no star."""
     found = {local for local, origin, _ in imported("__init__.py", text) if not within(origin, "__future__")}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from purestep import errors, tree
-from purestep.snapshot import Snapshots, cadence, host, manifest, store
+from purestep.snapshot import Snapshots, cadence, host, manifest, reading, store
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
@@ -84,12 +84,20 @@ def rich() -> Pair:
 # --- what comes back ----------------------------------------------------------------------------------------------
 
 
-def test_every_leaf_comes_back_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("way", ["by chunks", "through orbax"])
+def test_every_leaf_comes_back_bit_for_bit(tmp_path, way, monkeypatch):
     state = rich()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the other way")
+
+    monkeypatch.setattr(reading, "_SMALL", 1 << 20 if way == "by chunks" else 0)
     with Snapshots(tmp_path) as snapshots:
         snapshots.save(3, state)
         template = tree.map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, state)
         before = tree.clone(template)
+        snapshots.wait()
+        monkeypatch.setattr(store, "read_chunks" if way == "through orbax" else "read", refuse)
         found = snapshots.restore(template)
         assert_same(found.state, state)
         assert_same(template, before)
@@ -97,6 +105,51 @@ def test_every_leaf_comes_back_bit_for_bit(tmp_path):
         fresh = [leaf.data_ptr() for leaf in tree.leaves(found.state) if isinstance(leaf, Tensor) and leaf.numel()]
         assert not kept & set(fresh)
         assert len(set(fresh)) == len(fresh)
+
+
+@pytest.mark.parametrize("fault", ["other values", "too short", "nothing", "no such store"])
+def test_chunks_without_their_digest_are_read_through_orbax(tmp_path, fault, monkeypatch):
+    state = {"a": torch.arange(5.0), "b": torch.arange(3)}
+    there: dict[str, bytes] = {}
+    asked: list[set[str]] = []
+
+    def chunks(folder: Any, wanted: Any) -> dict[str, bytes]:
+        there.update(store_chunks(folder, wanted))
+        whole = bytes(there["a"])
+        bad = {"other values": b"\1" + whole[1:], "too short": whole[:19], "nothing": b""}
+        return {} if fault == "no such store" else there | {"a": bad[fault]}
+
+    def through_orbax(folder: Any, wanted: Any, **named: Any) -> Any:
+        asked.append(set(wanted))
+        return store_read(folder, wanted, **named)
+
+    store_chunks, store_read = store.read_chunks, store.read
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(0, state)
+        snapshots.wait()
+        monkeypatch.setattr(store, "read_chunks", chunks)
+        monkeypatch.setattr(store, "read", through_orbax)
+        assert_same(snapshots.restore(state).state, state)
+    assert set(there) == {"a", "b"}
+    assert asked == [{"a", "b"} if fault == "no such store" else {"a"}]
+
+
+def test_a_store_that_is_laid_out_otherwise_has_no_chunks(tmp_path):
+    assert store.read_chunks(tmp_path, {"a": 1}) == {}
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "manifest.ocdbt").write_bytes(b"no such thing")
+    assert store.read_chunks(tmp_path, {"a": 1}) == {}
+
+
+def test_large_leaves_are_read_through_orbax_alone(tmp_path, monkeypatch):
+    state = {"large": torch.arange(float(1 << 18) + 1), "small": torch.arange(float(1 << 18))}
+    asked: list[set[str]] = []
+    read = store.read_chunks
+    monkeypatch.setattr(store, "read_chunks", lambda folder, wanted: asked.append(set(wanted)) or read(folder, wanted))
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(0, state)
+        assert_same(snapshots.restore(state).state, state)
+    assert asked == [{"small"}]
 
 
 def test_the_layout_of_the_template_is_kept(tmp_path):

@@ -20,6 +20,9 @@ global random generators are touched only inside `rng.scoped`.
     snapshot  export  sinks  incident                    orbax, weights in and out, progress, a step written down
     loop  testing  bench                                 fit, checks for unit tests, benchmarks
 
+`import purestep` loads what stands above the line, `compile` apart; the rest is loaded where it is first asked for
+(`ps.fit`), so that a script that waits for its import waits half as long, and a worker process for what it uses.
+
 Every public name is listed in README.md beside this file.
 """
 
@@ -30,36 +33,20 @@ import typing as _typing
 
 from . import ema as ema
 from . import errors as errors
-from . import events as events
 from . import metrics as metrics
 from . import optim as optim
 from . import precision as precision
 from . import rng as rng
 from . import scaler as scaler
 from . import schedules as schedules
-from . import sinks as sinks
-from . import testing as testing
 from . import tree as tree
-from .bench import benchmark as benchmark
-from .bench import find_batch_size as find_batch_size
-from .compile import compile_program as compile_program
-from .compile import compile_step as compile_step
-from .data import to_device as to_device
 from .ema import view as view
-from .events import Stop as Stop
-from .export import export_weights as export_weights
-from .export import load_into as load_into
-from .loop import FitResult as FitResult
-from .loop import evaluate as evaluate
-from .loop import fit as fit
-from .loop import run_epoch as run_epoch
 from .objective import hf_loss as hf_loss
 from .objective import masked_mse as masked_mse
 from .objective import masked_reconstruction as masked_reconstruction
 from .objective import masked_sse as masked_sse
 from .objective import supervised as supervised
 from .precision import auto_device as auto_device
-from .snapshot import Snapshots as Snapshots
 from .step import program as program
 from .stopping import EarlyStopping as EarlyStopping
 from .tree import clone as clone
@@ -75,15 +62,50 @@ __version__ = "0.1.0"
 
 if _typing.TYPE_CHECKING:
     from . import config as config
+    from . import events as events
+    from . import sinks as sinks
+    from . import testing as testing
+    from .bench import benchmark as benchmark
+    from .bench import find_batch_size as find_batch_size
+    from .compile import compile_program as compile_program
+    from .compile import compile_step as compile_step
     from .config import FitConfig as FitConfig
+    from .data import to_device as to_device
+    from .events import Stop as Stop
+    from .export import export_weights as export_weights
+    from .export import load_into as load_into
+    from .loop import FitResult as FitResult
+    from .loop import evaluate as evaluate
+    from .loop import fit as fit
+    from .loop import run_epoch as run_epoch
+    from .snapshot import Snapshots as Snapshots
 else:
+    _LATE = {
+        "bench": ("benchmark", "find_batch_size"),
+        "compile": ("compile_program", "compile_step"),
+        "config": ("FitConfig",),
+        "data": ("to_device",),
+        "events": ("Stop",),
+        "export": ("export_weights", "load_into"),
+        "loop": ("FitResult", "evaluate", "fit", "run_epoch"),
+        "sinks": (),
+        "snapshot": ("Snapshots",),
+        "testing": (),
+    }
+    _HOME = {name: module for module, names in _LATE.items() for name in names}
 
     def __getattr__(name):
-        """`config` and `FitConfig` where they are asked for: pydantic takes as long to load as all of this."""
-        if name not in ("config", "FitConfig"):
+        """What is loaded when it is asked for, see above; and the modules of the map, by their names."""
+        home = _HOME.get(name, name)
+        try:
+            module = None if name.startswith("_") else _importlib.import_module(f".{home}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{home}":
+                raise
+            module = None
+        if module is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = _importlib.import_module(".config", __name__)
-        return found if name == "config" else found.FitConfig
+        return globals().setdefault(name, getattr(module, name) if name in _HOME else module)
 
     def __dir__():
-        return sorted({*globals(), "config", "FitConfig"})
+        return sorted({*globals(), *_LATE, *_HOME})

@@ -115,6 +115,23 @@ def paths(tree: Tree) -> list[str]:
     return [path for path, _ in with_paths(tree)]
 
 
+class Paths:
+    """`with_paths` of trees of one structure, again and again: their paths are made once."""
+
+    def __init__(self) -> None:
+        self._known: tuple[TreeDef, list[str]] | None = None
+
+    def __call__(self, tree: Tree) -> list[tuple[str, Any]]:
+        """See `with_paths`."""
+        try:
+            found, treedef = flatten(tree)
+        except RecursionError as error:
+            raise _endless() from error
+        if self._known is None or self._known[0] != treedef:
+            self._known = treedef, paths(tree)
+        return list(zip(self._known[1], found, strict=True))
+
+
 def where(condition: Tensor, new: Tree, old: Tree) -> Tree:
     """Leaf by leaf ``new`` where the 0-d condition holds, else ``old``; dtypes are those of ``old``."""
     return map(lambda n, o: torch.where(condition, n, o) if n is not o else o, new, old)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import purestep as ps
 from purestep import events
-from purestep.compile import graphs
+from purestep.compile import CompiledStep, graphs
 from purestep.data import feed as feed_
 from purestep.data import indexed, open_feed, workers
 from purestep.errors import DataError, Mismatch
@@ -376,9 +376,15 @@ def test_row_34_fails_where_every_call_is_compiled_anew(monkeypatch: pytest.Monk
 
 
 def test_row_34_fails_where_every_batch_counts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = meter.add
-    alike = lambda left, right: real(left, {name: (t / w if w else t, 1.0) for name, (t, w) in right.items()})  # noqa: E731
-    monkeypatch.setattr(meter, "add", alike)
+    real = meter.add_to
+
+    def alike(sums: Any, rows: meter.Rows) -> None:
+        means = [
+            [number for _, t, w in rows.columns for number in (row[t] / (row[w] or 1.0), 1.0)] for row in rows.numbers
+        ]
+        real(sums, rows._replace(numbers=means))
+
+    monkeypatch.setattr(meter, "add_to", alike)
     fails(test_row_34_a_ragged_last_batch_is_weighted_by_its_size)
 
 
@@ -407,12 +413,17 @@ FIRST: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.row("F35")
+@pytest.mark.parametrize("compile", [False, pytest.param({"backend": "aot_eager"}, marks=pytest.mark.compile)])
 @pytest.mark.parametrize("fault", OTHER)
-def test_row_35_another_structure_at_batch_5(fault: str) -> None:
+def test_row_35_another_structure_at_batch_5(fault: str, compile: Any) -> None:
     other, message = OTHER[fault]
     program = mlp()
     train = [*batches(4), other, *batches(1)]
-    refused(DataError, f"^train, epoch 1, batch 5: {message}", lambda: fit(program.init(), train, program, epochs=1))
+    refused(
+        DataError,
+        f"^train, epoch 1, batch 5: {message}",
+        lambda: fit(program.init(), train, program, epochs=1, compile=compile),
+    )
 
 
 @pytest.mark.row("F35")
@@ -435,10 +446,25 @@ def test_row_35_a_key_that_holds_none_at_batch_5() -> None:
 
 
 def test_row_35_fails_where_nobody_looks_at_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FIT, "BatchCheck", lambda: lambda batch, record: None)
+    monkeypatch.setattr(ps.loop.calling, "BatchCheck", lambda: lambda batch, record: None)
     for fault in ("None", "a rank", "one missing"):
         raw = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)
-        fails(lambda fault=fault: test_row_35_another_structure_at_batch_5(fault), *raw)
+        fails(lambda fault=fault: test_row_35_another_structure_at_batch_5(fault, False), *raw)
+
+
+@pytest.mark.compile
+def test_row_35_fails_where_a_compiled_step_tells_nobody_of_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    stacked = CompiledStep.stacked
+    monkeypatch.setattr(CompiledStep, "stacked", lambda self, *call, unlike=None: stacked(self, *call))
+    for fault in ("a rank", "one missing"):
+        fails(
+            lambda fault=fault: test_row_35_another_structure_at_batch_5(fault, {"backend": "aot_eager"}),
+            TypeError,
+            ValueError,
+            RuntimeError,
+            AttributeError,
+            IndexError,
+        )
 
 
 # --- row (a) ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import rng, tree
 from ..types import Empty, Metrics, TrainState
 from . import live as live_
-from .graphs import Graphs, Options, kinds
+from .graphs import Graphs, Options, kinds, unstacked
 from .runner import batch_leaves
 
 
@@ -53,7 +53,7 @@ class CompiledEval:
         with (
             rng.scoped(rng.mix(int(parts[0].key[0]), "eval", index), device) if graph.draws and parts else nullcontext()
         ):
-            return graph.run(inputs, leaves)
+            return unstacked(graph.run(inputs, leaves))
 
 
 def _without_optimizer(state: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,23 @@ class Graph(NamedTuple):
 
     run: Callable[[list[Tensor], list[Any]], Any]
     draws: bool
+
+
+class Stacked(NamedTuple):
+    """Metrics as a graph returns them, in one vector: to a small step, a tensor a number is a tenth of its time."""
+
+    numbers: Tensor  # shape=(n,), float32
+    columns: tuple[tuple[str, int, int], ...]  # name, where its total and its weight are; one object for all calls
+
+    def metrics(self) -> Metrics:
+        """The same as a dict of Means."""
+        values, make = self.numbers.unbind(), tuple.__new__  # half the time of calling Mean
+        return {name: make(Mean, (values[total], values[weight])) for name, total, weight in self.columns}
+
+
+def unstacked(metrics: Metrics | Stacked) -> Metrics:
+    """A dict of Means, whichever it is."""
+    return metrics.metrics() if type(metrics) is Stacked else cast(Metrics, metrics)
 
 
 class Graphs:
@@ -151,10 +168,10 @@ def _builder(treedef: tree.TreeDef, stacked: list[bool]) -> Callable[[Any], Any]
     if not any(stacked):
         return lambda outputs: tree.unflatten(treedef, list(outputs))
     if all(stacked):
-        names = _names(tree.unflatten(treedef, list(range(len(stacked)))))
-        if names is None:
+        columns = _columns(tree.unflatten(treedef, list(range(len(stacked)))))
+        if columns is None:
             return lambda outputs: tree.unflatten(treedef, outputs[0].unbind())
-        return lambda outputs: _metrics(names, outputs[0].unbind())
+        return lambda outputs: Stacked(outputs[0], columns)
 
     def mixed(outputs: Any) -> Any:
         scalars, rest = iter(outputs[0].unbind()), iter(outputs[1:])
@@ -163,16 +180,11 @@ def _builder(treedef: tree.TreeDef, stacked: list[bool]) -> Callable[[Any], Any]
     return mixed
 
 
-def _names(positions: Any) -> list[tuple[str, int, int]] | None:
+def _columns(positions: Any) -> tuple[tuple[str, int, int], ...] | None:
     """Name and positions of every metric, where the tree is a dict of Means and nothing else."""
     if type(positions) is not dict or not all(type(mean) is Mean for mean in positions.values()):
         return None
-    return [(name, mean[0], mean[1]) for name, mean in positions.items()]
-
-
-def _metrics(names: list[tuple[str, int, int]], values: tuple[Tensor, ...]) -> Metrics:
-    make = tuple.__new__  # of every step: half the time of calling Mean
-    return {name: make(Mean, (values[total], values[weight])) for name, total, weight in names}
+    return tuple((name, mean[0], mean[1]) for name, mean in positions.items())
 
 
 class Text:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,10 +18,14 @@ from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture as capture_
 from . import live as live_
 from .contract import checked, same_structure
-from .graphs import Graph, Graphs, Options, kinds, resolved, same_kinds, without_text
+from .graphs import Graph, Graphs, Options, Stacked, kinds, resolved, same_kinds, unstacked, without_text
 from .replay import Replays
 
 _UNMARKED: dict[int, tuple[type[Accum], ...]] = {count: (Accum,) * count for count in range(64)}
+
+
+Unlike: TypeAlias = Callable[[Any], None] | None
+"""Told of a batch that differs from the one before."""
 
 
 class _Last(NamedTuple):
@@ -66,11 +70,23 @@ class CompiledStep:
         return self._graphs.count
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
+        new, metrics = self.stacked(state, *batch)
+        return new, unstacked(metrics)
+
+    def stacked(self, state: Any, *batch: Any, unlike: Unlike = None) -> tuple[Any, Metrics | Stacked]:
+        """The call, with metrics as the graph returns them.
+
+        Args:
+            state: as the step takes it.
+            batch: the same.
+            unlike: called with a batch that is not of the same structure, shapes, dtypes and devices as the one
+                before, before anything is done with it.
+        """
         if self._flush and self._nothing_to_flush(state):
             return state, {}
         if self._unroll > 1:
             self._check_batches(batch)
-        return self._donated(state, batch) if self.donate else self._pure(state, batch)
+        return self._donated(state, batch, unlike) if self.donate else self._pure(state, batch, unlike)
 
     def _check_batches(self, batch: tuple[Any, ...]) -> None:
         if len(batch) != 1 or not isinstance(batch[0], list | tuple) or not 1 <= len(batch[0]) <= self._unroll:
@@ -86,7 +102,7 @@ class CompiledStep:
 
     # --- donated ------------------------------------------------------------------------------------------------------
 
-    def _donated(self, state: Any, batch: tuple[Any, ...]) -> tuple[Any, Metrics]:
+    def _donated(self, state: Any, batch: tuple[Any, ...], unlike: Unlike) -> tuple[Any, Metrics | Stacked]:
         store = self._standing(state) or self._enter(state)
         leaves, treedef = tree.flatten(batch)
         phase = self._phase(store)
@@ -94,6 +110,8 @@ class CompiledStep:
         if last and last.slots is store.slots and last.treedef == treedef and same_kinds(last.kinds, leaves):
             graph = last.graph
         else:
+            if unlike is not None:
+                unlike(batch[0])
             graph, leaves = self._found(store, phase, batch)
         if graph.draws and store.hosts:
             host = store.hosts[0]
@@ -106,11 +124,11 @@ class CompiledStep:
             self._count_window(store)
         return store.live(), metrics
 
-    def _launched(self, graph: Graph, store: live_.Store, leaves: list[Any]) -> Metrics:
+    def _launched(self, graph: Graph, store: live_.Store, leaves: list[Any]) -> Metrics | Stacked:
         try:
             if self._replays is None or store.device.type != "cuda":
                 return graph.run(store.buffers, leaves)
-            return self._replays.run(graph.run, store, leaves, tree.clone)
+            return self._replays.run(graph.run, store, leaves, _copied)
         except BaseException as error:
             # What an attempt to capture met has Dynamo's word as its cause.
             in_capture = any(found is not None and capture_.stopped(found) for found in (error, error.__cause__))
@@ -207,7 +225,9 @@ class CompiledStep:
 
     # --- pure ---------------------------------------------------------------------------------------------------------
 
-    def _pure(self, state: Any, batch: tuple[Any, ...]) -> tuple[Any, Metrics]:
+    def _pure(self, state: Any, batch: tuple[Any, ...], unlike: Unlike) -> tuple[Any, Metrics]:
+        if unlike is not None:
+            unlike(batch[0])
         given = live_.plain(state)
         parts = live_.states(given)
         phase = _read_phase(parts, flush=self._flush)
@@ -280,6 +300,10 @@ def batch_leaves(batch: tuple[Any, ...]) -> tuple[list[Any], tree.TreeDef]:
         return [resolved(leaf) for leaf in leaves], treedef
     leaves, treedef = tree.flatten(tree.dicts(batch))
     return without_text([resolved(leaf) for leaf in leaves]), treedef
+
+
+def _copied(metrics: Metrics | Stacked) -> Metrics | Stacked:
+    return metrics._replace(numbers=metrics.numbers.clone()) if type(metrics) is Stacked else tree.clone(metrics)
 
 
 def _seeded(draws: bool, host: live_.Host | None, device: torch.device) -> Any:

@@ -15,17 +15,20 @@ def due_at_end(every: int | float, record: Record) -> bool:
     return every < 1 or record.epoch % int(every) == 0
 
 
+def is_inside(every: int | float) -> bool:
+    """Whether an interval may ask for an evaluation inside an epoch."""
+    return isinstance(every, int) or every < 1
+
+
 def due_inside(every: int | float, record: Record, length: int | None) -> bool:
     """Whether an interval asks for an evaluation after the batch just done, which is not the last of its epoch.
 
     Raises:
         ConfigError: a fraction of a loader without length.
     """
-    if record.batch == length:
+    if record.batch == length or not is_inside(every):
         return False
-    if isinstance(every, int):
-        return crossed(every, record)
-    return every < 1 and _at_fraction(every, record.batch, length)
+    return crossed(every, record) if isinstance(every, int) else _at_fraction(every, record.batch, length)
 
 
 def crossed(every: int, record: Record, ahead: int = 0) -> bool:

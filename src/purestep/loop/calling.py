@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .. import compile as compile_
 from .. import files, purity, tree
 from ..anomaly import not_finite
-from ..compile.graphs import Graphs
+from ..compile.graphs import Graphs, Stacked
 from ..errors import NonFiniteError, PurestepError, StepContractError
 from ..types import Metrics, Program, TrainStep, Tree
 from .ledger import halts
 from .looks import Looks
-from .pieces import check_pair
+from .pieces import BatchCheck, check_pair
 from .record import Record
 
 if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
@@ -36,7 +37,11 @@ class Caller:
     """
 
     def __init__(self, step: TrainStep, state: Tree, looks: Looks, *, anomalies: bool, compiled: bool) -> None:
-        self._step = step
+        self._check = BatchCheck()
+        # Of the batches that a compiled step gets, those need no look that are like the one before: it looks itself.
+        own = step if isinstance(step, compile_.CompiledStep) else None
+        self._looks_itself = own is not None
+        self._step: Any = partial(own.stacked, unlike=self._unlike) if own else step
         self._looks = looks
         self._anomalies = anomalies
         self._compiled = compiled
@@ -45,22 +50,26 @@ class Caller:
         self.failed = False
         """Whether a compiled step was broken off: nobody knows how much of the memory it writes is written."""
         self._stop_at = 1  # the next call that is more than a call
+        self._record = Record()
 
-    def __call__(self, state: Tree, batch: Any, record: Record) -> tuple[Tree, Metrics]:
+    def __call__(self, state: Tree, batch: Any, record: Record) -> tuple[Tree, Metrics | Stacked]:
         """``step(state, batch)``, the next batch of this record.
 
         Raises:
+            DataError: the batch is of another structure than the first.
             StepContractError: it returned something else than a state of the same kind and metrics, or is not pure.
             NonFiniteError: with ``anomalies``, a loss or gradient that is not finite.
         """
         self._calls += 1
+        self._record = record
         try:
             if self._calls == self._stop_at:
                 new, metrics = self._looked(state, batch, _place(record))
-            elif self._compiled:  # what a graph returns was looked at when it was made
+            elif self._looks_itself:
                 new, metrics = self._step(state, batch)
             else:
-                new, metrics = check_pair(self._step(state, batch))
+                self._check(batch, record)
+                new, metrics = self._made(state, batch)
         except BaseException as error:
             self._broken_off(error)
             if isinstance(error, PurestepError) or not isinstance(error, Exception):
@@ -84,11 +93,19 @@ class Caller:
     def _broken_off(self, error: BaseException) -> None:
         self.failed = self._compiled and not isinstance(error, PurestepError) and not _before_a_graph_ran(error)
 
-    def _looked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics]:
+    def _made(self, state: Tree, batch: Any) -> tuple[Tree, Metrics | Stacked]:
+        found = self._step(state, batch)
+        return found if self._compiled else check_pair(found)  # what a graph returns is looked at when it is made
+
+    def _unlike(self, batch: Any) -> None:
+        self._check(batch, self._record)
+
+    def _looked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics | Stacked]:
         calls = self._calls
+        self._unlike(batch)
         found = self._looks(state, batch, place) if calls == self._looks.due else None
         if found is None or self._compiled:
-            found = check_pair(self._step(state, batch))
+            found = self._made(state, batch)
         if not self._compiled:
             self._compare(found[0], place)
         self._stop_at = min(self._looks.due, calls * 2 if calls < _EVERY else calls + _EVERY)
@@ -105,7 +122,7 @@ class Caller:
 class Failing(Caller):
     """A Caller with failpoints, for runs that are started with a plan for them: no other run pays for them."""
 
-    def __call__(self, state: Tree, batch: Any, record: Record) -> tuple[Tree, Metrics]:
+    def __call__(self, state: Tree, batch: Any, record: Record) -> tuple[Tree, Metrics | Stacked]:
         files.failpoint("loop.batch")
         found = super().__call__(state, batch, record)
         try:

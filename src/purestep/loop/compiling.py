@@ -29,8 +29,10 @@ def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
     compiled = compile_.compile_program(program, **options)
     if wanted != "auto":
         return compiled
+    assert isinstance(compiled.train_step, compile_.CompiledStep)
+    stacked = compiled.train_step.stacked
     return compiled._replace(
-        train_step=_falls_back(compiled.train_step, program.train_step),
+        train_step=_falls_back(stacked, program.train_step),
         flush=_falls_back(compiled.flush, program.flush),
         eval_step=_eval_falls_back(compiled.eval_step, program.eval_step),
     )

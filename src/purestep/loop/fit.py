@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import data, events, files
 from .. import ema as ema_
+from ..compile.graphs import Stacked, unstacked
 from ..errors import NonFiniteError, StepContractError
 from ..signals import Preempted, Signals, interrupted
 from ..snapshot import Snapshots
@@ -25,7 +26,7 @@ from . import meter as meter_
 from .calling import caller
 from .judging import Judge, below_minimum, judge, limit_reached
 from .ledger import Tag
-from .pieces import BatchCheck, scores
+from .pieces import scores
 from .record import Cell, FitResult, Record, cell, with_row
 from .rescue import rescue
 from .rollback import Keeper
@@ -121,6 +122,7 @@ class _Run:
         self.state, self.record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
         self.program = compiling.ready_program(program, self.state, config)
         self.call = caller(program, self.program, self.state, config)
+        self.intervals = [every for name in feeds.evaluation if cadence.is_inside(every := config.interval(name))]
         self.window = program.static.accumulate if program.static else 1
         self.left = setup.window_left(self.state, self.window)
         self.eager = program
@@ -133,7 +135,6 @@ class _Run:
         self.ending: str | None = None
         self.unscored: Record | None = None  # at the end of an epoch: where to go on if it is not evaluated to the end
         self.begun = time.monotonic()
-        self.check_batch = BatchCheck()
         self.saver = Saver(snapshots, feeds.train, saved=self.record.calls if self.resumed else None)
         if snapshots is not None and self.judge.monitor is not None:
             snapshots.track(self.judge.monitor, mode=self.judge.mode)
@@ -194,11 +195,10 @@ class _Run:
     def _step(self, batch: Any) -> None:
         """One call of train_step. Nothing is read from the device."""
         record = self.record
-        self.check_batch(batch, record)
         self.state, metrics = self.call(self.state, batch, record)
         closing = self.left == 1
         self.left = self.window if closing else self.left - 1
-        self.record = record._replace(batch=record.batch + 1, calls=record.calls + 1)
+        self.record = record.stepped()
         self._measured(Tag(record.calls + 1, record.epoch, record.batch, closing), metrics, batch)
 
     def _flush(self) -> None:
@@ -211,11 +211,12 @@ class _Run:
         record = self.record = self.record._replace(calls=self.record.calls + 1)
         self._measured(Tag(record.calls, record.epoch, -1, static.tail == "step"), metrics, None)
 
-    def _measured(self, tag: Tag, metrics: Metrics, batch: Any) -> None:
+    def _measured(self, tag: Tag, metrics: Metrics | Stacked, batch: Any) -> None:
         self.ledger.add(tag, metrics, self.record, batch)
         if tag.closing and self.audience.listens:
             updates = self.record.updates + self.ledger.pending
-            self._heed(self.audience.ask(events.StepEnd(self.state, metrics, batch, tag.epoch, tag.batch, updates)))
+            shown = unstacked(metrics)
+            self._heed(self.audience.ask(events.StepEnd(self.state, shown, batch, tag.epoch, tag.batch, updates)))
         self._settle(wait=False)
 
     def _settle(self, *, wait: bool) -> None:
@@ -254,11 +255,10 @@ class _Run:
 
     def _inside(self) -> None:
         """An evaluation inside the epoch, where an interval asks for one and no window is open."""
-        if not self.feeds.evaluation or self.left != self.window:
+        if not self.intervals or self.left != self.window:
             return
-        intervals = [self.config.interval(name) for name in self.feeds.evaluation]
         ahead = self.ledger.pending
-        if any(isinstance(every, int) and cadence.crossed(every, self.record, ahead) for every in intervals):
+        if any(isinstance(every, int) and cadence.crossed(every, self.record, ahead) for every in self.intervals):
             self._settle(wait=True)  # only now is it worth to ask how many updates were applied
         due = self._due(lambda every, record: cadence.due_inside(every, record, self.feeds.train.length))
         if due:

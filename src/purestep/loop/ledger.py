@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import tree
+from ..compile.graphs import Stacked
 from ..errors import NonFiniteError, StepContractError
 from ..events import Logged
 from ..types import Empty, Metrics, TrainState, Tree
 from . import meter as meter_
-from .meter import Meter, Row, Totals
+from .meter import Meter, Rows, Totals
 from .record import Cell, Record
 
 _BARE = ("grad_norm", "scale")  # of a step's metrics, what says nothing about the training data
@@ -58,7 +59,7 @@ class Ledger:
         """See `Meter.kinds`."""
         return self._meter.kinds
 
-    def add(self, tag: Tag, metrics: Metrics, record: Record, batch: Any = None) -> None:
+    def add(self, tag: Tag, metrics: Metrics | Stacked, record: Record, batch: Any = None) -> None:
         """A call has been made with this batch; None for a flush."""
         if self._halts:
             if not self._held and batch is not None:
@@ -78,25 +79,38 @@ class Ledger:
         Raises:
             NonFiniteError: the state has halted.
         """
-        rows = self._meter.rows(wait=wait)
-        if not rows:
+        arrived = self._meter.rows(wait=wait)
+        if not arrived:
             return record, []
         lines: list[Logged] = []
-        # Sums grow in place: a row is taken in for every step of a run.
         updates, interval, last = record.updates, dict(record.interval), dict(record.last)
-        for row in rows:
-            updates += self._take(row, state)
-            meter_.add_to(interval, row.values)
-            meter_.add_to(self._logged, row.values)
-            for name, (total, weight) in row.values.items():
-                if weight and _is_rate(name):
-                    last[name] = total / weight
-            if row.tag.closing and self._log_every and updates % self._log_every == 0:
-                lines.append(self._line(row.tag, updates, last))
-        if not isinstance(state, TrainState):
-            self._check_halted(state)  # a step of a user's own need not say that an update was refused
-            self._let_go(rows[-1].tag)
+        for rows in arrived:
+            begun = 0
+            for index, applied in enumerate(rows.totals("applied", 1.0)):
+                tag: Tag = rows.tags[index]
+                if not tag.closing:
+                    continue
+                self.pending -= 1
+                if applied:
+                    updates += 1
+                else:
+                    self._refused(tag, rows.values(index), state)
+                if self._log_every and updates % self._log_every == 0:
+                    self._sum(rows.part(begun, index + 1), interval, last)
+                    begun = index + 1
+                    lines.append(self._line(tag, updates, last))
+            self._sum(rows.part(begun), interval, last)
+        self._let_go(arrived, state)
         return record._replace(updates=updates, interval=interval, last=last), lines
+
+    def _sum(self, rows: Rows, interval: Totals, rates: dict[str, float]) -> None:
+        meter_.add_to(interval, rows)
+        meter_.add_to(self._logged, rows)
+        for name, total, weight in rows.columns:
+            if _is_rate(name):
+                known = next((row for row in reversed(rows.numbers) if row[weight]), None)
+                if known is not None:
+                    rates[name] = known[total] / known[weight]
 
     def forget(self) -> None:
         """What is on its way belongs to calls that are undone."""
@@ -110,22 +124,21 @@ class Ledger:
         earlier = [index for index, (tag, _) in enumerate(found[:-1]) if tag.closing]
         return found[earlier[-1] + 1 :] if earlier else found
 
-    def _let_go(self, tag: Tag) -> None:
-        while self._held and self._held[0][0].call <= tag.call:
+    def _let_go(self, arrived: list[Rows], state: Tree) -> None:
+        """Batches of calls that are known to have been good: of windows that are closed."""
+        tags: Iterator[Tag] = (tag for rows in reversed(arrived) for tag in reversed(rows.tags))
+        if not isinstance(state, TrainState):
+            self._check_halted(state)  # a step of a user's own need not say that an update was refused
+            good = next(tags)
+        else:
+            good = next((tag for tag in tags if tag.closing), None)
+        while good is not None and self._held and self._held[0][0].call <= good.call:
             self._held.popleft()
 
-    def _take(self, row: Row, state: Tree) -> int:
-        """Updates that the call applied."""
-        if not row.tag.closing:
-            return 0
-        applied = int(row.values.get("applied", (1.0, 1.0))[0])
-        self.pending -= 1
-        if not applied:
-            _check_rates(row)
-            self._check_halted(state)
-        if isinstance(state, TrainState):
-            self._let_go(row.tag)
-        return applied
+    def _refused(self, tag: Tag, values: Totals, state: Tree) -> None:
+        """An update was not applied: the state may have halted."""
+        _check_rates(tag, values)
+        self._check_halted(state)
 
     def _line(self, tag: Tag, updates: int, rates: Mapping[str, float]) -> Logged:
         values = named(meter_.means(self._logged, self.kinds), rates)
@@ -214,11 +227,10 @@ def named(values: Mapping[str, float], rates: Mapping[str, float]) -> dict[str, 
     return found | dict(rates)
 
 
-def _check_rates(row: Row) -> None:
+def _check_rates(tag: Tag, values: Totals) -> None:
     """A rate that cannot be used is a total without weight: see the step's metrics."""
-    for name, (total, weight) in row.values.items():
+    for name, (total, weight) in values.items():
         if _is_rate(name) and not weight and total:  # nan is true
-            tag: Tag = row.tag
             raise StepContractError(
                 f"{name} is {total:g} at call {tag.call}; the state is what it was before it",
                 where=f"schedule, epoch {tag.epoch + 1}, batch {tag.batch + 1}",

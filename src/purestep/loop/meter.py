@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from ..compile.graphs import Stacked, unstacked
 from ..types import Mean, Metrics
 
 Totals = dict[str, tuple[float, float]]
@@ -25,17 +26,36 @@ Kinds = dict[str, type[Mean]]
 _NO_KINDS: Mapping[str, type[Mean]] = MappingProxyType({})
 
 
-class Row(NamedTuple):
-    """One call's metrics, on the host, with the tag it was handed in under."""
+Columns = tuple[tuple[str, int, int], ...]
+"""Of every number in a row: its name, and where its total and its weight are."""
 
-    tag: Any
-    values: Totals
+
+class Rows(NamedTuple):
+    """Metrics of consecutive calls, on the host, with the tags that they were handed in under."""
+
+    tags: list[Any]
+    columns: Columns
+    numbers: list[list[float]]  # a list a call
+
+    def values(self, index: int) -> Totals:
+        """What one call measured."""
+        row = self.numbers[index]
+        return {name: (row[total], row[weight]) for name, total, weight in self.columns}
+
+    def totals(self, name: str, default: float) -> list[float]:
+        """Of every call, the total of that name."""
+        at = next((total for known, total, _ in self.columns if known == name), None)
+        return [default] * len(self.tags) if at is None else [row[at] for row in self.numbers]
+
+    def part(self, start: int, stop: int | None = None) -> Rows:
+        """Some of the calls."""
+        return Rows(self.tags[start:stop], self.columns, self.numbers[start:stop])
 
 
 class _Shipment(NamedTuple):
     tags: list[Any]
-    names: list[list[tuple[str, int]]]  # per call: name, how many numbers
-    numbers: Tensor
+    columns: list[Columns]  # a call
+    numbers: Tensor  # shape=(n,), one call after the other
     event: Any  # torch.cuda.Event, or None where the copy is done
 
 
@@ -48,45 +68,66 @@ class Meter:
 
     def __init__(self, depth: int = 64) -> None:
         self.depth = depth
-        self._waiting: list[tuple[Any, Metrics]] = []
+        self._waiting: list[Metrics | Stacked] = []
+        self._tags: list[Any] = []
         self._shipped: deque[_Shipment] = deque()
         self.kinds: Kinds = {}
 
-    def add(self, tag: Any, metrics: Metrics) -> None:
+    def add(self, tag: Any, metrics: Metrics | Stacked) -> None:
         """Hand in the metrics of a call."""
-        self._waiting.append((tag, metrics))
-        if any(type(mean) is not Mean for mean in metrics.values()):
-            self.kinds |= {name: type(mean) for name, mean in metrics.items() if type(mean) is not Mean}
-        if len(self._waiting) >= self.depth:
+        waiting = self._waiting
+        waiting.append(metrics)
+        self._tags.append(tag)
+        if len(waiting) >= self.depth:
             self.ship()
 
     def ship(self) -> None:
         """Start the copy of what was handed in."""
         if not self._waiting:
             return
-        tags = [tag for tag, _ in self._waiting]
-        named = [list(metrics.items()) for _, metrics in self._waiting]
-        self._waiting = []
-        parts = [part for items in named for _, mean in items for part in (mean[0], mean[1])]
+        tags, waiting, self._tags, self._waiting = self._tags, self._waiting, [], []
+        if all(type(metrics) is Stacked for metrics in waiting):
+            stacked = cast("list[Stacked]", waiting)
+            packed, columns = torch.cat([metrics.numbers for metrics in stacked]), [m.columns for m in stacked]
+        else:
+            packed, columns = self._packed([unstacked(metrics) for metrics in waiting])
+        self._shipped.append(_Shipment(tags, columns, *_to_host(packed)))
+
+    def _packed(self, waiting: list[Metrics]) -> tuple[Tensor, list[Columns]]:
+        for metrics in waiting:
+            self.kinds |= {name: type(mean) for name, mean in metrics.items() if type(mean) is not Mean}
+        parts = [part for metrics in waiting for mean in metrics.values() for part in (mean[0], mean[1])]
         alike = len({(part.dim(), part.dtype) for part in parts}) == 1 and parts[0].dim() == 0
         if alike:
-            packed, names = torch.stack(parts), [[(name, 1) for name, _ in items] for items in named]
+            packed = torch.stack(parts)
         else:
             packed = torch.cat([part.detach().reshape(-1).to(torch.float64) for part in parts] or [torch.zeros(0)])
-            names = [[(name, mean.total.numel()) for name, mean in items] for items in named]
-        self._shipped.append(_Shipment(tags, names, *_to_host(packed)))
+        sizes = [tuple((name, 1 if alike else mean[0].numel()) for name, mean in found.items()) for found in waiting]
+        columns = {found: _columns(found) for found in set(sizes)}
+        return packed, [columns[found] for found in sizes]
 
-    def rows(self, *, wait: bool) -> list[Row]:
-        """The rows that have arrived, oldest first; with ``wait`` everything that was handed in."""
+    def rows(self, *, wait: bool) -> list[Rows]:
+        """What has arrived, oldest first, as much together as has the same names; with ``wait`` everything."""
         if wait:
             self.ship()
-        found: list[Row] = []
+        found: list[Rows] = []
         while self._shipped and (wait or self._shipped[0].event is None or self._shipped[0].event.query()):
             shipment = self._shipped.popleft()
             if shipment.event is not None:
                 shipment.event.synchronize()
             found += _rows(shipment)
         return found
+
+
+def _columns(sizes: Iterable[tuple[str, int]]) -> Columns:
+    """Where numbers lie that were packed mean by mean: totals, then weights."""
+    columns: list[tuple[str, int, int]] = []
+    start = 0
+    for name, count in sizes:
+        names = [name] if count == 1 else [f"{name}[{index}]" for index in range(count)]
+        columns += [(one, start + index, start + count + index) for index, one in enumerate(names)]
+        start += 2 * count
+    return tuple(columns)
 
 
 def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:
@@ -99,37 +140,30 @@ def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:
     return host, event
 
 
-def _rows(shipment: _Shipment) -> list[Row]:
+def _rows(shipment: _Shipment) -> list[Rows]:
     numbers, start = shipment.numbers.tolist(), 0
-    rows: list[Row] = []
-    for tag, names in zip(shipment.tags, shipment.names, strict=True):
-        values: Totals = {}
-        for name, count in names:
-            if count == 1:
-                values[name] = (numbers[start], numbers[start + 1])
-            else:
-                pairs = zip(numbers[start : start + count], numbers[start + count : start + 2 * count], strict=True)
-                values |= {f"{name}[{index}]": pair for index, pair in enumerate(pairs)}
-            start += 2 * count
-        rows.append(Row(tag, values))
-    return rows
+    found: list[Rows] = []
+    for tag, columns in zip(shipment.tags, shipment.columns, strict=True):
+        if not found or found[-1].columns is not columns:
+            found.append(Rows([], columns, []))
+        found[-1].tags.append(tag)
+        found[-1].numbers.append(numbers[start : start + 2 * len(columns)])
+        start += 2 * len(columns)
+    return found
 
 
-def add_to(sums: Totals, right: Totals) -> None:
-    """Add totals and weights by name, in place."""
-    for name, (total, weight) in right.items():
-        before = sums.get(name, _NOTHING)
-        sums[name] = (before[0] + total, before[1] + weight)
+def add_to(sums: Totals, rows: Rows) -> None:
+    """Add totals and weights by name, in place: one call after the other, so that the bits do not depend on how many
+    of them arrive together."""
+    for name, total, weight in rows.columns:
+        first, second = sums.get(name, _NOTHING)
+        for row in rows.numbers:
+            first += row[total]
+            second += row[weight]
+        sums[name] = (first, second)
 
 
 _NOTHING = (0.0, 0.0)
-
-
-def add(left: Mapping[str, tuple[float, float]], right: Totals) -> Totals:
-    """Sums of totals and weights, by name."""
-    merged = dict(left)
-    add_to(merged, right)
-    return merged
 
 
 def means(totals: Mapping[str, tuple[float, float]], kinds: Mapping[str, type[Mean]] = _NO_KINDS) -> dict[str, float]:

@@ -49,17 +49,17 @@ def run_epoch(
     """
     check_alone(loader, where="train")
     feed = data.open_feed(loader, name="train", seed=seed)
-    meter, total = Meter(), {}
+    meter, total = Meter(), meter_.Totals()
     try:
         for batch in data.prefetch(feed.epoch(epoch, start), data.device_of(state), name="train"):
             state, metrics = check_pair(step(state, batch))
             meter.add(None, metrics)
-            for row in meter.rows(wait=False):
-                total = meter_.add(total, row.values)
+            for rows in meter.rows(wait=False):
+                meter_.add_to(total, rows)
     finally:
         feed.close()
-    for row in meter.rows(wait=True):
-        total = meter_.add(total, row.values)
+    for rows in meter.rows(wait=True):
+        meter_.add_to(total, rows)
     return state, meter_.as_means(total, meter.kinds)
 
 
@@ -101,7 +101,7 @@ def scores(
     state: Tree, batches: Iterable[Any], eval_step: EvalStep, *, name: str, watch: Watch | None
 ) -> dict[str, float]:
     """The inside of `evaluate`: weighted means over batches that are on the device already."""
-    meter, total = Meter(), {}
+    meter, total = Meter(), meter_.Totals()
     indexed = takes_index(eval_step)
     for index, batch in enumerate(batches):
         try:
@@ -113,10 +113,10 @@ def scores(
         meter.add(None, metrics)
         if watch is not None:
             watch(batch, metrics, index)
-        for row in meter.rows(wait=False):
-            total = meter_.add(total, row.values)
-    for row in meter.rows(wait=True):
-        total = meter_.add(total, row.values)
+        for rows in meter.rows(wait=False):
+            meter_.add_to(total, rows)
+    for rows in meter.rows(wait=True):
+        meter_.add_to(total, rows)
     return meter_.means(total, meter.kinds)
 
 

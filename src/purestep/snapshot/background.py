@@ -6,6 +6,7 @@ import concurrent.futures.thread  # registers its exit hook; ours must be regist
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -33,6 +34,7 @@ class Background:
 
     def _run(self, job: Callable[[], Any], holding: object) -> None:
         del holding  # the thread's arguments keep it
+        time.sleep(0.001)  # the caller goes on first: it would wait up to 5 ms for the interpreter's lock
         try:
             job()
         except BaseException as error:

@@ -28,6 +28,9 @@ _CARRIED = {
 DTYPES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in (*_NATIVE, *_CARRIED)}
 """What can be stored, by the name that stands in the manifest."""
 
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+"""The way back."""
+
 SCALARS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
 """Python leaves that can be stored, by name; they live in the manifest."""
 
@@ -41,6 +44,8 @@ def check(path: str, leaf: Any) -> None:
     Raises:
         StateError: naming the leaf, what it is and what to make of it.
     """
+    if type(leaf) is Tensor and _is_plain(leaf):
+        return
     if not isinstance(leaf, Tensor):
         if type(leaf) not in SCALARS.values():
             kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
@@ -53,10 +58,16 @@ def check(path: str, leaf: Any) -> None:
         raise StateError(f"a {kind} tensor cannot be stored", where=path, hint=".to_dense()")
     if leaf.device.type == "meta":
         raise StateError("a tensor on the meta device has no values", where=path, hint="program.init()")
-    if leaf.dtype not in DTYPES.values():
+    if leaf.dtype not in NAMES:
         raise StateError(f"{leaf.dtype} cannot be stored", where=path, hint=".to(torch.float32)")
 
 
+def _is_plain(leaf: Tensor) -> bool:
+    known = leaf.dtype in NAMES and leaf.layout is torch.strided
+    return known and not (leaf.is_meta or leaf.is_quantized or leaf.is_nested)
+
+
+@torch.no_grad()
 def stage(tensors: dict[str, Tensor], spare: Buffers) -> Buffers:
     """Copies the tensors to host memory and returns when the copies are whole; nothing is shared with the originals.
 
@@ -65,40 +76,52 @@ def stage(tensors: dict[str, Tensor], spare: Buffers) -> Buffers:
         spare: buffers of an earlier `stage` that nobody reads any more; those that fit are used again.
     """
     buffers: Buffers = {}
+    near: list[Tensor] = []
     streams: set[torch.cuda.Stream] = set()
     for path, tensor in tensors.items():
-        source = _bits(tensor.detach().resolve_conj().resolve_neg())
-        on_cuda = source.device.type == "cuda"
-        buffers[path] = buffer = _buffer_for(source, spare.get(path), pinned=on_cuda)
-        # Only CUDA orders such a copy with what follows on its stream, and only into pinned memory.
-        buffer.copy_(source, non_blocking=on_cuda)
-        if on_cuda:
+        source = _bits(tensor)
+        buffers[path] = buffer = _buffer_for(source, spare.get(path))
+        if source.is_cuda:
+            # Only CUDA orders such a copy with what follows on its stream, and only into pinned memory.
+            buffer.copy_(source, non_blocking=True)
             streams.add(torch.cuda.current_stream(source.device))
+        else:
+            near.append(source)
+    _copy(near, [buffers[path] for path, tensor in tensors.items() if not tensor.is_cuda])
     for stream in streams:
         stream.synchronize()
     return buffers
 
 
+def _copy(sources: list[Tensor], buffers: list[Tensor]) -> None:
+    # All in one call: of small ones, torch would take longer to be called than to copy.
+    if sources:
+        torch._foreach_copy_(buffers, sources)  # pyright: ignore  # torch has it under no other name
+
+
 def _bits(tensor: Tensor) -> Tensor:
+    if tensor.is_neg() or tensor.is_conj():
+        tensor = tensor.resolve_conj().resolve_neg()
     carrier = _CARRIED.get(tensor.dtype)
     return tensor if carrier is None else tensor.view(carrier)
 
 
-def _buffer_for(source: Tensor, spare: Tensor | None, *, pinned: bool) -> Tensor:
-    # The source's own order in memory, so that the copy is one pass; `array` brings it into C order in the writer.
-    stride = torch.empty_like(source, device="meta").stride()
-    if spare is not None and (spare.shape, spare.dtype, spare.stride(), spare.is_pinned()) == (
-        source.shape,
-        source.dtype,
-        stride,
-        pinned,
-    ):
-        return spare
-    if pinned:
+def _buffer_for(source: Tensor, spare: Tensor | None) -> Tensor:
+    plain = source.is_contiguous()
+    if spare is not None and spare.dtype is source.dtype and spare.is_same_size(source):
+        alike = spare.is_contiguous() if plain else spare.stride() == _stride(source)
+        if alike and (not source.is_cuda or spare.is_pinned()):
+            return spare
+    if source.is_cuda:
         flat = torch.empty(source.numel(), dtype=source.dtype, pin_memory=True)
     else:  # numpy asks for huge pages, torch does not: a first touch several times faster
         flat = torch.from_numpy(np.empty(source.numel() * source.itemsize, np.uint8)).view(source.dtype)
-    return flat.as_strided(source.shape, stride)
+    return flat.view(source.shape) if plain else flat.as_strided(source.shape, _stride(source))
+
+
+def _stride(source: Tensor) -> tuple[int, ...]:
+    """The source's own order in memory, so that the copy is one pass; `array` brings it into C order in the writer."""
+    return torch.empty_like(source, device="meta").stride()
 
 
 def array(buffer: Tensor) -> np.ndarray[Any, Any]:

@@ -97,7 +97,7 @@ def describe(leaves: list[tuple[str, Any]]) -> dict[str, Leaf]:
         if path in found:
             raise SnapshotError("two leaves have this path", where=path, hint="keys without '/', of one type")
         if isinstance(leaf, Tensor):
-            found[path] = Leaf(str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
+            found[path] = Leaf(host.NAMES[leaf.dtype], tuple(leaf.shape))
         else:
             found[path] = Leaf(f"python.{type(leaf).__name__}", (), value=leaf)
     return found

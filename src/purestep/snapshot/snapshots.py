@@ -93,6 +93,7 @@ class Snapshots:
         self._lock = DirectoryLock(self.directory)
         self._background = background.Background()
         self._spare: host.Buffers = {}
+        self._leaves = tree.Paths()
         self._abandoned: set[int] = set()
         self._closed = False
         self._pid = os.getpid()
@@ -294,7 +295,7 @@ class Snapshots:
         """
         self.open()
         step = directory.checked_step(self.directory, step)
-        leaves = tree.with_paths(state)
+        leaves = self._leaves(state)
         manifest = Manifest(
             step=step,
             leaves=manifests.describe(leaves),
@@ -305,8 +306,7 @@ class Snapshots:
             environment=manifests.environment(leaves),
             files={},
         )
-        if self._background.busy:
-            self.waits += 1
+        self.waits += self._background.busy
         self._background.join()
         archive = directory.to_archive(self.directory, step, abandoned=self._abandoned, overwrite=overwrite)
         spare, self._spare = self._spare, {}

@@ -22,6 +22,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 _ITEM = "state"
+_log = logging.getLogger("purestep")
 
 
 def _orbax(platforms: str | None) -> Any:
@@ -134,6 +135,27 @@ def read(folder: Path, wanted: Mapping[str, str], *, platforms: str | None) -> d
         placeholders = {key(path): np.empty(0, _stored_type(dtype)) for path, dtype in wanted.items()}
         found = orbax.load(folder, placeholders, checkpointable_name=_ITEM)
     return {path: _carried(found[key(path)]) for path in wanted}
+
+
+def read_chunks(folder: Path, wanted: Mapping[str, int]) -> dict[str, bytes]:
+    """Reads arrays of one chunk straight from the key-value store that orbax writes them into.
+
+    orbax takes a millisecond for an array, whatever its size, this takes a thirtieth. What it gives is what lies there:
+    the caller holds it against digests, and asks `read` for what does not have its own, or is missing.
+
+    Args:
+        wanted: path -> number of dimensions.
+    """
+    try:
+        import tensorstore  # orbax's own
+
+        base = {"driver": "file", "path": f"{folder / _ITEM}/"}
+        values = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        found = {path: values.read(f"{key(path)}/c{'/0' * rank}") for path, rank in wanted.items()}
+        return {path: value for path, chunk in found.items() if (value := chunk.result().value)}
+    except Exception as error:  # damaged, or laid out in another way: `read` knows, or says so
+        _log.info("%s: read through orbax: %s", folder, error)
+        return {}
 
 
 def _carried(values: Array) -> Array:
