@@ -148,6 +148,18 @@ def test_which_products_the_kernel_takes():
     close(found[3:], expected[3:], 1e-2)
 
 
+def test_gradients_are_written_where_the_packed_state_has_them():
+    """Two parts of a vector, and one that is used elsewhere too and has to be copied in."""
+    a, b = torch.randn(9, 20), torch.randn(20, 33)
+
+    def function(a: Tensor, b: Tensor) -> list[Tensor]:
+        once, turned, twice = a @ b, (b.t() @ a.t()).t(), (a * 2) @ b
+        return [torch.cat([once.reshape(-1), turned.reshape(-1), twice.reshape(-1)]) * 3, twice.sum(0)]
+
+    assert written(function, a, b).count("'flat'") == 1
+    close(compiled(function, a, b)(), function(a.double(), b.double()))
+
+
 def test_the_same_products_with_narrower_vectors():
     """The kernel's blocks are of other sizes there."""
     program = (

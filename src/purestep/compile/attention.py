@@ -55,7 +55,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: flo
         scores = torch.where(later, -math.inf, scores)
     total = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - total.unsqueeze(-1))
-    return _product(weights, value, heads_inside=True), total, weights
+    return _product(weights, value, "heads inside"), total, weights
 
 
 def _backward(
@@ -65,11 +65,11 @@ def _backward(
     through = _product(grad, value.transpose(-1, -2))
     slope = weights * (through - (grad * out).sum(-1, keepdim=True)) * scale
     pairs = ((slope, key), (slope.transpose(-1, -2), query), (weights.transpose(-1, -2), grad))
-    return tuple(_product(left, right, heads_inside=True) for left, right in pairs)
+    return tuple(_product(left, right, "heads inside") for left, right in pairs)
 
 
-def _product(a: Tensor, b: Tensor, *, heads_inside: bool = False) -> Tensor:
-    return torch.ops.purestep.product(a, b, heads_inside, products.VERSION)
+def _product(a: Tensor, b: Tensor, form: str = "plain") -> Tensor:
+    return torch.ops.purestep.product(a, b, form, products.VERSION)
 
 
 # --- where it is written ----------------------------------------------------------------------------------------------

@@ -54,7 +54,9 @@ def register(kernel: Kernel) -> Any:
         tensors = [arg for arg in args if isinstance(arg, ir.TensorBox)]
         inputs = [ir.ExternKernel.realize_input(each) for each in tensors]
         size, strides = kernel.layout(*(each.get_size() for each in tensors), *args[len(tensors) :])
-        layout = ir.FixedLayout(tensors[0].get_device_or_error(), tensors[0].get_dtype(), size, strides)
+        like = tensors[0].get_device_or_error(), tensors[0].get_dtype(), size
+        # A vector may become part of a longer one.
+        layout = ir.FlexibleLayout(*like) if len(size) == 1 else ir.FixedLayout(*like, strides)
         made = call(layout, inputs, op_overload=operator)
         made.kernel = kernel
         return ir.TensorBox.create(made)

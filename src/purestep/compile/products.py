@@ -156,45 +156,45 @@ extern "C" void purestep_product(const float* a, const float* b, float* c, const
 """
 
 
-def _layout(
-    a: Sequence[Any], b: Sequence[Any], heads_inside: bool, version: int
-) -> tuple[Sequence[Any], Sequence[Any]]:
+def _layout(a: Sequence[Any], b: Sequence[Any], form: str, version: int) -> tuple[Sequence[Any], Sequence[Any]]:
     size = [*a[:-1], b[-1]]
-    if heads_inside:
+    if form == "heads inside":
         _, h, m, n = size
         return size, [h * m * n, n, h * n, 1]
+    if form == "flat":
+        return [size[0] * size[1]], [1]
     return size, kernels.contiguous(size)
 
 
 def _plan(a: Any, b: Any, made: Any) -> list[Any]:
     """What `Plan` holds: sizes, then strides, with batch dimensions of one where there are none."""
-    sizes, strides = [1, 1, *made[0]][-4:], [[0, 0, *strides][-4:] for _, strides in (a, b, made)]
-    return [*sizes, a[0][-1], *strides[0], *strides[1], *strides[2][:-1]]
+    strides = [[0, 0, *strides][-4:] for _, strides in (a, b, made)]
+    rows = [0, 0, b[0][-1]] if len(made[0]) == 1 else strides[2][:-1]
+    return [*[1, 1, *a[0][:-1]][-3:], b[0][-1], a[0][-1], *strides[0], *strides[1], *rows]
 
 
 KERNEL = kernels.Kernel("product", _SOURCE, _layout, _plan)
 VERSION = KERNEL.version
 
 
-@library.custom_op(
-    "purestep::product", mutates_args=(), schema="(Tensor a, Tensor b, bool heads_inside, int version) -> Tensor"
-)
-def product(a: Tensor, b: Tensor, heads_inside: bool, version: int) -> Tensor:
+@library.custom_op("purestep::product", mutates_args=(), schema="(Tensor a, Tensor b, str form, int version) -> Tensor")
+def product(a: Tensor, b: Tensor, form: str, version: int) -> Tensor:
     """``a @ b`` of two matrices, or of batches of them with one or two batch dimensions.
 
     Args:
         a: shape ``(..., m, k)``, float32, any strides.
         b: shape ``(..., k, n)``, the same.
-        heads_inside: of four dimensions ``(b, h, m, n)``, let the result lie in memory as ``(b, m, h, n)``.
+        form: "plain"; "heads inside": a result ``(b, h, m, n)`` that lies in memory as ``(b, m, h, n)``; "flat": a
+            matrix as a vector of its rows, which inductor can let lie in a larger one.
         version: of the kernel.
     """
     made = torch.matmul(a, b)
-    return made.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else made
+    return made.reshape(-1) if form == "flat" else torch.empty_strided(*_layout(a.shape, b.shape, form, 0)).copy_(made)
 
 
 @product.register_fake
-def _(a: Tensor, b: Tensor, heads_inside: bool, version: int) -> Tensor:
-    return a.new_empty_strided(*_layout(a.shape, b.shape, heads_inside, version))
+def _(a: Tensor, b: Tensor, form: str, version: int) -> Tensor:
+    return a.new_empty_strided(*_layout(a.shape, b.shape, form, version))
 
 
 def placed(graph: GraphModule) -> GraphModule:
@@ -226,12 +226,31 @@ def _parts(node: Node) -> tuple[Any, Any, Any] | None:
 
 
 def _replace(graph: GraphModule, node: Node, bias: Any, left: Any, right: Any) -> None:
+    flat: Any = _flattened(node) if bias is None else None
     with graph.graph.inserting_before(node):
-        made = graph.graph.call_function(torch.ops.purestep.product.default, (left, right, False, VERSION))
-        made.meta.update(node.meta)
+        form = "plain" if flat is None else "flat"
+        made = graph.graph.call_function(torch.ops.purestep.product.default, (left, right, form, VERSION))
+        made.meta.update((flat or node).meta)
         whole = made
         if bias is not None:
             whole = graph.graph.call_function(torch.ops.aten.add.Tensor, (made, bias))
             whole.meta.update(node.meta)
-    node.replace_all_uses_with(whole)
+    (flat or node).replace_all_uses_with(whole)
+    while flat is not None and flat is not node:
+        flat, unused = flat.args[0], flat
+        graph.graph.erase_node(unused)
     graph.graph.erase_node(node)
+
+
+def _flattened(node: Node) -> Node | None:
+    """The vector of rows that a matrix is only made for, as a part of a longer one: a packed state's gradients."""
+    aten, last, (m, n) = torch.ops.aten, node, node.meta["val"].shape[-2:]
+    while len(last.users) == 1 and node.meta["val"].dim() == 2:
+        user = next(iter(last.users))
+        if user.target is aten.cat.default and last.meta["val"].shape == (m * n,):
+            return last
+        same = user.target is aten.permute.default and list(user.args[1]) == [0, 1]  # type: ignore[arg-type]
+        if not same and user.target not in (aten.view.default, aten.reshape.default):
+            return None
+        last = user
+    return None
