@@ -216,6 +216,21 @@ def test_the_gradient_of_an_embedding(options: dict[str, Any]):
     close(run(), function(weight.double(), index, factor.double()))
 
 
+def test_the_gradient_of_an_embedding_whose_columns_lie_apart():
+    """Inductor lays a contiguous copy out like what it is copied from."""
+    weight, index, left, right = torch.randn(7, 24), torch.randint(7, (11,)), torch.randn(24, 30), torch.randn(30, 11)
+
+    def function(weight: Tensor, index: Tensor, left: Tensor, right: Tensor) -> list[Tensor]:
+        def loss(weight: Tensor, slopes: Tensor) -> Tensor:
+            return (functional.embedding(index, weight) * slopes).sum()
+
+        slopes = (left @ right, torch.sort(left[:, :11], dim=1)[0])
+        return [torch.func.grad(loss)(weight, each.t()) for each in slopes]
+
+    run = compiled(function, weight, index, left, right)
+    close(run(), function(weight.double(), index, left.double(), right.double()))
+
+
 def test_a_run_on_several_threads_repeats_itself_to_the_bit():
     """Many rows to few sums: atomic additions would come in another order each time."""
     index, rows_ = torch.randint(3, (4096,)), torch.randn(4096, 512)
