@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ def _recorded(function: Flat) -> Flat:
 
     def run(*tensors: Tensor) -> Any:
         try:
-            with rng.scoped(_FIRST), rng.replaying():
+            with rng.scoped(_FIRST), rng.replaying(), _lstm_written_out():
                 return function(*tensors)
         except PurestepError:
             raise
@@ -104,6 +105,21 @@ def _recorded(function: Flat) -> Flat:
             ) from error
 
     return run
+
+
+@contextmanager
+def _lstm_written_out() -> Generator[None]:
+    """An LSTM as products and sums: the gradient of oneDNN's layer needs memory that fake tensors do not know of, so
+    that a graph with it stops when it is called."""
+    functions: Any = torch._VF  # what nn.LSTM calls
+
+    def lstm(*args: Any) -> Any:
+        with torch.backends.mkldnn.flags(enabled=False):
+            return true(*args)
+
+    true = functions.lstm
+    with mock.patch.object(functions, "lstm", lstm):
+        yield
 
 
 def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
@@ -192,7 +208,8 @@ def _lowered(
     # Documented, not yet public; torch.compile stands behind it.
     inductor: Any = importlib.import_module("torch._inductor")
     chosen = dict(options) if options else None
-    return _unpacking(inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=chosen))
+    made = inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=chosen)
+    return native.on_threads(_unpacking(made), torch.get_num_threads())
 
 
 def _unpacking(run: Flat) -> native.Compiled:
