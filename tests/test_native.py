@@ -394,7 +394,7 @@ def test_a_graph_that_an_operator_of_another_one_calls(rows_: int):
     run = compiled(lambda x: outer(x, nested), x)
     expected = outer(x, lambda y: inner(y)[0])
     close(run(x), expected, 1e-4)
-    with pytest.raises(Exception, match="none"):
+    with pytest.raises(Exception, match="nested"):
         run(x / 0)
     close(run(x), expected, 1e-4)
     assert arena.header()[2] == 0
@@ -439,7 +439,7 @@ def test_no_more_memory_than_torch_would_take():
     assert 0 < sizes[-1] <= 3 * 64 * 64 * 4
 
 
-# --- threads, and what torch would do otherwise -----------------------------------------------------------------------
+# --- threads ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [40, 400])
@@ -462,21 +462,3 @@ def test_a_call_on_more_threads_than_there_were(size: int):
             close(run(x), expected, 1e-4)
             assert torch.get_num_threads() == count
     assert counts == ([1, 1, 1] if size == 40 else [1, 2, 2])
-
-
-def test_an_lstm_and_its_gradients():
-    program = ps.program(Recurrent(), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
-    batch = (torch.randn(2, 5, 3), torch.randn(2, 5, 4))
-    step = ps.compile_step(program.train_step)
-    found, _ = step(program.init(), batch)
-    expected, _ = program.train_step(program.init(), batch)
-    assert_trees_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 4, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]

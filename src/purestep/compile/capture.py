@@ -13,7 +13,6 @@ import types
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -93,7 +92,7 @@ def _recorded(function: Flat) -> Flat:
 
     def run(*tensors: Tensor) -> Any:
         try:
-            with rng.scoped(_FIRST), rng.replaying(), _lstm_written_out():
+            with rng.scoped(_FIRST), rng.replaying():
                 return function(*tensors)
         except PurestepError:
             raise
@@ -105,21 +104,6 @@ def _recorded(function: Flat) -> Flat:
             ) from error
 
     return run
-
-
-@contextmanager
-def _lstm_written_out() -> Generator[None]:
-    """An LSTM as products and sums: the gradient of oneDNN's layer needs memory that fake tensors do not know of, so
-    that a graph with it stops when it is called."""
-    functions: Any = torch._VF  # what nn.LSTM calls
-
-    def lstm(*args: Any) -> Any:
-        with torch.backends.mkldnn.flags(enabled=False):
-            return true(*args)
-
-    true = functions.lstm
-    with mock.patch.object(functions, "lstm", lstm):
-        yield
 
 
 def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
