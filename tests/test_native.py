@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -228,6 +229,21 @@ def test_the_gradient_of_an_embedding(options: dict[str, Any]):
     close(run(), function(weight.double(), index, factor.double()))
 
 
+def test_the_gradient_of_an_embedding_whose_columns_lie_apart():
+    """Inductor lays a contiguous copy out like what it is copied from."""
+    weight, index, left, right = torch.randn(7, 24), torch.randint(7, (11,)), torch.randn(24, 30), torch.randn(30, 11)
+
+    def function(weight: Tensor, index: Tensor, left: Tensor, right: Tensor) -> list[Tensor]:
+        def loss(weight: Tensor, slopes: Tensor) -> Tensor:
+            return (functional.embedding(index, weight) * slopes).sum()
+
+        slopes = (left @ right, torch.sort(left[:, :11], dim=1)[0])
+        return [torch.func.grad(loss)(weight, each.t()) for each in slopes]
+
+    run = compiled(function, weight, index, left, right)
+    close(run(), function(weight.double(), index, left.double(), right.double()))
+
+
 def test_a_run_on_several_threads_repeats_itself_to_the_bit():
     """Many rows to few sums: atomic additions would come in another order each time."""
     index, rows_ = torch.randint(3, (4096,)), torch.randn(4096, 512)
@@ -306,7 +322,7 @@ def test_what_a_graph_returns_is_memory_of_its_own():
     run = compiled(busy, x, w)
     first = run()
     kept = [each.clone() for each in first]
-    start, size = arena.header().tolist()
+    start, size, _ = arena.header().tolist()
     assert size > 0
     for each in first:
         assert not start <= each.data_ptr() < start + size
@@ -355,7 +371,45 @@ def test_threads_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch):
     assert not wrong_results_of_three_threads()
     shared = arena.header()
     monkeypatch.setattr(arena, "header", lambda: shared)
-    assert wrong_results_of_three_threads()
+    assert "own_(header[2])" in arena._HEADER
+    monkeypatch.setattr(arena, "_HEADER", arena._HEADER.replace("own_(header[2])", "own_(false)"))
+    with config.patch(fx_graph_cache=False):
+        assert wrong_results_of_three_threads()
+
+
+INNER: list[Callable[..., list[Tensor]]] = []
+
+
+@torch.library.custom_op("test_native::nested", mutates_args=())
+def nested(x: Tensor) -> Tensor:
+    if not x.isfinite().all():
+        raise FloatingPointError("a number that is none")
+    return INNER[0](x)[0]
+
+
+nested.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize("rows_", [64, 64 * 200], ids=["as much", "more"])
+def test_a_graph_that_an_operator_of_another_one_calls(rows_: int):
+    """With more memory than the thread has, too; and after an operator that raised."""
+
+    def inner(x: Tensor) -> list[Tensor]:
+        return [chain(torch.sort(x.repeat(rows_ // 64, 1), 0)[0], x)[0][:64].clone()]
+
+    def outer(x: Tensor, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        before, ordered = x.sin() @ x, torch.sort(x @ x)[0]
+        return [before @ call(before / 64) + ordered]
+
+    x = torch.randn(64, 64) / 8
+    INNER[:] = [compiled(inner, x)]
+    run = compiled(lambda x: outer(x, nested), x)
+    expected = outer(x, lambda y: inner(y)[0])
+    close(run(x), expected, 1e-4)
+    with pytest.raises(Exception, match="nested"):
+        run(x / 0)
+    close(run(x), expected, 1e-4)
+    assert arena.header()[2] == 0
 
 
 def test_the_memory_of_a_thread_is_given_back_with_it():
@@ -371,6 +425,21 @@ def test_the_memory_of_a_thread_is_given_back_with_it():
     assert freed[0] != 0
 
 
+def test_the_memory_is_the_cpus_whatever_the_callers_default(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(arena, "_OWN", threading.local())
+    with torch.device("meta"):
+        assert arena.header().device.type == "cpu"
+
+
+def test_at_exit_no_memory_is_taken_from_threads_that_go_on(monkeypatch: pytest.MonkeyPatch):
+    made: list[Any] = []
+    true = weakref.finalize
+    monkeypatch.setattr(weakref, "finalize", lambda *parts: (made.append(true(*parts)), made[-1])[1])
+    monkeypatch.setattr(arena, "_OWN", threading.local())
+    arena.header()
+    assert [each.atexit for each in made] == [False]
+
+
 def test_no_more_memory_than_torch_would_take():
     """A chain of layers needs two of its tensors at a time, whatever its length."""
     sizes: list[int] = []
@@ -380,3 +449,28 @@ def test_no_more_memory_than_torch_would_take():
         with config.patch(fx_graph_cache=False):  # it would give the code without laying anything out
             compiled(chain, torch.randn(64, 64), torch.randn(64, 64))
     assert 0 < sizes[-1] <= 3 * 64 * 64 * 4
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [40, 400])
+def test_a_call_on_more_threads_than_there_were(size: int):
+    """Inductor's code has room for one sum a thread; what writes past it need not crash, so the count is looked at."""
+    counts: list[int] = []
+
+    @torch.library.custom_op(f"test_native::looked_{size}", mutates_args=())
+    def looked(x: Tensor) -> Tensor:
+        counts.append(torch.get_num_threads())
+        return x.clone()
+
+    looked.register_fake(torch.empty_like)
+    x = torch.randn(size, size)
+    with threads(2):
+        run = compiled(lambda x: [looked(torch.cos(x) @ x).sum()], x)
+    expected = [(torch.cos(x.double()) @ x.double()).sum()]
+    for count in (1, 2, 7):
+        with threads(count):
+            close(run(x), expected, 1e-4)
+            assert torch.get_num_threads() == count
+    assert counts == ([1, 1, 1] if size == 40 else [1, 2, 2])

@@ -25,7 +25,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-INPUT = "purestep_arena_1"
+INPUT = "purestep_arena_2"
 """The input that says where the memory is; part of every graph, so that inductor's cache knows such code apart."""
 _ALIGNMENT = 64
 
@@ -35,18 +35,43 @@ _HEADER = r"""
 
 extern "C" const int64_t purestep_bytes;
 
-// The thread's memory, larger if it has to be. `header` is its address and its size.
-static inline char* purestep_memory(int64_t* header) {
-  if (header[1] < purestep_bytes) {
-    constexpr int64_t page = 1 << 21;
-    const int64_t size = (purestep_bytes + page - 1) / page * page;
-    std::free((void*)header[0]);
-    header[0] = (int64_t)std::aligned_alloc(page, size);
-    header[1] = header[0] ? size : 0;
-    if (!header[0]) throw std::bad_alloc();
+// The thread's memory, larger if it has to be; memory of its own for a graph that an operator of another one calls.
+// `header` is the address of the thread's memory, its size, and whether a graph is at work there.
+class Arena {
+ public:
+  explicit Arena(int64_t* header) : header_(header), own_(header[2]) {
+    if (own_) {
+      at_ = made(rounded());
+    } else {
+      if (header[1] < purestep_bytes) {
+        std::free((void*)header[0]);
+        header[0] = header[1] = 0;
+        header[0] = (int64_t)made(rounded());
+        header[1] = rounded();
+      }
+      header[2] = 1;
+      at_ = (char*)header[0];
+    }
   }
-  return (char*)header[0];
-}
+  ~Arena() {
+    if (own_) std::free(at_);
+    else header_[2] = 0;
+  }
+  Arena(const Arena&) = delete;
+  char* at() const { return at_; }
+
+ private:
+  static constexpr int64_t PAGE = 1 << 21;
+  static int64_t rounded() { return (purestep_bytes + PAGE - 1) / PAGE * PAGE; }
+  static char* made(int64_t size) {
+    char* const found = (char*)std::aligned_alloc(PAGE, size);
+    if (!found && size) throw std::bad_alloc();
+    return found;
+  }
+  int64_t* header_;
+  bool own_;
+  char* at_;
+};
 
 // A tensor in that memory, which costs nothing until an operator of torch asks for a handle.
 class Kept {
@@ -87,11 +112,12 @@ static inline Kept wrap_with_raii_handle_if_needed(Kept&& of) { return std::move
 
 
 def header() -> Tensor:
-    """Address and size of this thread's memory, shape (2,), int64; the code of a graph writes it when it needs more."""
+    """Address and size of this thread's memory, and whether it is in use; shape (3,), int64, written by graphs."""
     found: Tensor | None = getattr(_OWN, "header", None)
     if found is None:
-        found = _OWN.header = torch.zeros(2, dtype=torch.int64)
-        weakref.finalize(_OWN.header, _free, found.numpy())  # the array shares its memory, and outlives the tensor
+        found = _OWN.header = torch.zeros(3, dtype=torch.int64, device="cpu")  # not on a default device of the caller's
+        # The array shares its memory, and outlives the tensor. At exit other threads may still be at work.
+        weakref.finalize(_OWN.header, _free, found.numpy()).atexit = False
     return found
 
 
@@ -184,7 +210,8 @@ def _wrapper_class() -> Any:
             super().memory_plan_reuse()
             self.returned = _returned([line for line in self.lines if isinstance(line, ReuseLine)])
             name = V.graph.graph_input_names[-1]
-            self.prefix.writeline(f"char* const memory = purestep_memory((int64_t*)({name}.data_ptr()));")
+            self.prefix.writeline(f"const Arena arena((int64_t*)({name}.data_ptr()));")
+            self.prefix.writeline("char* const memory = arena.at();")
 
         def make_buffer_allocation(self, buffer: Any) -> str:
             size = _bytes(buffer)

@@ -192,7 +192,8 @@ def _lowered(
     # Documented, not yet public; torch.compile stands behind it.
     inductor: Any = importlib.import_module("torch._inductor")
     chosen = dict(options) if options else None
-    return _unpacking(inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=chosen))
+    made = inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=chosen)
+    return native.on_threads(_unpacking(made), torch.get_num_threads())
 
 
 def _unpacking(run: Flat) -> native.Compiled:

@@ -90,7 +90,9 @@ def _found_or_made(
             kept.keep(name, run)
         if arena.possible():
             run = _in_arena(run)
-    return _on_one_thread(run) if work < _ALONE and not _uses_onednn(graph) else run
+    if work < _ALONE:  # written for one thread
+        return run if _uses_onednn(graph) else on_threads(run, 1)
+    return on_threads(run, torch.get_num_threads())
 
 
 def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
@@ -235,12 +237,14 @@ def _uses_onednn(graph: GraphModule) -> bool:
     return half or any("convolution" in str(node.target) for node in graph.graph.nodes)
 
 
-def _on_one_thread(run: Compiled) -> Compiled:
+def on_threads(run: Compiled, most: int) -> Compiled:
+    """The code on no more threads than so many: inductor has made room for the sums of those that there were."""
+
     def call(tensors: list[Tensor]) -> Any:
         threads = torch.get_num_threads()
-        if threads == 1:
+        if threads <= most:
             return run(tensors)
-        torch.set_num_threads(1)
+        torch.set_num_threads(most)
         try:
             return run(tensors)
         finally:

@@ -21,7 +21,7 @@ _SOURCE = r"""
 
 // c[index[i], :] += rows[i, :], c zero at first; indices outside of c are left out.
 extern "C" void purestep_rows_added(const float* rows, const int64_t* index, float* c, const int64_t* plan) {
-  const int64_t count = plan[0], width = plan[1], stride = plan[2], step = plan[3], height = plan[4];
+  const int64_t count = plan[0], width = plan[1], stride = plan[2], apart = plan[3], step = plan[4], height = plan[5];
   const int64_t threads = count * width > (1 << 14) ? omp_get_max_threads() : 1;
   const int64_t part = ((width + threads - 1) / threads + 15) / 16 * 16;
   const auto one = [&](int64_t first) {
@@ -30,9 +30,12 @@ extern "C" void purestep_rows_added(const float* rows, const int64_t* index, flo
     for (int64_t i = 0; i < count; i++) {
       const int64_t to = index[i * step];
       if (to < 0 || to >= height) continue;
-      const float* __restrict from = rows + i * stride + first;
+      const float* __restrict from = rows + i * stride + first * apart;
       float* __restrict sum = c + to * width + first;
-      for (int64_t j = 0; j < columns; j++) sum[j] += from[j];
+      if (apart == 1)
+        for (int64_t j = 0; j < columns; j++) sum[j] += from[j];
+      else
+        for (int64_t j = 0; j < columns; j++) sum[j] += from[j * apart];
     }
   };
   if (threads == 1) return one(0);  // a parallel region of one thread takes a lock
@@ -47,7 +50,7 @@ def _layout(rows: Any, index: Any, height: int, version: int) -> tuple[Any, Any]
 
 
 def _plan(rows: Any, index: Any, made: Any) -> list[Any]:
-    return [*rows[0], rows[1][0], index[1][0], made[0][0]]
+    return [*rows[0], *rows[1], *index[1], made[0][0]]
 
 
 KERNEL = kernels.Kernel("rows_added", _SOURCE, _layout, _plan)
@@ -60,7 +63,7 @@ def rows_added(rows: Tensor, index: Tensor, height: int, version: int) -> Tensor
     """Sums of the rows that have the same index, shape ``(height, columns)``.
 
     Args:
-        rows: shape ``(count, columns)``, float32, columns side by side.
+        rows: shape ``(count, columns)``, float32, any strides: inductor lays them out as it likes.
         index: shape ``(count,)``, int64; rows with an index outside of ``range(height)`` are left out.
         height: number of sums.
         version: of the kernel.
@@ -94,7 +97,7 @@ def decompositions(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callabl
         index = indices.reshape(-1).to(torch.int64)
         if padding_idx >= 0:
             index = torch.where(index == padding_idx, -1, index)
-        rows = grad.reshape(-1, grad.shape[-1]).contiguous()
+        rows = grad.reshape(-1, grad.shape[-1])
         return torch.ops.purestep.rows_added(rows, index, num_weights, KERNEL.version)
 
     return dict(table) | {operator: gradient}
