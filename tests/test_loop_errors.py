@@ -179,6 +179,39 @@ def test_an_error_of_the_step_itself_gets_its_place_as_a_note() -> None:
     assert caught.value.__notes__ == ["in train_step, epoch 2, batch 2"]
 
 
+@pytest.mark.parametrize("compiled", [False, {"backend": "eager"}], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_of_another_dtype_than_its_batches_gets_the_cure_as_a_note(dtype: torch.dtype, compiled: Any) -> None:
+    program = mlp(module=tiny_mlp().to(dtype))
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        fit(program.init(), batches(1), program, epochs=1, compile=compiled)
+    place, cure = [note for note in caught.value.__notes__ if "torch.compile" not in note]
+    assert place == "in train_step, epoch 1, batch 1"
+    assert f"the batch has torch.float32, the weights are {dtype} (cure: model.float()" in cure
+    assert 'precision="64-true"' in cure
+
+
+def test_the_cure_of_mixed_dtypes_is_one() -> None:
+    program = mlp(module=tiny_mlp().double(), precision="64-true")
+    assert fit(program.init(), batches(1), program, epochs=1).epochs == 1
+
+
+def test_other_errors_say_nothing_of_dtypes() -> None:
+    """64-true casts the batch: that the two differ is no fault, whatever else goes wrong."""
+
+    def objective(model: Any, batch: Any) -> Any:
+        raise RuntimeError("expected scalar type Long but found Float")
+
+    program = mlp(objective, precision="64-true")
+    with pytest.raises(RuntimeError, match="scalar type") as caught:
+        fit(program.init(), batches(1), program, epochs=1, check_every=None)
+    assert caught.value.__notes__ == ["in train_step, epoch 1, batch 1"]
+
+
+def test_a_module_is_no_state() -> None:
+    refused(StateError, r"^init_state: a Sequential", lambda: fit(tiny_mlp(), batches(1), mlp(), epochs=1))
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,8 @@
     result = ps.fit(state, {"train": train, "val": val}, program, epochs=10, snapshots="runs/name")
 
 The map, from the bottom up; imports run only downward. Above the line there is no I/O, no clock, no logging, and the
-global random generators are touched only inside `rng.scoped`.
+global random generators are touched only inside `rng.scoped`. One exception: `compile` starts the C++ compiler and
+keeps what it makes in its cache directory.
 
     errors  types                                        the vocabulary
     tree  rng                                            trees (optree), random keys
@@ -21,7 +22,7 @@ global random generators are touched only inside `rng.scoped`.
     loop  testing  bench                                 fit, checks for unit tests, benchmarks
 
 `import purestep` loads what stands above the line, `compile` apart; the rest is loaded where it is first asked for
-(`ps.fit`), so that a script that waits for its import waits half as long, and a worker process for what it uses.
+(`ps.fit`), so that a script or a worker process waits only for what it uses.
 
 Every public name is listed in README.md beside this file.
 """

@@ -1,4 +1,20 @@
-"""Compiled steps: one graph from the forward pass to the EMA, with donation."""
+"""Compiled steps: one graph from the forward pass to the EMA, with donation.
+
+A call goes from `entry` (what users call) to `runner`, which finds its graph in `graphs` and keeps the state of a
+donated step in the buffers of `live`. A graph that is not there yet is made by `capture`: Python is run once on fake
+tensors, or Dynamo reads it, and `contract` checks what the step returned. On CUDA `replay` records the donated step.
+`evaluation` is the same for an eval_step.
+
+On the CPU `native` hands the traced graph straight to inductor. What differs from `torch.compile` there:
+
+    arena       one piece of memory a thread for all intermediates
+    toolchain   g++ runs beside inductor's Python
+    kept        libraries of earlier runs, found by their graph
+    kernels     C++ functions of our own in inductor's code, for float32 on x86 with AVX2 or AVX-512:
+    products        matrix products
+    attention       attention over at most 256 positions, as products
+    rows            gradients of embeddings, in one order whatever the number of threads
+"""
 
 from __future__ import annotations
 

@@ -32,6 +32,9 @@ class _Node(NamedTuple):
     children: tuple[Any, ...]
 
 
+_ALIKE = "a loader whose batches are alike but for their sizes: see its dataset and its collate_fn"
+
+
 def check_batch(batch: Any, first: BatchSpec | None = None, *, where: str = "batch") -> BatchSpec:
     """Check a batch by itself and against the first one of the run.
 
@@ -55,11 +58,12 @@ def check_batch(batch: Any, first: BatchSpec | None = None, *, where: str = "bat
         >>> check_batch((torch.zeros(3, 2), None), first, where="train, epoch 1, batch 5")
         Traceback (most recent call last):
         purestep.errors.DataError: train, epoch 1, batch 5: batch/1 is None; batch 1 had a float32 tensor of rank 1
+        (cure: a loader whose batches are alike ...)
     """
     devices: dict[torch.device, str] = {}
     spec = BatchSpec(_spec(batch, "batch", devices))
     if first is not None and spec != first:
-        raise DataError(_difference(spec.spec, first.spec, "batch"), where=where)
+        raise DataError(_difference(spec.spec, first.spec, "batch"), where=where, hint=_ALIKE)
     if not devices:
         raise DataError(
             f"{_text(spec.spec, 'batch')} without a tensor in it",

@@ -8,10 +8,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from .. import compile as compile_
 from .. import files, purity, tree
 from ..anomaly import not_finite
 from ..compile.graphs import Graphs, Stacked
+from ..compile.live import states
 from ..errors import NonFiniteError, PurestepError, StepContractError
 from ..types import Metrics, Program, TrainStep, Tree
 from .ledger import halts
@@ -46,6 +50,7 @@ class Caller:
         self._anomalies = anomalies
         self._compiled = compiled
         self._kind = purity.Kind(state)
+        self._weights = {weight.dtype for part in states(state) for weight in tree.leaves(part.params)}
         self._calls = 0
         self.failed = False
         """Whether a compiled step was broken off: nobody knows how much of the memory it writes is written."""
@@ -77,6 +82,8 @@ class Caller:
             if self._anomalies and "returned nan values" in str(error):  # torch's word for it
                 raise _named(f"{error} (its forward call is in the warning above)", state, batch, record) from error
             error.add_note(f"in train_step, {_place(record)}")
+            if mixed := _mixed_dtypes(error, batch, self._weights):
+                error.add_note(mixed)
             raise
         if self._anomalies and halts(new):
             raise _named("the loss or a gradient is not finite", state, batch, record)
@@ -156,6 +163,23 @@ def _before_a_graph_ran(error: BaseException) -> bool:
 
 def _place(record: Record) -> str:
     return f"epoch {record.epoch + 1}, batch {record.batch + 1}"
+
+
+_TORCHS_NAMES = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
+
+
+def _mixed_dtypes(error: Exception, batch: Any, weights: set[torch.dtype]) -> str:
+    """The cure, where torch complains of two dtypes, one of which only the batch has and the other one the weights."""
+    leaves = tree.leaves(tree.dicts(batch))
+    given = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()} - weights
+    text = str(error).lower()
+    if not all(any(_TORCHS_NAMES.get(dtype, str(dtype)) in text for dtype in dtypes) for dtypes in (given, weights)):
+        return ""
+    of_batch, of_weights = (", ".join(sorted(str(dtype) for dtype in dtypes)) for dtypes in (given, weights))
+    return (
+        f"the batch has {of_batch}, the weights are {of_weights} (cure: model.float() before ps.program and batches of "
+        'float32; or ps.program(..., precision="64-true"), which casts both)'
+    )
 
 
 def _named(found: str, state: Tree, batch: Any, record: Record) -> NonFiniteError:

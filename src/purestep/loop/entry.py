@@ -6,7 +6,7 @@ would untie them. Weights that a module ties are no such case, since a state hol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,7 @@ def checked_state(state: Tree) -> Tree:
     _check_nodes(state)
     state = plain(state)
     leaves = tree.with_paths(state)
-    wrong = [f"{path}: {found}" for path, leaf in leaves if (found := _unfit(leaf))]
+    wrong = _wrong(leaves)
     if wrong or not leaves:
         raise StateError("; ".join(wrong) or "there is no tensor in it", where="init_state", hint=_CURE)
     _check_counters(state)
@@ -52,7 +52,7 @@ def _check_nodes(state: Tree) -> None:
     except RecursionError as error:
         raise StateError("nodes within nodes without end", where="init_state", hint=_CURE) from error
     if odd:
-        odd += [f"{path}: {found}" for path, leaf in leaves if (found := _unfit(leaf))]
+        odd += _wrong(leaves)
         raise StateError("; ".join(odd), where="init_state", hint=_CURE)
 
 
@@ -72,6 +72,11 @@ def _walk(node: Any, path: str, above: tuple[int, ...], odd: list[str]) -> Itera
         if key != key:
             odd.append(f"{below}: the key {key!r}, which is not equal to itself")
         yield from _walk(child, below, (*above, id(node)), odd)
+
+
+def _wrong(leaves: Iterable[tuple[str, Any]]) -> list[str]:
+    found = [(path, _unfit(leaf)) for path, leaf in leaves]
+    return [f"{path}: {text}" if path else text for path, text in found if text]
 
 
 def _unfit(leaf: Any) -> str:

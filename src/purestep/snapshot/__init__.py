@@ -1,6 +1,6 @@
 """Snapshots of a training state: written in the background, verified when read, never half there.
 
-`store` is the only file that imports orbax, on the first save or restore.
+`store` is the only file that imports orbax, on first use; small leaves are restored without it.
 """
 
 from .reading import Snapshot as Snapshot
