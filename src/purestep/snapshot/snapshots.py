@@ -29,9 +29,8 @@ class Snapshots:
     any moment leaves the steps listed before it. Use it as a context manager; a script that ends without one waits for
     its last save as well. Nothing is read or written before the first call; reading takes no lock and deletes nothing.
 
-    The first save imports orbax and JAX, and so does a restore, unless all of its leaves are of at most 1 MB. That puts
-    a handler on the root logger (call `logging.basicConfig` before) and starts threads (Python 3.12 and JAX then warn
-    when a DataLoader forks its workers; they do no harm).
+    The first save, or restore of a leaf above 1 MB, imports orbax and JAX: a handler on the root logger (call
+    `logging.basicConfig` before) and threads (Python 3.12 and JAX warn when a DataLoader forks workers; no harm done).
 
     Args:
         directory: made on the first save.
