@@ -286,6 +286,26 @@ def test_a_language_model_repeats_itself_to_the_bit_on_two_threads():
         assert_trees_close(ends[0], end, exact=True)
 
 
+def test_a_recurrent_model_trains():
+    """torch's kernel for an LSTM cannot be traced: its workspace has no size before it is called."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = nn.LSTM(5, 8, 2, batch_first=True), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.inner(x)[0][:, -1])
+
+    program = ps.program(Model(), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    batch = (torch.randn(4, 6, 5), torch.randn(4, 1))
+    step = ps.compile_step(program.train_step, capture="trace")
+    eager = fast = program.init(seed=0)
+    for _ in range(3):
+        (eager, _), (fast, _) = program.train_step(eager, batch), step(fast, batch)
+    assert_trees_close(fast.params, eager.params, rtol=1e-5, atol=1e-6)
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ is left to `standalone_compile`; see `capture.trace`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -101,9 +102,23 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
 
     # Decomposed while it is traced: so views are recorded of the layouts that they will be taken of.
     table = rows.decompositions(select_decomp_table())
-    graph: GraphModule = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
+    with _no_recurrent_kernel():
+        graph: GraphModule = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     graph.graph.eliminate_dead_code()
     return graph
+
+
+@contextmanager
+def _no_recurrent_kernel() -> Generator[None]:
+    """An LSTM is traced as its products: the workspace of oneDNN's kernel for it has no size before a real call.
+    Convolutions are not decided here but when they are compiled."""
+    core: Any = importlib.import_module("torch._C")
+    was_on = core._get_mkldnn_enabled()
+    core._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns of TF32
+    try:
+        yield
+    finally:
+        core._set_mkldnn_enabled(was_on)
 
 
 def _is_functional(graph: GraphModule) -> bool:
