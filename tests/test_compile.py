@@ -727,3 +727,11 @@ def test_what_dynamo_raises_is_known_from_other_errors() -> None:
         step(torch.ones(2))
     assert compile_.stopped(caught.value)
     assert not compile_.stopped(ValueError("other"))
+
+
+def test_a_batch_that_does_not_fit_is_one_error_and_no_log(caplog: pytest.LogCaptureFixture):
+    program = ps.program(nn.Linear(4, 2), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    step = ps.compile_step(program.train_step, donate=True)
+    with pytest.raises(RuntimeError, match=r"\[6, 5\]"):
+        step(program.init(), (torch.ones(6, 5), torch.ones(6, 2)))
+    assert not caplog.records

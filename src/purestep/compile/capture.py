@@ -39,10 +39,13 @@ def alone() -> Generator[None]:
     """One thread at a time: tracing patches torch and swaps tensors in the module, so that two spoil each other's
     graphs and whatever is traced after. The lock is Dynamo's own.
 
-    No garbage is collected inside, loading the compiler included: what is made lives until the end.
+    No garbage is collected inside, loading the compiler included: what is made lives until the end. And torch's log of
+    every shape that does not fit is off: the error says it.
     """
-    was_on = gc.isenabled()
+    log: Any = importlib.import_module("torch._subclasses.fake_tensor").log
+    was_on, was_quiet = gc.isenabled(), log.disabled
     gc.disable()
+    log.disabled = True
     try:
         lock = importlib.import_module("torch._dynamo.convert_frame").compile_lock
         if gc.get_freeze_count() == 0:
@@ -52,6 +55,7 @@ def alone() -> Generator[None]:
         with lock:
             yield
     finally:
+        log.disabled = was_quiet
         if was_on:
             gc.enable()
 
