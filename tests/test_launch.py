@@ -344,7 +344,7 @@ def test_an_error_inside_gives_the_threads_back() -> None:
     torch.set_num_threads(2)
     try:
         with pytest.raises(ZeroDivisionError):
-            native._on_one_thread(lambda _: 1 / 0)([])
+            native.on_threads(lambda _: 1 / 0, 1)([])
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
