@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_trees_close, tiny_mlp, vector_batch
-from torch import Tensor
+from torch import Tensor, library
 from torch._inductor import config
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -96,7 +96,7 @@ def test_the_machine_and_what_is_installed_are_part_of_a_name(monkeypatch: pytes
     assert name_of(twice, torch.ones(4, 4)) not in (plain, None)
 
 
-@torch.library.custom_op("test_first_step::triple", mutates_args=())
+@library.custom_op("test_first_step::triple", mutates_args=())
 def triple(x: Tensor) -> Tensor:
     return x * 3
 

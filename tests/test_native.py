@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from helpers import assert_trees_close
+from torch import Tensor, library, nn
 from torch._inductor import config
 from torch.nn import functional
 
 import purestep as ps
 from purestep.compile import arena, attention, kept, kernels, native, products, rows
-from tests.helpers import assert_trees_close
 
 if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
     pytest.skip("the kernels are for processors with AVX2 or AVX-512", allow_module_level=True)
@@ -149,6 +149,15 @@ def test_which_products_the_kernel_takes():
     close(found[3:], expected[3:], 1e-2)
 
 
+@pytest.mark.parametrize(("m", "k", "n"), [(0, 4, 5), (4, 0, 5), (4, 5, 0)])
+def test_a_product_of_nothing(m: int, k: int, n: int):
+    def function(a: Tensor, b: Tensor) -> list[Tensor]:
+        return [torch.ops.purestep.product(a, b, "plain", products.VERSION) + 1]
+
+    a, b = torch.ones(2, m, k), torch.ones(2, k, n)
+    close(compiled(function, a, b)(), [a @ b + 1])
+
+
 def test_gradients_are_written_where_the_packed_state_has_them():
     """Two parts of a vector, and one that is used elsewhere too and has to be copied in."""
     a, b = torch.randn(9, 20), torch.randn(20, 33)
@@ -164,11 +173,12 @@ def test_gradients_are_written_where_the_packed_state_has_them():
 def test_the_same_products_with_narrower_vectors():
     """The kernel's blocks are of other sizes there."""
     program = (
-        "from torch._inductor.cpu_vec_isa import pick_vec_isa; from tests import test_native as here; "
+        "from torch._inductor.cpu_vec_isa import pick_vec_isa; import test_native as here; "
         "assert str(pick_vec_isa()).startswith('avx2'), pick_vec_isa(); "
         "here.test_products_of_any_size_and_strides_on_any_number_of_threads()"
     )
-    narrow = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    narrow = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", program], env=narrow, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -400,7 +410,7 @@ def test_threads_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch):
 INNER: list[Callable[..., list[Tensor]]] = []
 
 
-@torch.library.custom_op("test_native::nested", mutates_args=())
+@library.custom_op("test_native::nested", mutates_args=())
 def nested(x: Tensor) -> Tensor:
     if not x.isfinite().all():
         raise FloatingPointError("a number that is none")
@@ -479,7 +489,7 @@ def test_a_call_on_more_threads_than_there_were(size: int):
     """Inductor's code has room for one sum a thread; what writes past it need not crash, so the count is looked at."""
     counts: list[int] = []
 
-    @torch.library.custom_op(f"test_native::looked_{size}", mutates_args=())
+    @library.custom_op(f"test_native::looked_{size}", mutates_args=())
     def looked(x: Tensor) -> Tensor:
         counts.append(torch.get_num_threads())
         return x.clone()

@@ -132,26 +132,26 @@ inline void panel(
 // c[g, h, m, n] = a[g, h, m, k] b[g, h, k, n], of any strides but that of n in c, which is 1.
 extern "C" void purestep_product(const float* a, const float* b, float* c, const int64_t* plan) {
   const auto [groups, heads, m, n, k, ag, ah, am, ak, bg, bh, bk, bn, cg, ch, cm] = *(const Plan*)plan;
-  const int64_t panels = (n + PANEL - 1) / PANEL, batch = groups * heads;
-  const int threads = batch * m * n * k > (1 << 18) ? omp_get_max_threads() : 1;
-  // Rows in parts as well, where there are too few panels to go round.
-  const int64_t parts = std::max<int64_t>(1, std::min((3 * threads) / (batch * panels), m / (4 * ROWS)));
-  const int64_t high = threads == 1 ? m : ((m + parts - 1) / parts + ROWS - 1) / ROWS * ROWS;
-  const auto one = [&](int64_t g, int64_t h, int64_t p, int64_t i) {
+  const auto rows = [&](int64_t g, int64_t h, int64_t p, int64_t i, int64_t high) {
     panel(a + g * ag + h * ah + i * am, b + g * bg + h * bh + p * bn, c + g * cg + h * ch + i * cm + p,
-          std::min(high, m - i), std::min(n - p, PANEL), k, am, ak, bk, bn, cm);
+          high, std::min(n - p, PANEL), k, am, ak, bk, bn, cm);
   };
+  const int threads = groups * heads * m * n * k > (1 << 18) ? omp_get_max_threads() : 1;
   if (threads == 1) {  // a parallel region of one thread takes a lock
     for (int64_t g = 0; g < groups; g++)
       for (int64_t h = 0; h < heads; h++)
-        for (int64_t p = 0; p < n; p += PANEL) one(g, h, p, 0);
+        for (int64_t p = 0; p < n; p += PANEL) rows(g, h, p, 0, m);
     return;
   }
+  // Rows in parts as well, where there are too few panels to go round.
+  const int64_t panels = groups * heads * ((n + PANEL - 1) / PANEL);
+  const int64_t parts = std::max<int64_t>(1, std::min(3 * threads / panels, m / (4 * ROWS)));
+  const int64_t high = ((m + parts - 1) / parts + ROWS - 1) / ROWS * ROWS;
 #pragma omp parallel for collapse(4)
   for (int64_t g = 0; g < groups; g++)
     for (int64_t h = 0; h < heads; h++)
       for (int64_t p = 0; p < n; p += PANEL)
-        for (int64_t i = 0; i < m; i += high) one(g, h, p, i);
+        for (int64_t i = 0; i < m; i += high) rows(g, h, p, i, std::min(high, m - i));
 }
 """
 
