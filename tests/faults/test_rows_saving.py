@@ -24,6 +24,11 @@ from test_snapshot import assert_same, small
 from purestep import errors, files, tree
 from purestep.snapshot import Snapshots, host
 
+pytestmark = pytest.mark.filterwarnings(
+    # Where a write fails orbax leaves at once, and tensorstore's threads then tell a closed event loop of the others.
+    "ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning"
+)
+
 KILLS_AT_RANDOM = range(0, 66, 2)  # with those at the failpoints 50
 
 
