@@ -401,8 +401,8 @@ def test_threads_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch):
     assert not wrong_results_of_three_threads()
     shared = arena.header()
     monkeypatch.setattr(arena, "header", lambda: shared)
-    assert "own_(header[2])" in arena._HEADER
-    monkeypatch.setattr(arena, "_HEADER", arena._HEADER.replace("own_(header[2])", "own_(false)"))
+    assert "own_(header[2])" in arena.HEADER
+    monkeypatch.setattr(arena, "HEADER", arena.HEADER.replace("own_(header[2])", "own_(false)"))
     with config.patch(fx_graph_cache=False):
         assert wrong_results_of_three_threads()
 

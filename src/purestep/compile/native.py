@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import arena, attention, kept, products, rows, toolchain
+from . import arena, attention, kept, products, rows, toolchain, wrapper
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -150,8 +150,8 @@ def _made(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
     from torch._inductor import compile_fx, config
 
     inductor: Any = compile_fx
-    wrapper = inductor.get_cpp_wrapper_config(log_cudagraph_skip=False) if config.cpp_wrapper else {}
-    with config.patch(wrapper), toolchain.beside():
+    in_cpp = inductor.get_cpp_wrapper_config(log_cudagraph_skip=False) if config.cpp_wrapper else {}
+    with config.patch(in_cpp), toolchain.beside():
         return _lowered(graph, fakes, mode)
 
 
@@ -173,7 +173,7 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled
             arena.taken(graph)
             fakes = [*fakes, mode.from_tensor(arena.header(), static_shapes=True)]
         _output(graph).meta["user_visible_output_idxs"] = list(range(len(_output(graph).args[0])))
-        with arena.laid_out() if in_arena else nullcontext():
+        with wrapper.laid_out() if in_arena else nullcontext():
             made = inductor.compile_fx_inner(
                 graph,
                 fakes,

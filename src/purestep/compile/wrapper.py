@@ -1,0 +1,159 @@
+"""Inductor's C++ round the kernels of a CPU graph, changed: intermediates lie in a thread's arena."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from . import arena
+
+_KEPT = r"""
+// A tensor in that memory, which costs nothing until an operator of torch asks for a handle.
+class Kept {
+ public:
+  Kept(void* at, int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype, int64_t width)
+      : at_(at), dims_(dims), sizes_(sizes), strides_(strides), dtype_(dtype), width_(width) {}
+  void* data_ptr() const { return at_; }
+  void reset() {}
+  AtenTensorHandle get() const {
+    if (!handle_.get()) {
+      AtenTensorHandle made;
+      AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
+          at_, dims_, sizes_, strides_, 0, dtype_, aoti_torch_device_type_cpu(), 0, &made));
+      handle_ = RAIIAtenTensorHandle(made);
+    }
+    return handle_.get();
+  }
+  operator AtenTensorHandle() const { return get(); }
+  Kept viewed(int64_t dims, const int64_t* sizes, const int64_t* strides, int64_t offset) const {
+    return Kept((char*)at_ + offset * width_, dims, sizes, strides, dtype_, width_);
+  }
+
+ private:
+  void* at_;
+  int64_t dims_;
+  const int64_t *sizes_, *strides_;
+  int32_t dtype_;
+  int64_t width_;
+  mutable RAIIAtenTensorHandle handle_;
+};
+
+static inline Kept reinterpret_tensor_wrapper(
+    const Kept& of, int64_t dims, const int64_t* sizes, const int64_t* strides, int64_t offset) {
+  return of.viewed(dims, sizes, strides, offset);
+}
+static inline Kept wrap_with_raii_handle_if_needed(Kept&& of) { return std::move(of); }
+"""
+
+
+@contextmanager
+def laid_out() -> Generator[None]:
+    """Inductor's C++ wrapper puts intermediates into the memory named by a graph's last input."""
+    from torch._inductor.codegen import common
+
+    common.init_backend_registration()
+    with mock.patch.object(common.device_codegens["cpu"], "cpp_wrapper_codegen", _wrapper_class()):
+        yield
+
+
+@functools.cache
+def _wrapper_class() -> Any:
+    from torch._inductor.codegen import cpp_wrapper_cpu
+    from torch._inductor.codegen.wrapper import ReuseLine
+    from torch._inductor.virtualized import V
+
+    base: Any = cpp_wrapper_cpu.CppWrapperCpu
+
+    class Wrapper(base):
+        """Writes the code that calls a graph's kernels."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layout = arena.Layout()
+            self.places: dict[str, tuple[int, int]] = {}  # buffer -> (offset, bytes)
+            self.returned: set[str] = set()
+            self.header.splice(arena.HEADER + _KEPT)
+
+        @staticmethod
+        def create(*_: Any, **__: Any) -> Any:
+            return Wrapper()
+
+        def memory_plan_reuse(self) -> None:
+            super().memory_plan_reuse()
+            self.returned = _returned([line for line in self.lines if isinstance(line, ReuseLine)])
+            name = V.graph.graph_input_names[-1]
+            self.prefix.writeline(f"const Arena arena((int64_t*)({name}.data_ptr()));")
+            self.prefix.writeline("char* const memory = arena.at();")
+
+        def make_buffer_allocation(self, buffer: Any) -> str:
+            size = _bytes(buffer)
+            if size is None or buffer.get_name() in self.returned:
+                return super().make_buffer_allocation(buffer)
+            self.places[buffer.get_name()] = (self.layout.take(size), size)
+            return self._declared(buffer)
+
+        def make_buffer_free(self, buffer: Any) -> str:
+            place = self.places.pop(buffer.get_name(), None)
+            if place is None:
+                return super().make_buffer_free(buffer)
+            self.layout.give(*place)
+            return ""
+
+        def make_buffer_reuse(self, old: Any, new: Any, delete_old: bool) -> str:
+            place = self.places.pop(old.get_name(), None)
+            if place is None:
+                return super().make_buffer_reuse(old, new, delete_old)
+            self.places[new.get_name()] = place
+            return self._declared(new)
+
+        def _declared(self, buffer: Any) -> str:
+            name, dtype = buffer.get_name(), buffer.get_dtype()
+            arrays = [
+                self.codegen_int_array_var(
+                    self.codegen_shape_tuple(numbers),
+                    self.wrapper_call.writeline,
+                    known_statically=True,
+                    graph=self.get_codegened_graph(),
+                )
+                for numbers in (buffer.get_size(), buffer.get_stride())
+            ]
+            parts = [len(buffer.get_size()), *arrays, self.codegen_dtype(dtype), dtype.itemsize]
+            return f"Kept {name}(memory + {self.places[name][0]}, {', '.join(map(str, parts))});"
+
+        def _generate_end_jit(self, result: Any) -> None:
+            self.kernel_declarations.splice(f'extern "C" const int64_t purestep_bytes = {self.layout.size};')
+            super()._generate_end_jit(result)
+
+    return Wrapper
+
+
+def _bytes(buffer: Any) -> int | None:
+    """How much memory a buffer takes, if that is known."""
+    from torch._inductor.virtualized import V
+
+    length = V.graph.get_allocation_storage_size(buffer)
+    plain = buffer.get_device().type == "cpu" and not buffer.get_is_pinned()
+    if not plain or not getattr(length, "is_Integer", isinstance(length, int)):
+        return None
+    return max(1, -(-int(length) * buffer.get_dtype().itemsize // arena.ALIGNMENT)) * arena.ALIGNMENT
+
+
+def _returned(reuses: list[Any]) -> set[str]:
+    """Buffers whose memory leaves the graph: under their own name, one that they are reused as, or a view of them."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    names = set(V.graph.get_output_names())
+    count = -1
+    while count != len(names):
+        count = len(names)
+        names |= {line.node.get_name() for line in reuses if line.reused_as.get_name() in names}
+        for buffer in V.graph.buffers:
+            if buffer.get_name() in names and isinstance(buffer.get_output_spec(), ir.NonOwningLayout):
+                names.add(buffer.get_output_spec().view.get_name())
+            if buffer.get_name() in names:
+                names |= set(buffer.get_inputs_that_alias_output())
+    return names
