@@ -81,6 +81,15 @@ def header() -> Tensor:
     return found
 
 
+def address() -> int:
+    """Where the header is."""
+    try:
+        return _OWN.address
+    except AttributeError:
+        found = _OWN.address = header().data_ptr()
+        return found
+
+
 _OWN = local()
 """Only room to work in: no graph reads what it has not written in the same call."""
 

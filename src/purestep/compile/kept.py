@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import inspect
 import operator
 import os
 import platform
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,11 +25,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from . import calls
+from .calls import Code
+
 if TYPE_CHECKING:
     from torch.fx import GraphModule
-
-Compiled = Callable[[list[Tensor]], Any]
-"""``f(tensors) -> tensors``; empties the list it is given"""
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -51,62 +50,29 @@ def name(graph: GraphModule, inputs: Sequence[Tensor]) -> str | None:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def load(known: str | None) -> Compiled | None:
+def load(known: str | None) -> Code | None:
     """The code of that name; None where there is none, or not as it was."""
     if known is None:
         return None
     try:
         place, digest = _record(known).read_text().split()
         library = _directory() / place
-        return _loaded(library, digest) if _digest(library) == digest else None
+        return calls.loaded(library, digest) if _digest(library) == digest else None
     except Exception:  # it is made anew, whatever is wrong with what is there
         return None
 
 
-def keep(known: str | None, run: Compiled) -> None:
-    """Remember where inductor has put the library that ``run`` calls, if that is all that ``run`` does."""
-    if known is None:
+def keep(known: str | None, code: Code) -> None:
+    """Remember in which library the code of that name is."""
+    library = code.library
+    if known is None or library is None:
         return
     with suppress(Exception):  # the next start takes longer
-        if inspect.getsource(run).split() != _INDUCTORS.split():
-            return
-        library = Path(run.__globals__["inductor_entry"].__self__.__file__)
         record = _record(known)
         record.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=record.parent, delete=False) as file:
             file.write(f"{library.relative_to(_directory())} {_digest(library)}\n")
         os.replace(file.name, record)
-
-
-_INDUCTORS = """
-def g(args):
-    input_tensors = [arg if isinstance(arg, torch.Tensor) else torch.tensor(arg, device='cpu') for arg in args]
-    input_handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(input_tensors)
-    args.clear()
-    del input_tensors
-    output_handles = f(input_handles)
-    output_tensors = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(output_handles)
-    return output_tensors
-"""
-"""What inductor calls a library with, where that needs its tensors and nothing else."""
-
-
-def _loaded(library: Path, digest: str) -> Compiled:
-    codecache: Any = importlib.import_module("torch._inductor.codecache")
-    cache = codecache.CppWrapperCodeCache
-    entry = getattr(cache._load_library_inner(str(library), f"purestep_{digest}"), cache.entry_function)
-    handles: Any = importlib.import_module("torch._C._aoti")
-    handles_of, tensors_of = (
-        handles.unsafe_alloc_void_ptrs_from_tensors,
-        handles.alloc_tensors_by_stealing_from_void_ptrs,
-    )
-
-    def call(tensors: list[Tensor]) -> Any:
-        pointers = handles_of(tensors)
-        tensors.clear()
-        return tensors_of(entry(pointers))
-
-    return call
 
 
 def _digest(file: Path) -> str:
@@ -183,13 +149,14 @@ def _lines(graph: GraphModule) -> Iterator[str]:
 def _target(node: Any) -> str:
     if node.op in ("placeholder", "output"):
         return ""
-    known = node.op == "call_function" and (
-        node.target is operator.getitem
-        or (isinstance(node.target, OpOverload) and node.target.namespace in _NAMESPACES)
-    )
-    if not known:
+    if node.op != "call_function" or not known(node.target):
         raise Unkept
     return str(node.target)
+
+
+def known(target: Any) -> bool:
+    """Whether this is an operator of torch's or of purestep's own."""
+    return target is operator.getitem or (isinstance(target, OpOverload) and target.namespace in _NAMESPACES)
 
 
 def _text(value: Any, places: dict[Any, str] | None = None) -> str:

@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import arena, attention, kept, products, rows, toolchain, wrapper
+from . import arena, attention, calls, kept, products, rows, toolchain, wrapper
+from .calls import Compiled
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 Flat = Callable[..., Any]
 """``f(*tensors) -> tensors``"""
-Compiled = Callable[[list[Tensor]], Any]
-"""``f(tensors) -> tensors``; may empty the list it is given"""
 
 
 class NotFunctional(Exception):
@@ -85,12 +84,11 @@ def _found_or_made(
     work = _work(graph)
     with config.patch(_by_size(work) | dict(options or {})):
         name = kept.name(graph, fakes)
-        run = kept.load(name)
-        if run is None:
-            run = _made(graph, fakes, mode)
-            kept.keep(name, run)
-        if arena.possible():
-            run = _in_arena(run)
+        code = kept.load(name)
+        if code is None:
+            code = calls.of(_made(graph, fakes, mode))
+            kept.keep(name, code)
+        run = calls.in_arena(code, len(fakes)) if arena.possible() else code.run
     if work < _ALONE:  # written for one thread
         return run if _uses_onednn(graph) else on_threads(run, 1)
     return on_threads(run, torch.get_num_threads())
@@ -183,10 +181,6 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled
                 cpp_wrapper=config.cpp_wrapper,
             )
     return made.current_callable
-
-
-def _in_arena(run: Compiled) -> Compiled:
-    return lambda tensors: run([*tensors, arena.header()])
 
 
 def _output(graph: GraphModule) -> Any:

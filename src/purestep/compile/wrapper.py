@@ -1,14 +1,20 @@
-"""Inductor's C++ round the kernels of a CPU graph, changed: intermediates lie in a thread's arena."""
+"""Inductor's C++ round the kernels of a CPU graph, changed: intermediates lie in an arena, inputs are addresses.
+
+What inductor writes takes handles: for each input Python makes a tensor object and a capsule, C++ a vector and an owner
+that counts references, and sizes and strides are asked for and compared. A step knows them, and holds its buffers; to
+its code an address is enough (`calls.py` has the other side). What returns an input, holds a constant, or calls an
+operator that might keep what it is given is left as it was.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from . import arena
+from . import arena, kept
 
 _KEPT = r"""
 // A tensor in that memory, which costs nothing until an operator of torch asks for a handle.
@@ -48,6 +54,24 @@ static inline Kept reinterpret_tensor_wrapper(
 static inline Kept wrap_with_raii_handle_if_needed(Kept&& of) { return std::move(of); }
 """
 
+_ENTRY = r"""
+// The graph on addresses, for `calls.py`: under the lock of Python, which it gives up meanwhile.
+extern "C" __attribute__((visibility("default"))) PyObject* purestep_call(void** addresses) {
+  std::array<AtenTensorHandle, COUNT> made{};
+  try {
+    inductor_entry_impl((AtenTensorHandle*)addresses, made.data());
+    if (PyErr_Occurred()) return nullptr;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  PyObject* const list = PyList_New(COUNT);
+  for (size_t i = 0; list && i < COUNT; i++)
+    PyList_SET_ITEM(list, i, PyCapsule_New((void*)made[i], nullptr, nullptr));
+  return list;
+}
+"""
+
 
 @contextmanager
 def laid_out() -> Generator[None]:
@@ -62,6 +86,7 @@ def laid_out() -> Generator[None]:
 @functools.cache
 def _wrapper_class() -> Any:
     from torch._inductor.codegen import cpp_wrapper_cpu
+    from torch._inductor.codegen.common import DeferredLine
     from torch._inductor.codegen.wrapper import ReuseLine
     from torch._inductor.virtualized import V
 
@@ -81,6 +106,24 @@ def _wrapper_class() -> Any:
         def create(*_: Any, **__: Any) -> Any:
             return Wrapper()
 
+        def write_wrapper_decl(self) -> None:
+            self.by_address = _by_address()
+            if self.by_address:  # who calls has looked at sizes
+                self.lines = [line for line in self.lines if getattr(line, "op_name", None) != "input"]
+            super().write_wrapper_decl()
+
+        def _write_input_preamble(self) -> None:
+            if not self.by_address:
+                return super()._write_input_preamble()
+            self.prefix.writeline("py::gil_scoped_release_simple release;")
+            self.prefix.writeline("void* const* const addresses = (void* const*)input_handles;")
+
+        def _write_input_unpacking(self) -> None:
+            if not self.by_address:
+                return super()._write_input_unpacking()
+            for index, (name, given) in enumerate(V.graph.graph_inputs.items()):
+                self.prefix.writeline(self._declared(name, f"addresses[{index}]", given, self.prefix.writeline))
+
         def memory_plan_reuse(self) -> None:
             super().memory_plan_reuse()
             self.returned = _returned([line for line in self.lines if isinstance(line, ReuseLine)])
@@ -93,7 +136,7 @@ def _wrapper_class() -> Any:
             if size is None or buffer.get_name() in self.returned:
                 return super().make_buffer_allocation(buffer)
             self.places[buffer.get_name()] = (self.layout.take(size), size)
-            return self._declared(buffer)
+            return self._placed(buffer)
 
         def make_buffer_free(self, buffer: Any) -> str:
             place = self.places.pop(buffer.get_name(), None)
@@ -107,27 +150,60 @@ def _wrapper_class() -> Any:
             if place is None:
                 return super().make_buffer_reuse(old, new, delete_old)
             self.places[new.get_name()] = place
-            return self._declared(new)
+            return self._placed(new)
 
-        def _declared(self, buffer: Any) -> str:
-            name, dtype = buffer.get_name(), buffer.get_dtype()
+        def codegen_deferred_allocation(self, name: str, view: Any) -> None:
+            if name in self.returned or not all(map(_is_number, (*view.get_size(), *view.get_stride()))):
+                return super().codegen_deferred_allocation(name, view)
+            start = view.get_layout().offset * view.get_dtype().itemsize
+            address = f"(char*)({view.get_name()}.data_ptr()) + {start}"
+            line = self._declared(name, address, view, self.wrapper_call.writeline)
+            self.writeline(DeferredLine(name, line))
+
+        def _placed(self, buffer: Any) -> str:
+            place = f"memory + {self.places[buffer.get_name()][0]}"
+            return self._declared(buffer.get_name(), place, buffer, self.wrapper_call.writeline)
+
+        def _declared(self, name: str, address: str, buffer: Any, write: Callable[[str], None]) -> str:
             arrays = [
                 self.codegen_int_array_var(
-                    self.codegen_shape_tuple(numbers),
-                    self.wrapper_call.writeline,
-                    known_statically=True,
-                    graph=self.get_codegened_graph(),
+                    self.codegen_shape_tuple(numbers), write, known_statically=True, graph=self.get_codegened_graph()
                 )
                 for numbers in (buffer.get_size(), buffer.get_stride())
             ]
+            dtype = buffer.get_dtype()
             parts = [len(buffer.get_size()), *arrays, self.codegen_dtype(dtype), dtype.itemsize]
-            return f"Kept {name}(memory + {self.places[name][0]}, {', '.join(map(str, parts))});"
+            return f"Kept {name}({address}, {', '.join(map(str, parts))});"
 
         def _generate_end_jit(self, result: Any) -> None:
             self.kernel_declarations.splice(f'extern "C" const int64_t purestep_bytes = {self.layout.size};')
+            if self.by_address:
+                result.splice(_ENTRY.replace("COUNT", str(len(V.graph.graph_outputs))))
             super()._generate_end_jit(result)
 
     return Wrapper
+
+
+def _by_address() -> bool:
+    """Whether the graph at hand takes addresses."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    graph: Any = V.graph
+    inputs = graph.graph_inputs
+    plain = all(isinstance(given, ir.TensorBox) and _is_fixed(given) for given in inputs.values())
+    returned = set(graph.get_output_names()) & set(inputs)
+    called = [node.target for node in graph.module.graph.nodes if node.op == "call_function"]
+    return plain and not graph.constants and not returned and all(map(kept.known, called))
+
+
+def _is_fixed(given: Any) -> bool:
+    numbers = [*given.get_size(), *given.get_stride(), given.get_layout().offset]
+    return given.get_device().type == "cpu" and all(map(_is_number, numbers))
+
+
+def _is_number(size: Any) -> bool:
+    return getattr(size, "is_Integer", isinstance(size, int))
 
 
 def _bytes(buffer: Any) -> int | None:
@@ -136,7 +212,7 @@ def _bytes(buffer: Any) -> int | None:
 
     length = V.graph.get_allocation_storage_size(buffer)
     plain = buffer.get_device().type == "cpu" and not buffer.get_is_pinned()
-    if not plain or not getattr(length, "is_Integer", isinstance(length, int)):
+    if not plain or not _is_number(length):
         return None
     return max(1, -(-int(length) * buffer.get_dtype().itemsize // arena.ALIGNMENT)) * arena.ALIGNMENT
 

@@ -1,0 +1,92 @@
+"""How a library that inductor has made is called: with addresses, or with handles of tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import inspect
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from . import arena
+
+Compiled = Callable[[list[Tensor]], Any]
+"""``f(tensors) -> tensors``; may empty the list it is given"""
+
+
+class Code(NamedTuple):
+    """What inductor has made of a graph."""
+
+    run: Compiled
+    """as inductor calls it"""
+    library: Path | None
+    """what that is in, if it needs its tensors and nothing else"""
+
+
+def of(run: Compiled) -> Code:
+    """Inductor's ``run``, and the library behind it."""
+    try:
+        if inspect.getsource(run).split() == _INDUCTORS.split():
+            return Code(run, Path(run.__globals__["inductor_entry"].__self__.__file__))
+    except Exception:  # another torch
+        pass
+    return Code(run, None)
+
+
+_INDUCTORS = """
+def g(args):
+    input_tensors = [arg if isinstance(arg, torch.Tensor) else torch.tensor(arg, device='cpu') for arg in args]
+    input_handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(input_tensors)
+    args.clear()
+    del input_tensors
+    output_handles = f(input_handles)
+    output_tensors = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(output_handles)
+    return output_tensors
+"""
+"""What inductor calls a library with, where that needs its tensors and nothing else."""
+
+
+def loaded(library: Path, digest: str) -> Code:
+    """The code in a library of an earlier process."""
+    codecache: Any = importlib.import_module("torch._inductor.codecache")
+    cache = codecache.CppWrapperCodeCache
+    entry = getattr(cache._load_library_inner(str(library), f"purestep_{digest}"), cache.entry_function)
+    handles_of, tensors_of = _handles()
+
+    def run(tensors: list[Tensor]) -> Any:
+        handles = handles_of(tensors)
+        tensors.clear()
+        return tensors_of(entry(handles))
+
+    return Code(run, library)
+
+
+def in_arena(code: Code, count: int) -> Compiled:
+    """The code of a graph of so many tensors and the arena's header, to be called with those tensors."""
+    run = code.run
+    return _by_address(code.library, count) or (lambda tensors: run([*tensors, arena.header()]))
+
+
+def _by_address(library: Path | None, count: int) -> Compiled | None:
+    """The library's entry for addresses, if it has one (`wrapper.py`)."""
+    # It is loaded already: this asks for a name in it. Called with Python's lock held, which it gives up itself.
+    function: Any = library and getattr(ctypes.PyDLL(str(library)), "purestep_call", None)
+    if function is None:
+        return None
+    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.py_object
+    pack, tensors_of = struct.Struct(f"{count + 1}P").pack, _handles()[1]
+
+    def call(tensors: list[Tensor]) -> Any:
+        addresses = pack(*[tensor.data_ptr() for tensor in tensors], arena.address())
+        return tensors_of(function(addresses))
+
+    return call
+
+
+def _handles() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    aoti: Any = importlib.import_module("torch._C._aoti")
+    return aoti.unsafe_alloc_void_ptrs_from_tensors, aoti.alloc_tensors_by_stealing_from_void_ptrs
