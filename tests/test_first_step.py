@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
 from purestep import optim
-from purestep.compile import capture, kept, native, toolchain
+from purestep.compile import calls, capture, kept, native, toolchain
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -205,7 +205,7 @@ def test_what_is_not_as_it_was_is_made_anew(
 
 
 def test_only_what_inductor_calls_with_tensors_alone_is_kept(own_cache: Path):
-    kept.keep("0" * 64, lambda tensors: tensors)
+    kept.keep("0" * 64, calls.of(lambda tensors: tensors))
     assert not (own_cache / "purestep").exists()
 
 

@@ -22,7 +22,7 @@ from torch._inductor import config
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import arena, attention, kept, kernels, native, products, rows
+from purestep.compile import arena, attention, calls, kept, kernels, native, products, rows, wrapper
 
 if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
     pytest.skip("the kernels are for processors with AVX2 or AVX-512", allow_module_level=True)
@@ -362,7 +362,7 @@ def test_what_a_graph_returns_is_memory_of_its_own():
 
 
 def test_returned_memory_that_is_not_kept_apart_is_seen(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(arena, "_returned", lambda reuses: set())
+    monkeypatch.setattr(wrapper, "_returned", lambda reuses: set())
     with (
         config.patch(fx_graph_cache=False),
         pytest.raises(Exception, match="release"),
@@ -479,6 +479,130 @@ def test_no_more_memory_than_torch_would_take():
         with config.patch(fx_graph_cache=False):  # it would give the code without laying anything out
             compiled(chain, torch.randn(64, 64), torch.randn(64, 64))
     assert 0 < sizes[-1] <= 3 * 64 * 64 * 4
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_address(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For every graph, whether it is called with addresses."""
+    seen: list[bool] = []
+    true = calls._by_address
+
+    def by_address(*arguments: Any) -> Any:
+        made = true(*arguments)
+        seen.append(made is not None)
+        return made
+
+    monkeypatch.setattr(calls, "_by_address", by_address)
+    return seen
+
+
+CONSTANT = torch.arange(24.0).reshape(4, 6)
+
+
+@library.custom_op("test_native::holding", mutates_args=())
+def holding(x: Tensor) -> Tensor:
+    HELD.append(x)
+    return x * 2
+
+
+HELD: list[Tensor] = []
+holding.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x, w: busy(x, w), True),
+        (lambda x, w: [x.sum(), torch.stack([x.mean(), w.sum(), w.amax()]), x.t()[2:4].exp(), w.new_ones(())], True),
+        (lambda x, w: [x[:4, :6] * CONSTANT + w[0, 0]], False),  # a constant of the graph is one more input
+        (lambda x, w: [x, x @ w], False),  # the caller's tensor is returned
+        (lambda x, w: [x.t(), x @ w], False),
+        (lambda x, w: [holding(x), x @ w], False),  # keeps what it is given
+    ],
+    ids=["plain", "scalars", "constant", "an input", "a view of an input", "an operator of one's own"],
+)
+def test_which_graphs_take_addresses(function: Callable[..., list[Tensor]], expected: bool, by_address: list[bool]):
+    x, w = torch.randn(30, 40), torch.randn(40, 40)
+    run = compiled(function, x, w)
+    assert by_address == [expected]
+    close(run(x, w), function(x, w), 1e-4)
+    other = torch.randn(30, 40)
+    close(run(other, w), function(other, w), 1e-4)
+
+
+def test_a_tensor_that_an_operator_keeps_lives_on():
+    x = torch.randn(70_000)
+    HELD.clear()
+    run = compiled(lambda x: [holding(x)], x.clone())
+    run(x.clone())
+    del run
+    torch.testing.assert_close(HELD[-1], x, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool])
+def test_inputs_of_any_dtype_and_strides(dtype: torch.dtype, by_address: list[bool]):
+    """Also parts of larger memory, without elements, without dimensions and with a stride of zero."""
+    whole = (torch.randn(9, 8, 7) * 3).to(dtype)
+    inputs = [whole[2:5, ::2].permute(2, 0, 1), whole[:0], whole[1, 1, 1], whole[0, 0, :1].expand(6)]
+
+    def function(*inputs: Tensor) -> list[Tensor]:
+        return [torch.cat([each.reshape(-1).double() * 2 for each in inputs]), inputs[0].double() + inputs[2].double()]
+
+    close(compiled(function, *inputs)(), function(*inputs))
+    assert by_address == [True]
+
+
+def test_inputs_that_are_written(by_address: list[bool]):
+    x, w = torch.randn(12, 12), torch.randn(12, 12)
+
+    def function(x: Tensor, w: Tensor) -> list[Tensor]:
+        made = torch.sort(x @ w)[0]
+        x.copy_(x + made)
+        return [made.sum()]
+
+    run = compiled(function, x.clone(), w)
+    expected, found = x.clone(), x.clone()
+    for _ in range(3):
+        function(expected, w)
+        run(found, w)
+    close([found], [expected], 1e-4)
+    assert by_address == [True]
+
+
+def test_an_error_inside_a_graph_is_raised_and_the_next_call_works(by_address: list[bool]):
+    table, index = torch.randn(10, 4), torch.arange(5)
+    run = compiled(lambda table, index: [functional.embedding(index, table).sin()], table, index)
+    assert by_address == [True]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="index out of bounds"):
+            run(table, index + 7)
+        close(run(table, index), [table[:5].sin()])
+    assert arena.header()[2] == 0
+
+
+def test_graphs_by_handles_give_the_same(by_address: list[bool], monkeypatch: pytest.MonkeyPatch):
+    x, w = torch.randn(30, 40), torch.randn(40, 40)
+    first = compiled(busy, x, w)()
+    monkeypatch.setattr(wrapper, "_by_address", lambda: False)
+    with config.patch(fx_graph_cache=False):
+        close(compiled(busy, x, w)(), first, 0)
+    assert by_address == [True, False]
+
+
+def test_an_address_that_is_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch):
+    true = wrapper._wrapper_class()._declared
+
+    def moved(self: Any, name: str, address: str, *rest: Any) -> str:
+        return true(self, name, f"(char*){address} + 4" if address == "addresses[0]" else address, *rest)
+
+    x = torch.randn(30, 40)
+    monkeypatch.setattr(wrapper._wrapper_class(), "_declared", moved)
+    with config.patch(fx_graph_cache=False):
+        (found,) = compiled(lambda x: [x[:-1] * 2], x)()
+    assert found.flatten().equal(x.flatten()[1:1161] * 2)
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import struct
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,7 +22,7 @@ class Code(NamedTuple):
 
     run: Compiled
     """as inductor calls it"""
-    library: Path | None
+    library: str | None
     """what that is in, if it needs its tensors and nothing else"""
 
 
@@ -31,7 +30,7 @@ def of(run: Compiled) -> Code:
     """Inductor's ``run``, and the library behind it."""
     try:
         if inspect.getsource(run).split() == _INDUCTORS.split():
-            return Code(run, Path(run.__globals__["inductor_entry"].__self__.__file__))
+            return Code(run, run.__globals__["inductor_entry"].__self__.__file__)
     except Exception:  # another torch
         pass
     return Code(run, None)
@@ -50,11 +49,11 @@ def g(args):
 """What inductor calls a library with, where that needs its tensors and nothing else."""
 
 
-def loaded(library: Path, digest: str) -> Code:
+def loaded(library: str, digest: str) -> Code:
     """The code in a library of an earlier process."""
     codecache: Any = importlib.import_module("torch._inductor.codecache")
     cache = codecache.CppWrapperCodeCache
-    entry = getattr(cache._load_library_inner(str(library), f"purestep_{digest}"), cache.entry_function)
+    entry = getattr(cache._load_library_inner(library, f"purestep_{digest}"), cache.entry_function)
     handles_of, tensors_of = _handles()
 
     def run(tensors: list[Tensor]) -> Any:
@@ -71,10 +70,10 @@ def in_arena(code: Code, count: int) -> Compiled:
     return _by_address(code.library, count) or (lambda tensors: run([*tensors, arena.header()]))
 
 
-def _by_address(library: Path | None, count: int) -> Compiled | None:
+def _by_address(library: str | None, count: int) -> Compiled | None:
     """The library's entry for addresses, if it has one (`wrapper.py`)."""
     # It is loaded already: this asks for a name in it. Called with Python's lock held, which it gives up itself.
-    function: Any = library and getattr(ctypes.PyDLL(str(library)), "purestep_call", None)
+    function: Any = library and getattr(ctypes.PyDLL(library), "purestep_call", None)
     if function is None:
         return None
     function.argtypes, function.restype = [ctypes.c_char_p], ctypes.py_object

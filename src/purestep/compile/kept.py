@@ -57,16 +57,16 @@ def load(known: str | None) -> Code | None:
     try:
         place, digest = _record(known).read_text().split()
         library = _directory() / place
-        return calls.loaded(library, digest) if _digest(library) == digest else None
+        return calls.loaded(str(library), digest) if _digest(library) == digest else None
     except Exception:  # it is made anew, whatever is wrong with what is there
         return None
 
 
 def keep(known: str | None, code: Code) -> None:
     """Remember in which library the code of that name is."""
-    library = code.library
-    if known is None or library is None:
+    if known is None or code.library is None:
         return
+    library = Path(code.library)
     with suppress(Exception):  # the next start takes longer
         record = _record(known)
         record.parent.mkdir(exist_ok=True)
