@@ -22,7 +22,7 @@ from torch._inductor import config
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import arena, attention, calls, kept, kernels, native, products, rows, wrapper
+from purestep.compile import arena, attention, calls, elementary, kept, kernels, native, products, rows, wrapper
 
 if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
     pytest.skip("the kernels are for processors with AVX2 or AVX-512", allow_module_level=True)
@@ -479,6 +479,54 @@ def test_no_more_memory_than_torch_would_take():
         with config.patch(fx_graph_cache=False):  # it would give the code without laying anything out
             compiled(chain, torch.randn(64, 64), torch.randn(64, 64))
     assert 0 < sizes[-1] <= 3 * 64 * 64 * 4
+
+
+# --- tanh -------------------------------------------------------------------------------------------------------------
+
+
+def units_off(found: Tensor, x: Tensor) -> Tensor:
+    """By how many units in the last place a tanh in float32 is off."""
+    true = torch.tanh(x.double())
+    unit = torch.nextafter(true.float().abs(), torch.tensor(torch.inf)).double() - true.float().abs().double()
+    return (found.double() - true).abs() / unit
+
+
+def worst_tanh(width: int) -> float:
+    """Of every 97th float32 between 1e-30 and 12, in rows of so many."""
+    bits = torch.arange(int(torch.tensor(1e-30).view(torch.int32)), int(torch.tensor(12.0).view(torch.int32)), 97)
+    x = bits.int().view(torch.float32)[: bits.numel() // width * width].view(-1, width)
+    run = compiled(lambda x: [torch.tanh(x)], x)
+    found, mirrored = run(x)[0], run(-x)[0]
+    assert mirrored.equal(-found)
+    assert found.amax() == 1
+    return float(units_off(found, x).amax())
+
+
+@pytest.mark.parametrize("width", [64, 3], ids=["vectors", "single numbers"])
+def test_tanh(width: int):
+    assert worst_tanh(width) < 6
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-42, -3e38])[:, None].repeat(1, width)
+    (found,) = compiled(lambda x: [torch.tanh(x)], special)()
+    torch.testing.assert_close(found, torch.tanh(special), rtol=0, atol=0, equal_nan=True)
+    assert found[4].signbit().all()
+
+
+def test_a_tanh_of_another_polynomial_is_seen(monkeypatch: pytest.MonkeyPatch):
+    one, two, three, *rest = elementary._ABOVE
+    monkeypatch.setattr(elementary, "_ABOVE", (one, two, three * 1.00001, *rest))
+    with config.patch(fx_graph_cache=False):
+        assert worst_tanh(64) > 6
+
+
+def test_tanh_of_other_dtypes_and_in_code_of_others():
+    given = [torch.linspace(-4, 4, 300).to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16)]
+    run = compiled(lambda *given: [torch.tanh(x) for x in given], *given)
+    close(run()[:1], [torch.tanh(given[0])], 1e-13)
+    for found, x in zip(run()[1:], given[1:], strict=True):
+        close([found], [torch.tanh(x)], float(torch.finfo(x.dtype).eps))
+    from torch._inductor.codegen import cpp
+
+    assert cpp.CppVecOverrides.tanh("x") == "x.tanh()"
 
 
 # --- addresses --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import arena, attention, calls, kept, products, rows, toolchain, wrapper
+from . import arena, attention, calls, elementary, kept, products, rows, toolchain, wrapper
 from .calls import Compiled
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled
             arena.taken(graph)
             fakes = [*fakes, mode.from_tensor(arena.header(), static_shapes=True)]
         _output(graph).meta["user_visible_output_idxs"] = list(range(len(_output(graph).args[0])))
-        with wrapper.laid_out() if in_arena else nullcontext():
+        with _changed() if in_arena else nullcontext():
             made = inductor.compile_fx_inner(
                 graph,
                 fakes,
@@ -181,6 +181,13 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled
                 cpp_wrapper=config.cpp_wrapper,
             )
     return made.current_callable
+
+
+@contextmanager
+def _changed() -> Generator[None]:
+    """Inductor writes other C++; only of graphs with the arena's input, which its cache tells apart."""
+    with wrapper.laid_out(), elementary.shorter():
+        yield
 
 
 def _output(graph: GraphModule) -> Any:
