@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 import purestep as ps
 from purestep import compile as compile_
 from purestep import optim, tree
+from purestep.compile import graphs
 from purestep.errors import ConfigError, StateError, StepContractError
 from purestep.types import Mean, Program, TrainState
 
@@ -676,6 +679,64 @@ def test_a_number_in_a_batch_is_never_a_stale_constant(donate: bool) -> None:
     for factor in (1.0, 2.0, 1.0):
         state, _ = step(state, {"x": torch.ones(2), "factor": factor})
     assert state["w"].tolist() == [4, 4]
+
+
+def unlike(leaf: Tensor) -> dict[str, Any]:
+    """What no graph for this leaf, shape (4, 6), float32, may be given."""
+    number = leaf.to(torch.complex64)
+    return {
+        "sizes": leaf[:3],
+        "dimensions": leaf[None],
+        "strides": leaf.t().contiguous().t(),
+        "dtype": leaf.to(torch.int32),
+        "device": leaf.to("meta"),
+        "negated": (1j * number).conj().imag,
+        "parameter": nn.Parameter(leaf),
+        "sparse": leaf.to_sparse(),
+        "number": 3.0,
+        "text": "x",
+        "nothing": None,
+    }
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["dynamo's guards", "without"])
+def test_which_leaves_are_alike(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not private:
+        monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", ModuleType("another torch"))
+    leaf, labels = torch.randn(4, 6), torch.arange(4)
+    alike = graphs.alike([leaf, labels])
+    assert isinstance(alike, partial) != private
+    assert alike(torch.randn(9, 6)[5:], labels.clone())
+    with torch.no_grad():
+        assert alike(leaf, labels)
+    found = {name: alike(other, labels) for name, other in unlike(leaf).items()}
+    assert found == dict.fromkeys(found, False)
+    assert isinstance(graphs.alike([3.0]), partial)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def train_on_unlike_batches() -> None:
+    """Batches of the same shapes that need other graphs, one after the other."""
+    program = mlp()
+    step, state, eager = ps.compile_step(program.train_step, donate=True), program.init(), program.init()
+    x, y = vector_batch(6, 0)
+    turned = x.t().contiguous().t()
+    for batch in [(x, y), (turned, y), (x, y), [x, y], (x.clone().requires_grad_(), y), Pair(turned, y), (turned, y)]:
+        state, _ = step(state, batch)
+        eager, _ = program.train_step(eager, batch)
+    assert_trees_close(ps.clone(state).params, eager.params)
+
+
+@pytest.mark.compile
+def test_a_batch_of_another_kind_gets_another_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    train_on_unlike_batches()
+    monkeypatch.setattr("purestep.compile.runner.alike", lambda leaves: lambda *others: True)
+    with pytest.raises(AssertionError):
+        train_on_unlike_batches()
 
 
 @pytest.mark.compile

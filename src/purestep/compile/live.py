@@ -146,8 +146,17 @@ def states(state: Tree) -> list[TrainState]:
 class Store:
     """Static buffers, the named tree over them, and the generation."""
 
-    def __init__(self, state: Tree, layout: packed_.Layout | None, *, adopt: bool = False, frozen: bool = True) -> None:
+    def __init__(
+        self,
+        state: Tree,
+        layout: packed_.Layout | None,
+        layouts: dict[Any, packed_.Layout | None],
+        *,
+        adopt: bool = False,
+        frozen: bool = True,
+    ) -> None:
         self.layout = layout
+        self.layouts = layouts  # of all compiled steps that take a state as it lies here
         packed = state if layout is None else packed_.pack(layout, state)
         assert packed is not None
         self.slots = place(packed)

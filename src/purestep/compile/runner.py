@@ -18,7 +18,7 @@ from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture as capture_
 from . import live as live_
 from .contract import checked, same_structure
-from .graphs import Graph, Graphs, Options, Stacked, kinds, resolved, same_kinds, unstacked, without_text
+from .graphs import Graph, Graphs, Options, Stacked, alike, kinds, resolved, unstacked, without_text
 from .replay import Replays
 
 _UNMARKED: dict[int, tuple[type[Accum], ...]] = {count: (Accum,) * count for count in range(64)}
@@ -33,8 +33,20 @@ class _Last(NamedTuple):
 
     slots: live_.Slots
     treedef: tree.TreeDef
-    kinds: tuple[Any, ...]
+    in_tuple: int  # how many tensors, where the batch is one tuple of them and nothing else; or 0
+    alike: Callable[..., bool]
     graph: Graph
+
+    def leaves(self, batch: tuple[Any, ...]) -> list[Any] | None:
+        """The tensors of a batch, if this is its graph."""
+        only = batch[0] if len(batch) == 1 else None
+        if self.in_tuple and type(only) is tuple and len(only) == self.in_tuple:
+            leaves: list[Any] = list(only)  # a tenth of what the structure costs
+        else:
+            leaves, treedef = tree.flatten(batch)
+            if treedef != self.treedef:
+                return None
+        return leaves if self.alike(*leaves) else None
 
 
 class CompiledStep:
@@ -104,10 +116,10 @@ class CompiledStep:
 
     def _donated(self, state: Any, batch: tuple[Any, ...], unlike: Unlike) -> tuple[Any, Metrics | Stacked]:
         store = self._standing(state) or self._enter(state)
-        leaves, treedef = tree.flatten(batch)
         phase = self._phase(store)
         last = self._last.get(phase)
-        if last and last.slots is store.slots and last.treedef == treedef and same_kinds(last.kinds, leaves):
+        leaves = last.leaves(batch) if last and last.slots is store.slots else None
+        if last and leaves is not None:
             graph = last.graph
         else:
             if unlike is not None:
@@ -140,7 +152,8 @@ class CompiledStep:
         leaves, treedef = batch_leaves(batch)
         key = (store.slots.identity, phase, treedef)
         graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
-        self._last[phase] = _Last(store.slots, treedef, kinds(leaves), graph)
+        plain = len(batch) == 1 and type(batch[0]) is tuple and all(type(leaf) is Tensor for leaf in batch[0])
+        self._last[phase] = _Last(store.slots, treedef, len(batch[0]) if plain else 0, alike(leaves), graph)
         return graph, leaves
 
     def _standing(self, state: Any) -> live_.Store | None:
@@ -152,7 +165,7 @@ class CompiledStep:
             store = live_.store_of(state)
             if store is not None:
                 live_.check_alive(state)
-        if store is None or store.layout is None:
+        if store is None or store.layout is None or store.layouts is self.layouts:
             return store
         return store if any(store.layout is layout for layout in self.layouts.values()) else None
 
@@ -162,7 +175,7 @@ class CompiledStep:
         given = live_.plain(state)
         # A step of one's own may write what a program's never does.
         own, adopt = self.static is None, self.donate == "init"
-        return self._share_slots(live_.Store(given, self._layout(given), adopt=adopt, frozen=not own))
+        return self._share_slots(live_.Store(given, self._layout(given), self.layouts, adopt=adopt, frozen=not own))
 
     def _share_slots(self, store: live_.Store) -> live_.Store:
         # Stores of one structure share their slots object, whose identity is the key of the graphs.

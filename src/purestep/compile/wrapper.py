@@ -9,6 +9,7 @@ operator that might keep what it is given is left as it was.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -54,19 +55,29 @@ static inline Kept reinterpret_tensor_wrapper(
 static inline Kept wrap_with_raii_handle_if_needed(Kept&& of) { return std::move(of); }
 """
 
-_ENTRY = r"""
-// The graph on addresses, for `calls.py`: under the lock of Python, which it gives up meanwhile.
+_BODY = "static void purestep_body(void* const* addresses, AtenTensorHandle* output_handles) {"
+
+_ENTRIES = r"""
+// For inductor, which knows of handles only.
+void inductor_entry_impl(AtenTensorHandle* input_handles, AtenTensorHandle* output_handles) {
+  const auto inputs = steal_from_raw_handles_to_raii_handles(input_handles, INPUTS);
+  void* addresses[INPUTS];
+  for (size_t i = 0; i < INPUTS; i++) addresses[i] = inputs[i].data_ptr();
+  purestep_body(addresses, output_handles);
+}
+
+// For `calls.py`: under the lock of Python, which the body gives up meanwhile.
 extern "C" __attribute__((visibility("default"))) PyObject* purestep_call(void** addresses) {
-  std::array<AtenTensorHandle, COUNT> made{};
+  std::array<AtenTensorHandle, OUTPUTS> made{};
   try {
-    inductor_entry_impl((AtenTensorHandle*)addresses, made.data());
+    purestep_body(addresses, made.data());
     if (PyErr_Occurred()) return nullptr;
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
   }
-  PyObject* const list = PyList_New(COUNT);
-  for (size_t i = 0; list && i < COUNT; i++)
+  PyObject* const list = PyList_New(OUTPUTS);
+  for (size_t i = 0; list && i < OUTPUTS; i++)
     PyList_SET_ITEM(list, i, PyCapsule_New((void*)made[i], nullptr, nullptr));
   return list;
 }
@@ -112,11 +123,15 @@ def _wrapper_class() -> Any:
                 self.lines = [line for line in self.lines if getattr(line, "op_name", None) != "input"]
             super().write_wrapper_decl()
 
+        def _write_entry_point_signature(self) -> None:
+            if not self.by_address:
+                return super()._write_entry_point_signature()
+            self.prefix.writeline(_BODY)
+
         def _write_input_preamble(self) -> None:
             if not self.by_address:
                 return super()._write_input_preamble()
             self.prefix.writeline("py::gil_scoped_release_simple release;")
-            self.prefix.writeline("void* const* const addresses = (void* const*)input_handles;")
 
         def _write_input_unpacking(self) -> None:
             if not self.by_address:
@@ -178,7 +193,8 @@ def _wrapper_class() -> Any:
         def _generate_end_jit(self, result: Any) -> None:
             self.kernel_declarations.splice(f'extern "C" const int64_t purestep_bytes = {self.layout.size};')
             if self.by_address:
-                result.splice(_ENTRY.replace("COUNT", str(len(V.graph.graph_outputs))))
+                counts = {"INPUTS": len(V.graph.graph_inputs), "OUTPUTS": len(V.graph.graph_outputs)}
+                result.splice(re.sub("INPUTS|OUTPUTS", lambda name: str(counts[name[0]]), _ENTRIES))
             super()._generate_end_jit(result)
 
     return Wrapper
