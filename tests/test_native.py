@@ -568,9 +568,10 @@ holding.register_fake(torch.empty_like)
         (lambda x, w: [x[:4, :6] * CONSTANT + w[0, 0]], False),  # a constant of the graph is one more input
         (lambda x, w: [x, x @ w], False),  # the caller's tensor is returned
         (lambda x, w: [x.t(), x @ w], False),
+        (lambda x, w: [torch.view_as_complex(x.view(30, 20, 2)), x @ w], False),
         (lambda x, w: [holding(x), x @ w], False),  # keeps what it is given
     ],
-    ids=["plain", "scalars", "constant", "an input", "a view of an input", "an operator of one's own"],
+    ids=["plain", "scalars", "constant", "an input", "a view of an input", "an alias", "an operator of one's own"],
 )
 def test_which_graphs_take_addresses(function: Callable[..., list[Tensor]], expected: bool, by_address: list[bool]):
     x, w = torch.randn(30, 40), torch.randn(40, 40)

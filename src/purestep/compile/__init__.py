@@ -8,6 +8,9 @@ tensors, or Dynamo reads it, and `contract` checks what the step returned. On CU
 On the CPU `native` hands the traced graph straight to inductor. What differs from `torch.compile` there:
 
     arena       one piece of memory a thread for all intermediates
+    wrapper     inductor's C++ round the kernels, with that memory and with addresses for inputs
+    calls       how Python calls it
+    elementary  tanh in fewer operations
     toolchain   g++ runs beside inductor's Python
     kept        libraries of earlier runs, found by their graph
     kernels     C++ functions of our own in inductor's code, for float32 on x86 with AVX2 or AVX-512:

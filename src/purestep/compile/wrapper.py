@@ -208,7 +208,7 @@ def _by_address() -> bool:
     graph: Any = V.graph
     inputs = graph.graph_inputs
     plain = all(isinstance(given, ir.TensorBox) and _is_fixed(given) for given in inputs.values())
-    returned = set(graph.get_output_names()) & set(inputs)
+    returned = _returned([]) & set(inputs)
     called = [node.target for node in graph.module.graph.nodes if node.op == "call_function"]
     return plain and not graph.constants and not returned and all(map(kept.known, called))
 
