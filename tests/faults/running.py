@@ -326,9 +326,9 @@ def last(out: str, word: str) -> int:
 def live_long(folder: str, steps: int, saves: int, fits: int) -> None:
     """Steps, saves and fits in one process; says what has grown meanwhile."""
     live_through(folder + ".first", 20, 3, min(fits, 2))  # what is made once, on first use
-    before = what_there_is()
+    before = settled()
     slope = live_through(folder, steps, saves, fits)
-    for _ in range(500):  # orbax's threads end a little after their work
+    for _ in range(500):  # until they have ended again
         grown = {name: value - before[name] for name, value in what_there_is().items()}
         if not any(grown.values()):
             break
@@ -358,6 +358,15 @@ def live_through(folder: str, steps: int, saves: int, fits: int) -> float:
     late = memory[len(memory) // 5 :]
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(late, 2)]
     return statistics.median(slopes) * resource.getpagesize()
+
+
+def settled() -> dict[str, int]:
+    """What there is when nothing has changed for a fifth of a second: orbax's threads end a little after their work."""
+    seen = [what_there_is()]
+    while len(seen) < 500 and (len(seen) < 20 or any(each != seen[-1] for each in seen[-20:])):
+        time.sleep(0.01)
+        seen.append(what_there_is())
+    return seen[-1]
 
 
 def what_there_is() -> dict[str, int]:
