@@ -714,6 +714,60 @@ def test_which_leaves_are_alike(private: bool, monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(graphs.alike([3.0]), partial)
 
 
+NORMED = "1.running_mean"
+
+
+def step_after(change: Callable[[Tensor], None]) -> tuple[Any, Any]:
+    """A compiled and an eager step after a user has done something to a tensor that a graph writes into."""
+    program = ps.program(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
+    step, state, eager = ps.compile_step(program.train_step, donate=True), program.init(), program.init()
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    for _ in range(2):
+        state, _ = step(state, batch)
+        eager, _ = program.train_step(eager, batch)
+    change(state.buffers[NORMED])
+    eager = eager._replace(buffers={**eager.buffers, NORMED: state.buffers[NORMED].clone()})
+    return ps.clone(step(state, batch)[0]), program.train_step(eager, batch)[0]
+
+
+def given(make: Callable[[], Tensor]) -> Callable[[Tensor], None]:
+    def change(tensor: Tensor) -> None:
+        tensor.data = make()
+
+    return change
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "change",
+    [
+        given(lambda: torch.randn(16)[::2]),
+        given(lambda: torch.randn(1)),
+        given(lambda: torch.zeros(8, dtype=torch.int8)),
+        lambda tensor: tensor.resize_(3),
+    ],
+    ids=["strides", "sizes", "dtype", "resized"],
+)
+def test_memory_of_another_layout_given_to_a_tensor_of_the_state_is_refused(change: Callable[[Tensor], None]) -> None:
+    with pytest.raises(StateError, match="a tensor of the state, .* has become"):
+        step_after(change)
+
+
+@pytest.mark.compile
+def test_a_layout_that_is_not_looked_at_is_seen_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("purestep.compile.live.Store.check", lambda self: None)
+    new, eager = step_after(given(lambda: torch.randn(16)[::2]))
+    with pytest.raises(AssertionError):
+        assert_trees_close(new.buffers, eager.buffers)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("change", [given(lambda: torch.full((8,), 5.0)), lambda tensor: tensor.fill_(3.0)])
+def test_other_numbers_in_a_tensor_of_the_state_are_taken(change: Callable[[Tensor], None]) -> None:
+    new, eager = step_after(change)
+    assert_trees_close(new.buffers, eager.buffers)
+
+
 class Pair(NamedTuple):
     x: Tensor
     y: Tensor

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 import purestep as ps
 from purestep.compile import arena, attention, calls, elementary, kept, kernels, native, products, rows, wrapper
+from purestep.errors import StepContractError
 
 if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
     pytest.skip("the kernels are for processors with AVX2 or AVX-512", allow_module_level=True)
@@ -571,7 +572,7 @@ holding.register_fake(torch.empty_like)
         (lambda x, w: [torch.view_as_complex(x.view(30, 20, 2)), x @ w], False),
         (lambda x, w: [holding(x), x @ w], False),  # keeps what it is given
     ],
-    ids=["plain", "scalars", "constant", "an input", "a view of an input", "an alias", "an operator of one's own"],
+    ids=["plain", "scalars", "constant", "an input", "a view of an input", "an alias", "one's own"],
 )
 def test_which_graphs_take_addresses(function: Callable[..., list[Tensor]], expected: bool, by_address: list[bool]):
     x, w = torch.randn(30, 40), torch.randn(40, 40)
@@ -642,6 +643,16 @@ def test_graphs_by_handles_give_the_same(by_address: list[bool], monkeypatch: py
     with config.patch(fx_graph_cache=False):
         close(compiled(busy, x, w)(), first, 0)
     assert by_address == [True, False]
+
+
+def test_a_tensor_without_memory_is_refused():
+    run = compiled(lambda x: [x * 2], torch.randn(4, 8))
+    with pytest.raises(StepContractError, match=r"\[4, 8\] torch.float32 that has no memory"):
+        run(torch._efficientzerotensor((4, 8)))
+    empty = torch.randn(4, 8)
+    empty.untyped_storage().resize_(0)
+    with pytest.raises(StepContractError, match="no memory"):
+        run(empty)
 
 
 def test_an_address_that_is_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..errors import StepContractError
 from . import arena
 
 Compiled = Callable[[list[Tensor]], Any]
@@ -80,10 +81,22 @@ def _by_address(library: str | None, count: int) -> Compiled | None:
     pack, tensors_of = struct.Struct(f"{count + 1}P").pack, _handles()[1]
 
     def call(tensors: list[Tensor]) -> Any:
-        addresses = pack(*[tensor.data_ptr() for tensor in tensors], arena.address())
-        return tensors_of(function(addresses))
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if 0 in addresses:
+            _check_memory(tensors)
+        return tensors_of(function(pack(*addresses, arena.address())))
 
     return call
+
+
+def _check_memory(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.numel() and not tensor.data_ptr():
+            raise StepContractError(
+                f"a tensor {list(tensor.shape)} {tensor.dtype} that has no memory",
+                where="the state or the batch",
+                hint="tensor.clone() of one that torch only says to be zero; no resize_ of a state's storage",
+            )
 
 
 def _handles() -> tuple[Callable[..., Any], Callable[..., Any]]:

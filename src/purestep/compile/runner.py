@@ -34,11 +34,11 @@ class _Last(NamedTuple):
     slots: live_.Slots
     treedef: tree.TreeDef
     in_tuple: int  # how many tensors, where the batch is one tuple of them and nothing else; or 0
-    alike: Callable[..., bool]
+    alike: Callable[..., bool]  # of the store's buffers and the batch's leaves
     graph: Graph
 
-    def leaves(self, batch: tuple[Any, ...]) -> list[Any] | None:
-        """The tensors of a batch, if this is its graph."""
+    def leaves(self, buffers: list[Tensor], batch: tuple[Any, ...]) -> list[Any] | None:
+        """The tensors of a batch, if this is its graph, and the buffers are what they were."""
         only = batch[0] if len(batch) == 1 else None
         if self.in_tuple and type(only) is tuple and len(only) == self.in_tuple:
             leaves: list[Any] = list(only)  # a tenth of what the structure costs
@@ -46,7 +46,7 @@ class _Last(NamedTuple):
             leaves, treedef = tree.flatten(batch)
             if treedef != self.treedef:
                 return None
-        return leaves if self.alike(*leaves) else None
+        return leaves if self.alike(*buffers, *leaves) else None
 
 
 class CompiledStep:
@@ -118,7 +118,7 @@ class CompiledStep:
         store = self._standing(state) or self._enter(state)
         phase = self._phase(store)
         last = self._last.get(phase)
-        leaves = last.leaves(batch) if last and last.slots is store.slots else None
+        leaves = last.leaves(store.buffers, batch) if last and last.slots is store.slots else None
         if last and leaves is not None:
             graph = last.graph
         else:
@@ -149,11 +149,14 @@ class CompiledStep:
             raise
 
     def _found(self, store: live_.Store, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
+        store.check()
         leaves, treedef = batch_leaves(batch)
         key = (store.slots.identity, phase, treedef)
         graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
         plain = len(batch) == 1 and type(batch[0]) is tuple and all(type(leaf) is Tensor for leaf in batch[0])
-        self._last[phase] = _Last(store.slots, treedef, len(batch[0]) if plain else 0, alike(leaves), graph)
+        self._last[phase] = _Last(
+            store.slots, treedef, len(batch[0]) if plain else 0, alike([*store.buffers, *leaves]), graph
+        )
         return graph, leaves
 
     def _standing(self, state: Any) -> live_.Store | None:
