@@ -45,7 +45,7 @@ def _on_cpu() -> dict[str, Job]:
         "toy32": _table("toy32", "32 small layers"),
         "convnet": _table("convnet", "convolutions with BatchNorm"),
         "gpt-small": _table("gpt-small", "GPT of 0.9 M", quick={"seconds": 20, "only": [*CORE, ours.FIT]}),
-        "gpt-medium": _table("gpt-medium", "GPT of 34 M"),
+        "gpt-medium": _table("gpt-medium", "GPT of 34 M", quick={"seconds": 60, "only": [*CORE, byhand.ALL_COMPILED]}),
         "vit": _table("vit", "ViT"),
         "fit-mlp-1": Job("whole runs, MLP, one thread", "benchmarks.fitting:table", {}, {"rounds": 4}, 1),
         "fit-mlp": Job("whole runs, MLP", "benchmarks.fitting:table", {}),
