@@ -23,7 +23,7 @@ class Code(NamedTuple):
 
     run: Compiled
     """as inductor calls it"""
-    library: str | None
+    file: str | None
     """what that is in, if it needs its tensors and nothing else"""
 
 
@@ -68,7 +68,7 @@ def loaded(library: str, digest: str) -> Code:
 def in_arena(code: Code, count: int) -> Compiled:
     """The code of a graph of so many tensors and the arena's header, to be called with those tensors."""
     run = code.run
-    return _by_address(code.library, count) or (lambda tensors: run([*tensors, arena.header()]))
+    return _by_address(code.file, count) or (lambda tensors: run([*tensors, arena.header()]))
 
 
 def _by_address(library: str | None, count: int) -> Compiled | None:

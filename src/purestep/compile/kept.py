@@ -64,9 +64,9 @@ def load(known: str | None) -> Code | None:
 
 def keep(known: str | None, code: Code) -> None:
     """Remember in which library the code of that name is."""
-    if known is None or code.library is None:
+    if known is None or code.file is None:
         return
-    library = Path(code.library)
+    library = Path(code.file)
     with suppress(Exception):  # the next start takes longer
         record = _record(known)
         record.parent.mkdir(exist_ok=True)
