@@ -165,7 +165,7 @@ class Store:
         if frozen:
             given -= _frozen(packed)
         self.buffers = self._fill(leaves, copied=given)
-        self._lying = _lying(self.buffers)
+        self.kinds: tuple[Any, ...] = ()  # of the buffers, as graphs were made for them; see `graphs.kinds`
         keys = [found.key.clone() for found in states(packed)]
         whole = tree.unflatten(self.slots.treedef, self.slots.gather(self.buffers, keys))
         self.named = whole if layout is None else packed_.unpack(layout, whole)
@@ -195,10 +195,10 @@ class Store:
         count = iter(range(len(self.hosts)))
         return tree.map(lambda node: _live(self, next(count)) if is_state(node) else node, self.named, is_leaf=is_state)
 
-    def check(self) -> None:
+    def check(self, kinds: tuple[Any, ...]) -> None:
         """Raise StateError where a tensor of a state has been given memory of another layout (``tensor.data = ...``):
         compiled code would write where there is nothing."""
-        for was, now in zip(self._lying, _lying(self.buffers), strict=True):
+        for was, now in zip(self.kinds, kinds, strict=True):
             if was != now:
                 raise StateError(
                     f"a tensor of the state, {list(was[0])} {was[2]} of strides {was[1]}, has become {list(now[0])} "
@@ -213,10 +213,6 @@ class Store:
         self.calls += calls
         for host in self.hosts:
             host.advance(calls)
-
-
-def _lying(buffers: list[Tensor]) -> list[tuple[Any, ...]]:
-    return [(buffer.shape, buffer.stride(), buffer.dtype) for buffer in buffers]
 
 
 _KINDS = ("int64", "float32", "own", "key")

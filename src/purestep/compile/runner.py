@@ -149,7 +149,7 @@ class CompiledStep:
             raise
 
     def _found(self, store: live_.Store, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
-        store.check()
+        store.check(kinds(store.buffers))
         leaves, treedef = batch_leaves(batch)
         key = (store.slots.identity, phase, treedef)
         graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
@@ -182,7 +182,8 @@ class CompiledStep:
 
     def _share_slots(self, store: live_.Store) -> live_.Store:
         # Stores of one structure share their slots object, whose identity is the key of the graphs.
-        key = (store.layout, store.slots.treedef, store.slots.places, kinds(store.buffers))
+        store.kinds = kinds(store.buffers)
+        key = (store.layout, store.slots.treedef, store.slots.places, store.kinds)
         store.slots = self._graphs.slots.setdefault(key, store.slots)
         return store
 
