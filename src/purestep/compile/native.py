@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import arena, attention, calls, elementary, kept, products, rows, toolchain, wrapper
+from . import arena, attention, calls, elementary, kept, pieces, products, rows, shortcuts, toolchain, wrapper
 from .calls import Compiled
 
 if TYPE_CHECKING:
@@ -145,11 +145,7 @@ def _writing_last(graph: GraphModule) -> GraphModule:
 
 
 def _made(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
-    from torch._inductor import compile_fx, config
-
-    inductor: Any = compile_fx
-    in_cpp = inductor.get_cpp_wrapper_config(log_cudagraph_skip=False) if config.cpp_wrapper else {}
-    with config.patch(in_cpp), toolchain.beside():
+    with toolchain.beside(), shortcuts.taken():
         return _lowered(graph, fakes, mode)
 
 
@@ -169,7 +165,8 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled
         in_arena = arena.possible()
         if in_arena:
             arena.taken(graph)
-            fakes = [*fakes, mode.from_tensor(arena.header(), static_shapes=True)]
+            header = mode.from_tensor(arena.header(), static_shapes=True)
+            fakes = [*fakes, header, *pieces.apart(graph)]
         _output(graph).meta["user_visible_output_idxs"] = list(range(len(_output(graph).args[0])))
         with _changed() if in_arena else nullcontext():
             made = inductor.compile_fx_inner(
@@ -186,7 +183,7 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled
 @contextmanager
 def _changed() -> Generator[None]:
     """Inductor writes other C++; only of graphs with the arena's input, which its cache tells apart."""
-    with wrapper.laid_out(), elementary.shorter():
+    with wrapper.laid_out(), elementary.shorter(), pieces.ordered():
         yield
 
 

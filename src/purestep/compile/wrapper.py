@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from . import arena, kept
+from . import arena, kept, pieces
 
 _KEPT = r"""
 // A tensor in that memory, which costs nothing until an operator of torch asks for a handle.
@@ -119,9 +119,14 @@ def _wrapper_class() -> Any:
 
         def write_wrapper_decl(self) -> None:
             self.by_address = _by_address()
-            if self.by_address:  # who calls has looked at sizes
-                self.lines = [line for line in self.lines if getattr(line, "op_name", None) != "input"]
-            super().write_wrapper_decl()
+            self.lines = [line for line in self.lines if not self._looks_at_input(line)]
+            inputs = {name: value for name, value in V.graph.graph_inputs.items() if pieces.of(name) is None}
+            with mock.patch.object(V.graph, "graph_inputs", inputs):
+                super().write_wrapper_decl()
+
+        def _looks_at_input(self, line: Any) -> bool:
+            """Whether a line looks at sizes that who calls has looked at."""
+            return getattr(line, "op_name", None) == "input" and (self.by_address or pieces.of(line.name) is not None)
 
         def _write_entry_point_signature(self) -> None:
             if not self.by_address:
@@ -134,16 +139,23 @@ def _wrapper_class() -> Any:
             self.prefix.writeline("py::gil_scoped_release_simple release;")
 
         def _write_input_unpacking(self) -> None:
-            if not self.by_address:
-                return super()._write_input_unpacking()
-            for index, (name, given) in enumerate(V.graph.graph_inputs.items()):
-                self.prefix.writeline(self._declared(name, f"addresses[{index}]", given, self.prefix.writeline))
+            write = self.prefix.writeline
+            if self.by_address:
+                for index, (name, given) in enumerate(V.graph.graph_inputs.items()):
+                    write(self._declared(name, f"addresses[{index}]", given, write))
+            else:
+                super()._write_input_unpacking()
+            names = V.graph.graph_input_names
+            for name, piece in ((name, pieces.of(name)) for name in names):
+                if piece is not None:
+                    given = V.graph.graph_inputs_original[name]
+                    start = piece.offset * given.get_dtype().itemsize
+                    write(self._declared(name, f"(char*)({names[piece.source]}.data_ptr()) + {start}", given, write))
 
         def memory_plan_reuse(self) -> None:
             super().memory_plan_reuse()
             self.returned = _returned([line for line in self.lines if isinstance(line, ReuseLine)])
-            name = V.graph.graph_input_names[-1]
-            self.prefix.writeline(f"const Arena arena((int64_t*)({name}.data_ptr()));")
+            self.prefix.writeline(f"const Arena arena((int64_t*)({arena.INPUT}.data_ptr()));")
             self.prefix.writeline("char* const memory = arena.at();")
 
         def make_buffer_allocation(self, buffer: Any) -> str:
@@ -193,7 +205,8 @@ def _wrapper_class() -> Any:
         def _generate_end_jit(self, result: Any) -> None:
             self.kernel_declarations.splice(f'extern "C" const int64_t purestep_bytes = {self.layout.size};')
             if self.by_address:
-                counts = {"INPUTS": len(V.graph.graph_inputs), "OUTPUTS": len(V.graph.graph_outputs)}
+                inputs = [name for name in V.graph.graph_inputs if pieces.of(name) is None]
+                counts = {"INPUTS": len(inputs), "OUTPUTS": len(V.graph.graph_outputs)}
                 result.splice(re.sub("INPUTS|OUTPUTS", lambda name: str(counts[name[0]]), _ENTRIES))
             super()._generate_end_jit(result)
 

@@ -1,0 +1,64 @@
+"""Work that inductor does for nothing while it writes C++, left out; what it writes stays the same to the letter."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+
+@contextmanager
+def taken() -> Generator[None]:
+    """Whatever inductor compiles inside takes them. Under `capture.alone`: this patches inductor."""
+    with ExitStack() as stack:
+        for patch in (_rules_once, _strides_read_off, _no_empty_tails):
+            with suppress(Exception):  # another torch: it takes longer
+                stack.enter_context(patch())
+        yield
+
+
+def _rules_once() -> Any:
+    """One object has all rules for dtypes; inductor writes them into it anew for every operation of every loop."""
+    from torch._inductor import dtype_propagation
+
+    kind: Any = dtype_propagation.DtypePropagationOpsHandler
+    kind()
+    return mock.patch.object(kind, "__init__", lambda self: None)
+
+
+def _strides_read_off() -> Any:
+    """The stride of ``a*x + b*y + c`` along x is a: sympy's `simplify` takes milliseconds to say so."""
+    from torch._inductor.codegen import cpp
+
+    module: Any = cpp
+    return mock.patch.object(module, "stride_at_vec_range", functools.partial(_stride, module.stride_at_vec_range))
+
+
+def _stride(otherwise: Callable[..., Any], index: Any, var: Any, vec_length: Any = None) -> Any:
+    import sympy
+
+    found = sympy.S.Zero
+    for term in sympy.Add.make_args(index):
+        factor, rest = term.as_coeff_Mul()
+        if not (rest.is_Symbol or rest is sympy.S.One) or not factor.is_Integer:
+            return otherwise(index, var, vec_length)
+        if rest == var:
+            found = factor
+    return found
+
+
+def _no_empty_tails() -> Any:
+    """What a loop's last, narrower turn would be is written for every loop, and thrown away where there is none."""
+    from torch._inductor import scheduler
+
+    true: Any = scheduler.SchedulerNode.codegen
+
+    def codegen(node: Any, *arguments: Any) -> Any:
+        from torch._inductor.virtualized import V
+
+        sizes = [getattr(V.kernel, name, None) for name in ("tail_size", "inner_tail_size", "outer_tail_size")]
+        return None if any(size == 0 for size in sizes) else true(node, *arguments)
+
+    return mock.patch.object(scheduler.SchedulerNode, "codegen", codegen)
