@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import subprocess
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
 from purestep import optim
-from purestep.compile import calls, capture, kept, native, toolchain
+from purestep.compile import calls, capture, kept, native, shortcuts, toolchain
 
 pytestmark = pytest.mark.usefixtures("own_cache")
+
+if torch.__version__ < (2, 13):
+    pytest.skip("native code is made with torch 2.13 and later", allow_module_level=True)
 
 
 @pytest.fixture
@@ -362,3 +367,95 @@ def test_what_the_caller_has_frozen_stays_frozen():
         assert gc.get_freeze_count() == frozen > 0
     finally:
         gc.unfreeze()
+
+
+# --- less work for the same C++ ---------------------------------------------------------------------------------------
+
+
+def normed(x: Tensor) -> list[Tensor]:
+    return [torch.softmax(x * 3 + 1, -1), (x - x.mean(-1, keepdim=True)) / x.std(0)]
+
+
+def turned(x: Tensor) -> list[Tensor]:
+    return [x.t().contiguous() + 1, x.flip(0)[::2, 1:].exp(), torch.where(x > 0, x.roll(1, 1), 0.0)]
+
+
+def folded(x: Tensor) -> list[Tensor]:
+    return [x.reshape(-1, 4).sum(1), x.half().tanh() + 1, torch.arange(x.shape[1]) // 3 % 5, x.argmax(-1), x.cumsum(0)]
+
+
+def text_of(function: Callable[..., Any], x: Tensor) -> str:
+    """All the C++ that inductor compiles."""
+    from torch._inductor import codecache
+
+    texts: list[str] = []
+    true = codecache.CppWrapperCodeCache.load_pybinding_async
+    with pytest.MonkeyPatch.context() as patch, config.patch(fx_graph_cache=False):
+        patch.setattr(kept, "name", lambda *_: None)
+        patch.setattr(
+            codecache.CppWrapperCodeCache,
+            "load_pybinding_async",
+            lambda *args, **more: (texts.append(repr((args, more))), true(*args, **more))[1],
+        )
+        native.compiled(function, [x], finish=lambda graph: graph, options=None)
+    (text,) = texts
+    return text
+
+
+SIZES = [(16, 64), (13, 36), (3, 5)]
+
+
+def differs(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], size: tuple[int, int]) -> bool:
+    x = torch.randn(size) if function is not folded else torch.randn(size[0], size[1] * 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(shortcuts, "taken", nullcontext)
+        expected = text_of(function, x)
+    return text_of(function, x) != expected
+
+
+@pytest.mark.parametrize("function", [normed, turned, folded])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_same_code_in_less_work(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], size: tuple[int, int]
+) -> None:
+    assert not differs(monkeypatch, function, size)
+
+
+def test_a_shortcut_that_changes_the_code_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(shortcuts, "_stride", lambda otherwise, index, var, vec_length=None: otherwise(index, var) * 2)
+        assert differs(monkeypatch, turned, (16, 64))
+    monkeypatch.setattr(shortcuts, "_is_empty", lambda kernel: getattr(kernel, "tail_size", None) is not None)
+    assert differs(monkeypatch, normed, (13, 36))
+
+
+def test_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import dtype_propagation, loop_body, sizevars
+
+    def work() -> Counter[str]:
+        counts = Counter[str]()
+        with monkeypatch.context() as patch:
+            for owner, name in (
+                (sizevars, "simplify_index_in_vec_range"),
+                (dtype_propagation.DtypePropagationOpsHandler, "__init__"),
+                (loop_body.LoopBody, "__call__"),
+            ):
+                true = getattr(owner, name)
+                patch.setattr(owner, name, _counting(counts, name, true))
+            text_of(normed, torch.randn(16, 80))
+        return counts
+
+    short = work()
+    monkeypatch.setattr(shortcuts, "taken", nullcontext)
+    long = work()
+    assert (short["simplify_index_in_vec_range"], short["__init__"]) == (0, 1)
+    assert all(short[name] < long[name] for name in long)
+    assert len(long) == 3
+
+
+def _counting(counts: Counter[str], name: str, true: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **more: Any) -> Any:
+        counts[name] += 1
+        return true(*args, **more)
+
+    return call

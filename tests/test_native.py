@@ -22,11 +22,13 @@ from torch._inductor import config
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import arena, attention, calls, elementary, kept, kernels, native, products, rows, wrapper
+from purestep.compile import arena, attention, calls, elementary, kept, kernels, native, pieces, products, rows, wrapper
 from purestep.errors import StepContractError
 
 if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
     pytest.skip("the kernels are for processors with AVX2 or AVX-512", allow_module_level=True)
+if torch.__version__ < (2, 13):
+    pytest.skip("native code is made with torch 2.13 and later", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -691,3 +693,99 @@ def test_a_call_on_more_threads_than_there_were(size: int):
             close(run(x), expected, 1e-4)
             assert torch.get_num_threads() == count
     assert counts == ([1, 1, 1] if size == 40 else [1, 2, 2])
+
+
+# --- pieces of packed vectors -----------------------------------------------------------------------------------------
+
+
+def kernels_of(function: Callable[..., list[Tensor]], *inputs: Tensor) -> list[str]:
+    """The names of the kernels that inductor writes."""
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    found: list[str] = []
+    true = PythonWrapperCodegen.define_kernel
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            PythonWrapperCodegen,
+            "define_kernel",
+            lambda self, name, *rest, **more: (found.append(name), true(self, name, *rest, **more))[1],
+        )
+        compiled(function, *inputs)
+    return found
+
+
+def layered(vector: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
+    for piece in vector.split(x.shape[1]):
+        x = torch.tanh(x @ w + piece)
+    return [x]
+
+
+def test_equal_layers_are_one_kernel(monkeypatch: pytest.MonkeyPatch):
+    def count(layers: int) -> int:
+        return len(kernels_of(layered, torch.randn(48 * layers), torch.randn(8, 48), torch.randn(48, 48) / 7))
+
+    assert count(2) == count(6)
+    monkeypatch.setattr(pieces, "_splits", lambda vector: [])
+    assert count(6) > count(2)
+
+
+def shown_and_written(vector: Tensor, x: Tensor, w: Tensor, other: Tensor) -> list[Tensor]:
+    """Writes a vector that pieces are read of: for what it returns, and for what it writes after it."""
+    first, middle, last = vector.split([16, 32, 16])
+    _, wide = vector.split([16, 48])
+    shown, kept = [torch.tanh(x @ w) @ w + first, last * 2 + x.sum(0), wide.sin()], middle * 3
+    vector.copy_(vector * 0.5)
+    other.copy_(kept)
+    return shown
+
+
+def is_as_written(function: Callable[..., list[Tensor]]) -> bool:
+    vector, x, w, other = torch.randn(64), torch.randn(5, 16), torch.randn(16, 16), torch.zeros(32)
+    run = compiled(function, vector, x, w, other)
+    for _ in range(2):
+        again, beside = vector.clone(), other.clone()
+        expected = [*function(again, x, w, beside), again, beside]
+        found = [*run(vector, x, w, other), vector, other]
+        if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(expected, found, strict=True)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("by_address", [True, False])
+def test_pieces_are_read_before_their_vector_is_written(monkeypatch: pytest.MonkeyPatch, by_address: bool):
+    if not by_address:
+        monkeypatch.setattr(wrapper, "_by_address", lambda: False)
+    assert is_as_written(shown_and_written)
+    inputs = (torch.randn(64), torch.randn(5, 16), torch.eye(16), torch.zeros(32))
+    assert "purestep_piece_0_48_16" in written(shown_and_written, *inputs)
+    monkeypatch.setattr(pieces, "_after_reads", lambda plan, true: true(plan))
+    with config.patch(fx_graph_cache=False):
+        assert not is_as_written(shown_and_written)
+
+
+@pytest.mark.parametrize("one_off", ["offset", "source"])
+def test_a_piece_from_elsewhere_is_seen(monkeypatch: pytest.MonkeyPatch, one_off: str):
+    true = pieces.of
+
+    def of(name: str) -> Any:
+        piece = true(name)
+        return piece and piece._replace(**{one_off: getattr(piece, one_off) + 1})
+
+    monkeypatch.setattr(pieces, "of", of)
+    with config.patch(fx_graph_cache=False):
+        assert not is_as_written(shown_and_written)
+
+
+def test_a_vector_that_inductor_may_write_early_stays_whole():
+    where = torch.tensor([0, 1, 2, 60])
+
+    def put(vector: Tensor, x: Tensor, w: Tensor, other: Tensor) -> list[Tensor]:
+        first, last = vector.split([32, 32])
+        new = vector.index_put((where,), x[0, :4] * 3)
+        shown = [(first * new[:32]).exp(), last + new[32:].sum()]
+        vector.copy_(new)
+        return shown
+
+    inputs = (torch.randn(64), torch.randn(5, 16), torch.eye(16), torch.zeros(32))
+    assert "purestep_piece" not in written(put, *inputs)
+    assert is_as_written(put)

@@ -106,11 +106,10 @@ def taken(graph: GraphModule) -> None:
 
 
 def possible() -> bool:
-    """Whether the graph that is being made is called from C++ that knows `aligned_alloc`, and that can be changed."""
+    """Whether the graph that is being made is called from C++ that knows `aligned_alloc`."""
     from torch._inductor import config
 
-    changeable = torch.__version__ >= (2, 13)  # 2.11 writes it in one piece
-    return config.cpp_wrapper and sys.platform != "win32" and changeable
+    return config.cpp_wrapper and sys.platform != "win32"
 
 
 class Layout:

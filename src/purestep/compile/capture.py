@@ -147,8 +147,12 @@ def _scalars_apart(graph: GraphModule) -> GraphModule:
 
 
 def _is_computed(node: Any) -> bool:
-    """Whether a node makes memory of its own: a view has it already, at an offset that a second view would lose."""
-    return not getattr(node.target, "is_view", True)  # getitem, which has none, takes one view of several
+    """Whether a node makes memory of its own: a view has it already, at an offset that a second view would lose.
+
+    So has a copy: inductor takes the original where it can.
+    """
+    copied = node.target in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+    return not copied and not getattr(node.target, "is_view", True)  # getitem, without is_view, takes one of several
 
 
 def _is_scalar(node: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from . import arena, attention, calls, elementary, kept, pieces, products, rows, shortcuts, toolchain, wrapper
 from .calls import Compiled
@@ -26,13 +27,17 @@ Flat = Callable[..., Any]
 """``f(*tensors) -> tensors``"""
 
 
+_KNOWN = TorchVersion(torch.__version__) >= TorchVersion("2.13")
+"""Whether inductor's private names mean what they are taken for here."""
+
+
 class NotFunctional(Exception):
     """The graph writes to tensors in a way that inductor does not take."""
 
 
 def suits(inputs: list[Tensor], backend: Any) -> bool:
     """Whether a graph of these inputs is made here."""
-    return backend == "inductor" and all(leaf.device.type == "cpu" for leaf in inputs)
+    return _KNOWN and backend == "inductor" and all(leaf.device.type == "cpu" for leaf in inputs)
 
 
 def compiled(

@@ -49,13 +49,14 @@ def apart(graph: GraphModule) -> list[Tensor]:
     made: dict[Piece, Node] = {}
     for index, vector in enumerate(inputs):
         for split in _splits(vector):
-            for offset, node in _parts(split):
-                piece = Piece(index, offset, node.meta["val"].numel())
+            for part in list(split.users):
+                value = part.meta["val"]
+                offset = value.storage_offset() - vector.meta["val"].storage_offset()
+                piece = Piece(index, offset, value.numel())
                 if piece not in made:
-                    last = next(reversed(made.values()), inputs[-1])
-                    made[piece] = _added(graph, piece, node.meta["val"], after=last)
-                node.replace_all_uses_with(made[piece])
-                graph.graph.erase_node(node)
+                    made[piece] = _added(graph, piece, value, after=next(reversed(made.values()), inputs[-1]))
+                part.replace_all_uses_with(made[piece])
+                graph.graph.erase_node(part)
             graph.graph.erase_node(split)
     return [node.meta["val"] for node in made.values()]
 
@@ -77,7 +78,8 @@ def _splits(vector: Node) -> list[Node]:
     # What inductor may write in place of its input, where it thinks that nobody looks any more.
     if not plain or any(user.target in reinplace.inplaceable_ops for user in _users(vector)):
         return []
-    return [user for user in vector.users if user.target is torch.ops.aten.split_with_sizes.default]
+    splits = (torch.ops.aten.split_with_sizes.default, torch.ops.aten.split.Tensor)
+    return [user for user in vector.users if user.target in splits]
 
 
 def _users(node: Node) -> Iterator[Node]:
@@ -86,12 +88,6 @@ def _users(node: Node) -> Iterator[Node]:
         yield user
         if user.target is operator.getitem or getattr(user.target, "is_view", False):
             yield from _users(user)
-
-
-def _parts(split: Node) -> list[tuple[int, Node]]:
-    """Offset and node of each part of a split."""
-    sizes: Any = split.args[1]
-    return [(sum(sizes[: user.args[1]]), user) for user in list(split.users)]  # type: ignore[misc]
 
 
 @contextmanager

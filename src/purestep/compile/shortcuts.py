@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -25,7 +26,7 @@ def _rules_once() -> Any:
 
     kind: Any = dtype_propagation.DtypePropagationOpsHandler
     kind()
-    return mock.patch.object(kind, "__init__", lambda self: None)
+    return mock.patch.object(kind, "__init__", return_value=None)
 
 
 def _strides_read_off() -> Any:
@@ -37,8 +38,7 @@ def _strides_read_off() -> Any:
 
 
 def _stride(otherwise: Callable[..., Any], index: Any, var: Any, vec_length: Any = None) -> Any:
-    import sympy
-
+    sympy: Any = importlib.import_module("sympy")  # has no types
     found = sympy.S.Zero
     for term in sympy.Add.make_args(index):
         factor, rest = term.as_coeff_Mul()
@@ -58,7 +58,10 @@ def _no_empty_tails() -> Any:
     def codegen(node: Any, *arguments: Any) -> Any:
         from torch._inductor.virtualized import V
 
-        sizes = [getattr(V.kernel, name, None) for name in ("tail_size", "inner_tail_size", "outer_tail_size")]
-        return None if any(size == 0 for size in sizes) else true(node, *arguments)
+        return None if _is_empty(V.kernel) else true(node, *arguments)
 
     return mock.patch.object(scheduler.SchedulerNode, "codegen", codegen)
+
+
+def _is_empty(kernel: Any) -> bool:
+    return any(getattr(kernel, name, None) == 0 for name in ("tail_size", "inner_tail_size", "outer_tail_size"))

@@ -46,7 +46,13 @@ def merge(first: Metrics, second: Metrics) -> Metrics:
 def _add(first: Mean, second: Mean) -> Mean:
     # A metric with an ending of its own (`from_torchmetrics`) keeps it, whichever side it is on.
     like = second if isinstance(second, type(first)) else first
-    return like._replace(total=first.total + second.total, weight=first.weight + second.weight)
+    return counted_anew(like, first.total + second.total, first.weight + second.weight)
+
+
+def counted_anew(mean: Mean, total: Tensor, weight: Tensor) -> Mean:
+    """The same metric with other numbers."""
+    # Dynamo of torch 2.11 cannot return what `_replace` has made.
+    return Mean(total, weight) if type(mean) is Mean else mean._replace(total=total, weight=weight)
 
 
 def compute(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:

@@ -11,6 +11,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
+_ENDS_EARLY = (3, 12) <= sys.version_info < (3, 12, 3)
+"""Whether this Python starts no thread once a script has ended, other threads at work or not (CPython issue 113964)."""
+
 
 class Background:
     """At most one job in flight; its error waits here until somebody asks."""
@@ -31,6 +34,8 @@ class Background:
         _finish_at_exit(self)
         self._thread = threading.Thread(target=self._run, args=(job, holding), name="purestep-snapshot")
         self._thread.start()
+        if _ENDS_EARLY:  # orbax needs threads of its own until the end
+            self._thread.join()
 
     def _run(self, job: Callable[[], Any], holding: object) -> None:
         del holding  # the thread's arguments keep it

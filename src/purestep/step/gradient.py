@@ -13,6 +13,7 @@ from .. import precision as precision_
 from .. import tree
 from ..errors import DataError, StepContractError
 from ..metrics import merge
+from ..metrics.mean import counted_anew
 from ..types import Batch, Form, Loss, Mean, Metrics, Params, TrainState
 from .parts import Micro, Spec, wide
 
@@ -130,7 +131,7 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
     """One forward and backward pass."""
     forward = _forward(spec, state, batch, context)
     grads, (loss, buffers) = _value_and_grad(spec, forward, state, form.expand(state.params))
-    metrics = {name: mean._replace(**finite_mean(*mean)._asdict()) for name, mean in loss.metrics.items()}
+    metrics = {name: counted_anew(mean, *finite_mean(*mean)) for name, mean in loss.metrics.items()}
     metrics["loss"] = finite_mean(loss.mean.float() * loss.weight, loss.weight)
     return Micro(form.collect(grads), loss.mean, loss.weight, buffers, metrics)
 
