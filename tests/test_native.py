@@ -704,7 +704,7 @@ def kernels_of(function: Callable[..., list[Tensor]], *inputs: Tensor) -> list[s
 
     found: list[str] = []
     true = PythonWrapperCodegen.define_kernel
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, config.patch(fx_graph_cache=False):
         patch.setattr(
             PythonWrapperCodegen,
             "define_kernel",

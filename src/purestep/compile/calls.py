@@ -30,14 +30,15 @@ class Code(NamedTuple):
 def of(run: Compiled) -> Code:
     """Inductor's ``run``, and the library behind it."""
     try:
-        if inspect.getsource(run).split() == _INDUCTORS.split():
+        if inspect.getsource(run).split() in [text.split() for text in _INDUCTORS]:
             return Code(run, run.__globals__["inductor_entry"].__self__.__file__)
     except Exception:  # another torch
         pass
     return Code(run, None)
 
 
-_INDUCTORS = """
+_INDUCTORS = (
+    """
 def g(args):
     input_tensors = [arg if isinstance(arg, torch.Tensor) else torch.tensor(arg, device='cpu') for arg in args]
     input_handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(input_tensors)
@@ -46,8 +47,39 @@ def g(args):
     output_handles = f(input_handles)
     output_tensors = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(output_handles)
     return output_tensors
-"""
-"""What inductor calls a library with, where that needs its tensors and nothing else."""
+""",
+    """
+def g(args):
+
+    python_only_input_indices = set()
+    input_tensors = []
+    input_handle_positions = []
+    # Preserve graph input slots: Python-only inputs stay None
+    # and are unpacked as nullptrs by the JIT cpp wrapper.
+    input_handles = [None] * len(args)
+    for idx, arg in enumerate(args):
+        if idx in python_only_input_indices:
+            continue
+        input_handle_positions.append(idx)
+        input_tensors.append(
+            arg if isinstance(arg, torch.Tensor) else torch.tensor(arg, device='cpu')
+        )
+
+    packed_input_handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(input_tensors)
+    for idx, handle in zip(input_handle_positions, packed_input_handles):
+        input_handles[idx] = handle
+
+    args.clear()
+    del input_handle_positions
+    del packed_input_handles
+    del input_tensors
+
+    output_handles = f(input_handles)
+    output_tensors = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(output_handles)
+    return output_tensors
+""",
+)
+"""What inductor calls a library with, where that needs its tensors and nothing else; of torch 2.13 and 2.14."""
 
 
 def loaded(library: str, digest: str) -> Code:

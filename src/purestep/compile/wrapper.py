@@ -126,7 +126,12 @@ def _wrapper_class() -> Any:
 
         def _looks_at_input(self, line: Any) -> bool:
             """Whether a line looks at sizes that who calls has looked at."""
-            return getattr(line, "op_name", None) == "input" and (self.by_address or pieces.of(line.name) is not None)
+            if getattr(line, "op_name", None) != "input":
+                return False
+            if hasattr(line, "asserts"):  # all inputs in one line, from torch 2.14 on
+                line.asserts = [each for each in line.asserts if pieces.of(each[0]) is None]
+                return self.by_address
+            return self.by_address or pieces.of(line.name) is not None
 
         def _write_entry_point_signature(self) -> None:
             if not self.by_address:
