@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -459,3 +461,22 @@ def _counting(counts: Counter[str], name: str, true: Callable[..., Any]) -> Call
         return true(*args, **more)
 
     return call
+
+
+TEMPLATES = """
+import jinja2, torch
+from purestep.compile import native
+made, true = [], jinja2.Environment.from_string
+jinja2.Environment.from_string = lambda self, *args, **more: (made.append(1), true(self, *args, **more))[1]
+native.compiled(lambda x: [x * 2], [torch.ones(4)], finish=lambda graph: graph, options=None)
+from torch._inductor.kernel.mm import mm_template
+print(len(made), callable(mm_template.template.render), len(made))
+"""
+
+
+def test_templates_of_kernels_for_gpus_wait_until_they_are_asked_for() -> None:
+    source = Path(native.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", TEMPLATES], env=os.environ | {"PYTHONPATH": str(source)}, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["0", "True", "1"], done.stderr

@@ -150,7 +150,7 @@ def _writing_last(graph: GraphModule) -> GraphModule:
 
 
 def _made(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
-    with toolchain.beside(), shortcuts.taken():
+    with shortcuts.while_loading(), toolchain.beside(), shortcuts.taken():
         return _lowered(graph, fakes, mode)
 
 

@@ -11,6 +11,28 @@ from unittest import mock
 
 
 @contextmanager
+def while_loading() -> Generator[None]:
+    """Inductor, loaded inside, does not compile its twenty templates of kernels for GPUs before it needs one."""
+    from torch._inductor.codegen import common
+
+    true = common.KernelTemplate._template_from_string
+    with mock.patch.object(
+        common.KernelTemplate, "_template_from_string", staticmethod(functools.partial(_Late, true))
+    ):
+        yield
+
+
+class _Late:
+    """A template that is compiled when something is asked of it."""
+
+    def __init__(self, make: Callable[[str], Any], source: str) -> None:
+        self._make = functools.cache(functools.partial(make, source))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._make(), name)
+
+
+@contextmanager
 def taken() -> Generator[None]:
     """Whatever inductor compiles inside takes them. Under `capture.alone`: this patches inductor."""
     with ExitStack() as stack:
