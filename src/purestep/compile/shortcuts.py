@@ -13,12 +13,10 @@ from unittest import mock
 @contextmanager
 def while_loading() -> Generator[None]:
     """Inductor, loaded inside, does not compile its twenty templates of kernels for GPUs before it needs one."""
-    from torch._inductor.codegen import common
-
-    true = common.KernelTemplate._template_from_string
-    with mock.patch.object(
-        common.KernelTemplate, "_template_from_string", staticmethod(functools.partial(_Late, true))
-    ):
+    common: Any = importlib.import_module("torch._inductor.codegen.common")
+    kind = common.KernelTemplate
+    late = functools.partial(_Late, kind._template_from_string)
+    with mock.patch.object(kind, "_template_from_string", staticmethod(late)):
         yield
 
 
