@@ -61,12 +61,14 @@ def figures_table(record: Record) -> str:
 def _machine(machine: Mapping[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     facts = {key: value for key, value in machine.items() if key not in ("versions", "absent")}
-    lines = ["- " + ", ".join(f"{key}: {value}" for key, value in facts.items()), f"- {versions}"]
+    lines = ["- last run: " + ", ".join(f"{key}: {value}" for key, value in facts.items()), f"- {versions}"]
     return lines + ([f"- not installed: {', '.join(machine['absent'])}"] if machine["absent"] else [])
 
 
 def _stamp(stamp: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    parts = [_threads(result), stamp["date"], f"commit {stamp['commit']}", "quick" if stamp.get("quick") else ""]
+    place = f"{stamp['processor']}, torch {stamp['torch']}" if "processor" in stamp else ""
+    quick = "quick" if stamp.get("quick") else ""
+    parts = [_threads(result), place, stamp["date"], f"commit {stamp['commit']}", quick]
     return ", ".join(part for part in parts if part) + "."
 
 

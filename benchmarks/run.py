@@ -3,7 +3,7 @@
     python benchmarks/run.py [--device cpu|cuda] [--only NAME ...] [--quick] [--list]
 
 Prints tables and writes them, with a plot, under benchmarks/results/<device>/. A job that is measured again replaces
-what stands there; each says at which commit it was taken.
+what stands there; each says when it was taken, at which commit and on what.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def main(device: str, only: list[str], *, quick: bool, folder: Path) -> int:
             failed += 1
             print(f"\n{name}: {error}")
             result = {"title": "failed", "absent": [{"name": name, "why": str(error).splitlines()[-1]}]}
-        record["jobs"][name] = {"stamp": _stamp(quick, begun), "result": result}
+        record["jobs"][name] = {"stamp": _stamp(quick, begun, record["machine"]), "result": result}
         print(report.terminal(name, result), flush=True)
         written = report.write(record, folder)
     print("\n" + report.figures_table(record))
@@ -49,9 +50,16 @@ def main(device: str, only: list[str], *, quick: bool, folder: Path) -> int:
     return failed
 
 
-def _stamp(quick: bool, begun: float) -> dict[str, Any]:
-    seconds = round(time.monotonic() - begun, 1)
-    return {"date": machine.now(), "commit": machine.commit(), "quick": quick, "seconds": seconds}
+def _stamp(quick: bool, begun: float, place: Mapping[str, Any]) -> dict[str, Any]:
+    """When, of what and on what: the jobs of one record may have run on several machines."""
+    return {
+        "date": machine.now(),
+        "commit": machine.commit(),
+        "quick": quick,
+        "seconds": round(time.monotonic() - begun, 1),
+        "processor": place.get("gpu", place["processor"]),
+        "torch": place["versions"]["torch"],
+    }
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
