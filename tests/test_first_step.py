@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
 from purestep import optim
-from purestep.compile import calls, capture, kept, native, shortcuts, toolchain
+from purestep.compile import calls, capture, kept, kernels, native, products, shortcuts, toolchain
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -247,9 +247,23 @@ def two_kernels(shift: float) -> None:
 
 @pytest.mark.compile
 def test_kernels_are_compiled_apart_and_ahead(monkeypatch: pytest.MonkeyPatch, compiled_files: list[str]):
+    monkeypatch.setattr(toolchain, "_FIRST", 1)
     monkeypatch.setattr(toolchain, "_PART", 1)
     two_kernels(0.25)
-    assert {"part0.cpp", "part1.cpp"} <= set(compiled_files)
+    parts = [name for name in compiled_files if name.startswith("part")]
+    assert len(parts) >= 2  # the kernel before the product, and what follows
+    assert compiled_files.count("ahead0.cpp") == 1  # the product, whose text is known
+    assert compiled_files.index("ahead0.cpp") < compiled_files.index(parts[0])
+    assert not any(name.endswith("optimized.cpp") for name in compiled_files)
+
+
+@pytest.mark.compile
+def test_a_kernel_that_never_comes_is_left_out(monkeypatch: pytest.MonkeyPatch, compiled_files: list[str]):
+    true = kernels.called
+    other = products.KERNEL._replace(source='extern "C" int purestep_never() { return 0; }')
+    monkeypatch.setattr(kernels, "called", lambda graph: [*true(graph), other])
+    two_kernels(2.75)
+    assert {"ahead0.cpp", "ahead1.cpp"} <= set(compiled_files)
     assert not any(name.endswith("optimized.cpp") for name in compiled_files)
 
 

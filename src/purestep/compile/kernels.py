@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
 
 Shape = Sequence[Any]
 
@@ -42,12 +45,23 @@ def possible() -> bool:
     return config.cpp_wrapper and vectors is None and torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
+_REGISTERED: dict[Any, Kernel] = {}
+"""By operator."""
+
+
+def called(graph: GraphModule) -> list[Kernel]:
+    """The kernels that a graph calls, each once."""
+    targets = {node.target for node in graph.graph.nodes}
+    return [kernel for operator, kernel in _REGISTERED.items() if operator in targets]
+
+
 @functools.cache
 def register(kernel: Kernel) -> Any:
     """Let inductor call the kernel for its operator, which is returned."""
     from torch._inductor import ir, lowering
 
     operator: Any = getattr(torch.ops.purestep, kernel.name).default
+    _REGISTERED[operator] = kernel
     call = _call_class()
 
     def lowered(*args: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from . import arena, attention, calls, elementary, kept, pieces, products, rows, shortcuts, toolchain, wrapper
+from . import arena, attention, calls, elementary, kept, kernels, pieces, products, rows, shortcuts, toolchain, wrapper
 from .calls import Compiled
 
 if TYPE_CHECKING:
@@ -150,11 +150,11 @@ def _writing_last(graph: GraphModule) -> GraphModule:
 
 
 def _made(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
-    with shortcuts.while_loading(), toolchain.beside(), shortcuts.taken():
-        return _lowered(graph, fakes, mode)
+    with shortcuts.while_loading(), toolchain.beside() as ahead, shortcuts.taken():
+        return _lowered(graph, fakes, mode, ahead)
 
 
-def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
+def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Callable[[str], None]) -> Compiled:
     from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import TracingContext, tracing
     from torch._inductor import compile_fx, config
@@ -167,6 +167,8 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled
         graph = inductor._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
         graph = products.placed(graph)
         rows.register()
+        for kernel in kernels.called(graph):
+            ahead(kernel.source)
         in_arena = arena.possible()
         if in_arena:
             arena.taken(graph)

@@ -21,17 +21,23 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-_PART = 90_000
-"""Characters of kernels that are worth a process of their own, which begins with half a second of headers."""
+_FIRST, _PART = 30_000, 90_000
+"""Characters of kernels that are worth a process of their own, which begins with half a second of headers; the first
+of them sooner, because a core has nothing else to do."""
 
 
 @contextmanager
-def beside() -> Generator[None]:
-    """Whatever inductor compiles inside has its C++ built beside it. Under `capture.alone`: this patches inductor."""
+def beside() -> Generator[Callable[[str], None]]:
+    """Whatever inductor compiles inside has its C++ built beside it. Under `capture.alone`: this patches inductor.
+
+    Returns:
+        What takes the text of a kernel that is certain to come, and compiles it at once.
+    """
     codecache: Any = importlib.import_module("torch._inductor.codecache")
     wrapper: Any = importlib.import_module("torch._inductor.codegen.wrapper")
     instructions: Any = importlib.import_module("torch._inductor.cpu_vec_isa")
     with ExitStack() as stack:
+        build: _Build | None = None
         with suppress(Exception):  # another torch: nothing is made ahead
             build = _Build(codecache, stack)
             stack.enter_context(_replaced(codecache, "_precompile_header", build.header))
@@ -39,7 +45,11 @@ def beside() -> Generator[None]:
             stack.enter_context(_replaced(wrapper.PythonWrapperCodegen, "define_kernel", build.kernel))
             stack.enter_context(_replaced(instructions.VecISA, "check_build", _unless_known))
             build.start()
-        yield
+        yield build.ahead if build else _nothing
+
+
+def _nothing(_: str) -> None:
+    pass
 
 
 def _unless_known(true: Any) -> Any:
@@ -77,6 +87,8 @@ class _Build:
         self._kernels: list[str] = []  # bodies in the order that inductor has them in
         self._waiting: list[str] = []  # those that no part has yet
         self._parts: list[Future[Any]] = []
+        self._ahead: dict[str, Future[Any]] = {}  # parts of one kernel that may come
+        self._is_at_work = False  # on a part
         self._ready: Future[Any] = Future()  # options of a kernel's object, headers compiled
 
     def start(self) -> None:
@@ -140,11 +152,19 @@ class _Build:
 
     # --- objects ------------------------------------------------------------------------------------------------------
 
+    def ahead(self, body: str) -> None:
+        """Compile a kernel that is going to come."""
+        if body not in self._ahead:
+            self._ahead[body] = self._submit(self._compiled_part, f"ahead{len(self._ahead)}", body)
+
     def kernel(self, true: Any) -> Any:
         def define(wrapper: Any, name: str, body: str, *rest: Any, **more: Any) -> Any:
             self._kernels.append(body)
-            self._waiting.append(body)
-            if sum(map(len, self._waiting)) >= _PART:
+            if body in self._ahead:
+                self._parts.append(self._ahead[body])
+            else:
+                self._waiting.append(body)
+            if sum(map(len, self._waiting)) >= (_PART if self._is_at_work else _FIRST):
                 self._hand_over()
             return true(wrapper, name, body, *rest, **more)
 
@@ -152,7 +172,7 @@ class _Build:
 
     def _hand_over(self) -> None:
         if self._waiting:
-            text, self._waiting = "\n".join(self._waiting), []
+            text, self._waiting, self._is_at_work = "\n".join(self._waiting), [], True
             self._parts.append(self._submit(self._compiled_part, f"part{len(self._parts)}", text))
 
     def _compiled_part(self, name: str, text: str) -> tuple[str, str]:
