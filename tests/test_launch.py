@@ -42,6 +42,9 @@ def one_by_one(step: Callable[..., Any], state: Any, given: list[Any]) -> tuple[
 # --- native -----------------------------------------------------------------------------------------------------------
 
 
+needs_native = pytest.mark.skipif(not native._KNOWN, reason="native code is made with torch 2.13 and later")
+
+
 @pytest.fixture
 def only_native(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The native path without the way round it; what it made is in the list."""
@@ -76,6 +79,7 @@ class InPlace(nn.Module):
         return self.last(scaled)
 
 
+@needs_native
 @pytest.mark.compile
 @pytest.mark.parametrize("donate", [False, True])
 def test_what_a_model_writes_in_place_is_native_too(donate: bool, only_native: list[Any]) -> None:
@@ -180,6 +184,7 @@ def test_leaves_moved_in_place_and_shown_are_those_of_before(capture: str) -> No
     assert_trees_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@needs_native
 @pytest.mark.compile
 def test_the_scale_that_a_step_tells_is_the_one_it_used() -> None:
     program = ps.program(
@@ -326,6 +331,7 @@ def two_threads() -> Any:
     torch.set_num_threads(before)
 
 
+@needs_native
 @pytest.mark.compile
 @pytest.mark.usefixtures("two_threads")
 def test_a_small_step_runs_on_one_thread_and_leaves_the_others_to_the_caller() -> None:
@@ -333,6 +339,7 @@ def test_a_small_step_runs_on_one_thread_and_leaves_the_others_to_the_caller() -
     assert torch.get_num_threads() == 2
 
 
+@needs_native
 @pytest.mark.compile
 @pytest.mark.usefixtures("two_threads")
 def test_a_large_step_keeps_its_threads() -> None:
