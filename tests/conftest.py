@@ -27,6 +27,12 @@ def seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def saves_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this Python would wait for each save as well: here no script ends. Those that do are processes of their own."""
+    monkeypatch.setattr("purestep.snapshot.background._ENDS_EARLY", False)
+
+
+@pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     """Graphs of one test do not count in the next. Dynamo is not imported for it: that alone takes a second."""
     yield
