@@ -28,7 +28,7 @@ def seed() -> None:
 
 @pytest.fixture(autouse=True)
 def saves_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this Python would wait for each save as well: here no script ends. Those that do are processes of their own."""
+    """Where this Python would wait for each save as well: no script ends here, those that do are other processes."""
     monkeypatch.setattr("purestep.snapshot.background._ENDS_EARLY", False)
 
 
