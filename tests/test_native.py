@@ -789,3 +789,19 @@ def test_a_vector_that_inductor_may_write_early_stays_whole():
     inputs = (torch.randn(64), torch.randn(5, 16), torch.eye(16), torch.zeros(32))
     assert "purestep_piece" not in written(put, *inputs)
     assert is_as_written(put)
+
+
+def test_a_piece_that_is_returned_keeps_its_vector_alive():
+    def shown(vector: Tensor, x: Tensor) -> list[Tensor]:
+        first, last = vector.split([16, 48])
+        return [first.view(4, 4).t(), x + last]
+
+    vector, x = torch.randn(64), torch.randn(48)
+    assert "purestep_piece" not in written(shown, vector, x)
+    expected, run = shown(vector.clone(), x), compiled(shown, vector, x)
+    found = run(vector, x)
+    assert found[0].untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
+    del vector
+    trash = [torch.full((64,), float(number)) for number in range(100)]  # would lie where the vector was
+    close(found, expected)
+    assert len(trash) == 100

@@ -75,8 +75,8 @@ def _splits(vector: Node) -> list[Node]:
 
     value = vector.meta.get("val")
     plain = isinstance(value, Tensor) and value.dim() == 1 and value.is_contiguous() and value.device.type == "cpu"
-    # What inductor may write in place of its input, where it thinks that nobody looks any more.
-    if not plain or any(user.target in reinplace.inplaceable_ops for user in _users(vector)):
+    # What leaves the graph must keep its vector alive; some operators inductor lets write to what nobody reads later.
+    if not plain or any(user.op == "output" or user.target in reinplace.inplaceable_ops for user in _users(vector)):
         return []
     splits = (torch.ops.aten.split_with_sizes.default, torch.ops.aten.split.Tensor)
     return [user for user in vector.users if user.target in splits]
