@@ -116,7 +116,13 @@ def test_a_write_in_the_middle_is_not_taken_for_functional() -> None:
         x.copy_(x + 1)
         return y
 
+    def writes_and_reads_a_view(x: Tensor) -> Tensor:
+        _, last = x.split([1, 1])
+        x.copy_(x + 1)
+        return last * 2
+
     assert not native._is_functional(make_fx(writes_and_reads)(torch.ones(2)))
+    assert not native._is_functional(make_fx(writes_and_reads_a_view)(torch.ones(2)))
     assert native._is_functional(make_fx(reads_and_writes)(torch.ones(2)))
 
 

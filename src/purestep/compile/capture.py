@@ -200,6 +200,8 @@ def _lowered(
     # Documented, not yet public; torch.compile stands behind it.
     inductor: Any = importlib.import_module("torch._inductor")
     chosen = dict(options) if options else None
+    graph = native.sources_apart(graph)
+    graph.recompile()
     made = inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=chosen)
     return native.on_threads(_unpacking(made), torch.get_num_threads())
 

@@ -9,6 +9,7 @@ is left to `standalone_compile`; see `capture.trace`.
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -125,28 +126,59 @@ def _no_recurrent_kernel() -> Generator[None]:
 
 
 def _is_functional(graph: GraphModule) -> bool:
-    """Whether inputs are all that is written, each once, and not read after."""
-    written = set[Any]()
+    """Whether inputs are all that is written, each once, and not read after, not through an earlier view either."""
+    written, of = set[Any](), dict[Any, Any]()  # view -> what it shows
     for node in graph.graph.nodes:
         if node.op != "call_function":
             continue
-        if any(source in written for source in node.all_input_nodes):
+        if any(of.get(source, source) in written for source in node.all_input_nodes):
             return False
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
             if node.target is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":
                 return False
             written |= {node, node.args[0]}
+        elif node.target is operator.getitem or getattr(node.target, "is_view", False):
+            of[node] = of.get(node.args[0], node.args[0])
     return True
 
 
 def _writing_last(graph: GraphModule) -> GraphModule:
     """The graph with every write at its end: inductor reads a view, or what it takes for one, where it is used."""
     output = _output(graph)
-    for node in list(graph.graph.nodes):
-        if node.op == "call_function" and node.target is torch.ops.aten.copy_.default:
-            output.prepend(node)
+    for node in _writes(sources_apart(graph)):
+        output.prepend(node)
     return graph
+
+
+def _writes(graph: GraphModule) -> list[Any]:
+    return [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]
+
+
+def sources_apart(graph: GraphModule) -> GraphModule:
+    """The graph with whatever is written through a view of it in memory of its own."""
+    for node in _writes(graph):
+        _kept_apart(graph, node.args[1])
+    return graph
+
+
+def _kept_apart(graph: GraphModule, source: Any) -> None:
+    """What an input becomes through a view in memory of its own: inductor computes it while it writes the input, of
+    what it has written already."""
+    view = None
+    while source.op == "call_function" and (
+        getattr(source.target, "is_view", False) or source.target is torch.ops.aten._unsafe_view.default
+    ):
+        view, source = source, source.args[0]
+    if view is None or source.op != "call_function" or source.target is operator.getitem:
+        return
+    from torch._inductor import inductor_prims
+
+    own: Any = inductor_prims.force_stride_order
+    with graph.graph.inserting_after(source):
+        apart = graph.graph.call_function(own, (source, source.meta["val"].stride()))
+    apart.meta.update(source.meta)
+    view.replace_input_with(source, apart)
 
 
 def _made(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
@@ -172,8 +204,7 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
         in_arena = arena.possible()
         if in_arena:
             arena.taken(graph)
-            header = mode.from_tensor(arena.header(), static_shapes=True)
-            fakes = [*fakes, header, *pieces.apart(graph)]
+            fakes = [*fakes, mode.from_tensor(arena.header(), static_shapes=True)]
         _output(graph).meta["user_visible_output_idxs"] = list(range(len(_output(graph).args[0])))
         with _changed() if in_arena else nullcontext():
             made = inductor.compile_fx_inner(
@@ -190,7 +221,7 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
 @contextmanager
 def _changed() -> Generator[None]:
     """Inductor writes other C++; only of graphs with the arena's input, which its cache tells apart."""
-    with wrapper.laid_out(), elementary.shorter(), pieces.ordered():
+    with wrapper.laid_out(), elementary.shorter(), pieces.apart():
         yield
 
 

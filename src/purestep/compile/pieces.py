@@ -1,119 +1,101 @@
 """Pieces of packed vectors as pointers of their own, so that layers of one shape are the same code.
 
-A packed state has the weights of all layers in one vector, and inductor writes a piece's place into the kernel that
-reads it. Kernels of two equal layers then differ in a number, and are written and compiled once a layer. Here the graph
-has an input for each piece, and the C++ that calls the kernels finds out where it is (`wrapper.py`). The caller knows
-nothing of this: it passes the vector, as before.
+A packed state has the weights of all layers in one vector, and inductor writes the place of a piece into the kernel
+that reads it. Kernels of two equal layers then differ in a number, and are compiled once a layer. Here a kernel is
+given a pointer to the piece: the place is added by the C++ that calls it.
 
-Inductor does not see that such an input is part of another one. All that could go wrong is that a vector is written
-before a piece of it was read; `ordered` tells inductor's scheduler to wait.
+Only the text changes. What inductor plans (which loops are one kernel, in which order they run, what may be written
+where) it plans for the vector, and a kernel reads the same addresses at the same moments as before.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
-import torch
-from torch import Tensor
+HEADER = r"""
+struct Piece {
+  const void* at;
+  const void* data_ptr() const { return at; }
+};
+"""
 
-if TYPE_CHECKING:
-    from torch.fx import GraphModule, Node
-
-_NAME = "purestep_piece"
-
-
-class Piece(NamedTuple):
-    """Which numbers of which input."""
-
-    source: int
-    """index of the input"""
-    offset: int
-    """of its first number, in numbers"""
-    size: int
-
-
-def of(name: str) -> Piece | None:
-    """What an input of this name is a piece of; None where it is none."""
-    prefix, *numbers = name.rsplit("_", 3)
-    return Piece(*map(int, numbers)) if prefix == _NAME else None
-
-
-def apart(graph: GraphModule) -> list[Tensor]:
-    """Give the graph an input for every piece that it reads, after all others; what they look like, in that order."""
-    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    made: dict[Piece, Node] = {}
-    for index, vector in enumerate(inputs):
-        for split in _splits(vector):
-            for part in list(split.users):
-                value = part.meta["val"]
-                offset = value.storage_offset() - vector.meta["val"].storage_offset()
-                piece = Piece(index, offset, value.numel())
-                if piece not in made:
-                    made[piece] = _added(graph, piece, value, after=next(reversed(made.values()), inputs[-1]))
-                part.replace_all_uses_with(made[piece])
-                graph.graph.erase_node(part)
-            graph.graph.erase_node(split)
-    return [node.meta["val"] for node in made.values()]
-
-
-def _added(graph: GraphModule, piece: Piece, value: Tensor, *, after: Node) -> Node:
-    with graph.graph.inserting_after(after):
-        node = graph.graph.placeholder("_".join(map(str, (_NAME, *piece))))
-    with value.fake_mode:  # type: ignore[attr-defined]
-        node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    return node
-
-
-def _splits(vector: Node) -> list[Node]:
-    """Where an input is taken into pieces that are only read."""
-    from torch._inductor.fx_passes import reinplace
-
-    value = vector.meta.get("val")
-    plain = isinstance(value, Tensor) and value.dim() == 1 and value.is_contiguous() and value.device.type == "cpu"
-    # What leaves the graph must keep its vector alive; some operators inductor lets write to what nobody reads later.
-    if not plain or any(user.op == "output" or user.target in reinplace.inplaceable_ops for user in _users(vector)):
-        return []
-    splits = (torch.ops.aten.split_with_sizes.default, torch.ops.aten.split.Tensor)
-    return [user for user in vector.users if user.target in splits]
-
-
-def _users(node: Node) -> Iterator[Node]:
-    """Nodes that read a tensor or a view of it."""
-    for user in node.users:
-        yield user
-        if user.target is operator.getitem or getattr(user.target, "is_view", False):
-            yield from _users(user)
+_FROM = "+"
+"""Between the name of a vector and the index of a number in it: together what a kernel's pointer is called here."""
 
 
 @contextmanager
-def ordered() -> Generator[None]:
-    """Inductor's scheduler writes a vector when all of its pieces have been read."""
-    from torch._inductor import scheduler
+def apart() -> Generator[None]:
+    """Kernels that inductor writes inside take pieces of vectors by pointers of their own."""
+    from torch._inductor import graph
+    from torch._inductor.codegen import common, cpp
 
-    true = scheduler.Scheduler.compute_dependencies
-    with mock.patch.object(scheduler.Scheduler, "compute_dependencies", functools.partialmethod(_after_reads, true)):
+    kinds: tuple[Any, ...] = (cpp.CppKernel, cpp.CppVecKernel, cpp.CppTile2DKernel)
+    arguments: Any = common.KernelArgs
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(mock.patch.object(kind, "load", _loading(kind.load)))
+        stack.enter_context(mock.patch.object(arguments, "cpp_argdefs", _passing(arguments.cpp_argdefs)))
+        stack.enter_context(mock.patch.object(graph.GraphLowering, "get_dtype", _typed(graph.GraphLowering.get_dtype)))
         yield
 
 
-def _after_reads(plan: Any, true: Callable[[Any], None]) -> None:
+def _loading(true: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel's way to read one number, or some side by side."""
+
+    def load(kernel: Any, name: str, index: Any) -> Any:
+        offset = 0 if "input" in vars(kernel.args) else _offset(name, index)  # of the read that this one is part of
+        if offset == 0:
+            return true(kernel, name, index)
+        pointer = kernel.args._lookup("in_ptr", kernel.args.input_buffers, f"{name}{_FROM}{offset}")
+
+        def given(_: str) -> str:
+            return pointer
+
+        with mock.patch.object(kernel.args, "input", given):
+            return true(kernel, name, index - offset)
+
+    return load
+
+
+def _offset(name: str, index: Any) -> int:
+    """Where in a vector that the graph is given a read begins, whatever the loop; 0 for anything else."""
+    from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     graph: Any = V.graph
-    readers = dict[str, set[str]]()  # vector -> buffers made of its pieces
-    for node in plan.nodes:
-        for read in node.read_writes.reads:
-            piece = of(read.name)
-            if piece is not None:
-                vector = graph.graph_input_names[piece.source]
-                readers.setdefault(vector, set()).update(buffer.get_name() for buffer in node.get_outputs())
-    for node in plan.nodes:
-        for buffer in node.get_outputs():
-            for written in buffer.get_mutations():
-                others = readers.get(written, set()) - {buffer.get_name()}
-                graph.additional_buffer_deps[node.get_name()].update(sorted(others))
-    true(plan)
+    given = graph.graph_inputs.get(name)
+    if not isinstance(given, ir.TensorBox) or len(given.get_size()) != 1:
+        return 0
+    constant, _ = index.as_coeff_Add()
+    return int(constant) if constant.is_Integer and constant > 0 else 0
+
+
+def _passing(true: Callable[..., Any]) -> Callable[..., Any]:
+    """What a kernel is called with."""
+
+    def cpp_argdefs(self: Any, *more: Any) -> Any:
+        definitions, given, types = true(self, *more)
+        return definitions, [_address(one) if isinstance(one, str) else one for one in given], types
+
+    return cpp_argdefs
+
+
+def _address(name: str) -> str:
+    vector, _, offset = name.partition(_FROM)
+    if not offset.isdecimal():
+        return name
+    from torch._inductor.virtualized import V
+
+    graph: Any = V.graph
+    start = int(offset) * graph.get_dtype(vector).itemsize
+    return f"Piece{{(const char*)({vector}.data_ptr()) + {start}}}"
+
+
+def _typed(true: Callable[..., Any]) -> Callable[..., Any]:
+    def get_dtype(self: Any, name: str) -> Any:
+        return true(self, name.partition(_FROM)[0])
+
+    return get_dtype

@@ -111,7 +111,7 @@ def _wrapper_class() -> Any:
             self.layout = arena.Layout()
             self.places: dict[str, tuple[int, int]] = {}  # buffer -> (offset, bytes)
             self.returned: set[str] = set()
-            self.header.splice(arena.HEADER + _KEPT)
+            self.header.splice(arena.HEADER + pieces.HEADER + _KEPT)
 
         @staticmethod
         def create(*_: Any, **__: Any) -> Any:
@@ -119,19 +119,9 @@ def _wrapper_class() -> Any:
 
         def write_wrapper_decl(self) -> None:
             self.by_address = _by_address()
-            self.lines = [line for line in self.lines if not self._looks_at_input(line)]
-            inputs = {name: value for name, value in V.graph.graph_inputs.items() if pieces.of(name) is None}
-            with mock.patch.object(V.graph, "graph_inputs", inputs):
-                super().write_wrapper_decl()
-
-        def _looks_at_input(self, line: Any) -> bool:
-            """Whether a line looks at sizes that who calls has looked at."""
-            if getattr(line, "op_name", None) != "input":
-                return False
-            if hasattr(line, "asserts"):  # all inputs in one line, from torch 2.14 on
-                line.asserts = [each for each in line.asserts if pieces.of(each[0]) is None]
-                return self.by_address
-            return self.by_address or pieces.of(line.name) is not None
+            if self.by_address:  # who calls has looked at sizes
+                self.lines = [line for line in self.lines if getattr(line, "op_name", None) != "input"]
+            super().write_wrapper_decl()
 
         def _write_entry_point_signature(self) -> None:
             if not self.by_address:
@@ -144,18 +134,10 @@ def _wrapper_class() -> Any:
             self.prefix.writeline("py::gil_scoped_release_simple release;")
 
         def _write_input_unpacking(self) -> None:
-            write = self.prefix.writeline
-            if self.by_address:
-                for index, (name, given) in enumerate(V.graph.graph_inputs.items()):
-                    write(self._declared(name, f"addresses[{index}]", given, write))
-            else:
-                super()._write_input_unpacking()
-            names = V.graph.graph_input_names
-            for name, piece in ((name, pieces.of(name)) for name in names):
-                if piece is not None:
-                    given = V.graph.graph_inputs_original[name]
-                    start = piece.offset * given.get_dtype().itemsize
-                    write(self._declared(name, f"(char*)({names[piece.source]}.data_ptr()) + {start}", given, write))
+            if not self.by_address:
+                return super()._write_input_unpacking()
+            for index, (name, given) in enumerate(V.graph.graph_inputs.items()):
+                self.prefix.writeline(self._declared(name, f"addresses[{index}]", given, self.prefix.writeline))
 
         def memory_plan_reuse(self) -> None:
             super().memory_plan_reuse()
@@ -210,8 +192,7 @@ def _wrapper_class() -> Any:
         def _generate_end_jit(self, result: Any) -> None:
             self.kernel_declarations.splice(f'extern "C" const int64_t purestep_bytes = {self.layout.size};')
             if self.by_address:
-                inputs = [name for name in V.graph.graph_inputs if pieces.of(name) is None]
-                counts = {"INPUTS": len(inputs), "OUTPUTS": len(V.graph.graph_outputs)}
+                counts = {"INPUTS": len(V.graph.graph_inputs), "OUTPUTS": len(V.graph.graph_outputs)}
                 result.splice(re.sub("INPUTS|OUTPUTS", lambda name: str(counts[name[0]]), _ENTRIES))
             super()._generate_end_jit(result)
 
