@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -403,6 +404,13 @@ def turned(x: Tensor) -> list[Tensor]:
     return [x.t().contiguous() + 1, x.flip(0)[::2, 1:].exp(), torch.where(x > 0, x.roll(1, 1), 0.0)]
 
 
+def tiled(x: Tensor) -> list[Tensor]:
+    """Sums over tiles; of eight rows, all in the outer loop's tail."""
+    some = x.flatten()[:16]
+    backwards = torch.gather(some, 0, torch.arange(16).flip(0))
+    return [x @ part.expand(4, 16).reshape(64) for part in (some, backwards)]
+
+
 def folded(x: Tensor) -> list[Tensor]:
     return [x.reshape(-1, 4).sum(1), x.half().tanh() + 1, torch.arange(x.shape[1]) // 3 % 5, x.argmax(-1), x.cumsum(0)]
 
@@ -425,7 +433,7 @@ def text_of(function: Callable[..., Any], x: Tensor) -> str:
     return text
 
 
-SIZES = [(16, 64), (13, 36), (3, 5)]
+SIZES = [(16, 64), (13, 36), (3, 5), (40, 32)]
 
 
 def differs(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], size: tuple[int, int]) -> bool:
@@ -436,8 +444,10 @@ def differs(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], size:
     return text_of(function, x) != expected
 
 
-@pytest.mark.parametrize("function", [normed, turned, folded])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("function", "size"),
+    [*itertools.product((normed, turned, folded), SIZES), *((tiled, (rows, 64)) for rows in (8, 16, 20))],
+)
 def test_the_same_code_in_less_work(
     monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], size: tuple[int, int]
 ) -> None:
@@ -450,6 +460,8 @@ def test_a_shortcut_that_changes_the_code_is_seen(monkeypatch: pytest.MonkeyPatc
         assert differs(monkeypatch, turned, (16, 64))
     monkeypatch.setattr(shortcuts, "_is_empty", lambda kernel: getattr(kernel, "tail_size", None) is not None)
     assert differs(monkeypatch, normed, (13, 36))
+    monkeypatch.setattr(shortcuts, "_is_empty", lambda kernel: getattr(kernel, "inner_tail_size", None) == 0)
+    assert differs(monkeypatch, tiled, (8, 64))
 
 
 def test_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

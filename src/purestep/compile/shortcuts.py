@@ -90,4 +90,9 @@ def _no_empty_tails() -> Any:
 
 
 def _is_empty(kernel: Any) -> bool:
-    return any(getattr(kernel, name, None) == 0 for name in ("tail_size", "inner_tail_size", "outer_tail_size"))
+    """Whether nothing of a kernel is used."""
+    if not hasattr(kernel, "outer_tail_size"):
+        return getattr(kernel, "tail_size", None) == 0
+    # Tiles of two loops. The tail of both ends sums of the outer one's, whether or not the inner loop has a tail.
+    outer, inner = kernel.outer_tail_size, kernel.inner_tail_size
+    return outer == 0 or (outer is None and inner == 0)
