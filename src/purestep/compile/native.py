@@ -138,9 +138,13 @@ def _is_functional(graph: GraphModule) -> bool:
             if node.target is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":
                 return False
             written |= {node, node.args[0]}
-        elif node.target is operator.getitem or getattr(node.target, "is_view", False):
+        elif node.target is operator.getitem or _is_view(node):
             of[node] = of.get(node.args[0], node.args[0])
     return True
+
+
+def _is_view(node: Any) -> bool:
+    return node.op == "call_function" and getattr(node.target, "is_view", False)
 
 
 def _writing_last(graph: GraphModule) -> GraphModule:
@@ -166,9 +170,7 @@ def _kept_apart(graph: GraphModule, source: Any) -> None:
     """What an input becomes through a view in memory of its own: inductor computes it while it writes the input, of
     what it has written already."""
     view = None
-    while source.op == "call_function" and (
-        getattr(source.target, "is_view", False) or source.target is torch.ops.aten._unsafe_view.default
-    ):
+    while _is_view(source) or source.target is torch.ops.aten._unsafe_view.default:
         view, source = source, source.args[0]
     if view is None or source.op != "call_function" or source.target is operator.getitem:
         return

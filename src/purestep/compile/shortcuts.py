@@ -13,11 +13,31 @@ from unittest import mock
 @contextmanager
 def while_loading() -> Generator[None]:
     """Inductor, loaded inside, does not compile its twenty templates of kernels for GPUs before it needs one."""
+    with _patched(_templates_late):
+        yield
+
+
+@contextmanager
+def taken() -> Generator[None]:
+    """Whatever inductor compiles inside takes them. Under `capture.alone`: this patches inductor."""
+    with _patched(_rules_once, _strides_read_off, _no_empty_tails):
+        yield
+
+
+@contextmanager
+def _patched(*patches: Callable[[], Any]) -> Generator[None]:
+    with ExitStack() as stack:
+        for patch in patches:
+            with suppress(Exception):  # another torch: it takes longer
+                stack.enter_context(patch())
+        yield
+
+
+def _templates_late() -> Any:
     common: Any = importlib.import_module("torch._inductor.codegen.common")
     kind = common.KernelTemplate
     late = functools.partial(_Late, kind._template_from_string)
-    with mock.patch.object(kind, "_template_from_string", staticmethod(late)):
-        yield
+    return mock.patch.object(kind, "_template_from_string", staticmethod(late))
 
 
 class _Late:
@@ -28,16 +48,6 @@ class _Late:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._make(), name)
-
-
-@contextmanager
-def taken() -> Generator[None]:
-    """Whatever inductor compiles inside takes them. Under `capture.alone`: this patches inductor."""
-    with ExitStack() as stack:
-        for patch in (_rules_once, _strides_read_off, _no_empty_tails):
-            with suppress(Exception):  # another torch: it takes longer
-                stack.enter_context(patch())
-        yield
 
 
 def _rules_once() -> Any:
