@@ -850,3 +850,39 @@ def test_a_batch_that_does_not_fit_is_one_error_and_no_log(caplog: pytest.LogCap
     with pytest.raises(RuntimeError, match=r"\[6, 5\]"):
         step(program.init(), (torch.ones(6, 5), torch.ones(6, 2)))
     assert not caplog.records
+
+
+# --- what a call says that cannot go well -----------------------------------------------------------------------------
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_a_batch_of_another_dtype_is_refused_before_anything_is_written(backend: str) -> None:
+    program = mlp()
+    step = ps.compile_step(program.train_step, donate=True, backend=backend)
+    state, _ = step(program.init(), vector_batch())
+    inputs, targets = vector_batch()
+    with pytest.raises(StepContractError, match=r"torch.float32 and torch.float64 \(aten.addmm.default\).*x.float\(\)"):
+        step(state, (inputs.double(), targets))
+    expected, _ = run(program.train_step, program.init(), [vector_batch()] * 2)
+    assert_trees_close(ps.clone(step(state, vector_batch())[0]), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.compile
+def test_an_index_out_of_range_is_named_and_the_state_says_what_became_of_it() -> None:
+    program = mlp()
+    step = ps.compile_step(program.train_step, donate=True)
+    state, _ = step(program.init(), vector_batch())
+    inputs, targets = vector_batch()
+    with pytest.raises(RuntimeError, match="index out of bounds") as caught:
+        step(state, (inputs, targets + 1000))
+    assert any("a class in the targets" in note for note in caught.value.__notes__)
+    with pytest.raises(StateError, match="donated at step 2, which failed"):
+        step(state, vector_batch())
+    step(program.init(), vector_batch())  # the step itself goes on
+
+
+@pytest.mark.parametrize("given", [mlp(), "step"], ids=["program", "text"])
+def test_what_is_no_step_is_refused_with_the_cure(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"the step is a (Program|str).*compile_program\(program\)"):
+        ps.compile_step(given)

@@ -78,13 +78,13 @@ def trace(
     with rng.capturing(), torch.no_grad():
         if native.suits(inputs, backend):
             try:
-                run, graph = native.compiled(_recorded(function), inputs, finish=_scalars_apart, options=options)
+                run, graph = native.compiled(_recorded(function), inputs, finish=_finished, options=options)
                 return run, _draws(graph)
             except PurestepError:
                 raise
             except Exception:  # what inductor's inner door does not take, its front door may
                 pass
-        graph = _scalars_apart(_views_allowed(_traced(function, inputs)))
+        graph = _finished(_views_allowed(_traced(function, inputs)))
     return _lowered(graph, inputs, backend, options), _draws(graph)
 
 
@@ -115,6 +115,30 @@ def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
 
     # Constants that a step closes over (class weights, tables) are real tensors beside fake ones.
     return make_fx(_recorded(function), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+
+
+def _finished(graph: GraphModule) -> GraphModule:
+    """What is compiled.
+
+    Raises:
+        StepContractError: a product of two dtypes, which torch refuses when it is computed, and fake tensors let pass.
+    """
+    for node in graph.graph.nodes:
+        if getattr(node.target, "__name__", "").partition(".")[0] not in _PRODUCTS:
+            continue
+        values = [source.meta.get("val") for source in node.all_input_nodes]
+        dtypes = {value.dtype: None for value in values if isinstance(value, Tensor)}
+        if len(dtypes) > 1:
+            raise StepContractError(
+                f"a product of {' and '.join(map(str, dtypes))} ({node.target})",
+                where="step",
+                hint="batches of the dtype of the weights, x.float(); or ps.program(..., "
+                'precision="64-true"), which casts both',
+            )
+    return _scalars_apart(graph)
 
 
 def _views_allowed(graph: GraphModule) -> GraphModule:

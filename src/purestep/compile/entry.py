@@ -35,7 +35,8 @@ def compile_step(
         donate: write the new state into the memory of the old one. The first state that goes in is copied and stays
             valid; each state that comes out is dead once it went in again: reading it raises StateError, and tensors
             taken out of it before may show new values. "init": the first state's memory is taken over as well. A tree
-            without a TrainState in it cannot say so, and is copied at every call.
+            without a TrainState in it cannot say so, and is copied at every call. A call that fails while its graph
+            runs (an index out of range) has spoilt the state that went in: go on from a clone or a snapshot.
         capture: "dynamo" (torch.compile), "trace" (Python runs once, as under jax.jit) or "auto": the trace, which is
             faster to call, and Dynamo where it does not work.
         backend: of torch.compile.
@@ -51,9 +52,10 @@ def compile_step(
         makes one more graph, which then serves every size.
 
     Raises:
-        ConfigError: no such capture; a CUDA graph without donation; ``unroll`` of a step that accumulates.
-        StepContractError: from a call: the step changes the structure, a shape or a dtype of its state, branches on
-            the value of a tensor, or cannot be recorded as a CUDA graph.
+        ConfigError: a program instead of a step; no such capture; a CUDA graph without donation; ``unroll`` of a step
+            that accumulates.
+        StepContractError: from a call: the step changes the structure, a shape or a dtype of its state, multiplies
+            tensors of two dtypes, branches on the value of a tensor, or cannot be recorded as a CUDA graph.
 
     Example:
         >>> import torch, purestep as ps
@@ -65,6 +67,7 @@ def compile_step(
         1
     """
     capture_.check(capture)
+    _check_function(step)
     static = cast(Static | None, getattr(step, "static", None))
     _check_launch(static, donate=donate, cuda_graph=cuda_graph, unroll=unroll)
     chosen = Options(capture, backend, options)
@@ -105,6 +108,12 @@ def compile_program(
         flush=flush,
         eval_step=None if program.eval_step is None else CompiledEval(program.eval_step, chosen),
     )
+
+
+def _check_function(step: Any) -> None:
+    if isinstance(step, Program) or not callable(step):
+        hint = "ps.compile_program(program), or ps.compile_step(program.train_step)"
+        raise ConfigError(f"the step is a {type(step).__name__}", where="compile_step", hint=hint)
 
 
 def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool, unroll: int) -> None:

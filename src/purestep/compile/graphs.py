@@ -161,9 +161,24 @@ def _caller(
 
     def call(tensors: list[Tensor], batch: list[Any]) -> Any:
         inputs = batch if all_tensors else [batch[index] for index in where]
-        return build(run([*tensors, *inputs]))
+        try:
+            outputs = run([*tensors, *inputs])
+        except RuntimeError as error:
+            error.add_note(_in_words(str(error)))
+            raise
+        return build(outputs)
 
     return call
+
+
+def _in_words(native: str) -> str:
+    """What an error of compiled code comes from."""
+    if "index out of bounds" in native:
+        return (
+            "an index is outside of what it points into: a class in the targets, a token, or a position (cure: as many "
+            "outputs, or rows of the embedding, as the data has; the same call in eager mode names the operation)"
+        )
+    return "compiled code knows no more; the same call in eager mode, of the step itself, names the operation"
 
 
 def _builder(treedef: tree.TreeDef, stacked: list[bool]) -> Callable[[Any], Any]:

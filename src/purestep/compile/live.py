@@ -173,6 +173,7 @@ class Store:
         self.device = self.buffers[0].device
         self.generation = 0
         self.calls = 0  # a generation may be several
+        self.failed = False  # the last call was broken off
         self.parts = [tuple(found) for found in states(self.named)]
         self._single = isinstance(self.named, TrainState)
 
@@ -214,6 +215,17 @@ class Store:
         for host in self.hosts:
             host.advance(calls)
 
+    def spoil(self) -> None:
+        """A call was broken off: some buffers may be written, and nobody may read them."""
+        self.failed = True
+        self.advance(0)
+
+    def fate(self, index: int, generation: int, calls: int) -> str:
+        """What became of the state of an earlier generation."""
+        told = f"donated at step {self.hosts[index].calls - (self.calls - calls) + 1}"
+        last = self.failed and generation == self.generation - 1
+        return f"{told}, which failed and may have written half of it" if last else told
+
 
 _KINDS = ("int64", "float32", "own", "key")
 
@@ -251,7 +263,7 @@ class LiveState(TrainState):
         store = self.live_store
         if store is not None and store.generation != self.live_generation:
             raise StateError(
-                f"donated at step {store.hosts[self.live_index].calls - (store.calls - self.live_calls) + 1}",
+                store.fate(self.live_index, self.live_generation, self.live_calls),
                 where="state",
                 hint="go on with the state that the step returned, ps.clone(state) before the call, or donate=False",
             )

@@ -145,7 +145,7 @@ class CompiledStep:
             # What an attempt to capture met has Dynamo's word as its cause.
             in_capture = any(found is not None and capture_.stopped(found) for found in (error, error.__cause__))
             if not isinstance(error, PurestepError) and not in_capture:
-                store.advance(0)  # it stopped half-way, with buffers half written: nobody may read them
+                store.spoil()
             raise
 
     def _found(self, store: live_.Store, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
