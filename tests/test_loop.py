@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
 from purestep import events, metrics, optim, schedules
-from purestep.errors import ConfigError, DataError, StateError, StepContractError
+from purestep.errors import ConfigError, DataError, NonFiniteError, StateError, StepContractError
 from purestep.loop.compiling import ready_program
 from purestep.loop.meter import Meter, add_to
 from purestep.loop.record import Record, from_json, to_json, with_row
@@ -114,6 +114,34 @@ def test_run_epoch_may_be_entered_in_the_middle() -> None:
     half = ps.run_epoch(program.init(), ps.data.limit(ps.data.open_feed(cut), 3), program.train_step, epoch=1)[0]
     found, _ = ps.run_epoch(half, loader, program.train_step, epoch=1, start=3)
     assert_trees_close(found, whole, exact=True)
+
+
+def test_run_epoch_raises_where_a_loss_was_not_finite_and_gives_the_state_before_it() -> None:
+    program, (good, other) = mlp(), batches(2)
+    spoilt = good[0] * float("nan"), good[1]
+    with pytest.raises(NonFiniteError, match=r"at call 2; .*nonfinite=.skip.") as caught:
+        ps.run_epoch(program.init(), [good, spoilt, other], program.train_step)
+    expected, _ = program.train_step(program.init(), good)
+    assert_trees_close(caught.value.state, expected, exact=True)
+    skipping = mlp(nonfinite="skip")
+    assert int(ps.run_epoch(skipping.init(), [good, spoilt, other], skipping.train_step)[0].updates) == 2
+
+
+def test_a_step_of_ones_own_that_goes_on_at_a_loss_that_is_not_finite_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def step(state: dict[str, Tensor], batch: Tensor) -> tuple[Any, Any]:
+        return {"w": state["w"] + 1}, {"loss": Mean(batch.log(), torch.ones(()))}
+
+    losses = [torch.tensor(x) for x in (1.0, -1.0, -1.0)]
+    fit({"w": torch.zeros(())}, losses, Program(step), epochs=2, log_every=1)
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "the loss is nan at epoch 1, batch 2" in told
+    skipping = mlp(nonfinite="skip")  # a call that is skipped has weight 0
+    caplog.clear()
+    x, y = vector_batch()
+    fit(skipping.init(), [(x * float("nan"), y), (x, y)], skipping, epochs=1)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_evaluate_weighs_by_what_a_mean_is_over() -> None:

@@ -402,6 +402,17 @@ class TestBound:
         state = trained(program(net, objective), [x])
         assert torch.allclose(state.params["inner.bias"], net.inner.bias - LR * 2 * 3)
 
+    def test_submodules_run_by_their_dotted_names_and_an_attribute_says_so(self):
+        net = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 2)))
+        bound = model.bind(model.template(net), *model.tensors(net))
+        x = torch.randn(2, 4)
+        assert torch.equal(bound.call("1.1", bound.call("1.0", bound.call("0", x))), net(x))
+        named = nn.ModuleDict({"encoder": nn.Linear(4, 3)})
+        bound = model.bind(model.template(named), *model.tensors(named))
+        with pytest.raises(AttributeError, match=r"no attribute 'encoder' .*model.call\('encoder', ...\)"):
+            bound.encoder(x)  # pyright: ignore
+        assert not hasattr(bound, "decoder")
+
     def test_it_shows_weights_mode_and_the_hollow_module(self):
         net = tiny_mlp()
         net[0].bias.requires_grad_(False)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import tiny_convnet, tiny_mlp
+from helpers import tiny_convnet, tiny_mlp, vector_batch
 from torch import nn
 
 import purestep as ps
@@ -31,6 +31,30 @@ def test_a_vector_as_a_number_is_the_mean_over_the_classes_that_were_counted():
     assert float(of_classes) == (0.5 + 0.75) / 2
     assert of_classes.compute().tolist()[0] == 0.5
     assert math.isnan(of_classes.compute()[1])
+
+
+def test_means_are_compared_and_formatted_as_numbers():
+    """As tuples, 5.6 / 8 would be less than 16 / 32: the sums are."""
+    small, large = mean(16.0, 32.0), mean(5.6, 8.0)
+    assert small < large
+    assert large > small
+    assert small <= 0.5 <= small
+    assert large >= torch.tensor(0.5)
+    assert sorted([large, small]) == [small, large]
+    assert f"{small:.3f}" == "0.500"
+    assert f"{small}" == str(small)
+    with pytest.raises(TypeError, match=r"metrics.merge\(first, second\)"):
+        small + large
+    with pytest.raises(TypeError, match="compared with a Mean or a number, not with a str"):
+        bool(small < "0.7")
+
+
+def test_the_repr_says_that_a_state_has_halted():
+    program = ps.program(tiny_mlp(), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1))
+    inputs, targets = vector_batch()
+    state, _ = program.train_step(program.init(), (inputs * math.nan, targets))
+    assert "HALTED at call 1, not finite" in repr(state)
+    assert "HALTED" not in repr(state._replace(halted=torch.zeros_like(state.halted)))
 
 
 def test_what_is_off_has_no_leaves_in_either_kind_of_tree():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -72,7 +73,12 @@ class Bound:
         return self._run("model", "__call__", args, kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Another method of the module than its forward, with the same weights.
+        """Another method of the module than its forward, or a submodule of it, with the same weights.
+
+        Args:
+            method: its name; of a submodule as torch has it (``"encoder.layers.0"``).
+            args: of the method.
+            kwargs: the same.
 
         Example:
             >>> import torch
@@ -85,6 +91,12 @@ class Bound:
             torch.Size([1])
         """
         return self._run("model", method, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        cure = ""
+        if not name.startswith("_") and hasattr(self.module, name):
+            cure = f" (cure: model.call({name!r}, ...), which has the weights; model.module.{name} has none)"
+        raise AttributeError(f"the bound model has no attribute {name!r}{cure}")
 
     def objective(self, *args: Any, **kwargs: Any) -> Any:
         """The objective's own module (a criterion with parameters or buffers)."""
@@ -120,7 +132,8 @@ class Bound:
     def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def call() -> Any:
             owner = getattr(self._module, target)
-            output = owner(*args, **kwargs) if method == "__call__" else getattr(owner, method)(*args, **kwargs)
+            found = owner if method == "__call__" else operator.attrgetter(method)(owner)
+            output = found(*args, **kwargs)
             # Read here, while the tensors are swapped in: a buffer may have been assigned anew instead of written to.
             written = {name: _attribute(self._module, _inner(name)) for name in self._names.buffers}
             return output, written

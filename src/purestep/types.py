@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,11 +28,13 @@ class Empty(NamedTuple):
 class Mean(NamedTuple):
     """A weighted mean that can be merged: the sum and what to divide it by.
 
-    Both may be vectors, one mean a class; as a number they are then the mean over the classes that were counted.
+    Both may be vectors, one mean a class; as a number they are then the mean over the classes that were counted. Order
+    and format are those of the number; `metrics.merge` adds, and ``==`` compares the pair, as of any tuple.
 
     Example:
-        >>> float(Mean(torch.tensor(6.0), torch.tensor(4.0)))
-        1.5
+        >>> mean = Mean(torch.tensor(6.0), torch.tensor(4.0))
+        >>> float(mean), mean < 2, f"{mean:.3f}"
+        (1.5, True, '1.500')
     """
 
     total: Tensor  # shape=() or (n,), dtype=float32
@@ -46,6 +48,31 @@ class Mean(NamedTuple):
         pairs = zip(self.total.reshape(-1).tolist(), self.weight.reshape(-1).tolist(), strict=True)
         means = [total / weight for total, weight in pairs if weight]
         return sum(means) / len(means) if means else math.nan
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else str(self)
+
+    # As a tuple, it would compare sums, and adding would make it longer.
+    def __lt__(self, other: Any) -> bool:
+        return float(self) < _number(other)
+
+    def __le__(self, other: Any) -> bool:
+        return float(self) <= _number(other)
+
+    def __gt__(self, other: Any) -> bool:
+        return float(self) > _number(other)
+
+    def __ge__(self, other: Any) -> bool:
+        return float(self) >= _number(other)
+
+    def __add__(self, other: Any) -> NoReturn:
+        raise TypeError("two Means are merged, not added: metrics.merge(first, second) of the dicts that they are in")
+
+
+def _number(other: Any) -> float:
+    if isinstance(other, Mean | Tensor | float | int):
+        return float(other)
+    raise TypeError(f"a Mean is compared with a Mean or a number, not with a {type(other).__name__}")
 
 
 Metrics: TypeAlias = dict[str, Mean]
@@ -67,6 +94,11 @@ class TrainState(NamedTuple):
     """Everything that changes while a model trains, as one immutable pytree of tensors.
 
     All leaves are on one device except ``key``, which is on the CPU. What is switched off is an `Empty`.
+
+    A state that has ``halted`` refuses every update: its last loss or gradient was not finite. `fit` and `run_epoch`
+    raise then. In a loop of one's own ``int(state.halted)`` says which call it was (reading it waits for the device),
+    and ``state._replace(halted=torch.zeros_like(state.halted))`` goes on; or ``ps.program(..., nonfinite="skip")``
+    never halts.
     """
 
     step: Tensor  # shape=(), dtype=int64: calls of train_step and flush
@@ -92,18 +124,28 @@ class TrainState(NamedTuple):
             f"buffers={len(self.buffers)}",
         ]
         parts += [name for name in ("ema", "scaler", "accum") if not isinstance(getattr(self, name), Empty)]
+        if not isinstance(self.halted, Empty) and int(self.halted):
+            parts.append(f"HALTED at call {int(self.halted)}, not finite")
         return f"TrainState({', '.join(parts)}, seed={int(self.key[0])}, device={device})"
 
 
 class Model(Protocol):
-    """The bound pure call that an objective is given: weights are arguments in disguise, nothing is mutated."""
+    """The bound pure call that an objective is given: weights are arguments in disguise, nothing is mutated.
+
+    ``model(...)`` is the module's forward, ``model.call("encode", x)`` another method or a submodule of it (a dotted
+    name: ``"encoder.layers.0"``), ``model.params`` its weights by name, ``model.training`` its mode.
+    """
 
     params: Mapping[str, Tensor]
     training: bool
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        ...
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Another method, or a submodule, with the same weights."""
+        ...
 
 
 class Objective(Protocol):
@@ -150,6 +192,15 @@ def _no_flush(state: Any) -> tuple[Any, Metrics]:
 
 class Program(NamedTuple):
     """A model, an objective and a transformation as pure functions. Only ``train_step`` is needed by `fit`.
+
+    Args:
+        train_step: ``(state, batch, *context) -> (state, metrics)``.
+        flush: ``(state) -> (state, metrics)``: applies an accumulation window that an epoch left open.
+        eval_step: ``(state, batch, *context, index=0) -> metrics``; ``index`` numbers the batches of an evaluation.
+        init: ``(seed=0, device=None) -> state`` from the module's weights as they are; ``seed`` sets only the key.
+        bind: ``(state, view="params", train=False) -> callable``: the module with the weights of a state; ``view`` is
+            "params" or "ema".
+        static: names, masks and ties: what packing and export need.
 
     Example of one's own:
         >>> import torch

@@ -135,8 +135,8 @@ def _finished(graph: GraphModule) -> GraphModule:
             raise StepContractError(
                 f"a product of {' and '.join(map(str, dtypes))} ({node.target})",
                 where="step",
-                hint="batches of the dtype of the weights, x.float(); or ps.program(..., "
-                'precision="64-true"), which casts both',
+                hint="model.float() before ps.program and batches of float32, or both of another dtype; or "
+                'ps.program(..., precision="64-true"), which casts both',
             )
     return _scalars_apart(graph)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from .record import Cell, Record
 _BARE = ("grad_norm", "scale")  # of a step's metrics, what says nothing about the training data
 _HIDDEN = ("applied",)
 _DEPTH = 64  # calls whose metrics travel together
+_log = logging.getLogger("purestep")
 _HELD = 1 << 28  # bytes of batches that are held until it is known that they were good
 
 
@@ -47,6 +50,7 @@ class Ledger:
     def __init__(self, log_every: int, *, before: int = 0, halts: bool = False) -> None:
         self.pending = 0
         self._halts = halts
+        self._warned = False
         self._before = before
         self._log_every = log_every
         self._meter = Meter()
@@ -85,6 +89,7 @@ class Ledger:
         lines: list[Logged] = []
         updates, interval, last = record.updates, dict(record.interval), dict(record.last)
         for rows in arrived:
+            self._warn_of_loss(rows)
             begun = 0
             for index, applied in enumerate(rows.totals("applied", 1.0)):
                 tag: Tag = rows.tags[index]
@@ -102,6 +107,21 @@ class Ledger:
             self._sum(rows.part(begun), interval, last)
         self._let_go(arrived, state)
         return record._replace(updates=updates, interval=interval, last=last), lines
+
+    def _warn_of_loss(self, rows: Rows) -> None:
+        """A step of a user's own that does not stop at a loss is told of, once: who wrote it may want it so."""
+        if self._halts or self._warned:
+            return
+        for tag, (total, weight) in zip(rows.tags, rows.pairs("loss"), strict=False):
+            if weight and not math.isfinite(total):
+                self._warned = True
+                _log.warning(
+                    "the loss is %g at epoch %d, batch %d, and the step has no TrainState that would halt at it: the "
+                    "run goes on (cure: in the step, keep the old state where the loss is not finite; or a callback "
+                    "that returns ps.Stop)",
+                    *(total / weight, tag.epoch + 1, tag.batch + 1),
+                )
+                return
 
     def _sum(self, rows: Rows, interval: Totals, rates: dict[str, float]) -> None:
         meter_.add_to(interval, rows)
@@ -148,18 +168,14 @@ class Ledger:
         return Logged(tag.epoch, updates, numbers, speed, waiting)
 
     def _check_halted(self, state: Tree) -> None:
-        path, call = next(iter(halts(state)), ("", 0))
-        if not call:
-            return
         # Inside a tree a part counts calls of its own, which do not say where in the data one was.
-        tag = None if path else next((tag for tag, _ in self._held if tag.call + self._before == call), None)
-        error = NonFiniteError(
-            f"the loss or a gradient is not finite at call {call}; the state is what it was before it",
-            where=path if tag is None else f"epoch {tag.epoch + 1}, batch {tag.batch + 1}",
-            hint=CURE,
-        )
-        error.step = call
-        raise error
+        error = halted(state, self._place if isinstance(state, TrainState) else _nowhere)
+        if error is not None:
+            raise error
+
+    def _place(self, call: int) -> str:
+        tag = next((tag for tag, _ in self._held if tag.call + self._before == call), None)
+        return "" if tag is None else f"epoch {tag.epoch + 1}, batch {tag.batch + 1}"
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches, with the time spent waiting for them on the account."""
@@ -196,6 +212,24 @@ def halts(state: Tree) -> list[tuple[str, int]]:
     """Of every halted TrainState in a tree: its path and the call that halted it."""
     flags = [(path.rpartition("/"), leaf) for path, leaf in tree.with_paths(state)]
     return [(path[0], int(leaf)) for path, leaf in flags if path[2] == "halted" and leaf.dim() == 0 and int(leaf)]
+
+
+def _nowhere(_: int) -> str:
+    return ""
+
+
+def halted(state: Tree, place: Callable[[int], str] = _nowhere) -> NonFiniteError | None:
+    """The error of a tree with a halted state in it; ``place`` says where in the data a call was."""
+    path, call = next(iter(halts(state)), ("", 0))
+    if not call:
+        return None
+    error = NonFiniteError(
+        f"the loss or a gradient is not finite at call {call}; the state is what it was before it",
+        where=path or place(call),
+        hint=CURE,
+    )
+    error.step = call
+    return error
 
 
 def _is_state(node: Any) -> bool:

@@ -47,6 +47,11 @@ class Rows(NamedTuple):
         at = next((total for known, total, _ in self.columns if known == name), None)
         return [default] * len(self.tags) if at is None else [row[at] for row in self.numbers]
 
+    def pairs(self, name: str) -> list[tuple[float, float]]:
+        """Of every call, total and weight of that name; nothing where there is none."""
+        at = next(((total, weight) for known, total, weight in self.columns if known == name), None)
+        return [] if at is None else [(row[at[0]], row[at[1]]) for row in self.numbers]
+
     def part(self, start: int, stop: int | None = None) -> Rows:
         """Some of the calls."""
         return Rows(self.tags[start:stop], self.columns, self.numbers[start:stop])

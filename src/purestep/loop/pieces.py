@@ -14,6 +14,7 @@ from ..errors import StepContractError
 from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
 from . import meter as meter_
 from .alone import check_alone
+from .ledger import halted, thawed
 from .meter import Meter
 from .record import Record
 
@@ -38,6 +39,8 @@ def run_epoch(
 
     Raises:
         DataError: an empty loader.
+        NonFiniteError: the state has halted at a loss or gradient that is not finite; ``error.state`` is what it was
+            before.
         RankError: more than one process.
 
     Example:
@@ -60,6 +63,10 @@ def run_epoch(
         feed.close()
     for rows in meter.rows(wait=True):
         meter_.add_to(total, rows)
+    error = halted(state)
+    if error is not None:
+        error.state = thawed(state)
+        raise error
     return state, meter_.as_means(total, meter.kinds)
 
 
