@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+from helpers import tiny_mlp, vector_batch
+from torch import nn
 
 import purestep as ps
-from purestep import errors
+from purestep import errors, optim
 
 BASES = {
     errors.StateError: ValueError,
@@ -54,3 +62,119 @@ def test_place_and_cure_may_be_missing(kwargs: dict[str, str], text: str):
 
 def test_errors_are_reached_through_the_package():
     assert ps.errors is errors
+
+
+# --- slips of the pen: what is given in the wrong place, or in another library's way ----------------------------------
+
+
+def program(tx: Any = None) -> ps.Program:
+    return ps.program(tiny_mlp(), ps.supervised(nn.CrossEntropyLoss()), tx or optim.sgd(0.1))
+
+
+def fit(**options: Any) -> Any:
+    loaders = {"train": [vector_batch()], "val": [vector_batch()]}
+    return ps.fit(program().init(), loaders, program(), epochs=1, progress=False, **options)
+
+
+def returning(update: Callable[[Any, Any], Any]) -> ps.Program:
+    return program(optim.Transform(lambda params: (), lambda updates, state, params: update(updates, state)))
+
+
+def listener(event: Any) -> None:
+    del event
+
+
+def plateau() -> Any:
+    return torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=0.1), 10)
+
+
+SLIPS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a list of transforms": (
+        lambda: optim.chain([optim.sgd(0.1)]),  # pyright: ignore
+        "chain: part 0 is a list (cure: optim.chain(first, second), not a list of them)",
+    ),
+    "an optimizer that is not called": (
+        lambda: optim.chain(optim.clip_by_global_norm(1.0), optim.sgd),  # pyright: ignore
+        "chain: part 1 is a function (cure: optim.adamw(1e-3), called)",
+    ),
+    "an optimizer with parameters": (
+        lambda: optim.from_torch(torch.optim.AdamW([torch.ones(1)])),  # pyright: ignore
+        "the optimizer is a AdamW, not a class (cure: from_torch(torch.optim.AdamW, lr=1e-3, ...)",
+    ),
+    "a torch scheduler as the rate": (
+        lambda: optim.adamw(plateau()),
+        "learning_rate is a StepLR, which counts its own steps (cure: schedules.from_torch_scheduler(StepLR, 1e-3",
+    ),
+    "a negative rate": (lambda: optim.adamw(-1.0), "outside [0.0, inf) (cure: learning_rate=0.001)"),
+    "a criterion's class": (
+        lambda: ps.supervised(nn.CrossEntropyLoss),
+        "CrossEntropyLoss: is a class (cure: CrossEntropyLoss(), an instance)",
+    ),
+    "the batch first": (
+        lambda: program().train_step(vector_batch(), program().init()),
+        "state: is a tuple (cure: train_step(state, batch), in this order)",
+    ),
+    "a transform that leaves parameters out": (
+        lambda: returning(lambda updates, state: ({}, state)).train_step(program().init(), vector_batch()),
+        "tx.update: the transformation returned no update of 0.weight, 0.bias",
+    ),
+    "a transform that returns a list": (
+        lambda: returning(lambda updates, state: (list(updates.values()), state)).train_step(
+            program().init(), vector_batch()
+        ),
+        "tx.update: the transformation returned updates as a list",
+    ),
+    "a transform that returns no state": (
+        lambda: returning(lambda updates, state: updates).train_step(program().init(), vector_batch()),
+        "tx.update: the transformation returned a dict (cure: return ({name: update",
+    ),
+    "one callback": (
+        lambda: fit(callbacks=listener),
+        "callbacks is a function, not a list of callables (cure: callbacks=[listener])",
+    ),
+    "resume switched off": (lambda: fit(resume=False), "(cure: resume=None)"),
+    "a metric's bare name": (lambda: fit(monitor="loss"), "(cure: monitor='val_loss')"),
+    "a metric that is not measured": (lambda: fit(monitor="val_acc", mode="max"), "(cure: monitor='val_loss')"),
+}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_gets_its_cure(slip: str):
+    make, message = SLIPS[slip]
+    with pytest.raises(errors.PurestepError, match=re.escape(message)):
+        make()
+
+
+def test_another_runs_directory_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def run(seed: int = 0, hidden: int = 8, **options: Any) -> Any:
+        net = nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 3))
+        made = ps.program(net, ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1))
+        return ps.fit(made.init(seed), [vector_batch()], made, progress=False, snapshots=tmp_path, **options)
+
+    run(epochs=1)
+    assert not _warnings(caplog)
+    run(epochs=2)
+    assert not _warnings(caplog)
+    run(epochs=2)
+    assert _warnings(caplog) == [
+        "nothing is trained: the run had ended already, by epochs, after 2 epochs and 2 updates"
+    ]
+    caplog.clear()
+    run(seed=1, epochs=3)
+    (told,) = _warnings(caplog)
+    assert told.startswith("the state given has seed 1, and the run that goes on has seed 0")
+    with pytest.raises(errors.Mismatch) as caught:
+        run(hidden=9, epochs=3)
+    (note,) = caught.value.__notes__
+    assert "is another run's (cure: snapshots=<another directory>, or resume=None" in note
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_help_shows_every_setting_of_a_run():
+    text = ps.FitConfig.__doc__ or ""
+    for name, field in ps.FitConfig.model_fields.items():
+        assert field.description, name
+        assert f"\n    {name} = {field.default!r}: " in text, name

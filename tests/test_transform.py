@@ -669,7 +669,10 @@ def test_the_relative_step_is_a_bound_by_the_learning_rate() -> None:
         (lambda: transform.adaptive_grad_clip(-1.0), "adaptive_grad_clip: clipping is -1.0"),
         (lambda: transform.add_decayed_weights(-0.1), "add_decayed_weights: weight_decay is -0.1"),
         (lambda: transform.scale_by_learning_rate(-0.1), "learning_rate is -0.1"),
-        (lambda: transform.scale_by_learning_rate("0.1"), "learning_rate is '0.1'"),  # type: ignore[arg-type]
+        (
+            lambda: transform.scale_by_learning_rate("0.1"),
+            "learning_rate is '0.1', a str (cure: a number in [0.0, inf))",
+        ),  # type: ignore[arg-type]
         (lambda: transform.scale_by_learning_rate(math.nan), "learning_rate is nan"),
         (lambda: transform.trace(-0.1), "trace: decay is -0.1"),
         (lambda: transform.trace(0.9, nesterov=True, dampening=0.1), "trace: nesterov with dampening=0.1"),

@@ -50,7 +50,7 @@ def supervised(
         forward: (model, inputs) -> outputs. Default: a mapping becomes keyword arguments, a tuple arguments.
 
     Raises:
-        ConfigError: a criterion with ``reduction="none"``.
+        ConfigError: a criterion with ``reduction="none"``, or a class instead of one of its instances.
 
     Example:
         >>> import torch, purestep as ps
@@ -60,6 +60,8 @@ def supervised(
         >>> loss.mean.shape, loss.weight.item()
         (torch.Size([]), 3.0)
     """
+    if isinstance(criterion, type):
+        raise ConfigError("is a class", where=criterion.__name__, hint=f"{criterion.__name__}(), an instance")
     if getattr(criterion, "reduction", "mean") == "none":
         raise ConfigError('reduction="none" gives no scalar', where="criterion", hint='reduction="mean"')
     measured = dict(metrics or {})

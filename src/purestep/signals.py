@@ -99,6 +99,11 @@ class Signals:
                 signal.signal(number, previous)
         self._previous.clear()
 
+    @property
+    def leaving(self) -> bool:
+        """Whether the run is to end."""
+        return self.pending in ("terminate", "interrupt")
+
     def saved(self) -> None:
         """The wish to save has been met; one to end stays."""
         if self.pending == "snapshot":
@@ -122,7 +127,7 @@ class Signals:
             while True:
                 self._waiting = True
                 try:
-                    if self.pending in ("terminate", "interrupt"):
+                    if self.leaving:
                         return  # it came between two batches
                     batch = next(iterator)
                 except StopIteration:

@@ -94,6 +94,8 @@ def _finding(detail: Any, known: tuple[str, ...]) -> tuple[str, str]:
     if isinstance(cause, ConfigError):
         return f"{name}: {cause.what}", cause.hint
     reason = str(cause) if cause is not None else str(detail["msg"])[:1].lower() + str(detail["msg"])[1:]
+    if name == "resume" and not detail["input"]:
+        return f"resume={detail['input']!r}: {reason}", "resume=None"
     return f"{name}={detail['input']!r}: {reason}", _EXAMPLES.get(name, f"{name}=True")
 
 

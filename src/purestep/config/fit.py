@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +17,9 @@ from . import fields, findings
 class FitConfig(BaseModel):
     """What `fit` is told besides the state, the loaders and the program.
 
-    A step is an optimizer update, however many micro-batches it took. Every field may be given as text as well
-    (``"1"`` is an int, ``"1.0"`` a float). At least one limit is required: ``epochs``, ``steps`` or ``max_time``; -1
-    says that none is wanted.
+    A step is an optimizer update, however many micro-batches it took (`TrainState.step`, by which snapshots are named,
+    counts calls). Every field may be given as text as well (``"1"`` is an int, ``"1.0"`` a float). At least one limit
+    is required: ``epochs``, ``steps`` or ``max_time``; -1 says that none is wanted.
 
     Raises:
         ConfigError: a field that does not exist (with the nearest name), a value out of its range, or two fields that
@@ -28,7 +30,7 @@ class FitConfig(BaseModel):
         EarlyStopping(patience=5, min_delta=0.0, start_ratio=0.0)
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     epochs: fields.Limit = None
     """Epochs in all, counting those before a resume: at least 1; -1 without end; None: another limit."""
@@ -199,3 +201,13 @@ class FitConfig(BaseModel):
             ConfigError: as the constructor does.
         """
         return cls(**{str(name): value for name, value in fields.items()})
+
+
+def _described() -> str:
+    """The fields with their defaults and texts, for `help`, which shows no text below an attribute."""
+    fields = FitConfig.model_fields.items()
+    lines = [f"    {name} = {field.default!r}: {' '.join((field.description or '').split())}" for name, field in fields]
+    return "\n".join(textwrap.fill(line, 118, subsequent_indent=" " * 8) for line in lines)
+
+
+FitConfig.__doc__ = f"{inspect.cleandoc(FitConfig.__doc__ or '')}\n\nFields:\n{_described()}\n"

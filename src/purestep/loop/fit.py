@@ -24,7 +24,7 @@ from ..types import Metrics, Program, Tree
 from . import blame, cadence, compiling, entry, ledger, restoring, setup
 from . import meter as meter_
 from .calling import caller
-from .judging import Judge, below_minimum, judge, limit_reached
+from .judging import Judge, below_minimum, ended_before, judge, limit_reached
 from .ledger import Tag
 from .pieces import scores
 from .record import Cell, FitResult, Record, cell, with_row
@@ -62,14 +62,17 @@ def fit(
         config: a `FitConfig`, a mapping, an object with attributes, or the path of a JSON or TOML file.
         snapshots: a directory, or a `Snapshots` with a policy of its own, which is left open.
         callbacks: ``f(event)``, see `purestep.events`; may return None, a new state, or `Stop`.
-        sinks: where numbers go; None: a progress display, and ``training_history.json`` beside the snapshots.
+        sinks: where numbers go: ``[ps.sinks.jsonl("metrics.jsonl"), ...]``, and nowhere else. None: a progress display
+            (``ps.sinks.progress()``), and ``training_history.json`` beside the snapshots (``ps.sinks.history_json``).
         fields: those of `FitConfig`: ``epochs=10, monitor="val_loss", early_stopping=5, ...``; they win over config.
+            Where they say nothing, a run goes on from the newest snapshot of its directory (``resume="auto"``), an
+            average is what is evaluated, and steps are compiled on CUDA alone: ``help(ps.FitConfig)``.
 
     Returns:
         `FitResult`: the last state, the history, the best epoch, the number of epochs and why it ended.
 
     Raises:
-        ConfigError: settings that do not exist or contradict each other, before anything is trained.
+        ConfigError: settings that do not exist or contradict each other; after an epoch, a ``monitor`` that is none.
         DataError: an empty, exhausted or failing loader; a batch of another structure than the first.
         NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state,
             and `purestep.testing.replay` makes the call again from what is written beside the snapshots.
@@ -161,10 +164,11 @@ class _Run:
 
     def _start(self) -> None:
         record, length = self.record, self.feeds.train.length
-        directory = None if self.snapshots is None else self.snapshots.directory
+        directory = None
         if self.snapshots is not None:
+            directory = self.snapshots.directory
             self.snapshots.begin(updates=record.updates, epoch=record.epoch)
-        self.ending = "early_stopping" if self.judge.stops(record) else limit_reached(self.config, record)
+        self.ending = ended_before(self.judge, record)
         epochs, steps = (None if limit == -1 else limit for limit in (self.config.epochs, self.config.steps))
         place = record.epoch, record.updates, epochs, steps, length
         self._tell(events.FitStart(self.state, *place, directory, self.resumed, dict(record.history)))
@@ -276,7 +280,7 @@ class _Run:
         row |= ledger.named(meter_.means(before.interval, self.ledger.kinds), before.last)
         for name in due:
             row |= self._evaluate(name)
-            if self._leaving():
+            if self.signals.leaving:
                 return False
         record = before._replace(interval={}, history=with_row(before.history, row))
         self.judge = self.judge.check(record, self.feeds.evaluation)
@@ -291,9 +295,6 @@ class _Run:
             self._save(row, boundary=True)
         return True
 
-    def _leaving(self) -> bool:
-        return self.signals.pending in ("terminate", "interrupt")
-
     def _ends(self) -> str | None:
         return self.ending or limit_reached(self.config, self.record)
 
@@ -301,12 +302,11 @@ class _Run:
         assert self.program.eval_step is not None
         files.failpoint("loop.evaluate")
         state = self.state if self.view == "params" else ema_.view(self.state, self.view)
-
         watch = self.audience.watching(state, name)
         fed = data.prefetch(self.signals.watch(self.feeds.evaluation[name].epoch(0)), data.device_of(state), name=name)
         values = scores(state, fed, self.program.eval_step, name=name, watch=watch)
         found = {f"{name}_{key}": value for key, value in values.items()}
-        if not self._leaving():
+        if not self.signals.leaving:
             self._tell(events.EvalEnd(name, self.record.epoch, self.record.updates, found))
         return found
 

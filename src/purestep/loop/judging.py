@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,6 +14,9 @@ from .record import Cell, Record
 
 if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
     from ..config import FitConfig
+
+
+_log = logging.getLogger("purestep")
 
 
 class Judge(NamedTuple):
@@ -63,7 +68,7 @@ class Judge(NamedTuple):
         raise ConfigError(
             f"monitor={self.monitor!r} is not among the metrics: {_metrics(known)}",
             where="fit",
-            hint=f"monitor={_likely(known)!r}",
+            hint=f"monitor={_nearest(self.monitor, known)!r}",
         )
 
     def best(self, record: Record) -> dict[str, Cell] | None:
@@ -88,6 +93,15 @@ def judge(config: FitConfig, loaders: Iterable[str]) -> Judge:
     return Judge(monitor, config.mode or stopping.default_mode(monitor or "loss"), config)
 
 
+def ended_before(judge: Judge, record: Record) -> str | None:
+    """Why a run that goes on is at its end already, which is told: otherwise it looks as if it had trained."""
+    ending = "early_stopping" if judge.stops(record) else limit_reached(judge.config, record)
+    if ending is not None:
+        told = "nothing is trained: the run had ended already, by %s, after %d epochs and %d updates"
+        _log.warning(told, ending, record.epoch, record.updates)
+    return ending
+
+
 def _need_monitor(config: FitConfig, known: Iterable[str]) -> None:
     if config.early_stopping is not None:
         raise ConfigError(
@@ -99,6 +113,14 @@ def _need_monitor(config: FitConfig, known: Iterable[str]) -> None:
 
 def _metrics(known: Iterable[str]) -> list[str]:
     return sorted(set(known) - {"epoch", "step"})
+
+
+def _nearest(monitor: str, known: Iterable[str]) -> str:
+    """Of the same name in an evaluation first: by "loss" is meant "val_loss" rather than "lr"."""
+    names = _metrics(known)
+    same = [name for name in names if name.endswith(f"_{monitor}") and not name.startswith("train_")]
+    loader = [name for name in names if name.startswith(f"{monitor.partition('_')[0]}_")]
+    return next(iter([*same, *difflib.get_close_matches(monitor, loader or names, n=1)]), _likely(loader or known))
 
 
 def _likely(known: Iterable[str]) -> str:

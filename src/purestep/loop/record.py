@@ -36,7 +36,16 @@ class Record(NamedTuple):
 
 
 class FitResult(NamedTuple):
-    """What a run leaves behind."""
+    """What a run leaves behind.
+
+    Args:
+        state: the last one; that of the best row is ``snapshots.restore(state, step=result.best["step"])``.
+        history: ``"epoch"``, ``"step"`` (updates), ``"train_loss"``, ``"val_loss"``, ``"lr"``, ...: an entry a row.
+        best: ``{"epoch", <monitor>, "step"}``, of which "step" is the name of the snapshot: calls, which are more than
+            updates where batches are accumulated. None without a monitor.
+        epochs: completed.
+        stop_reason: "epochs", "steps", "max_time", "early_stopping", "interrupted", or a callback's.
+    """
 
     state: Tree
     history: dict[str, list[Any]]  # "epoch", "step", "train_loss", "val_loss", "lr", ...: one entry a row

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import data
-from ..errors import ConfigError, NotFound
+from ..errors import ConfigError, Mismatch, NotFound
 from ..snapshot import Snapshot, Snapshots
 from ..types import Tree
+from . import setup
 from .record import Record, from_json
 
 if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
@@ -64,6 +65,13 @@ def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Sna
         return None
     try:
         found = source.restore(state)
+    except Mismatch as error:
+        if source is snapshots and config.resume == "auto":
+            error.add_note(
+                f"fit goes on from the newest snapshot of its directory, and {source.directory} is another run's "
+                "(cure: snapshots=<another directory>, or resume=None, which sets that run aside)"
+            )
+        raise
     except NotFound:
         if config.resume != "auto":
             raise
@@ -89,7 +97,19 @@ def resumed(state: Tree, snapshots: Snapshots | None, config: FitConfig, feed: d
     feed.restore(found.loop["feed"])
     record = from_json(found.loop["record"])
     log.info("resumed from step %d: epoch %d, batch %d", found.step, record.epoch + 1, record.batch)
+    _warn_of_another_seed(state, found.state, source=config.resume)
     return found.state, record, True
+
+
+def _warn_of_another_seed(given: Tree, found: Tree, *, source: str | None) -> None:
+    before, now = (setup.seed_of(state) for state in (given, found))
+    if before != now and source == "auto":
+        log.warning(
+            "the state given has seed %d, and the run that goes on has seed %d: the snapshot's state is the one that "
+            "is trained (cure for a run of its own: another directory, or resume=None)",
+            before,
+            now,
+        )
 
 
 def _start_over(snapshots: Snapshots | None) -> None:

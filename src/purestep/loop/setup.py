@@ -207,9 +207,8 @@ def called(name: str, given: Any) -> list[Any]:
     """
     listed: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else [None]
     if not all(callable(one) for one in listed):
-        raise ConfigError(
-            f"{name} is a {type(given).__name__}, not a list of callables", where="fit", hint=f"{name}=[]"
-        )
+        one = f"{name}=[{getattr(given, '__name__', type(given).__name__)}]" if callable(given) else f"{name}=[f, ...]"
+        raise ConfigError(f"{name} is a {type(given).__name__}, not a list of callables", where="fit", hint=one)
     return listed
 
 

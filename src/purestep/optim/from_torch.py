@@ -63,6 +63,10 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
         >>> round(updates["w"].item(), 4), list(state.slots["w"])
         (-0.1, ['momentum_buffer'])
     """
+    if not isinstance(optimizer, type):  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever was handed in
+        kind = type(optimizer).__name__
+        hint = f"from_torch(torch.optim.{kind}, lr=1e-3, ...): the parameters come from the state"
+        raise ConfigError(f"the optimizer is a {kind}, not a class", where="from_torch", hint=hint)
     where = f"from_torch({optimizer.__name__})"
     _refuse(optimizer, where)
     if lr is not None:

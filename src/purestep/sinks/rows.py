@@ -226,6 +226,9 @@ class _Csv(Rows):
 def csv(path: Path | str) -> Rows:
     """Rows by step as CSV, blank where a row has no value for a column. A new column writes the file anew.
 
+    A row is ``{"kind": "step" or "epoch", "step": updates so far, "epoch": from 1, ...}``: of kind "step" every
+    ``log_every`` updates (means since the last such row, and speed), of kind "epoch" one a row of the history.
+
     Args:
         path: of the file. A fresh run moves one that is there aside (``metrics.1.csv``).
     """
@@ -234,6 +237,9 @@ def csv(path: Path | str) -> Rows:
 
 def jsonl(path: Path | str) -> Rows:
     """Rows by step, one JSON object a line; what is not a finite number is null.
+
+    A row is ``{"kind": "step" or "epoch", "step": updates so far, "epoch": from 1, ...}``: of kind "step" every
+    ``log_every`` updates (means since the last such row, and speed), of kind "epoch" one a row of the history.
 
     Args:
         path: of the file. A fresh run moves one that is there aside (``metrics.1.jsonl``).

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import rng, transform, tree
-from ..errors import DataError
+from ..errors import DataError, StateError, StepContractError
 from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
 from .gradient import finite_mean, gradients, times
 from .parts import Accum, Adding, Closing, Micro, Spec
@@ -22,6 +22,8 @@ def steps_of(spec: Spec, form: Form) -> Steps:
 
     def train_step(state: TrainState, batch: Batch, *context: Any) -> tuple[TrainState, Metrics]:
         """``(state, batch, *context) -> (state, metrics)``; the state that goes in stays what it is."""
+        if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever was handed in
+            raise _no_state(state)
         with _drawing(state, batch):
             micro = gradients(spec, form, state, batch, context)
         if isinstance(state.accum, Empty):
@@ -43,6 +45,10 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         return _count_call(state, new), metrics
 
     return Steps(train_step, flush)
+
+
+def _no_state(found: Any) -> StateError:
+    return StateError(f"is a {type(found).__name__}", where="state", hint="train_step(state, batch), in this order")
 
 
 @contextmanager
@@ -150,7 +156,7 @@ def _apply(
         grads = {name: g * inverse.to(g.dtype) for name, g in grads.items()}
     norm = transform.global_norm(grads)
     nothing = weight == 0
-    deltas, opt_state = spec.tx.update(grads, state.opt_state, state.params)
+    deltas, opt_state = _of_transform(spec.tx.update(grads, state.opt_state, state.params), state.params)
     finite = (torch.isfinite(norm) & torch.isfinite(verdict) & _held(deltas)) | nothing
     halted = _halted(state)
     usable = _all_usable(opt_state, finite)
@@ -169,6 +175,26 @@ def _apply(
         halted=_halt(spec, state, finite, scaler, usable),
     )
     return new, _update_metrics(state, opt_state, norm, applied, finite & ~halted)
+
+
+def _of_transform(found: Any, params: Params) -> tuple[Params, Tree]:
+    """What ``tx.update`` returned.
+
+    Raises:
+        StepContractError: it is no pair of updates, one for each parameter, and a state.
+    """
+    what = f"a {type(found).__name__}"
+    if isinstance(found, tuple) and len(found) == 2:
+        updates: Any = found[0]
+        missing = [name for name in params if name not in updates] if isinstance(updates, dict) else None
+        if missing == []:
+            return found
+        what = f"updates as a {type(updates).__name__}" if missing is None else f"no update of {', '.join(missing)}"
+    raise StepContractError(
+        f"the transformation returned {what}",
+        where="tx.update",
+        hint="return ({name: update for every name of updates}, state)",
+    )
 
 
 def _held(deltas: Params) -> Tensor:

@@ -88,6 +88,7 @@ def chain(*transforms: Transform) -> Transform:
         transforms: applied from left to right. Chains nest.
 
     Raises:
+        ConfigError: a part that is no transform.
         StateError: at update, for a state of another number of parts.
 
     Example:
@@ -95,6 +96,15 @@ def chain(*transforms: Transform) -> Transform:
         >>> tx.init({"w": torch.ones(2)})
         (Empty(), Empty())
     """
+    given: tuple[Any, ...] = transforms
+    for number, part in enumerate(given):
+        if not isinstance(part, Transform):
+            many = isinstance(part, list | tuple)
+            raise ConfigError(
+                f"part {number} is a {type(part).__name__}",
+                where="chain",
+                hint="optim.chain(first, second), not a list of them" if many else "optim.adamw(1e-3), called",
+            )
 
     def init(params: Params) -> tuple[Tree, ...]:
         return tuple(tx.init(params) for tx in transforms)
@@ -184,11 +194,22 @@ def require(where: str, /, *, low: float = 0.0, high: float = math.inf, **values
                 where=where,
                 hint=f"optim.inject(optim.{where})(..., {name}=schedule)",
             )
-        if not isinstance(value, int | float) or not low <= value < high:
-            raise ConfigError(f"{name} is {value!r}, outside [{low}, {high})", where=where, hint=f"{name}={low}")
+        if not isinstance(value, int | float):
+            hint = f"a number in [{low}, {high})"
+            raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}", where=where, hint=hint)
+        if not low <= value < high:
+            hint = f"{name}={1e-3 if name == 'learning_rate' else low}"
+            raise ConfigError(f"{name} is {value!r}, outside [{low}, {high})", where=where, hint=hint)
 
 
 def require_rate(where: str, learning_rate: Rate) -> None:
     """A learning rate that is a schedule, a tensor or a number of at least 0; else a `ConfigError`."""
+    given: Any = learning_rate
+    if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+        raise ConfigError(
+            f"learning_rate is a {type(given).__name__}, which counts its own steps",
+            where=where,
+            hint=f"schedules.from_torch_scheduler({type(given).__name__}, 1e-3, steps=10_000, ...)",
+        )
     if not callable(learning_rate):
         require(where, learning_rate=learning_rate)
