@@ -807,6 +807,61 @@ def test_text_in_a_batch_makes_no_graph_a_text(donate: bool) -> None:
     assert found.graphs == 1
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", FORMS)
+@pytest.mark.parametrize("capture", ["trace", "dynamo"])
+def test_a_tensor_in_two_places_of_a_batch_makes_no_graph_of_one_input(capture: str, donate: bool) -> None:
+    program = ps.program(nn.Linear(4, 4), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
+    step = compiled(program.train_step, capture=capture, donate=donate)
+    inputs, targets = torch.ones(8, 4), torch.zeros(8, 4)
+    step(program.init(), (inputs, inputs))
+    found, _ = step(program.init(), (inputs, targets))
+    expected, _ = program.train_step(program.init(), (inputs, targets))
+    assert_trees_close(ps.clone(found), expected, rtol=1e-6, atol=1e-7)
+    # ... nor the other way round.
+    found, _ = step(program.init(), (targets, targets))
+    expected, _ = program.train_step(program.init(), (targets, targets))
+    assert_trees_close(ps.clone(found), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.compile
+def test_a_tensor_in_two_places_counts_as_two_in_evaluation_and_unrolled_steps_too() -> None:
+    program = ps.program(nn.Linear(4, 4), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
+    x, y = torch.ones(8, 4), torch.zeros(8, 4)
+    fast, state = ps.compile_program(program, backend="aot_eager"), program.init()
+    assert fast.eval_step is not None
+    assert program.eval_step is not None
+    fast.eval_step(state, (x, x))
+    assert float(fast.eval_step(state, (x, y))["loss"]) == pytest.approx(
+        float(program.eval_step(state, (x, y))["loss"])
+    )
+    twice = compiled(program.train_step, unroll=2)
+    twice(state, [(x, y)] * 2)
+    found, _ = twice(state, [(x, y), (y, x)])
+    assert_trees_close(found, run(program.train_step, state, [(x, y), (y, x)])[0], rtol=1e-6, atol=1e-7)
+
+
+class _Averaged(NamedTuple):
+    online: TrainState
+    target: dict[str, Tensor]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", FORMS)
+def test_an_average_that_starts_as_the_very_weights_is_a_tensor_of_its_own(donate: bool) -> None:
+    program = ps.program(nn.Linear(4, 4), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
+
+    def step(state: _Averaged, batch: Any) -> tuple[Any, Any]:
+        new, metrics = program.train_step(state.online, batch)
+        return _Averaged(new, {k: 0.5 * old + 0.5 * new.params[k] for k, old in state.target.items()}), metrics
+
+    start = program.init()
+    state = _Averaged(start, dict(start.params))
+    data = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(3)]
+    found, expected = run(compiled(step, donate=donate), state, data)[0], run(step, state, data)[0]
+    assert_trees_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 # --- through inductor -------------------------------------------------------------------------------------------------
 
 
@@ -882,6 +937,30 @@ def test_an_index_out_of_range_is_named_and_the_state_says_what_became_of_it() -
     with pytest.raises(StateError, match="donated at step 2, which failed"):
         step(state, vector_batch())
     step(program.init(), vector_batch())  # the step itself goes on
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("where", ["begin", "_run", "_launched", "end"])
+def test_ctrl_c_at_any_line_of_a_donated_call_leaves_no_state_that_seems_alive(where: str) -> None:
+    """The graph may have run: then the state that went in shows new weights under the old key."""
+    program = convnet()  # draws
+    step = compiled(program.train_step, donate=True)
+    state, _ = step(program.init(), image_batch())
+
+    def interrupt(frame: Any, event: str, _: Any) -> None:
+        if frame.f_code.co_name == where and event == "return":
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            step(state, image_batch())
+    finally:
+        sys.setprofile(None)
+    with pytest.raises(StateError, match="donated at step 2"):
+        ps.clone(state)
+    step(program.init(), image_batch())
 
 
 @pytest.mark.parametrize("given", [mlp(), "step"], ids=["program", "text"])

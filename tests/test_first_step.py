@@ -212,6 +212,38 @@ def test_what_is_not_as_it_was_is_made_anew(
     assert len(made) == 2
 
 
+_ANOTHER_PROCESS = """
+import torch
+from purestep.compile import native
+call, _ = native.compiled(lambda x: [torch.sin(x) * 3.25], [torch.ones(300)], finish=lambda graph: graph, options=None)
+(found,) = call([torch.full((300,), 2.0)])
+print((found - torch.sin(torch.tensor(2.0)) * 3.25).abs().max() < 1e-6)
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_a_damaged_library_is_no_trap_for_the_next_process(own_cache: Path):
+    """Inductor loads a library that lies where it would put one: cut off, that is a SIGBUS in every process to come."""
+    run(3.25)
+    (record,) = (own_cache / "purestep").iterdir()
+    library = own_cache / record.read_text().split()[0]
+    _cut(library, record)
+    library.write_bytes(library.read_bytes()[:5000])
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", _ANOTHER_PROCESS], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout.strip()) == (0, "tensor(True)"), done.stderr[-500:]
+    assert library.stat().st_size > 5000
+
+
+def test_a_record_that_cannot_be_written_leaves_nothing_behind(own_cache: Path):
+    library = own_cache / "library.so"
+    library.write_bytes(b"code")
+    (own_cache / "purestep" / "name" / "in the way").mkdir(parents=True)
+    kept.keep("name", calls.Code(lambda tensors: tensors, str(library)))
+    assert [path.name for path in (own_cache / "purestep").iterdir()] == ["name"]
+
+
 def test_only_what_inductor_calls_with_tensors_alone_is_kept(own_cache: Path):
     kept.keep("0" * 64, calls.of(lambda tensors: tensors))
     assert not (own_cache / "purestep").exists()

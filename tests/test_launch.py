@@ -454,7 +454,7 @@ def replayed(program: Program) -> Any:
     """A compiled step that takes the CPU for a device with graphs."""
     step = compiled(program.train_step, donate=True, cuda_graph=True)
     replays = step._replays
-    step._launched = lambda graph, store, leaves: replays.run(graph.run, store, leaves, runner._copied)
+    step._run = lambda graph, store, leaves: replays.run(graph.run, store, leaves, runner._copied)
     return step
 
 
@@ -471,7 +471,7 @@ def test_metrics_that_are_not_copied_out_would_change(recorded: list[Recorder]) 
     program = mlp()
     step = replayed(program)
     replays = step._replays
-    step._launched = lambda graph, store, leaves: replays.run(graph.run, store, leaves, lambda metrics: metrics)
+    step._run = lambda graph, store, leaves: replays.run(graph.run, store, leaves, lambda metrics: metrics)
     _, metrics = one_by_one(program.train_step, program.init(), batches(6))
     _, read = one_by_one(step, program.init(), batches(6))
     assert float(read[3]["loss"]) != float(metrics[3]["loss"])

@@ -67,7 +67,7 @@ def trace(
 
     Args:
         function: flat in, list of tensors out; may write its inputs in place.
-        inputs: tensors that are only looked at.
+        inputs: tensors that are only looked at; one that is there twice counts as two.
         backend: "inductor", "aot_eager" or "eager" (both run the traced operations one by one), or a callable
             ``(graph_module, inputs) -> callable`` as torch.compile takes.
         options: inductor's configuration.
@@ -75,6 +75,7 @@ def trace(
     Raises:
         DataDependent: the Python branches on the value of a tensor.
     """
+    inputs = _each_its_own(inputs)
     with rng.capturing(), torch.no_grad():
         if native.suits(inputs, backend):
             try:
@@ -86,6 +87,16 @@ def trace(
                 pass
         graph = _finished(_views_allowed(_traced(function, inputs)))
     return _lowered(graph, inputs, backend, options), _draws(graph)
+
+
+def _each_its_own(inputs: list[Tensor]) -> list[Tensor]:
+    """The inputs as tensors of their own: a tensor that is given in two places becomes one input of a graph, which
+    later calls with two tensors would find as well."""
+    seen, found = set[int](), list[Tensor]()
+    for leaf in inputs:
+        found.append(leaf.detach().requires_grad_(leaf.requires_grad) if id(leaf) in seen else leaf)
+        seen.add(id(leaf))
+    return found
 
 
 _FIRST = 1 << 40  # the seed a capture starts from: positions must not run into seeds that a step sets itself

@@ -51,13 +51,18 @@ def name(graph: GraphModule, inputs: Sequence[Tensor]) -> str | None:
 
 
 def load(known: str | None) -> Code | None:
-    """The code of that name; None where there is none, or not as it was."""
+    """The code of that name; None where there is none, or not as it was: then it is removed, for inductor would take it
+    without a look."""
     if known is None:
         return None
     try:
         place, digest = _record(known).read_text().split()
         library = _directory() / place
-        return calls.loaded(str(library), digest) if _digest(library) == digest else None
+        if _digest(library) != digest:
+            for part in (library, library.with_suffix(".o")):
+                part.unlink(missing_ok=True)
+            return None
+        return calls.loaded(str(library), digest)
     except Exception:  # it is made anew, whatever is wrong with what is there
         return None
 
@@ -72,7 +77,10 @@ def keep(known: str | None, code: Code) -> None:
         record.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=record.parent, delete=False) as file:
             file.write(f"{library.relative_to(_directory())} {_digest(library)}\n")
-        os.replace(file.name, record)
+        try:
+            os.replace(file.name, record)
+        except OSError:
+            os.unlink(file.name)
 
 
 def _digest(file: Path) -> str:

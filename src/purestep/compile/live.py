@@ -208,17 +208,22 @@ class Store:
                     hint="state._replace(...) with the new tensor, or tensor.copy_(...) into the one that is there",
                 )
 
-    def advance(self, calls: int = 1) -> None:
-        """A call has been made: older states are dead, every key has moved."""
+    def begin(self) -> None:
+        """A call is made: whatever becomes of it (Ctrl-C comes at any line), the state that went in is dead."""
+        self.failed = True
         self.generation += 1
+
+    def undo(self) -> None:
+        """The call has ended before it wrote anything."""
+        self.generation -= 1
+        self.failed = False
+
+    def end(self, calls: int = 1) -> None:
+        """The call has been made: every key has moved."""
         self.calls += calls
         for host in self.hosts:
             host.advance(calls)
-
-    def spoil(self) -> None:
-        """A call was broken off: some buffers may be written, and nobody may read them."""
-        self.failed = True
-        self.advance(0)
+        self.failed = False
 
     def fate(self, index: int, generation: int, calls: int) -> str:
         """What became of the state of an earlier generation."""

@@ -125,28 +125,31 @@ class CompiledStep:
             if unlike is not None:
                 unlike(batch[0])
             graph, leaves = self._found(store, phase, batch)
-        if graph.draws and store.hosts:
-            host = store.hosts[0]
-            with rng.scoped(rng.mix(host.seed, host.calls, "step"), store.device):
-                metrics = self._launched(graph, store, leaves)
-        else:
-            metrics = self._launched(graph, store, leaves)
-        store.advance(1 if self._unroll == 1 else len(batch[0]))
+        metrics = self._launched(graph, store, leaves)
+        store.end(1 if self._unroll == 1 else len(batch[0]))
         if self._windowed:
             self._count_window(store)
         return store.live(), metrics
 
     def _launched(self, graph: Graph, store: live_.Store, leaves: list[Any]) -> Metrics | Stacked:
+        store.begin()
         try:
-            if self._replays is None or store.device.type != "cuda":
-                return graph.run(store.buffers, leaves)
-            return self._replays.run(graph.run, store, leaves, _copied)
+            if not graph.draws or not store.hosts:
+                return self._run(graph, store, leaves)
+            host = store.hosts[0]
+            with rng.scoped(rng.mix(host.seed, host.calls, "step"), store.device):
+                return self._run(graph, store, leaves)
         except BaseException as error:
             # What an attempt to capture met has Dynamo's word as its cause.
             in_capture = any(found is not None and capture_.stopped(found) for found in (error, error.__cause__))
-            if not isinstance(error, PurestepError) and not in_capture:
-                store.spoil()
+            if isinstance(error, PurestepError) or in_capture:
+                store.undo()
             raise
+
+    def _run(self, graph: Graph, store: live_.Store, leaves: list[Any]) -> Metrics | Stacked:
+        if self._replays is None or store.device.type != "cuda":
+            return graph.run(store.buffers, leaves)
+        return self._replays.run(graph.run, store, leaves, _copied)
 
     def _found(self, store: live_.Store, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
         store.check(kinds(store.buffers))

@@ -9,6 +9,7 @@ goes wrong here, or is named otherwise in another version of torch, costs time a
 from __future__ import annotations
 
 import contextvars
+import gc
 import importlib
 import os
 import shlex
@@ -204,6 +205,8 @@ class _Build:
             known = not _exists(kernels) and self._hand_over_rest(Path(_source(kernels)).read_text())
             if not _exists(calls):
                 calls.build()
+            # `capture.alone` keeps garbage until the end, where it would be collected with nothing beside it.
+            gc.collect(0)
             if known:
                 self._join(kernels)
             if _exists(kernels):

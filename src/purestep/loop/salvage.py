@@ -74,7 +74,7 @@ def _bury(state: Tree, *, adopted: bool) -> Tree:
     for part in parts:
         store = part.live_store
         if store is not None and store.generation == part.live_generation:
-            store.advance()
+            store.begin()
     if not parts:
         return state if adopted else None
     return tree.map(_memory, state, is_leaf=live.is_state)
