@@ -211,6 +211,24 @@ def test_attention_and_its_gradients(options: dict[str, Any]):
     assert "flash" not in written(function, query, key, value)
 
 
+def test_equal_layers_of_attention_are_traced_once_and_others_apart(monkeypatch: pytest.MonkeyPatch):
+    """Equal ones, causal ones, one of another scale, one that lies in memory otherwise."""
+    traced: list[Any] = []
+    true = attention._operations
+    monkeypatch.setattr(attention, "_operations", lambda *given: traced.append(given) or true(*given))
+    layers = [{}, {}, {"is_causal": True}, {"scale": 0.3}, {"is_causal": True}]
+    tensors = [torch.randn(2, 3, 24, 16) for _ in range(3)]
+    turned = [torch.randn(2, 24, 3, 16).transpose(1, 2) for _ in range(3)]
+
+    def function(*given: Tensor) -> list[Tensor]:
+        found = [attended(*given[:3], **options) for options in layers]
+        return [leaf for layer in [*found, attended(*given[3:])] for leaf in layer]
+
+    run = compiled(function, *tensors, *turned)
+    close(run(), function(*(tensor.double() for tensor in (*tensors, *turned))))
+    assert len(traced) == 4 + 3  # gradients do not depend on who is causal
+
+
 @pytest.mark.parametrize("kind", ["long", "masked", "double"])
 def test_attention_that_stays_torchs(kind: str):
     length = attention.LONGEST + 1 if kind == "long" else 8

@@ -29,9 +29,10 @@ def written_out(graph: GraphModule) -> GraphModule:
         return graph
     aten: Any = torch.ops.aten
     known = dict[Any, Any]()  # logarithm of the sums -> weights
+    made = dict[Any, Any]()  # layers are mostly alike
     for node in list(graph.graph.nodes):
         if node.target is aten._scaled_dot_product_flash_attention_for_cpu.default and _suits(node):
-            out, total, weights = _inlined(graph, node, _forward, node.args[:3], _causal(node, 4), _scale(node))
+            out, total, weights = _inlined(graph, node, made, _forward, node.args[:3], _causal(node, 4), _scale(node))
             known[total] = weights
             _replace(graph, node, (out, total))
         elif node.target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default and _suits(node, 1):
@@ -39,7 +40,7 @@ def written_out(graph: GraphModule) -> GraphModule:
             weights = known.get(_source(total))
             if weights is not None:
                 inputs = (grad, query, key, value, out, weights)
-                _replace(graph, node, _inlined(graph, node, _backward, inputs, _scale(node)))
+                _replace(graph, node, _inlined(graph, node, made, _backward, inputs, _scale(node)))
     graph.recompile()
     return graph
 
@@ -102,18 +103,25 @@ def _source(node: Any) -> Any:
     return node
 
 
-def _inlined(graph: GraphModule, at: Node, function: Callable[..., Any], inputs: Any, *constants: Any) -> Any:
-    """The function's operations before a node, and the nodes of its results."""
+def _inlined(
+    graph: GraphModule, at: Node, made: dict[Any, Any], function: Callable[..., Any], inputs: Any, *constants: Any
+) -> Any:
+    """The function's operations before a node, and the nodes of its results; ``made`` remembers the operations."""
+    fakes = [source.meta["val"] for source in inputs]
+    kind = (function, constants, *((fake.shape, fake.stride(), fake.device) for fake in fakes))
+    if kind not in made:
+        made[kind] = _operations(lambda *tensors: function(*tensors, *constants), fakes)
+    places = [node for node in made[kind].nodes if node.op == "placeholder"]
+    with graph.graph.inserting_before(at):
+        return graph.graph.graph_copy(made[kind], dict(zip(places, inputs, strict=True)))
+
+
+def _operations(function: Callable[..., Any], fakes: list[Any]) -> Any:
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    fakes = [source.meta["val"] for source in inputs]
     with fakes[0].fake_mode:
-        made = make_fx(lambda *tensors: function(*tensors, *constants), decomposition_table=select_decomp_table())
-        inner: GraphModule = made(*fakes)
-    places = [node for node in inner.graph.nodes if node.op == "placeholder"]
-    with graph.graph.inserting_before(at):
-        return graph.graph.graph_copy(inner.graph, dict(zip(places, inputs, strict=True)))
+        return make_fx(function, decomposition_table=select_decomp_table())(*fakes).graph
 
 
 def _replace(graph: GraphModule, node: Node, results: Any) -> None:
