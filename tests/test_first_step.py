@@ -236,6 +236,24 @@ def test_a_damaged_library_is_no_trap_for_the_next_process(own_cache: Path):
     assert library.stat().st_size > 5000
 
 
+_WARM = """
+import sys
+import torch
+from purestep.compile import native
+call, _ = native.compiled(lambda x: [torch.sin(x) * 3.75], [torch.ones(300)], finish=lambda graph: graph, options=None)
+call([torch.ones(300)])
+print([name for name in ("torch._inductor.codecache", "torch._inductor.compile_fx") if name in sys.modules])
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_code_of_an_earlier_run_is_loaded_without_inductor(own_cache: Path):
+    run(3.75)
+    done = subprocess.run([sys.executable, "-c", _WARM], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr[-500:]
+
+
 def test_a_record_that_cannot_be_written_leaves_nothing_behind(own_cache: Path):
     library = own_cache / "library.so"
     library.write_bytes(b"code")

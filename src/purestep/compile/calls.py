@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import inspect
 import struct
@@ -84,15 +85,20 @@ def g(args):
 
 def loaded(library: str, digest: str) -> Code:
     """The code in a library of an earlier process."""
-    codecache: Any = importlib.import_module("torch._inductor.codecache")
-    cache = codecache.CppWrapperCodeCache
-    entry = getattr(cache._load_library_inner(library, f"purestep_{digest}"), cache.entry_function)
+    ctypes.PyDLL(library)  # not there, or no library: who asks for it has to know now
     handles_of, tensors_of = _handles()
+
+    @functools.cache
+    def entry() -> Callable[..., Any]:
+        # Half of inductor comes with it, and where the library takes addresses, nobody asks.
+        codecache: Any = importlib.import_module("torch._inductor.codecache")
+        cache = codecache.CppWrapperCodeCache
+        return getattr(cache._load_library_inner(library, f"purestep_{digest}"), cache.entry_function)
 
     def run(tensors: list[Tensor]) -> Any:
         handles = handles_of(tensors)
         tensors.clear()
-        return tensors_of(entry(handles))
+        return tensors_of(entry()(handles))
 
     return Code(run, library)
 
