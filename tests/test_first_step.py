@@ -248,9 +248,11 @@ print([name for name in ("torch._inductor.codecache", "torch._inductor.compile_f
 
 @pytest.mark.compile
 @pytest.mark.slow
-def test_code_of_an_earlier_run_is_loaded_without_inductor(own_cache: Path):
+def test_code_of_an_earlier_run_is_loaded_without_inductor_wherever_it_has_been_moved_to(own_cache: Path):
     run(3.75)
-    done = subprocess.run([sys.executable, "-c", _WARM], capture_output=True, text=True, check=False)
+    moved = own_cache.rename(own_cache.with_name("moved"))
+    surroundings = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(moved)}
+    done = subprocess.run([sys.executable, "-c", _WARM], env=surroundings, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stderr[-500:]
 
 

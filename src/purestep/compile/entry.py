@@ -28,8 +28,11 @@ def compile_step(
     Results are those of the eager step but for rounding: operations are fused, and on the CPU products of float32 are
     a kernel of purestep's own where the processor has AVX2 or AVX-512. There a thread that calls compiled steps keeps
     the memory of their intermediates until it ends. Random numbers come from torch's generator of the device, which
-    threads share: steps that draw some repeat themselves on one thread at a time. Compiled code is kept in inductor's
-    cache directory (``TORCHINDUCTOR_CACHE_DIR``) for the next process.
+    threads share: steps that draw some repeat themselves on one thread at a time.
+
+    Compiled code is kept in inductor's cache directory for the next process. ``TORCHINDUCTOR_CACHE_DIR`` says which,
+    and may lie beside the snapshots of a run: then whoever goes on with it finds both, on the same processor and with
+    the same installation (as in a container that is started again), wherever the directory has been moved to.
 
     Args:
         step: ``(state, batch, *context) -> (state, metrics)``, a program's or one's own.

@@ -39,6 +39,9 @@ def program(
 ) -> Program:
     """Pure steps from a module, an objective and a gradient transformation.
 
+    In eager mode a program is for one thread at a time: its calls put the weights of their state into one hollow copy
+    of the module.
+
     Args:
         model: a template: never written to, its weights are read by ``init`` only. Training runs in train mode
             whatever mode it is in.
