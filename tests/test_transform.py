@@ -671,7 +671,7 @@ def test_the_relative_step_is_a_bound_by_the_learning_rate() -> None:
         (lambda: transform.scale_by_learning_rate(-0.1), "learning_rate is -0.1"),
         (
             lambda: transform.scale_by_learning_rate("0.1"),
-            "learning_rate is '0.1', a str (cure: a number in [0.0, inf))",
+            "learning_rate is '0.1', outside [0.0, inf) (cure: learning_rate=0.001)",
         ),  # type: ignore[arg-type]
         (lambda: transform.scale_by_learning_rate(math.nan), "learning_rate is nan"),
         (lambda: transform.trace(-0.1), "trace: decay is -0.1"),

@@ -66,7 +66,7 @@ def test_row_52_nan_is_never_the_best(values: list[float], best: int | None, tmp
 def test_row_52_an_unknown_monitor_lists_what_there_is() -> None:
     program = mlp()
     known = r"\['grad_norm', 'lr', 'train_loss', 'val_loss'\]"
-    message = rf"monitor='eval_loss' is not among the metrics: {known}.*train_loss"
+    message = rf"monitor='eval_loss' is not among the metrics: {known}.*cure: monitor='val_loss'"
     with pytest.raises(ConfigError, match=message):
         fit(program.init(), {"train": batches(1), "val": batches(1)}, program, epochs=3, monitor="eval_loss")
 

@@ -164,7 +164,8 @@ def _caller(
         try:
             outputs = run([*tensors, *inputs])
         except RuntimeError as error:
-            error.add_note(_in_words(str(error)))
+            if told := _in_words(str(error)):
+                error.add_note(told)
             raise
         return build(outputs)
 
@@ -172,13 +173,15 @@ def _caller(
 
 
 def _in_words(native: str) -> str:
-    """What an error of compiled code comes from."""
+    """What an error of inductor's code comes from; nothing of other errors, which say it themselves."""
     if "index out of bounds" in native:
         return (
             "an index is outside of what it points into: a class in the targets, a token, or a position (cure: as many "
             "outputs, or rows of the embedding, as the data has; the same call in eager mode names the operation)"
         )
-    return "compiled code knows no more; the same call in eager mode, of the step itself, names the operation"
+    if "API call failed" in native:
+        return "compiled code knows no more; the same call in eager mode, of the step itself, names the operation"
+    return ""
 
 
 def _builder(treedef: tree.TreeDef, stacked: list[bool]) -> Callable[[Any], Any]:

@@ -194,10 +194,7 @@ def require(where: str, /, *, low: float = 0.0, high: float = math.inf, **values
                 where=where,
                 hint=f"optim.inject(optim.{where})(..., {name}=schedule)",
             )
-        if not isinstance(value, int | float):
-            hint = f"a number in [{low}, {high})"
-            raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}", where=where, hint=hint)
-        if not low <= value < high:
+        if not isinstance(value, int | float) or not low <= value < high:
             hint = f"{name}={1e-3 if name == 'learning_rate' else low}"
             raise ConfigError(f"{name} is {value!r}, outside [{low}, {high})", where=where, hint=hint)
 
