@@ -940,6 +940,16 @@ def test_an_index_out_of_range_is_named_and_the_state_says_what_became_of_it() -
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+def test_a_sparse_batch_is_refused_with_the_cure(capture: str) -> None:
+    program = mlp()
+    inputs, targets = vector_batch()
+    step = ps.compile_step(program.train_step, capture=capture)
+    with pytest.raises(StepContractError, match=r"a sparse_coo tensor in the batch.*x.to_dense\(\)"):
+        step(program.init(), (inputs.to_sparse(), targets))
+
+
+@pytest.mark.compile
 @pytest.mark.parametrize("where", ["begin", "_run", "_launched", "end"])
 def test_ctrl_c_at_any_line_of_a_donated_call_leaves_no_state_that_seems_alive(where: str) -> None:
     """The graph may have run: then the state that went in shows new weights under the old key."""

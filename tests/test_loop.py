@@ -708,6 +708,13 @@ def test_auto_goes_on_in_eager_with_a_warning_where_a_step_cannot_be_captured(mo
     assert ps.evaluate(state, [torch.ones(1)], ready.eval_step) == {"up": 0.0}
     assert state["w"].item() == -2
 
+    def summed(state: dict[str, Tensor], batch: Tensor) -> Any:
+        return {"w": state["w"] + batch.sum()}, {}
+
+    with pytest.warns(RuntimeWarning, match="runs in eager: batch: a sparse_coo tensor"):
+        state, _ = ready_on_cuda(Program(summed), state).train_step(state, torch.ones(3).to_sparse())
+    assert state["w"].item() == 1
+
     def wrong(state: dict[str, Tensor], batch: Tensor) -> Any:
         return {"w": state["w"].double()}, {}
 

@@ -21,7 +21,7 @@ On the CPU `native` hands the traced graph straight to inductor. What differs fr
 
 from __future__ import annotations
 
-from .capture import DataDependent as DataDependent
+from .capture import Uncaptured as Uncaptured
 from .capture import stopped as stopped
 from .entry import compile_program as compile_program
 from .entry import compile_step as compile_step

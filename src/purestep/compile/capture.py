@@ -30,7 +30,11 @@ CAPTURES = ("auto", "dynamo", "trace")
 _HERE = __file__.rpartition("compile")[0]
 
 
-class DataDependent(StepContractError):
+class Uncaptured(StepContractError):
+    """No graph can be made of this; in eager it runs."""
+
+
+class DataDependent(Uncaptured):
     """The step looks at the value of a tensor, which a trace does not have."""
 
 

@@ -99,6 +99,8 @@ class Graphs:
         return graph
 
     def _make(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
+        if self.options.backend == "inductor":
+            _check_layouts(leaves)
         self.count += 1
         if self.options.capture != "dynamo":
             return self._traced(core, leaves, tensors)
@@ -239,6 +241,16 @@ def resolved(leaf: Any) -> Any:
 def kinds(leaves: list[Any]) -> tuple[Any, ...]:
     """What a compiled graph depends on: layout, dtype and device of tensors, the value of anything else."""
     return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else _constant(x) for x in leaves)
+
+
+def _check_layouts(leaves: list[Any]) -> None:
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+            raise capture_.Uncaptured(
+                f"a {str(leaf.layout).removeprefix('torch.')} tensor in the batch, which inductor does not take",
+                where="batch",
+                hint="x.to_dense() in the loader, or the step in eager mode",
+            )
 
 
 def _constant(value: Any) -> Any:

@@ -60,7 +60,7 @@ def _falls_back(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Call
         try:
             return chosen(state, *batch, **named)
         except Exception as error:
-            if chosen is eager or not (compile_.stopped(error) or isinstance(error, compile_.DataDependent)):
+            if chosen is eager or not (compile_.stopped(error) or isinstance(error, compile_.Uncaptured)):
                 raise
             warnings.warn(
                 f"the step cannot be compiled and runs in eager: {str(error).splitlines()[0]} "
