@@ -21,6 +21,7 @@ On the CPU `native` hands the traced graph straight to inductor. What differs fr
 
 from __future__ import annotations
 
+from .capture import ONE_DTYPE as ONE_DTYPE
 from .capture import Uncaptured as Uncaptured
 from .capture import stopped as stopped
 from .entry import compile_program as compile_program

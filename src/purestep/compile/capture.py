@@ -132,6 +132,11 @@ def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
     return make_fx(_recorded(function), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 
+ONE_DTYPE = (
+    'model.float() before ps.program and batches of float32; or ps.program(..., precision="64-true"), which casts both'
+)
+"""The cure of weights and batches that do not fit."""
+
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 
 
@@ -150,8 +155,7 @@ def _finished(graph: GraphModule) -> GraphModule:
             raise StepContractError(
                 f"a product of {' and '.join(map(str, dtypes))} ({node.target})",
                 where="step",
-                hint="model.float() before ps.program and batches of float32, or both of another dtype; or "
-                'ps.program(..., precision="64-true"), which casts both',
+                hint=ONE_DTYPE,
             )
     return _scalars_apart(graph)
 

@@ -176,10 +176,7 @@ def _mixed_dtypes(error: Exception, batch: Any, weights: set[torch.dtype]) -> st
     if not all(any(_TORCHS_NAMES.get(dtype, str(dtype)) in text for dtype in dtypes) for dtypes in (given, weights)):
         return ""
     of_batch, of_weights = (", ".join(sorted(str(dtype) for dtype in dtypes)) for dtypes in (given, weights))
-    return (
-        f"the batch has {of_batch}, the weights are {of_weights} (cure: model.float() before ps.program and batches of "
-        'float32; or ps.program(..., precision="64-true"), which casts both)'
-    )
+    return f"the batch has {of_batch}, the weights are {of_weights} (cure: {compile_.ONE_DTYPE})"
 
 
 def _named(found: str, state: Tree, batch: Any, record: Record) -> NonFiniteError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 from collections.abc import Iterable, Mapping
@@ -117,10 +116,12 @@ def _metrics(known: Iterable[str]) -> list[str]:
 
 def _nearest(monitor: str, known: Iterable[str]) -> str:
     """Of the same name in an evaluation first: by "loss" is meant "val_loss" rather than "lr"."""
+    from ..config import values  # late: see above
+
     names = _metrics(known)
     same = [name for name in names if name.endswith(f"_{monitor}") and not name.startswith("train_")]
     loader = [name for name in names if name.startswith(f"{monitor.partition('_')[0]}_")]
-    return next(iter([*same, *difflib.get_close_matches(monitor, loader or names, n=1)]), _likely(loader or known))
+    return next(iter(same), values.nearest(monitor, loader or names)) or _likely(loader or known)
 
 
 def _likely(known: Iterable[str]) -> str:

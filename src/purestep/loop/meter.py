@@ -44,8 +44,7 @@ class Rows(NamedTuple):
 
     def totals(self, name: str, default: float) -> list[float]:
         """Of every call, the total of that name."""
-        at = next((total for known, total, _ in self.columns if known == name), None)
-        return [default] * len(self.tags) if at is None else [row[at] for row in self.numbers]
+        return [total for total, _ in self.pairs(name)] or [default] * len(self.tags)
 
     def pairs(self, name: str) -> list[tuple[float, float]]:
         """Of every call, total and weight of that name; nothing where there is none."""

@@ -89,8 +89,9 @@ def history_json(path: Path | str) -> History:
 class Rows(ABC):
     """Rows by step, appended as they come; see `csv` and `jsonl`.
 
-    A row is ``{"kind": "step" or "epoch", "step": updates so far, "epoch": from 1, ...}``; there is one for each
-    (kind, step).
+    A row is ``{"kind": "step" or "epoch", "step": updates so far, "epoch": from 1, ...}``: of kind "step" every
+    ``log_every`` updates (means since the last such row, and speed), of kind "epoch" one a row of the history. There is
+    one for each (kind, step).
     """
 
     wants = (FitStart, Logged, EpochEnd, FitEnd)
@@ -226,8 +227,7 @@ class _Csv(Rows):
 def csv(path: Path | str) -> Rows:
     """Rows by step as CSV, blank where a row has no value for a column. A new column writes the file anew.
 
-    A row is ``{"kind": "step" or "epoch", "step": updates so far, "epoch": from 1, ...}``: of kind "step" every
-    ``log_every`` updates (means since the last such row, and speed), of kind "epoch" one a row of the history.
+    Rows are of two kinds, ``row["kind"]`` says which: see `Rows`.
 
     Args:
         path: of the file. A fresh run moves one that is there aside (``metrics.1.csv``).
@@ -238,8 +238,7 @@ def csv(path: Path | str) -> Rows:
 def jsonl(path: Path | str) -> Rows:
     """Rows by step, one JSON object a line; what is not a finite number is null.
 
-    A row is ``{"kind": "step" or "epoch", "step": updates so far, "epoch": from 1, ...}``: of kind "step" every
-    ``log_every`` updates (means since the last such row, and speed), of kind "epoch" one a row of the history.
+    Rows are of two kinds, ``row["kind"]`` says which: see `Rows`.
 
     Args:
         path: of the file. A fresh run moves one that is there aside (``metrics.1.jsonl``).
