@@ -204,23 +204,31 @@ def test_manifests_that_lie(tmp_path, whole, changes, text):
 # --- manners ------------------------------------------------------------------------------------------------------
 
 MANNERS = """
-import sys
+import random, sys
+import numpy as np
 import torch
 import purestep.snapshot as s
+
+def generators():
+    return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+
+drawn_from = generators()
 assert not {"jax", "orbax"} & {name.split(".")[0] for name in sys.modules}
 snapshots = s.Snapshots(sys.argv[1], jax_platforms=None if sys.argv[2] == "None" else sys.argv[2])
 assert snapshots.steps() == [] and snapshots.latest() is None
 snapshots.track("loss")
 assert not {"jax", "orbax"} & {name.split(".")[0] for name in sys.modules}
 snapshots.save(1, {"w": torch.zeros(1)})
+assert "orbax.checkpoint" in sys.modules  # not imported while it is written, beside a dataset that draws
 snapshots.close()
+assert generators() == drawn_from
 import jax
 print(jax.config.jax_platforms, list(jax._src.xla_bridge.backends()))
 """
 
 
 @pytest.mark.parametrize(("platforms", "said"), [("cpu", "cpu ['cpu']"), ("None", "None ")])
-def test_jax_is_late_and_stays_on_the_cpu(tmp_path, platforms, said):
+def test_jax_is_late_stays_on_the_cpu_and_draws_nothing(tmp_path, platforms, said):
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-c", MANNERS, str(tmp_path), platforms]

@@ -217,8 +217,6 @@ def trial(number: int, folder: Path) -> str | None:
 def check(place: str, value: str, folder: Path) -> str | None:
     """One value in one place."""
     hand_in, pattern = PLACES[place]
-    import orbax.checkpoint  # noqa: F401  # what it draws when it is imported is no concern of this trial
-
     held, here = VALUES[value](), folder / "here"
     here.mkdir()
     before, began = _generators(), time.monotonic()

@@ -28,14 +28,16 @@ class Background:
         """Whether a job of this process is running."""
         return self._thread is not None and self._pid == os.getpid() and self._thread.is_alive()
 
-    def start(self, job: Callable[[], Any], *, holding: object = None) -> None:
-        """Runs the job when the one before it has ended; ``holding`` lives as long as the job runs."""
+    def start(self, job: Callable[[], Any], *, holding: object = None) -> BaseException | None:
+        """Runs the job when the one before has ended, whose error it returns; ``holding`` lives until the job ends."""
         self.join()
+        before = self.take_error()
         _finish_at_exit(self)
         self._thread = threading.Thread(target=self._run, args=(job, holding), name="purestep-snapshot")
         self._thread.start()
         if _ENDS_EARLY:  # orbax needs threads of its own until the end
             self._thread.join()
+        return before
 
     def _run(self, job: Callable[[], Any], holding: object) -> None:
         del holding  # the thread's arguments keep it

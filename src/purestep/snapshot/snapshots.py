@@ -14,7 +14,7 @@ from .. import tree
 from ..errors import ConfigError, Corrupt, NotFound, SnapshotError, WriteFailed
 from ..files import DirectoryLock, failpoint
 from ..types import Tree
-from . import background, cadence, directory, host, reading, writer
+from . import background, cadence, directory, host, reading, store, writer
 from . import manifest as manifests
 from .manifest import Manifest
 from .reading import Snapshot
@@ -327,9 +327,8 @@ class Snapshots:
             platforms=self._platforms,
         )
         self._last = self._here
-        before = self._background.take_error()
-        self._background.start(lambda: writer.run(job), holding=self._lock)
-        self._tell(before)
+        store.ready(self._platforms)
+        self._tell(self._background.start(lambda: writer.run(job), holding=self._lock))
 
     # --- restore --------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,10 @@ Three effects of that import are not ours to prevent. absl puts a handler on the
 belongs before the first save. JAX starts threads, so every later `os.fork` (a DataLoader with workers) warns on Python
 3.12. JAX picks its platforms when orbax first asks: unless JAX runs already or its platforms were chosen, they are set
 to the CPU here, since JAX would otherwise take most of the GPU's memory.
+
+A fourth one is: JAX draws from numpy's global generator as it is imported (``jax._src.clusters.k8s_cluster``, five
+numbers). So it is imported by the thread that saves, by `ready`, and not by the one that writes: that one would draw
+while a dataset does.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import importlib
 import logging
 import os
 import re
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,13 +30,34 @@ _ITEM = "state"
 _log = logging.getLogger("purestep")
 
 
+def ready(platforms: str | None) -> None:
+    """Imports orbax where nobody did, and leaves numpy's generator as it was: a second, once in a process.
+
+    Args:
+        platforms: as in `write`.
+    """
+    _orbax(platforms)
+
+
 def _orbax(platforms: str | None) -> Any:
-    import jax
+    with _drawn_by_nobody():
+        import jax
 
     if platforms is not None and not getattr(jax.config, "jax_platforms", None) and not _jax_is_running():
         jax.config.update("jax_platforms", platforms)
     logging.getLogger("asyncio").addFilter(_orphans)  # adding it again changes nothing; the tasks die late
     return importlib.import_module("orbax.checkpoint").v1
+
+
+@contextmanager
+def _drawn_by_nobody() -> Generator[None]:
+    """numpy's generator as it was, where JAX is not there yet."""
+    before = None if "jax" in sys.modules else np.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        if before is not None:
+            np.random.set_state(before)
 
 
 def _jax_is_running() -> bool:
