@@ -6,6 +6,7 @@ import copy
 import pickle
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -791,6 +792,54 @@ def test_a_batch_of_another_kind_gets_another_graph(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("purestep.compile.runner.alike", lambda leaves: lambda *others: True)
     with pytest.raises(AssertionError):
         train_on_unlike_batches()
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", FORMS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_what_torch_is_set_to_around_a_call_selects_its_graph(backend: str, donate: bool) -> None:
+    """As torch.compile has it. The number of threads selects none, nor whether gradients are on."""
+    program = mlp()
+    fast = ps.compile_program(program, donate=donate, backend=backend)
+    state, eager, batch = fast.init(), program.init(), vector_batch()
+    threads, halves = torch.get_num_threads(), partial(torch.autocast, "cpu", torch.bfloat16)
+    for around in (nullcontext, halves, nullcontext, halves, torch.no_grad):
+        with around():
+            state, metrics = fast.train_step(state, batch)
+            eager, expected = program.train_step(eager, batch)
+            torch.set_num_threads(threads + 1)
+            scores = [p.eval_step(state, batch)["loss"].total for p in (fast, program)]  # type: ignore[misc]
+        torch.set_num_threads(threads)
+        assert_trees_close(metrics["loss"].total, expected["loss"].total, rtol=1e-5, atol=0.0)
+        assert_trees_close(*scores, rtol=1e-5, atol=0.0)
+    assert fast.train_step.graphs == fast.eval_step.graphs == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("capture", "donate"), CAPTURES)
+def test_a_batch_that_requires_gradients_leaves_no_graph_of_autograd_behind(capture: str, donate: bool) -> None:
+    program = mlp()
+    step = compiled(program.train_step, donate=donate, capture=capture)
+    x, y = vector_batch()
+    state, metrics = run(step, program.init(), [(x.requires_grad_(), y)] * 2)
+    assert not any(leaf.requires_grad for leaf in tree.leaves((state.params, state.opt_state, metrics)))
+    assert x.grad is None
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+@pytest.mark.parametrize(("capture", "donate"), CAPTURES)
+def test_a_transform_of_a_compiled_step_is_refused_before_anything_is_written(
+    capture: str, donate: bool, transform: Any
+) -> None:
+    program = mlp()
+    fast = ps.compile_program(program, donate=donate, backend="aot_eager", capture=capture)
+    state, (x, y) = fast.init(), vector_batch()
+    for _ in range(2):
+        for call in (fast.train_step, lambda *inputs: (None, fast.eval_step(*inputs))):  # type: ignore[misc]
+            with pytest.raises(StepContractError, match="inside torch.func.vmap, grad"):
+                transform(lambda x, f=call, s=state: f(s, (x, y))[1]["loss"].total)(x.expand(2, *x.shape))
+        state, _ = fast.train_step(state, (x, y))
 
 
 @pytest.mark.compile

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import random
+import sys
+from contextlib import suppress
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from purestep import rng
+from purestep.data import draws
 
 PARTS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.text(max_size=8))
 
@@ -114,6 +119,41 @@ def test_a_scope_that_ends_in_an_error_leaves_no_trace():
     with pytest.raises(RuntimeError, match="inside"):
         fails()
     assert torch.equal(before, torch.get_rng_state())
+
+
+def generators() -> tuple[object, ...]:
+    return (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        np.random.get_state()[2],
+    )
+
+
+@pytest.mark.parametrize("scoped", [rng.scoped, draws.scoped], ids=["torch", "all"])
+def test_ctrl_c_at_any_line_of_a_scope_leaves_no_trace(scoped: Any):
+    """An interrupt comes between two lines, and only one of them."""
+    before, hits, files = generators(), [], {rng.__file__, draws.__file__}
+    seen = [0]
+
+    def interrupt(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename in files and event == "line":
+            seen[0] += 1
+            if seen[0] == len(hits) + 1:
+                hits.append(frame.f_lineno)
+                raise KeyboardInterrupt
+        return interrupt
+
+    tried = -1
+    while len(hits) > tried:  # else it went through without one
+        seen[0], tried = 0, len(hits)
+        with suppress(KeyboardInterrupt):
+            sys.settrace(interrupt)
+            with scoped(5):
+                draws.sample() if scoped is draws.scoped else torch.rand(2)
+        sys.settrace(None)
+        assert generators() == before, hits
+    assert len(hits) > 10
 
 
 def test_states_see_a_single_draw():

@@ -111,12 +111,20 @@ def scoped(seed: int, device: torch.device | None = None) -> Generator[None]:
     generators = [torch.default_generator, *_device_generators(device)]
     states = [found.get_state() for found in generators]
     try:
-        for found in generators:
-            found.manual_seed(seed)
-        yield
-    finally:
-        for found, state in zip(generators, states, strict=True):
-            found.set_state(state)
+        try:
+            for found in generators:
+                found.manual_seed(seed)
+            yield
+        finally:
+            _put_back(generators, states)
+    except BaseException:  # of the code inside, or Ctrl-C while they are put back
+        _put_back(generators, states)
+        raise
+
+
+def _put_back(generators: list[torch.Generator], states: list[Tensor]) -> None:
+    for found, state in zip(generators, states, strict=True):
+        found.set_state(state)
 
 
 def replaying() -> AbstractContextManager[Any]:

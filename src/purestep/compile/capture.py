@@ -250,7 +250,13 @@ def _lowered(
 
 
 def _unpacking(run: Flat) -> native.Compiled:
-    return lambda tensors: run(*tensors)
+    """The gradient is in the graph already: what else autograd would keep, it would keep for ever."""
+
+    def call(tensors: list[Tensor]) -> Any:
+        with torch.no_grad():
+            return run(*tensors)
+
+    return call
 
 
 def _draws(graph: GraphModule) -> bool:
@@ -281,7 +287,7 @@ def dynamo(function: types.FunctionType, *, backend: Any, options: Mapping[str, 
         function.__defaults__,
         function.__closure__,
     )
-    return torch.compile(own, fullgraph=True, backend=backend, options=chosen)
+    return torch.no_grad()(torch.compile(own, fullgraph=True, backend=backend, options=chosen))
 
 
 def stopped(error: BaseException) -> bool:

@@ -53,7 +53,8 @@ def compile_step(
 
     Returns:
         A callable like ``step``. Schedules and changed hyperparameters never compile anew; a batch of another size
-        makes one more graph, which then serves every size.
+        makes one more graph, which then serves every size; so does a call inside `torch.autocast`, or with torch set
+        to another default dtype, precision of products or determinism.
 
     Raises:
         ConfigError: a program instead of a step; no such capture; a CUDA graph without donation; ``unroll`` of a step

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import rng, tree
 from ..types import Empty, Metrics, TrainState
 from . import live as live_
-from .graphs import Graphs, Options, kinds, unstacked
+from .graphs import Graphs, Options, check_untransformed, kinds, unstacked
 from .runner import batch_leaves
 
 
@@ -29,6 +29,7 @@ class CompiledEval:
         return self._graphs.count
 
     def __call__(self, state: Any, *batch: Any, index: int = 0) -> Metrics:
+        check_untransformed()
         given = live_.plain(state)
         parts = live_.states(given)
         old, state_def = tree.flatten(_without_optimizer(given))

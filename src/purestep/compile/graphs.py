@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn, cast
@@ -16,6 +17,8 @@ from ..errors import PurestepError, StepContractError
 from ..types import Mean, Metrics
 from . import capture as capture_
 from . import live as live_
+
+_functorch: Any = importlib.import_module("torch._C._functorch")  # no public name says whether a transform is at work
 
 
 class Options(NamedTuple):
@@ -50,6 +53,28 @@ def unstacked(metrics: Metrics | Stacked) -> Metrics:
     return metrics.metrics() if type(metrics) is Stacked else cast(Metrics, metrics)
 
 
+class Surroundings:
+    """What torch is set to around a call, as far as a graph depends on it: autocast, the default dtype, determinism,
+    the precision of products. Dynamo's guard tells in 0.2 us whether it is what it was.
+    """
+
+    _FREE = ("grad_mode", "num_threads", "torch_function", "torch_function_all_disabled")
+
+    def __init__(self) -> None:
+        self._last: tuple[Callable[[], bool], str] = (lambda: False), ""
+
+    def __call__(self) -> str:
+        """As text, the same object as long as nothing changes."""
+        same, told = self._last  # read at once: another thread may be set otherwise
+        if same():
+            return told
+        guard: Any = importlib.import_module("torch._C._dynamo.guards").GlobalStateGuard()
+        state = json.loads(guard.__getstate__())
+        told = json.dumps({key: value for key, value in state.items() if key not in self._FREE})
+        self._last = guard.check, told
+        return told
+
+
 class Graphs:
     """The graphs of one step, by structure and by the shapes of the batch.
 
@@ -60,6 +85,7 @@ class Graphs:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.count = 0
+        self.surroundings = Surroundings()
         self.slots: dict[Any, live_.Slots] = {}
         self._exact: dict[Any, Graph] = {}
         self._seen: dict[Any, list[Any]] = {}  # structure, dtypes and ranks -> the shapes seen
@@ -76,7 +102,7 @@ class Graphs:
             tensors: the state's.
             build: makes the function to compile.
         """
-        exact = (structure, kinds(leaves))
+        exact = ((structure, self.surroundings()), kinds(leaves))
         known = self._exact.get(exact)
         if known is not None:
             return known
@@ -208,6 +234,19 @@ def _columns(positions: Any) -> tuple[tuple[str, int, int], ...] | None:
     if type(positions) is not dict or not all(type(mean) is Mean for mean in positions.values()):
         return None
     return tuple((name, mean[0], mean[1]) for name, mean in positions.items())
+
+
+def check_untransformed() -> None:
+    """Raise StepContractError inside `torch.func.vmap`, `grad` and the like: compiled code cannot read their tensors.
+
+    40 ns.
+    """
+    if _functorch.maybe_current_level() is not None:
+        raise StepContractError(
+            "a compiled step is called inside torch.func.vmap, grad or another transform",
+            where="compile_step",
+            hint="outside of it; a step of one's own that uses transforms inside itself can be compiled",
+        )
 
 
 class Text:

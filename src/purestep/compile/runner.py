@@ -18,7 +18,18 @@ from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture as capture_
 from . import live as live_
 from .contract import checked, same_structure
-from .graphs import Graph, Graphs, Options, Stacked, alike, kinds, resolved, unstacked, without_text
+from .graphs import (
+    Graph,
+    Graphs,
+    Options,
+    Stacked,
+    alike,
+    check_untransformed,
+    kinds,
+    resolved,
+    unstacked,
+    without_text,
+)
 from .replay import Replays
 
 _UNMARKED: dict[int, tuple[type[Accum], ...]] = {count: (Accum,) * count for count in range(64)}
@@ -32,6 +43,7 @@ class _Last(NamedTuple):
     """The graph of the last call of one phase, and what it was found for."""
 
     slots: live_.Slots
+    surroundings: str
     treedef: tree.TreeDef
     in_tuple: int  # how many tensors, where the batch is one tuple of them and nothing else; or 0
     alike: Callable[..., bool]  # of the store's buffers and the batch's leaves
@@ -94,6 +106,7 @@ class CompiledStep:
             unlike: called with a batch that is not of the same structure, shapes, dtypes and devices as the one
                 before, before anything is done with it.
         """
+        check_untransformed()
         if self._flush and self._nothing_to_flush(state):
             return state, {}
         if self._unroll > 1:
@@ -118,7 +131,8 @@ class CompiledStep:
         store = self._standing(state) or self._enter(state)
         phase = self._phase(store)
         last = self._last.get(phase)
-        leaves = last.leaves(store.buffers, batch) if last and last.slots is store.slots else None
+        fits = last and last.slots is store.slots and last.surroundings == self._graphs.surroundings()
+        leaves = last.leaves(store.buffers, batch) if last and fits else None
         if last and leaves is not None:
             graph = last.graph
         else:
@@ -157,9 +171,8 @@ class CompiledStep:
         key = (store.slots.identity, phase, treedef)
         graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
         plain = len(batch) == 1 and type(batch[0]) is tuple and all(type(leaf) is Tensor for leaf in batch[0])
-        self._last[phase] = _Last(
-            store.slots, treedef, len(batch[0]) if plain else 0, alike([*store.buffers, *leaves]), graph
-        )
+        same, count = alike([*store.buffers, *leaves]), len(batch[0]) if plain else 0
+        self._last[phase] = _Last(store.slots, self._graphs.surroundings(), treedef, count, same, graph)
         return graph, leaves
 
     def _standing(self, state: Any) -> live_.Store | None:

@@ -32,17 +32,17 @@ def scoped(number: int) -> Generator[None]:
     numpys, pythons = _numpys(), random.getstate()
     spare = _spares.pop() if _spares else np.random.MT19937()
     try:
-        _global.set_bit_generator(spare)
-        with seeded(number):
-            yield
-    finally:
         try:
-            _put_back(numpys, pythons)
-        except BaseException:  # a signal handler raised half-way through: finish, then let it go on
-            _put_back(numpys, pythons)
-            raise
+            _global.set_bit_generator(spare)
+            with seeded(number):
+                yield
         finally:
-            _spares.append(spare)
+            _put_back(numpys, pythons)
+    except BaseException:  # of the code inside, or a signal's while they are put back
+        _put_back(numpys, pythons)
+        raise
+    finally:
+        _spares.append(spare)
 
 
 class _Numpys(NamedTuple):
