@@ -6,6 +6,7 @@ import csv as csv_format
 import io
 import json
 import math
+import random
 import sys
 import threading
 import time
@@ -106,6 +107,18 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
     assert "epoch 1/3  train_loss 1.000  val_loss 0.101" in text
     assert text.endswith("\x1b[2K")  # the bar is wiped, the lines stay
     assert sys.stdout is sys.__stdout__ or not hasattr(sys.stdout, "rich_proxied_file")
+
+
+def test_a_bar_draws_no_number_of_the_callers(monkeypatch: pytest.MonkeyPatch):
+    """rich draws one as it is imported."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    before = random.getstate()
+    sink = progress(Terminal())
+    sink(start())
+    sink.close()
+    assert "rich.style" in sys.modules
+    assert random.getstate() == before
 
 
 # The history.

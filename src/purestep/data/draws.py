@@ -1,7 +1,7 @@
 """The generators that data code draws from (torch's, numpy's and Python's global ones), taken as one.
 
 Everything that runs a user's dataset, sampler, collate function or iterable does so inside `scoped`, so that what it
-draws depends on a seed alone, and the caller's generators are as they were.
+draws depends on a seed alone, and the caller's generators are as they were. So is the import of a library that draws.
 """
 
 from __future__ import annotations

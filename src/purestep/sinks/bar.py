@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from ..data import draws
 from ..events import EpochEnd, EvalStepEnd, Event, FitEnd, FitStart, Logged, StepEnd
 
 _REDRAWN = 0.1  # seconds between updates of the bar
@@ -128,9 +129,10 @@ def _shown(key: str, value: Any) -> str:
 
 
 def _bar(stream: TextIO) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    with draws.scoped(0):  # rich draws a number as it is imported
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
 
     return Bar(
         TextColumn("{task.description}"),

@@ -6,8 +6,8 @@ belongs before the first save. JAX starts threads, so every later `os.fork` (a D
 to the CPU here, since JAX would otherwise take most of the GPU's memory.
 
 A fourth one is: JAX draws from numpy's global generator as it is imported (``jax._src.clusters.k8s_cluster``, five
-numbers). So it is imported by the thread that saves, by `ready`, and not by the one that writes: that one would draw
-while a dataset does.
+numbers). So it is imported by the thread that saves, in `ready`, and not by the one that writes, which would draw while
+a dataset does.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import os
 import re
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from ..data import draws
 
 Array = np.ndarray[Any, Any]
 
@@ -31,7 +33,7 @@ _log = logging.getLogger("purestep")
 
 
 def ready(platforms: str | None) -> None:
-    """Imports orbax where nobody did, and leaves numpy's generator as it was: a second, once in a process.
+    """Imports orbax where nobody did, and leaves the caller's generators as they were: a second, once in a process.
 
     Args:
         platforms: as in `write`.
@@ -40,24 +42,13 @@ def ready(platforms: str | None) -> None:
 
 
 def _orbax(platforms: str | None) -> Any:
-    with _drawn_by_nobody():
+    with nullcontext() if "jax" in sys.modules else draws.scoped(0):
         import jax
 
     if platforms is not None and not getattr(jax.config, "jax_platforms", None) and not _jax_is_running():
         jax.config.update("jax_platforms", platforms)
     logging.getLogger("asyncio").addFilter(_orphans)  # adding it again changes nothing; the tasks die late
     return importlib.import_module("orbax.checkpoint").v1
-
-
-@contextmanager
-def _drawn_by_nobody() -> Generator[None]:
-    """numpy's generator as it was, where JAX is not there yet."""
-    before = None if "jax" in sys.modules else np.random.get_state(legacy=False)
-    try:
-        yield
-    finally:
-        if before is not None:
-            np.random.set_state(before)
 
 
 def _jax_is_running() -> bool:
