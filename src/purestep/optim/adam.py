@@ -44,7 +44,7 @@ def adamw(
         mask: what decays, as in `masked`; None: everything. See `decay_mask`.
         amsgrad: divide by the greatest mean of squares so far.
         mu_dtype: of the mean of gradients; None: each parameter's.
-        nu_dtype: of the mean of squares; None: each parameter's.
+        nu_dtype: of the mean of squares; None: each parameter's, and float32 for float16.
 
     Raises:
         ConfigError: for numbers out of range.
@@ -88,7 +88,7 @@ def adam(
         mask: what decays, as in `masked`; None: everything.
         amsgrad: divide by the greatest mean of squares so far.
         mu_dtype: of the mean of gradients; None: each parameter's.
-        nu_dtype: of the mean of squares; None: each parameter's.
+        nu_dtype: of the mean of squares; None: each parameter's, and float32 for float16.
 
     Raises:
         ConfigError: for numbers out of range.

@@ -82,6 +82,18 @@ def zeros_like(params: Params, dtype: torch.dtype | None = None) -> Params:
     return {name: torch.zeros_like(param, dtype=dtype, requires_grad=False) for name, param in params.items()}
 
 
+def zeros_like_squares(params: Params, dtype: torch.dtype | None = None) -> Params:
+    """Zeros for means of squares: as `zeros_like`, but float32 where the parameter is float16.
+
+    There the square of anything below 2e-4 is 0, and torch's own optimizers divide by 0.
+    """
+    wider = torch.float32 if dtype is None else dtype
+    return {
+        name: torch.zeros_like(param, dtype=wider if param.dtype == torch.float16 else dtype, requires_grad=False)
+        for name, param in params.items()
+    }
+
+
 def rate_at(rate: Rate, step: Tensor) -> Scalar:
     """The rate of the update after ``step`` updates.
 

@@ -21,6 +21,7 @@ from .arithmetic import (
     wide,
     zero_count,
     zeros_like,
+    zeros_like_squares,
 )
 from .base import Transform, require
 
@@ -51,8 +52,9 @@ def scale_by_adam(
         eps: in [0, inf), outside the root, as in torch.
         amsgrad: divide by the greatest :math:`v` so far.
         mu_dtype: of the mean; None: each parameter's.
-        nu_dtype: of the mean of squares; None: each parameter's. In bfloat16 it stands still once it is near its
-            value, since 1 - b2 is below the rounding.
+        nu_dtype: of the mean of squares; None: each parameter's, and float32 for float16, in which the square of
+            anything below 2e-4 is 0. In bfloat16 it stands still once it is near its value, since 1 - b2 is below the
+            rounding.
 
     References:
         Kingma and Ba, 2015, Adam; Reddi et al., 2018, On the Convergence of Adam and Beyond.
@@ -67,8 +69,9 @@ def scale_by_adam(
     require("adam", eps=eps)
 
     def init(params: Params) -> ScaleByAdamState:
-        nu_max = zeros_like(params, nu_dtype) if amsgrad else Empty()
-        return ScaleByAdamState(zero_count(params), zeros_like(params, mu_dtype), zeros_like(params, nu_dtype), nu_max)
+        nu_max = zeros_like_squares(params, nu_dtype) if amsgrad else Empty()
+        nu = zeros_like_squares(params, nu_dtype)
+        return ScaleByAdamState(zero_count(params), zeros_like(params, mu_dtype), nu, nu_max)
 
     def update(updates: Params, state: ScaleByAdamState, params: Params) -> tuple[Params, ScaleByAdamState]:
         del params  # A function of gradients alone.
@@ -136,7 +139,7 @@ def scale_by_nadam(
     def init(params: Params) -> ScaleByNadamState:
         step = zero_count(params)
         return ScaleByNadamState(
-            step, torch.ones_like(step, dtype=torch.float32), zeros_like(params), zeros_like(params)
+            step, torch.ones_like(step, dtype=torch.float32), zeros_like(params), zeros_like_squares(params)
         )
 
     def update(updates: Params, state: ScaleByNadamState, params: Params) -> tuple[Params, ScaleByNadamState]:
@@ -243,11 +246,11 @@ def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8)
 
 
 def _init_moments(params: Params) -> MomentsState:
-    return MomentsState(zero_count(params), zeros_like(params), zeros_like(params))
+    return MomentsState(zero_count(params), zeros_like(params), zeros_like_squares(params))
 
 
 def _decay_max(peak: Tensor, update: Tensor, decay: Scalar, eps: Scalar) -> Tensor:
-    return torch.maximum(times(peak, decay).to(update.dtype), update.abs() + eps).to(peak.dtype)
+    return torch.maximum(times(wide(peak), decay), wide(update.abs()) + eps).to(peak.dtype)
 
 
 class ScaleByLionState(NamedTuple):

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from ..types import Empty, Params, Tree
-from .arithmetic import Scalar, decay_square, divided, lerp, scalar_dtype, wide, zero_count, zeros_like
+from .arithmetic import (
+    Scalar,
+    decay_square,
+    divided,
+    lerp,
+    scalar_dtype,
+    wide,
+    zero_count,
+    zeros_like,
+    zeros_like_squares,
+)
 from .base import Transform, require
 
 
@@ -40,7 +50,7 @@ def scale_by_rms(decay: Scalar = 0.99, *, eps: Scalar = 1e-8, centered: bool = F
     require("rmsprop", eps=eps)
 
     def init(params: Params) -> ScaleByRmsState:
-        return ScaleByRmsState(zeros_like(params), zeros_like(params) if centered else Empty())
+        return ScaleByRmsState(zeros_like_squares(params), zeros_like(params) if centered else Empty())
 
     def update(updates: Params, state: ScaleByRmsState, params: Params) -> tuple[Params, ScaleByRmsState]:
         del params  # A function of gradients alone.
@@ -81,7 +91,7 @@ def scale_by_rss(initial_accumulator_value: float = 0.0, *, eps: Scalar = 1e-10)
     require("adagrad", initial_accumulator_value=initial_accumulator_value, eps=eps)
 
     def init(params: Params) -> ScaleByRssState:
-        return ScaleByRssState({name: z + initial_accumulator_value for name, z in zeros_like(params).items()})
+        return ScaleByRssState({name: z + initial_accumulator_value for name, z in zeros_like_squares(params).items()})
 
     def update(updates: Params, state: ScaleByRssState, params: Params) -> tuple[Params, ScaleByRssState]:
         del params  # A function of gradients alone.
@@ -158,7 +168,7 @@ def scale_by_adadelta(rho: Scalar = 0.9, *, eps: Scalar = 1e-6) -> Transform:
     require("adadelta", eps=eps)
 
     def init(params: Params) -> ScaleByAdadeltaState:
-        return ScaleByAdadeltaState(zeros_like(params), zeros_like(params))
+        return ScaleByAdadeltaState(zeros_like_squares(params), zeros_like_squares(params))
 
     def update(updates: Params, state: ScaleByAdadeltaState, params: Params) -> tuple[Params, ScaleByAdadeltaState]:
         del params  # A function of gradients alone.
