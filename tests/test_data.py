@@ -32,9 +32,11 @@ from torch.utils.data import (
     default_collate,
 )
 
+import purestep as ps
 from purestep import tree
 from purestep.data import check_batch, draws, limit, open_feed, overfit, position, prefetch, to_device
 from purestep.data.feed import Feed
+from purestep.data.moving import _pinned  # pyright: ignore[reportPrivateUsage]
 from purestep.errors import ConfigError, DataError, Mismatch
 
 
@@ -885,6 +887,33 @@ def test_arrays_of_numbers_become_tensors():
 def test_what_cannot_be_moved_is_named():
     with pytest.raises(DataError, match=r"batch/1/x: a Tensor cannot be moved: .*meta"):
         to_device((ONE, {"x": torch.zeros(2, device="meta")}), "cpu")
+
+
+def test_a_state_is_moved_without_its_key():
+    program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+    moved = to_device(program.init(seed=3), "meta")
+    assert {leaf.device.type for leaf in ps.tree.leaves(moved._replace(key=moved.step))} == {"meta"}
+    assert moved.key.tolist() == [3, 0]
+    assert to_device(moved, "meta") is moved
+
+
+def test_what_cannot_be_pinned_is_left_to_the_move(monkeypatch: pytest.MonkeyPatch):
+    """As torch has it on CUDA: only dense memory is pinned, and that of an expanded tensor cannot be filled."""
+    pinned: list[Tensor] = []
+
+    def pin(leaf: Tensor) -> Tensor:
+        assert leaf.layout is torch.strided
+        assert leaf.is_contiguous()
+        pinned.append(leaf)
+        return leaf
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda leaf: False)
+    sparse = torch.eye(2).to_sparse()
+    assert _pinned(sparse) is sparse
+    mask = torch.ones(1, 3).expand(2, 3)
+    assert torch.equal(_pinned(mask), mask)
+    assert len(pinned) == 1
 
 
 def test_the_device_of_a_tree_is_not_that_of_its_key():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -418,6 +419,7 @@ class Recorder:
     def __init__(self) -> None:
         self.work: Callable[[], None] = lambda: None
         self.replays = 0
+        self.pool: Any = None
 
     def replay(self) -> None:
         self.replays += 1
@@ -429,7 +431,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     made: list[Recorder] = []
 
     def record(self: Any, run: Any, tensors: list[Tensor], leaves: list[Any], pool: Any) -> None:
-        self.leaves = [leaf.clone() for leaf in leaves]
+        self.leaves = [replay._alike(leaf) for leaf in leaves]
         before = [tensor.clone() for tensor in tensors]
         self.outputs = run(tensors, self.leaves)
         for tensor, old in zip(tensors, before, strict=True):
@@ -442,11 +444,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
                 if isinstance(old, Tensor):
                     old.copy_(new)
 
-        self.graph.work = work
+        self.graph.work, self.graph.pool = work, pool
         made.append(self.graph)
 
     monkeypatch.setattr(replay._Recorded, "record", record)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     return made
 
 
@@ -497,9 +499,14 @@ def test_a_step_that_cannot_be_recorded_is_named_and_keeps_its_state(monkeypatch
 
         def __exit__(self, *_: Any) -> None: ...
 
+    streams: list[Any] = []
     monkeypatch.setattr(torch.cuda, "graph", Refusing)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorder)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    monkeypatch.setattr(replay, "_stream", lambda device: "another")
     program = mlp()
     step = replayed(program)
     state, _ = one_by_one(program.train_step, program.init(), batches(2))
@@ -509,6 +516,60 @@ def test_a_step_that_cannot_be_recorded_is_named_and_keeps_its_state(monkeypatch
     with pytest.raises(StepContractError, match=r"CUDA graph: operation not permitted.*cuda_graph=False"):
         step(live, first[2])
     assert_trees_close(ps.clone(live), state, exact=True)
+    assert set(streams) == {"the caller's"}  # torch leaves its own where the end of a recording fails
+
+
+def test_every_size_is_recorded_for_itself(recorded: list[Recorder]) -> None:
+    """From the third size on one compiled graph serves all of them; a recording serves one."""
+    program, whole = mlp(), batches(9)
+    given = [(x[:size], y[:size]) for (x, y), size in zip(whole, (8, 7, 6, 6, 6, 5, 1, 1, 1), strict=True)]
+    expected, metrics = one_by_one(program.train_step, program.init(), given)
+    found, read = one_by_one(replayed(program), program.init(), given)
+    assert_trees_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_trees_close(read, metrics, rtol=1e-5, atol=1e-6)
+    assert [graph.replays for graph in recorded] == [1, 1]
+
+
+def test_batches_of_very_many_sizes_are_not_all_recorded(
+    recorded: list[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "_MOST", 2)
+    program = mlp()
+    given = [(x[:size], y[:size]) for size in (8, 7, 6) for x, y in batches(3)]
+    expected, _ = one_by_one(program.train_step, program.init(), given)
+    found, _ = one_by_one(replayed(program), program.init(), given)
+    assert_trees_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert len(recorded) == 2
+
+
+def test_slices_and_expanded_batches_keep_their_strides(recorded: list[Recorder]) -> None:
+    program = mlp()
+    wide = [(torch.cat([x, x], 1)[:, : x.shape[1]], y[:1].expand_as(y)) for x, y in batches(5)]
+    expected, _ = one_by_one(program.train_step, program.init(), wide)
+    found, _ = one_by_one(replayed(program), program.init(), wide)
+    assert_trees_close(found, expected, exact=True)
+    assert [graph.replays for graph in recorded] == [3]
+
+
+def test_a_pool_belongs_to_one_state(recorded: list[Recorder]) -> None:
+    """Torch gives no memory to a pool whose graphs are all gone: use_count > 0 INTERNAL ASSERT FAILED."""
+    program = mlp()
+    step = replayed(program)
+    for _ in range(2):
+        one_by_one(step, program.init(), batches(3))
+    assert recorded[0].pool is not recorded[1].pool
+
+
+def test_what_lies_on_another_device_is_not_recorded(recorded: list[Recorder]) -> None:
+    """A number that the host has read would be a constant of the recording."""
+    program = mlp()
+    step = replayed(program)
+    given = batches(5)
+    state, _ = step(program.init(), given[0])
+    state.live_store.device = torch.device("meta")  # elsewhere than its batches
+    for x, y in given[1:]:
+        state, _ = step(state, (x[:8], y[:8]))
+    assert recorded == []
 
 
 def test_a_cuda_graph_needs_donation_and_is_none_on_the_cpu() -> None:

@@ -715,6 +715,18 @@ def test_auto_goes_on_in_eager_with_a_warning_where_a_step_cannot_be_captured(mo
         state, _ = ready_on_cuda(Program(summed), state).train_step(state, torch.ones(3).to_sparse())
     assert state["w"].item() == 1
 
+    @torch.library.custom_op("purestep_test::kernel", mutates_args=())
+    def kernel(value: Tensor) -> Tensor:
+        return value + 1
+
+    def asking(state: dict[str, Tensor], batch: Tensor) -> Any:
+        """A kernel that nothing is known about; an LSTM on CUDA asks where its weights lie, with the same outcome."""
+        return {"w": kernel(state["w"])}, {}
+
+    with pytest.warns(RuntimeWarning, match="runs in eager"):
+        state, _ = ready_on_cuda(Program(asking), state).train_step(state, torch.ones(1))
+    assert state["w"].item() == 2
+
     def wrong(state: dict[str, Tensor], batch: Tensor) -> Any:
         return {"w": state["w"].double()}, {}
 

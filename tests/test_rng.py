@@ -191,3 +191,12 @@ def test_a_scope_of_a_gpu_leaves_no_trace_there():
     with rng.scoped(5, torch.device("cuda", 0)):
         assert torch.equal(first, torch.rand(2, device="cuda"))
     assert torch.equal(before, torch.cuda.get_rng_state())
+
+
+def test_a_draw_may_give_more_than_tensors() -> None:
+    """Attention on CUDA: flash attention returns None and numbers beside its tensors."""
+    inputs = torch.empty(1, 2, 4, 8, device="meta", dtype=torch.bfloat16)
+    with rng.scoped(1), rng.replaying():
+        out = torch.ops.aten._scaled_dot_product_flash_attention(inputs, inputs, inputs)
+    assert out[0].shape == inputs.shape
+    assert out[2] is None

@@ -18,6 +18,7 @@ from purestep import optim, rng, schedules, tree
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
 from purestep.scaler import ScalerState
 from purestep.step import Accum, Adding, Closing
+from purestep.step.gradient import check_loss
 from purestep.types import Empty
 
 LR = 0.5
@@ -991,6 +992,23 @@ class TestContract:
         chosen = program(objective=loss_of(lambda y: L(y.mean(), weight, {})))
         _, metrics = chosen.train_step(init(chosen), vector_batch())
         assert (float(metrics["loss"].weight), metrics["loss"].weight.dtype) == (4, torch.float32)
+
+    @pytest.mark.parametrize("part", [3, 3.0, torch.tensor(3), torch.tensor([3.0, 3.0])])
+    def test_a_metric_may_be_of_numbers_or_tensors(self, part: Any):
+        chosen = program(objective=loss_of(lambda y: L(y.mean(), 4, {"found": ps.Mean(part, part)})))
+        _, metrics = chosen.train_step(init(chosen), vector_batch())
+        assert (float(metrics["found"]), metrics["found"].total.dtype) == (1, torch.float32)
+
+    def test_a_metric_of_something_else_is_named(self):
+        chosen = program(objective=loss_of(lambda y: L(y.mean(), 4, {"found": ps.Mean(y.mean(), None)})))  # type: ignore[arg-type]
+        with pytest.raises(StepContractError, match="metrics/found: is a Mean of a NoneType"):
+            chosen.train_step(init(chosen), vector_batch())
+
+    @pytest.mark.parametrize("part", [torch.tensor(3), torch.tensor([3.0, 3.0])])
+    def test_what_the_objective_leaves_on_the_host_goes_to_the_device(self, part: Tensor):
+        device = torch.device("meta")  # stands in for a GPU
+        loss = check_loss(L(torch.zeros((), device=device), torch.tensor(8.0), {"found": ps.Mean(part, part)}), device)
+        assert {leaf.device for leaf in (loss.weight, *loss.metrics["found"])} == {device}
 
 
 class TestSettings:

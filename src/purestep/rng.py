@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 _MASK = (1 << 64) - 1
 
@@ -150,9 +150,9 @@ class _Replaying(TorchDispatchMode):
         if position in self._drawn:
             kept = self._drawn[position]
             # A draw that fills a tensor has to fill this one too.
-            return args[0].copy_(kept) if func._schema.is_mutable else tree_map(torch.clone, kept)
+            return args[0].copy_(kept) if func._schema.is_mutable else tree_map_only(Tensor, torch.clone, kept)
         drawn = func(*args, **(kwargs or {}))
-        self._drawn[position] = tree_map(torch.clone, drawn)
+        self._drawn[position] = tree_map_only(Tensor, torch.clone, drawn)
         return drawn
 
 

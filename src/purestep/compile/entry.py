@@ -45,8 +45,9 @@ def compile_step(
             faster to call, and Dynamo where it does not work.
         backend: of torch.compile.
         options: inductor's configuration.
-        cuda_graph: record the donated step as one CUDA graph from its third call on, and replay it. Needs ``donate``;
-            without effect on other devices.
+        cuda_graph: record the donated step as one CUDA graph from its third call on, and replay it; once for every size
+            of a batch, 16 at most. Needs ``donate`` and a TrainState; without effect on other devices, and where
+            something of the state or the batch lies on the host.
         unroll: up to this many steps a call, for models whose launch costs more than their arithmetic. The callable
             then takes a list of at most ``unroll`` batches and returns the last state and the merged metrics. Random
             numbers are seeded once a call, so a step that draws gives others than one step a call does.

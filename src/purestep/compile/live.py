@@ -166,7 +166,7 @@ class Store:
             given -= _frozen(packed)
         self.buffers = self._fill(leaves, copied=given)
         self.kinds: tuple[Any, ...] = ()  # of the buffers, as graphs were made for them; see `graphs.kinds`
-        keys = [found.key.clone() for found in states(packed)]
+        keys = [found.key.to("cpu", copy=True) for found in states(packed)]
         whole = tree.unflatten(self.slots.treedef, self.slots.gather(self.buffers, keys))
         self.named = whole if layout is None else packed_.unpack(layout, whole)
         self.hosts = [Host(found) for found in states(self.named)]

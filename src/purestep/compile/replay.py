@@ -9,7 +9,9 @@ each replay, and the host seeds it before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,70 +19,124 @@ import torch
 from torch import Tensor
 
 from ..errors import StepContractError
+from .graphs import kinds
 from .live import Store
 
 Run = Callable[[list[Tensor], list[Any]], Any]
 """``(tensors, batch leaves) -> metrics``, as of `graphs.Graph`."""
 
 _WARM = 2  # calls before one is recorded
+_MOST = 16  # recordings of one store: batches of more sizes than that run as they are
 
 
 class _Recorded:
-    """One graph on the buffers of one store."""
+    """One graph on the buffers of one store, for batches of one layout."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, possible: bool) -> None:
+        self.possible = possible
         self.calls = 0
         self.leaves: list[Any] = []
         self.outputs: Any = None
         self.graph: Any = None
 
     def record(self, run: Run, tensors: list[Tensor], leaves: list[Any], pool: Any) -> None:
-        self.leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Recording runs nothing: the state is what it was, whatever happens here.
-            with torch.cuda.graph(graph, pool=pool):
-                self.outputs = run(tensors, self.leaves)
-        except RuntimeError as error:
-            raise StepContractError(
-                f"cannot be recorded as a CUDA graph: {str(error).strip().splitlines()[0]}",
-                where="step",
-                hint="no copies to or from the host and no synchronization inside a step; or cuda_graph=False",
-            ) from error
+        self.leaves = [_alike(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        graph, device = torch.cuda.CUDAGraph(), tensors[0].device
+        with torch.cuda.device(device):  # torch records, and seeds, on the current device
+            before = torch.cuda.current_stream()
+            try:
+                # Recording runs nothing: the state is what it was, whatever happens here. What other threads do (a
+                # DataLoader's, pinning memory) is none of a graph's business.
+                with torch.cuda.graph(graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"):
+                    self.outputs = run(tensors, self.leaves)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                _mend(device, before)
+                raise StepContractError(
+                    f"cannot be recorded as a CUDA graph: {str(error).strip().splitlines()[0]}",
+                    where="step",
+                    hint="no copies to or from the host and no synchronization inside a step; or cuda_graph=False",
+                ) from error
+            finally:
+                torch.cuda.set_stream(before)  # which torch leaves as it is where the end of a recording fails
         self.graph = graph
 
     def replay(self, leaves: list[Any]) -> Any:
         for own, leaf in zip(self.leaves, leaves, strict=True):
             if isinstance(own, Tensor):
-                own.copy_(leaf, non_blocking=True)
+                _memory(own).copy_(_memory(leaf), non_blocking=True)
         self.graph.replay()
         return self.outputs
+
+
+def _memory(leaf: Tensor) -> Tensor:
+    """What a tensor lies in, as a vector: slices and expanded tensors keep the strides that kernels are made for."""
+    length = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    return leaf.detach().as_strided((length if leaf.numel() else 0,), (1,))
+
+
+def _alike(leaf: Tensor) -> Tensor:
+    return _memory(leaf).clone().as_strided(leaf.shape, leaf.stride(), 0)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One a device: cuBLAS keeps a workspace for every stream."""
+    return torch.cuda.Stream(device)
+
+
+def _mend(device: torch.device, stream: torch.cuda.Stream) -> None:
+    """After a recording that was broken off torch's generator waits for its end; the end of another one will do."""
+    torch.cuda.set_stream(stream)
+    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=_stream(device)):
+        torch.zeros((), device=device)
+
+
+class _OfStore:
+    """The recorded graphs of one store. Memory is theirs: torch gives none to a pool whose graphs are all gone."""
+
+    def __init__(self) -> None:
+        self.recorded: dict[Any, _Recorded] = {}
+        self.pool: Any = None
 
 
 class Replays:
     """The recorded graphs of one step."""
 
     def __init__(self) -> None:
-        self._of: WeakKeyDictionary[Store, dict[int, _Recorded]] = WeakKeyDictionary()
-        self._pool: Any = None
+        self._of: WeakKeyDictionary[Store, _OfStore] = WeakKeyDictionary()
 
     def run(self, run: Run, store: Store, leaves: list[Any], copied: Callable[[Any], Any]) -> Any:
         """``run(store.buffers, leaves)``: as it is, recorded, or replayed.
 
         Args:
-            run: the same object for the same graph.
+            run: the same object for the same graph; one for batches of several sizes is recorded for each.
             store: whose buffers it writes.
-            leaves: of the batch, on the store's device.
+            leaves: of the batch. Where one is on another device than the store, the step runs as it is: a graph does
+                not read again what the host has read.
             copied: makes what is returned independent of the next replay.
 
         Raises:
             StepContractError: the step cannot be recorded.
         """
-        found = self._of.setdefault(store, {}).setdefault(id(run), _Recorded())
+        known = self._of.setdefault(store, _OfStore())
+        key = id(run), kinds(leaves)
+        found = known.recorded.get(key)
+        if found is None:
+            if len(known.recorded) == _MOST:
+                return run(store.buffers, leaves)
+            tensors = [leaf for leaf in (*store.buffers, *leaves) if isinstance(leaf, Tensor)]
+            possible = all(tensor.device == store.device for tensor in tensors)
+            found = known.recorded[key] = _Recorded(possible=possible)
         found.calls += 1
-        if found.calls <= _WARM:
+        if found.calls <= _WARM or not found.possible:
             return run(store.buffers, leaves)
         if found.graph is None:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            found.record(run, store.buffers, leaves, self._pool)
+            known.pool = known.pool or torch.cuda.graph_pool_handle()
+            try:
+                found.record(run, store.buffers, leaves, known.pool)
+            except BaseException:
+                known.pool = None  # torch may think of it as in use
+                raise
         return copied(found.replay(leaves))

@@ -20,9 +20,12 @@ from ..types import Batch, Device, TrainState, Tree
 
 T = TypeVar("T")
 
+_KEY = TrainState._fields.index("key")
+
 
 def to_device(tree: T, like: Tree) -> T:
-    """A batch on the device of ``like``, of the same classes; the very same object where nothing has to move.
+    """A batch on the device of ``like``, of the same classes; the very same object where nothing has to move. Or a
+    state, whose key stays on the CPU.
 
     Tuples, lists, NamedTuples, dicts, other mappings (Hugging Face's BatchEncoding), dataclasses and objects with a
     ``to`` method, in any nesting. Arrays of numbers become tensors. What else there is stays as it is. From pinned
@@ -88,6 +91,8 @@ def _mapped(tree: Any, fn: Callable[[Any], Any], path: str) -> Any:
     if isinstance(tree, (list, tuple)):
         items = cast("list[Any] | tuple[Any, ...]", tree)
         new = [_mapped(child, fn, f"{path}/{index}") for index, child in enumerate(items)]
+        if isinstance(tree, TrainState):
+            new[_KEY] = tree.key  # which the host reads
         if all(a is b for a, b in zip(new, items, strict=True)):
             return items
         return items._make(new) if hasattr(items, "_make") else type(items)(new)  # pyright: ignore  # a NamedTuple
@@ -191,7 +196,7 @@ def _ahead(batches: Iterator[Batch], device: Device, depth: int) -> Iterator[Bat
 def _copied(batch: Batch, device: Device, stream: torch.cuda.Stream) -> _Copied:
     pinned = _mapped(batch, _pinned, "")
     with torch.cuda.stream(stream):
-        moved = _mapped(pinned, lambda leaf: _moved(leaf, device) if isinstance(leaf, Tensor) else leaf, "")
+        moved = _mapped(pinned, lambda leaf: _moved(leaf, device) if _goes_ahead(leaf) else leaf, "")
         event = torch.cuda.Event()
         event.record(stream)
     return _Copied(moved, event)
@@ -199,11 +204,19 @@ def _copied(batch: Batch, device: Device, stream: torch.cuda.Stream) -> _Copied:
 
 def _pinned(leaf: Any) -> Any:
     leaf = _as_tensor(leaf)
-    plain = isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided
-    return leaf.pin_memory() if plain and not leaf.is_pinned() else leaf
+    if not _goes_ahead(leaf) or leaf.device.type != "cpu" or leaf.is_pinned():
+        return leaf
+    # Memory that several numbers share (an expanded mask) cannot be filled.
+    shared = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
+    return (leaf.contiguous() if shared else leaf).pin_memory()
+
+
+def _goes_ahead(leaf: Any) -> bool:
+    """Whether a leaf is dense: of others torch neither pins nor records the memory, and they move when they are due."""
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not (leaf.is_nested or leaf.is_quantized)
 
 
 def _recorded(stream: torch.cuda.Stream, leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.is_cuda:
+    if _goes_ahead(leaf) and leaf.is_cuda:
         leaf.record_stream(stream)
     return leaf

@@ -60,7 +60,9 @@ def _falls_back(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Call
         try:
             return chosen(state, *batch, **named)
         except Exception as error:
-            if chosen is eager or not (compile_.stopped(error) or isinstance(error, compile_.Uncaptured)):
+            # What an attempt to capture met has Dynamo's word as its cause.
+            met = [found for found in (error, error.__cause__) if found is not None]
+            if chosen is eager or not any(compile_.stopped(f) or isinstance(f, compile_.Uncaptured) for f in met):
                 raise
             warnings.warn(
                 f"the step cannot be compiled and runs in eager: {str(error).splitlines()[0]} "

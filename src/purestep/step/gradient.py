@@ -60,7 +60,7 @@ def check_loss(loss: Any, device: torch.device) -> Loss:
             where="objective",
             hint="batch = ps.to_device(batch, state)",
         )
-    return Loss(mean.to(wide(mean.dtype)), _weight(loss.weight, device), _checked_metrics(loss.metrics))
+    return Loss(mean.to(wide(mean.dtype)), _weight(loss.weight, device), _checked_metrics(loss.metrics, device))
 
 
 def _weight(given: Any, device: torch.device) -> Tensor:
@@ -72,10 +72,19 @@ def _weight(given: Any, device: torch.device) -> Tensor:
             where="objective",
             hint="weight: what `mean` is a mean over, as a number or a 0-d tensor",
         )
-    return weight.to(device=device, dtype=torch.float32)
+    return _beside(weight.to(torch.float32), device)
 
 
-def _checked_metrics(given: Any) -> Metrics:
+def _beside(value: Tensor, device: torch.device) -> Tensor:
+    """On the device. A number on the host goes there as the argument of a kernel: a copy would wait for the device, and
+    no CUDA graph records one.
+    """
+    if value.device == device:
+        return value
+    return value.to(device) if value.dim() else torch.ones((), dtype=torch.float32, device=device) * value
+
+
+def _checked_metrics(given: Any, device: torch.device) -> Metrics:
     found: dict[str, Any] = cast(Any, given) if isinstance(given, dict) else {"": given}
     for name, mean in found.items():
         if not isinstance(mean, Mean):
@@ -86,7 +95,16 @@ def _checked_metrics(given: Any) -> Metrics:
             )
         if name in _OWN_METRICS:
             raise StepContractError("the step has a metric of this name", where=f"metrics/{name}", hint="another name")
-    return found
+    return {name: Mean(*(_checked_part(name, part, device) for part in mean)) for name, mean in found.items()}
+
+
+def _checked_part(name: str, given: Any, device: torch.device) -> Tensor:
+    if isinstance(given, int | float):
+        return torch.full((), given, dtype=torch.float32, device=device)
+    if not isinstance(given, Tensor):
+        hint = "ps.Mean(total, weight): two tensors, or numbers"
+        raise StepContractError(f"is a Mean of a {type(given).__name__}", where=f"metrics/{name}", hint=hint)
+    return _beside(given, device)
 
 
 def _check_connected(mean: Tensor) -> None:
