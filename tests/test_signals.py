@@ -38,6 +38,16 @@ def soon(number: int) -> threading.Timer:
     return timer
 
 
+def sent_after_the_first(number: int, batches: Iterator[Any]) -> int:
+    """How many batches came, where the signal is sent a little after the first: while the second is waited for."""
+    count, timer = 0, None
+    for count, _ in enumerate(batches, 1):  # noqa: B007
+        timer = timer or soon(number)
+    assert timer is not None
+    timer.join()
+    return count
+
+
 @pytest.mark.parametrize(
     ("number", "pending"),
     [(signal.SIGTERM, "terminate"), (signal.SIGINT, "interrupt"), (signal.SIGUSR1, "snapshot")],
@@ -107,36 +117,31 @@ class Slow(Dataset[Any]):
 def test_a_blocked_loader_does_not_keep_a_run_from_ending(number: int, loader: Callable[[], Iterator[Any]]):
     before, began = (torch.get_rng_state().tolist(), random.getstate()), time.monotonic()
     with Signals() as signals:
-        timer = soon(number)
-        assert len(list(signals.watch(loader()))) == 1
+        assert sent_after_the_first(number, signals.watch(loader())) == 1
         assert signals.pending in ("terminate", "interrupt")
     assert time.monotonic() - began < 30  # against the 60 that the loader sleeps
     assert (torch.get_rng_state().tolist(), random.getstate()) == before
-    timer.join()
 
 
 def test_workers_that_sleep_end_with_the_run():
     began = time.monotonic()
     with Signals() as signals:
-        timer = soon(signal.SIGTERM)
         feed = open_feed(DataLoader(Slow(), num_workers=2, timeout=50))
-        assert len(list(signals.watch(feed.epoch(0)))) == 1
+        assert sent_after_the_first(signal.SIGTERM, signals.watch(feed.epoch(0))) == 1
         feed.close()
     assert time.monotonic() - began < 30
     assert torch.multiprocessing.active_children() == []
-    timer.join()
 
 
 def test_a_wish_to_save_does_not_break_a_wait_off():
     def slow() -> Iterator[int]:
-        time.sleep(0.5)
+        timer = soon(signal.SIGUSR1)
+        timer.join()
         yield 1
 
     with Signals() as signals:
-        timer = soon(signal.SIGUSR1)
         assert list(signals.watch(slow())) == [1]
         assert signals.pending == "snapshot"
-        timer.join()
 
 
 def test_between_two_batches_a_signal_only_sets_the_flag():
