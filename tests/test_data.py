@@ -13,6 +13,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -649,8 +650,30 @@ class Deadly(Plain):
 
 def test_a_killed_worker_is_named():
     feed = open_feed(DataLoader(Deadly(4), batch_size=2, num_workers=1))
-    with pytest.raises(DataError, match=r"batch \d, items .*DataLoader worker \(pid.*ended by SIGKILL.*memory"):
+    with pytest.raises(DataError, match=r"batch \d, items .*worker \d+ ended by SIGKILL.*memory"):
         values(feed)
+
+
+class DeadlyWhenTold(Deadly):
+    go: Path
+
+    def __getitem__(self, index: int) -> Tensor:
+        while index == 2 and not self.go.exists():
+            time.sleep(0.002)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_dies_during_a_step_is_told_at_the_next_batch(tmp_path: Path):
+    """torch raises at once, wherever the main process is: an error of the step then, which it leaves half done."""
+    data = DeadlyWhenTold(8)
+    data.go = tmp_path / "go"
+    batches = open_feed(DataLoader(data, num_workers=1)).epoch(0)
+    assert next(batches).tolist() == [0.0]
+    data.go.touch()
+    while torch.multiprocessing.active_children():  # the step
+        time.sleep(0.002)
+    with pytest.raises(DataError, match=r"batch \d, items .*worker \d+ ended by SIGKILL.*memory"):
+        list(batches)
 
 
 class Slow(Plain):

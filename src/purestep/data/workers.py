@@ -6,12 +6,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+import weakref
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 
 class Engine:
@@ -32,19 +34,32 @@ class Engine:
         self._generator = torch.Generator()  # else iter(DataLoader) draws from the caller's generator
         self._loader: DataLoader[Any] | None = None
         self._workers: list[Any] = []
+        self.has_workers = like.num_workers > 0
+        self.starting = False  # workers are being made
 
     def run(self, seed: int) -> Generator[Any]:
         """One pass, with ``seed`` for the workers."""
         self._generator.manual_seed(seed)
         if self._loader is None:
             self._loader = self._build()
-        iterator = iter(self._loader)
-        self._workers = list(getattr(iterator, "_workers", ()))  # torch has no public way to them
-        return self._passed(iterator)
+        return self._passed(self._loader)
 
-    def _passed(self, iterator: Iterator[Any]) -> Generator[Any]:
+    def _passed(self, loader: DataLoader[Any]) -> Generator[Any]:
         try:
-            yield from iterator
+            if not loader.persistent_workers:
+                self._workers = []
+            self.starting = not self._workers  # which of them has died, the first wait will know
+            with _watch.waits(self):
+                iterator = iter(loader)
+                self._workers = list(getattr(iterator, "_workers", ()))  # torch has no public way to them
+                self.starting = False
+            while True:
+                with _watch.waits(self):
+                    try:
+                        batch = next(iterator)
+                    except StopIteration:
+                        return
+                yield batch
         except GeneratorExit:
             if not self._like.persistent_workers:
                 self.close()  # else torch waits five seconds for each worker that is busy
@@ -57,6 +72,10 @@ class Engine:
                     error.add_note(f"worker {worker.pid} ended by {_ending(worker.exitcode)}")
             self.close()
             raise
+
+    def dead(self) -> list[Any]:
+        """The workers that have ended otherwise than they should."""
+        return [worker for worker in self._workers if worker.exitcode]
 
     def close(self) -> None:
         """End the workers: by SIGTERM, which they obey in Python code, else by SIGKILL."""
@@ -84,6 +103,55 @@ class Engine:
             persistent_workers=like.persistent_workers,
             **self._how,
         )
+
+
+class _Watch:
+    """torch's handler of SIGCHLD, which raises wherever the main process is, raises here in the wait for a worker only.
+
+    A worker that dies in the middle of a step or of a snapshot is told by the next wait for one of its batches.
+    """
+
+    def __init__(self) -> None:
+        self._raises: Callable[[int, Any], Any] | None = None
+        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._waiting: Engine | None = None
+
+    @contextmanager
+    def waits(self, engine: Engine) -> Generator[None]:
+        """Around what waits for a worker of the engine."""
+        here = threading.current_thread() is threading.main_thread()
+        if not engine.has_workers or not here or not hasattr(signal, "SIGCHLD"):
+            yield
+            return
+        self._set()
+        self._engines.add(engine)
+        before, self._waiting = self._waiting, engine
+        try:
+            for worker in engine.dead():
+                raise RuntimeError(f"DataLoader worker (pid {worker.pid}) has died")
+            yield
+        finally:
+            self._waiting = before
+
+    def _set(self) -> None:
+        torchs = signal_handling._set_SIGCHLD_handler  # pyright: ignore[reportPrivateUsage]
+        torchs()  # once in a process; iter(DataLoader) would do it
+        found = signal.getsignal(signal.SIGCHLD)
+        if callable(found) and getattr(found, "__module__", "") == signal_handling.__name__:
+            self._raises = found
+            signal.signal(signal.SIGCHLD, self._handle)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        assert self._raises is not None
+        try:
+            self._raises(number, frame)
+        except RuntimeError:
+            ours = [engine for engine in self._engines if engine.starting or engine.dead()]
+            if not ours or (self._waiting in ours and not self._waiting.starting):
+                raise
+
+
+_watch = _Watch()
 
 
 @contextmanager
