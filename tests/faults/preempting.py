@@ -20,13 +20,13 @@ MOMENTS = ("step", "eval", "saving", "load", "hang")
 def trial(number: int, folder: Path, *, off: str = "") -> str | None:
     """The moment goes round: in a step, an evaluation, a save, the wait for a loader, and for one that hangs."""
     moment, rng = MOMENTS[number % len(MOMENTS)], seeded("preempting", number)
-    hang = rng.randint(2, running.CALLS) if moment == "hang" else 0
+    # Where nothing hangs earlier, the last load does: however late the signal comes, the run is still there.
+    hang = rng.randint(2, running.CALLS) if moment == "hang" else running.CALLS
     code = running.child("train", str(folder), rng.randint(2, 7), PAUSE, hang, off=off)
     plan = f"snapshot.stage=sleep:{rng.uniform(0.0, 0.03):.3f}"
     child = forkserver.shared().start(code, quick=True, PURESTEP_FAILPOINT=plan)
-    # In the first two epochs of three: on a slow machine, too, the run is still there when the signal comes.
     counts = {"step": 2 * running.BATCHES, "eval": 4, "saving": 2, "load": 2 * running.BATCHES}
-    word, count = ("load", hang) if hang else (moment, rng.randint(1, counts[moment]))
+    word, count = ("load", hang) if moment == "hang" else (moment, rng.randint(1, counts[moment]))
     wait_for(child, word, count)
     time.sleep(rng.uniform(0.0, PAUSE))
     child.terminate()

@@ -289,9 +289,9 @@ def steps_of_a_fit(snapshots: Any, *, steps: int = 4, **fields: Any) -> list[int
 
 
 def train_with_workers(folder: str) -> None:
-    """A run whose loader has two workers; says who they are."""
+    """A run whose loader has two workers, the same in every epoch; says who they are."""
     made = program(0.02)
-    loader = DataLoader(Items(0.0, 0), batch_size=4, num_workers=2)
+    loader = DataLoader(Items(0.0, 0), batch_size=4, num_workers=2, persistent_workers=True)
 
     def tell(event: Any) -> None:
         if isinstance(event, events.StepEnd):

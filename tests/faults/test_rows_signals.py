@@ -160,7 +160,9 @@ def test_row_23_fails_where_nobody_heeds_the_signal(test: Callable[[Path], None]
 def test_row_24_a_grace_too_short(second: signal.Signals, tmp_path: Path) -> None:
     """The last save is slow, and is broken off: the one before is whole, and the run goes on from it."""
     child = forkserver.shared().start(
-        running.child("train", str(tmp_path), 2), quick=True, PURESTEP_FAILPOINT="snapshot.manifest=sleep:0.4"
+        running.child("train", str(tmp_path), 2, 0.0, running.CALLS),  # it does not end before the signal
+        quick=True,
+        PURESTEP_FAILPOINT="snapshot.manifest=sleep:0.4",
     )
     wait_for(child, "saving", 2)
     child.terminate()
@@ -207,7 +209,8 @@ def test_row_25_ctrl_c_once(tmp_path: Path) -> None:
 
 
 def test_row_25_ctrl_c_in_a_script_exits_with_130(tmp_path: Path) -> None:
-    child = forkserver.shared().start(running.child("train", str(tmp_path), 4, 0.005))
+    # The last load hangs: the run does not end before the signal.
+    child = forkserver.shared().start(running.child("train", str(tmp_path), 4, 0.005, running.CALLS))
     wait_for(child, "did", 5)
     os.kill(child.pid, signal.SIGINT)
     done = child.wait()
