@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import dataloader
 
 from purestep import tree
 
@@ -143,3 +145,22 @@ def image_batch(rows: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 1, 8, 8, generator=generator)
     return x, x.mean(dim=(1, 2, 3)).mul(20).round().long() % 3
+
+
+@contextmanager
+def timed_out_after(hangs: Path) -> Iterator[None]:
+    """The time-out of a DataLoader counts from this file on, made by a worker that hangs: it may be slow to start."""
+    get = dataloader._MultiProcessingDataLoaderIter._try_get_data
+
+    def patient(self: Any, timeout: float = 5.0) -> tuple[bool, Any]:
+        while not hangs.exists():
+            found = get(self, 0.02)
+            if found[0]:
+                return found
+        return get(self, timeout)
+
+    dataloader._MultiProcessingDataLoaderIter._try_get_data = patient  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        dataloader._MultiProcessingDataLoaderIter._try_get_data = get

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from helpers import timed_out_after
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -677,18 +678,26 @@ def test_a_worker_that_dies_during_a_step_is_told_at_the_next_batch(tmp_path: Pa
 
 
 class Slow(Plain):
+    hangs: Path | None = None  # is made then
+
     def __getitem__(self, index: int) -> Tensor:
-        time.sleep(60 if index == 2 else 0)
+        if index == 2:
+            if self.hangs is not None:
+                self.hangs.touch()
+            time.sleep(60)
         return super().__getitem__(index)
 
 
 @pytest.mark.parametrize("whose", ["the loader's", "ours"])
-def test_a_hanging_worker_is_found_and_ended(whose: str):
+def test_a_hanging_worker_is_found_and_ended(whose: str, tmp_path: Path):
     timeout = {"timeout": 0.3}
     mine, default = (timeout, {}) if whose == "the loader's" else ({}, timeout)
-    feed = open_feed(DataLoader(Slow(4), batch_size=2, num_workers=1, **mine), **default)
+    data = Slow(4)
+    data.hangs = tmp_path / "hangs"
+    feed = open_feed(DataLoader(data, batch_size=2, num_workers=1, **mine), **default)
     began = time.monotonic()
-    with pytest.raises(DataError, match=r"batch 2.*timed out after 0\.3 seconds.*timeout=seconds"):
+    message = r"batch 2.*timed out after 0\.3 seconds.*timeout=seconds"
+    with timed_out_after(data.hangs), pytest.raises(DataError, match=message):
         values(feed)
     assert time.monotonic() - began < 20  # against the 60 that the worker would sleep
     assert torch.multiprocessing.active_children() == []

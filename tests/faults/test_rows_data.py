@@ -17,7 +17,7 @@ import pytest
 import torch
 from faults import resuming
 from faults.runs import FIT, batches, fails, fit, mlp, refused, same
-from helpers import vector_batch
+from helpers import timed_out_after, vector_batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -252,10 +252,6 @@ def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hangs() -> None:
-    time.sleep(60)
-
-
 def no_orphans() -> None:
     assert torch.multiprocessing.active_children() == []
 
@@ -272,18 +268,24 @@ def test_row_32_a_worker_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.row("F32")
-def test_row_32_a_worker_hangs() -> None:
+def test_row_32_a_worker_hangs(tmp_path: Path) -> None:
     assert 0 < inspect.signature(open_feed).parameters["timeout"].default < 3600
-    program = mlp()
-    loader = open_feed(DataLoader(Items(fault=hangs), 4, num_workers=1), timeout=0.5)
+    program, hangs = mlp(), tmp_path / "hangs"
+
+    def hang() -> None:
+        hangs.touch()
+        time.sleep(60)
+
+    loader = open_feed(DataLoader(Items(fault=hang), 4, num_workers=1), timeout=0.5)
     message = r"^train, epoch 1, batch 7.*timed out after 0\.5 seconds.*timeout=seconds"
-    refused(DataError, message, lambda: fit(program.init(), loader, program, epochs=1))
+    with timed_out_after(hangs):
+        refused(DataError, message, lambda: fit(program.init(), loader, program, epochs=1))
     no_orphans()
 
 
-def test_row_32_fails_where_workers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_32_fails_where_workers_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers.Engine, "close", lambda self: None)
-    fails(test_row_32_a_worker_hangs)
+    fails(lambda: test_row_32_a_worker_hangs(tmp_path))
     monkeypatch.undo()
     for child in torch.multiprocessing.active_children():
         child.kill()
