@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # The peers that want a model hub or a GPU allocator must not look for one.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,6 +17,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Kernels this small gain nothing from a second thread and wait for it on a busy machine; the same in child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# The same examples in every run, which may take any time: a busy machine is no failure. Others are looked for with
+# --hypothesis-profile=default.
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 # A shell starts what it puts in the background with Ctrl-C ignored, and an ignored signal stays ignored.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
