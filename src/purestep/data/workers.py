@@ -34,18 +34,20 @@ class Engine:
         self._generator = torch.Generator()  # else iter(DataLoader) draws from the caller's generator
         self._loader: DataLoader[Any] | None = None
         self._workers: list[Any] = []
-        self.has_workers = like.num_workers > 0
         self.starting = False  # workers are being made
 
     def run(self, seed: int) -> Generator[Any]:
         """One pass, with ``seed`` for the workers."""
-        self._generator.manual_seed(seed)
         if self._loader is None:
             self._loader = self._build()
-        return self._passed(self._loader)
+        return self._passed(self._loader, seed)
 
-    def _passed(self, loader: DataLoader[Any]) -> Generator[Any]:
+    def _passed(self, loader: DataLoader[Any], seed: int) -> Generator[Any]:
+        self._generator.manual_seed(seed)
         try:
+            if not loader.num_workers:
+                yield from loader
+                return
             if not loader.persistent_workers:
                 self._workers = []
             self.starting = not self._workers  # which of them has died, the first wait will know
@@ -80,6 +82,7 @@ class Engine:
     def close(self) -> None:
         """End the workers: by SIGTERM, which they obey in Python code, else by SIGKILL."""
         workers, self._workers, self._loader = self._workers, [], None
+        self.starting = False
         with _children_unwatched():
             for end in ("terminate", "kill"):
                 alive = [worker for worker in workers if worker.is_alive()]
@@ -120,7 +123,7 @@ class _Watch:
     def waits(self, engine: Engine) -> Generator[None]:
         """Around what waits for a worker of the engine."""
         here = threading.current_thread() is threading.main_thread()
-        if not engine.has_workers or not here or not hasattr(signal, "SIGCHLD"):
+        if not here or not hasattr(signal, "SIGCHLD"):
             yield
             return
         self._set()
