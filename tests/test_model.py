@@ -121,6 +121,22 @@ def words_batch() -> tuple[Tensor, Tensor]:
 BATCHES = [vector_batch(8, seed) for seed in range(4)]
 
 
+def test_weights_of_an_lstm_stay_where_they_are(monkeypatch: pytest.MonkeyPatch):
+    """As torch does on CUDA in every call: its kernels take all weights as one vector."""
+    chosen = program(Recurrent())
+    state = chosen.init()
+
+    def moved(lstm: nn.LSTM) -> None:
+        for weight in lstm.parameters():
+            weight.data = weight.detach().clone()
+
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", moved)
+    before = {name: weight.data_ptr() for name, weight in state.params.items()}
+    chosen.train_step(state, BATCHES[0])
+    chosen.bind(state)(BATCHES[0][0])
+    assert {name: weight.data_ptr() for name, weight in state.params.items()} == before
+
+
 class TestTies:
     @pytest.mark.parametrize("engine", ["autograd", "func"])
     def test_embedding_and_head_stay_one_matrix(self, engine: str):

@@ -300,7 +300,7 @@ def _hollow(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     try:
-        return copy.deepcopy(module, memo)
+        hollow = copy.deepcopy(module, memo)
     except (RuntimeError, TypeError) as error:
         raise StateError(
             f"the module cannot be copied: {error}",
@@ -308,6 +308,14 @@ def _hollow(module: nn.Module) -> nn.Module:
             hint="keep only parameters, buffers and plain values as attributes "
             "(torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm)",
         ) from error
+    for part in hollow.modules():
+        if isinstance(part, nn.RNNBase):
+            part.flatten_parameters = _left_where_they_are
+    return hollow
+
+
+def _left_where_they_are() -> None:
+    """On CUDA each call of an LSTM or GRU would move the weights of the state into memory of its own."""
 
 
 def _keep_eval(module: nn.Module, patterns: Iterable[str]) -> None:

@@ -340,7 +340,10 @@ def _or_raise(run: Callable[..., Any], cause: Exception) -> Callable[..., Any]:
             return run(*inputs)
         except Exception as error:
             if capture_.stopped(error):
-                cause.add_note(f"torch.compile cannot capture it either: {str(error).strip().splitlines()[0]}")
+                cause.add_note(
+                    f"torch.compile cannot capture it either: {str(error).strip().splitlines()[0]} "
+                    "(cure: the step itself, which runs in eager mode)"
+                )
                 raise cause from error
             raise
 
