@@ -41,6 +41,7 @@ def compile_step(
             taken out of it before may show new values. "init": the first state's memory is taken over as well. A tree
             without a TrainState in it cannot say so, and is copied at every call. A call that fails while its graph
             runs (an index out of range) has spoilt the state that went in: go on from a clone or a snapshot.
+            False: a program's state is copied at every call, and its tensors are views of a few buffers.
         capture: "dynamo" (torch.compile), "trace" (Python runs once, as under jax.jit) or "auto": the trace, which is
             faster to call, and Dynamo where it does not work.
         backend: of torch.compile.
@@ -106,9 +107,7 @@ def compile_program(
     _check_launch(program.static, donate=donate, cuda_graph=cuda_graph, unroll=1)
     chosen = Options(capture, backend, options)
     train = CompiledStep(program.train_step, program.static, donate=donate, options=chosen, cuda_graph=cuda_graph)
-    flush = CompiledStep(
-        program.flush, program.static, donate=donate, options=chosen, flush=True, layouts=train.layouts
-    )
+    flush = CompiledStep(program.flush, program.static, donate=donate, options=chosen, flush=True, beside=train)
     return program._replace(
         train_step=train,
         flush=flush,

@@ -29,11 +29,13 @@ class Host:
 
     __slots__ = ("_key", "left", "seed")
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: TrainState, left: int | None = None) -> None:
         # A numpy view of the key that users see: writing it costs a twentieth of an in-place op.
         self._key = state.key.numpy()
         self.seed = int(self._key[0])
-        self.left: int | None = None if isinstance(state.accum, Empty) else int(state.accum.left)
+        self.left = left  # calls until the window closes, where that is known
+        if left is None and not isinstance(state.accum, Empty):
+            self.left = int(state.accum.left)
 
     @property
     def calls(self) -> int:
@@ -174,6 +176,7 @@ class Store:
         self.generation = 0
         self.calls = 0  # a generation may be several
         self.failed = False  # the last call was broken off
+        self.leaves: list[Tensor] | None = None  # of the state, without its key, where they are at hand
         self.parts = [tuple(found) for found in states(self.named)]
         self._single = isinstance(self.named, TrainState)
 
@@ -195,6 +198,14 @@ class Store:
             return _live(self, 0)
         count = iter(range(len(self.hosts)))
         return tree.map(lambda node: _live(self, next(count)) if is_state(node) else node, self.named, is_leaf=is_state)
+
+    def elsewhere(self, buffers: list[Tensor], named: Any, hosts: list[Host]) -> Store:
+        """A store of the same structure over other memory, of a single state."""
+        other = object.__new__(Store)
+        vars(other).update(vars(self))
+        other.buffers, other.named, other.hosts, other.parts = buffers, named, hosts, [named]
+        other.generation, other.calls, other.failed, other.leaves = 0, 0, False, None
+        return other
 
     def check(self, kinds: tuple[Any, ...]) -> None:
         """Raise StateError where a tensor of a state has been given memory of another layout (``tensor.data = ...``):

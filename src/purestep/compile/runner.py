@@ -18,6 +18,7 @@ from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture as capture_
 from . import live as live_
 from .contract import checked, same_structure
+from .forks import Forks
 from .graphs import (
     Graph,
     Graphs,
@@ -74,11 +75,13 @@ class CompiledStep:
         flush: bool = False,
         cuda_graph: bool = False,
         unroll: int = 1,
-        layouts: dict[Any, packed_.Layout | None] | None = None,
+        beside: CompiledStep | None = None,
     ) -> None:
         self.donate = donate
         self.static = static
-        self.layouts: dict[Any, packed_.Layout | None] = {} if layouts is None else layouts
+        # Of a program, whose states go from one function to the other.
+        self.layouts: dict[Any, packed_.Layout | None] = beside.layouts if beside else {}
+        self.forks: Forks = beside.forks if beside else Forks()
         self._step = step
         self._flush = flush
         self._unroll = unroll
@@ -129,6 +132,10 @@ class CompiledStep:
 
     def _donated(self, state: Any, batch: tuple[Any, ...], unlike: Unlike) -> tuple[Any, Metrics | Stacked]:
         store = self._standing(state) or self._enter(state)
+        metrics = self._stepped(store, batch, unlike)
+        return store.live(), metrics
+
+    def _stepped(self, store: live_.Store, batch: tuple[Any, ...], unlike: Unlike) -> Metrics | Stacked:
         phase = self._phase(store)
         last = self._last.get(phase)
         fits = last and last.slots is store.slots and last.surroundings == self._graphs.surroundings()
@@ -143,7 +150,7 @@ class CompiledStep:
         store.end(1 if self._unroll == 1 else len(batch[0]))
         if self._windowed:
             self._count_window(store)
-        return store.live(), metrics
+        return metrics
 
     def _launched(self, graph: Graph, store: live_.Store, leaves: list[Any]) -> Metrics | Stacked:
         store.begin()
@@ -258,7 +265,11 @@ class CompiledStep:
 
     # --- pure ---------------------------------------------------------------------------------------------------------
 
-    def _pure(self, state: Any, batch: tuple[Any, ...], unlike: Unlike) -> tuple[Any, Metrics]:
+    def _pure(self, state: Any, batch: tuple[Any, ...], unlike: Unlike) -> tuple[Any, Metrics | Stacked]:
+        if self.static is not None and isinstance(state, TrainState):
+            store = self._forked(state)
+            metrics = self._stepped(store, batch, unlike)
+            return self.forks.hand_out(store), metrics
         if unlike is not None:
             unlike(batch[0])
         given = live_.plain(state)
@@ -286,6 +297,15 @@ class CompiledStep:
             if id(leaf) in keys:
                 old[index] = rng.advance(leaf, calls)
         return tree.unflatten(state_def, old), metrics
+
+    def _forked(self, state: TrainState) -> live_.Store:
+        """A store of the state in memory of its own."""
+        if type(state) is live_.LiveState:
+            standing = self._standing(state)
+            found = None if standing is None else self.forks.of_live(standing)
+        else:
+            found = self.forks.of(state)
+        return found or self._enter(state)
 
     def _pure_core(
         self,

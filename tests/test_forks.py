@@ -1,0 +1,252 @@
+"""Compiled steps that leave their state as it was: what they hand out, and what they make of it when it comes back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
+from torch import Tensor, nn
+
+import purestep as ps
+from purestep import optim, tree
+from purestep.compile import forks
+from purestep.types import Program, TrainState
+
+pytestmark = pytest.mark.compile
+
+
+def program(net: nn.Module | None = None, **options: Any) -> Program:
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.01))
+    return ps.program(net or tiny_mlp(), ps.supervised(nn.CrossEntropyLoss()), tx, ema=0.9, **options)
+
+
+def compiled(made: Program, **options: Any) -> Any:
+    return ps.compile_step(made.train_step, backend="aot_eager", **options)
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The states that were packed leaf by leaf."""
+    found: list[Any] = []
+    enter = ps.compile.runner.CompiledStep._enter  # pyright: ignore[reportPrivateUsage]
+
+    def noted(self: Any, state: Any) -> Any:
+        found.append(state)
+        return enter(self, state)
+
+    monkeypatch.setattr(ps.compile.runner.CompiledStep, "_enter", noted)
+    return found
+
+
+def close(found: Any, expected: Any) -> None:
+    assert type(found) is TrainState
+    assert_trees_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_that_comes_back_is_copied_whole(entered: list[Any]) -> None:
+    made = program()
+    step, state, eager = compiled(made), made.init(), made.init()
+    for seed in range(4):
+        state, metrics = step(state, vector_batch(seed=seed))
+        eager, expected = made.train_step(eager, vector_batch(seed=seed))
+        close(state, eager)
+        assert_trees_close(metrics, expected, rtol=1e-4, atol=1e-5)
+    assert len(entered) == 1
+    assert step.graphs == 1
+
+
+def test_every_state_stays_as_it_was() -> None:
+    made = program(tiny_convnet(), accumulate=2)  # batch statistics, an open window
+    step, states = compiled(made), [made.init()]
+    for seed in range(5):
+        states.append(step(states[-1], image_batch(8, seed))[0])
+    copies = [tree.clone(state) for state in states]
+    step(states[2], image_batch(8, 9))
+    again, _ = step(states[3], image_batch(8, 3))
+    assert_trees_close(states, copies, exact=True)
+    assert_trees_close(again, states[4], exact=True)
+    places = [{leaf.untyped_storage().data_ptr() for leaf in tree.leaves(state)} for state in states]
+    assert not places[3] & places[4]
+
+
+def replaced(state: TrainState) -> TrainState:
+    return state._replace(params={**state.params, "0.bias": torch.ones_like(state.params["0.bias"])})
+
+
+def written(state: TrainState) -> TrainState:
+    state.params["0.bias"].fill_(1.0)
+    return state
+
+
+def through_numpy(state: TrainState) -> TrainState:
+    state.params["0.bias"].numpy()[:] = 1.0
+    return state
+
+
+def by_data(state: TrainState) -> TrainState:
+    state.params["0.bias"].data = torch.ones_like(state.params["0.bias"])
+    return state
+
+
+def assigned(state: TrainState) -> TrainState:
+    state.params["0.bias"] = torch.ones_like(state.params["0.bias"])
+    return state
+
+
+def swapped(state: TrainState) -> TrainState:
+    """The same tensors, elsewhere."""
+    names = {"0.bias": "2.bias", "2.bias": "0.bias"}
+    return state._replace(params={name: state.params[names.get(name, name)] for name in state.params})
+
+
+def turned(state: TrainState) -> TrainState:
+    """In place, where the shape tells nothing."""
+    state.params["0.weight"].t_()
+    return state
+
+
+def rekeyed(state: TrainState) -> TrainState:
+    return state._replace(key=ps.rng.key(9))
+
+
+CHANGES = [replaced, written, through_numpy, by_data, assigned, swapped, turned, rekeyed]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_state_that_was_changed_is_taken_as_it_is(change: Callable[[TrainState], TrainState]) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
+    made = program(net)
+    batch = (torch.randn(5, 6), torch.arange(5))
+    step, state = compiled(made), made.init()
+    state, _ = step(state, batch)
+    eager = tree.clone(state)
+    state, _ = step(change(state), batch)
+    eager, _ = made.train_step(change(eager), batch)
+    close(state, eager)
+
+
+def test_who_does_not_look_takes_an_old_state_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law above, with its check planted out."""
+    monkeypatch.setattr(forks._Handed, "is_still", lambda found, state: True)  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(AssertionError):
+        test_a_state_that_was_changed_is_taken_as_it_is(replaced)
+
+
+def test_a_live_state_goes_into_a_pure_step_and_lives_on(entered: list[Any]) -> None:
+    made = program()
+    pure, donated = compiled(made), compiled(made, donate=True)
+    live, _ = donated(made.init(), vector_batch())
+    kept = ps.clone(live)
+    entered.clear()
+    for _ in range(2):
+        state, _ = pure(live, vector_batch(seed=1))
+    assert_trees_close(ps.clone(live), kept, exact=True)
+    expected, _ = made.train_step(kept, vector_batch(seed=1))
+    close(state, expected)
+    # And back: the state of a pure step is nobody's to take.
+    copied = tree.clone(state)
+    after, _ = donated(state, vector_batch())
+    donated(after, vector_batch())
+    assert_trees_close(state, copied, exact=True)
+
+
+def test_train_step_and_flush_of_a_program_know_each_others_states(entered: list[Any]) -> None:
+    made = program(accumulate=3)
+    fast = ps.compile_program(made, backend="aot_eager")
+    state, eager = fast.init(), made.init()
+    for seed in range(7):
+        state, _ = fast.train_step(state, vector_batch(seed=seed))
+        eager, _ = made.train_step(eager, vector_batch(seed=seed))
+        if seed == 4:
+            state, _ = fast.flush(state)
+            eager, _ = made.flush(eager)
+        close(state, eager)
+    assert len(entered) == 1
+
+
+def test_frozen_weights_are_shared_and_all_others_are_not() -> None:
+    net = tiny_mlp()
+    net[0].requires_grad_(False)
+    made = program(net)
+    step, first = compiled(made), made.init()
+    second, _ = step(first, vector_batch())
+    third, _ = step(second, vector_batch())
+    assert third.frozen["0.weight"].data_ptr() == first.frozen["0.weight"].data_ptr()
+    own = [state._replace(frozen={}) for state in (first, second, third)]
+    places = [{leaf.untyped_storage().data_ptr() for leaf in tree.leaves(state)} for state in own]
+    assert not places[0] & places[1]
+    assert not places[1] & places[2]
+
+
+def test_a_state_that_nobody_holds_is_gone() -> None:
+    made = program()
+    step = compiled(made)
+    state, _ = step(made.init(), vector_batch())
+    found = weakref.ref(state.params["0.weight"])
+    memory = weakref.ref(state.params["0.weight"].untyped_storage())
+    state, _ = step(state, vector_batch())
+    gc.collect()
+    assert found() is None
+    assert memory() is None
+    assert len(step.forks._handed) == 1  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state)), ps.clone])
+def test_a_copy_goes_on_to_the_same_bits(way: Callable[[TrainState], TrainState]) -> None:
+    made = program(tiny_convnet())
+    step = compiled(made)
+    state, _ = step(made.init(), image_batch())
+    expected, _ = step(state, image_batch(8, 1))
+    found, _ = step(way(state), image_batch(8, 1))
+    assert_trees_close(found, expected, exact=True)
+
+
+def test_inference_mode_and_tensors_that_do_not_count_are_no_obstacle() -> None:
+    made = program()
+    step, state, eager = compiled(made), made.init(), made.init()
+    state, _ = step(state, vector_batch())
+    with torch.inference_mode():
+        state, _ = step(state, vector_batch())
+    state, _ = step(state, vector_batch())
+    for _ in range(3):
+        eager, _ = made.train_step(eager, vector_batch())
+    close(state, eager)
+
+
+def test_several_steps_a_call() -> None:
+    made = program()
+    step, state, eager = compiled(made, unroll=3), made.init(), made.init()
+    for start in (0, 3):
+        state, _ = step(state, [vector_batch(seed=seed) for seed in range(start, start + 3)])
+    for seed in range(6):
+        eager, _ = made.train_step(eager, vector_batch(seed=seed))
+    close(state, eager)
+    assert int(state.key[1]) == 6
+
+
+def test_channels_last_and_empty_tensors() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 4, 3)
+            self.nothing = nn.Parameter(torch.zeros(0))
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.conv(x).mean((2, 3))) + self.nothing.sum()
+
+    made = program(Odd().to(memory_format=torch.channels_last))
+    step, state, eager = compiled(made), made.init(), made.init()
+    for seed in range(3):
+        state, _ = step(state, image_batch(8, seed))
+        eager, _ = made.train_step(eager, image_batch(8, seed))
+    close(state, eager)
+    assert state.params["conv.weight"].stride() == eager.params["conv.weight"].stride()
