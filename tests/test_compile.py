@@ -635,6 +635,22 @@ def test_dropout_in_a_step_over_two_states_differs_from_step_to_step_and_is_repr
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("donate", FORMS)
+def test_one_of_several_states_goes_on_by_itself_and_leaves_the_others_alone(donate: bool) -> None:
+    program = mlp()
+
+    def both(states: Any, batch: Any) -> Any:
+        return {name: program.train_step(state, batch)[0] for name, state in states.items()}, {}
+
+    tree_, _ = compiled(both, donate=True)({"a": program.init(0), "b": program.init(1)}, vector_batch())
+    kept = ps.clone(tree_)
+    found, _ = compiled(program.train_step, donate=donate)(tree_["b"], vector_batch())
+    expected, _ = program.train_step(kept["b"], vector_batch())
+    assert_trees_close(ps.clone(found), expected, rtol=1e-5, atol=1e-6)
+    assert_trees_close(ps.clone(tree_), kept, exact=True)
+
+
+@pytest.mark.compile
 def test_the_states_inside_a_tree_are_guarded_too() -> None:
     parts = gan()
     step = compiled(parts.step, donate=True)

@@ -178,7 +178,7 @@ class Store:
         self.failed = False  # the last call was broken off
         self.leaves: list[Tensor] | None = None  # of the state, without its key, where they are at hand
         self.parts = [tuple(found) for found in states(self.named)]
-        self._single = isinstance(self.named, TrainState)
+        self.single = isinstance(self.named, TrainState)  # else a tree of several
 
     def _fill(self, leaves: list[Tensor], *, copied: set[int]) -> list[Tensor]:
         chosen = {
@@ -194,7 +194,7 @@ class Store:
 
     def live(self) -> Tree:
         """The state of this generation, to give to the user."""
-        if self._single:
+        if self.single:
             return _live(self, 0)
         count = iter(range(len(self.hosts)))
         return tree.map(lambda node: _live(self, next(count)) if is_state(node) else node, self.named, is_leaf=is_state)

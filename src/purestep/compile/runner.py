@@ -187,6 +187,8 @@ class CompiledStep:
         if type(state) is live_.LiveState:
             state.alive()
             store = state.live_store
+            if store is not None and not store.single:
+                return None  # one of several, which stay where they are
         else:
             store = live_.store_of(state)
             if store is not None:
