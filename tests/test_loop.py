@@ -684,13 +684,41 @@ def test_compile_true_is_an_error_where_a_step_cannot_be_captured() -> None:
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"compile": False}, {"compile": True}, {"detect_anomaly": True}], ids=str)
+def test_a_program_that_is_compiled_already_runs_as_it_is(donate: bool, fields: Any) -> None:
+    """What fit looks at is the step in eager, whose numbers are rounded otherwise."""
+    program = mlp(optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.01)), accumulate=2)
+    fast, first = ps.compile_program(program, donate=donate), program.init()
+    loaders = {"train": batches(5), "val": batches(2)}
+    found = fit(first, loaders, fast, epochs=2, **fields)
+    expected = fit(first, loaders, program, epochs=2)
+    assert_trees_close(ps.clone(found.state), expected.state, rtol=1e-4, atol=1e-5)
+    assert found.history["val_loss"] == pytest.approx(expected.history["val_loss"], rel=1e-4)
+    assert bool(getattr(fast.train_step, "graphs", 0)) == (not fields or fields == {"compile": False})
+
+
+@pytest.mark.compile
+def test_an_impure_step_that_is_compiled_already_is_found() -> None:
+    calls = [0]
+
+    def counting(state: dict[str, Tensor], batch: Tensor) -> Any:
+        calls[0] += 1
+        return {"w": state["w"] + calls[0]}, {}
+
+    fast = Program(ps.compile_step(counting, backend="aot_eager"))
+    with pytest.raises(ps.errors.StepContractError, match="the second call on the same state and batch"):
+        fit({"w": torch.zeros(())}, [torch.ones(1)], fast, epochs=1)
+
+
+@pytest.mark.compile
 def test_auto_goes_on_in_eager_with_a_warning_where_a_step_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA, that is; here the state only says that it is there."""
 
     def ready_on_cuda(program: Program, state: Any) -> Program:
         with monkeypatch.context() as patch:
             patch.setattr("purestep.data.device_of", lambda state: torch.device("cuda"))
-            return ready_program(program, state, ps.FitConfig(epochs=1))
+            return ready_program(program, program, state, ps.FitConfig(epochs=1))
 
     def branching(state: dict[str, Tensor], batch: Tensor) -> Any:
         return ({"w": state["w"] + 1} if state["w"] > 0 else {"w": state["w"] - 1}), {}

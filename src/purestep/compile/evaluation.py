@@ -17,10 +17,10 @@ from .runner import batch_leaves
 
 
 class CompiledEval:
-    """A compiled eval_step: ``(state, batch, *context, index=0) -> metrics``."""
+    """A compiled eval_step: ``(state, batch, *context, index=0) -> metrics``; ``eager`` is the step itself."""
 
     def __init__(self, step: Callable[..., Metrics], options: Options) -> None:
-        self._step = step
+        self.eager = step
         self._graphs = Graphs(options)
 
     @property
@@ -37,7 +37,7 @@ class CompiledEval:
         inputs = [leaf for leaf in old if id(leaf) not in keys]
         places = [id(leaf) in keys for leaf in old]
         leaves, treedef = batch_leaves(batch)
-        step = self._step
+        step = self.eager
 
         def build() -> Callable[..., Any]:
             whole, parts = tree.indices(state_def), tree.indices(treedef)

@@ -63,7 +63,7 @@ class _Last(NamedTuple):
 
 
 class CompiledStep:
-    """A compiled step. ``graphs`` counts what has been compiled."""
+    """A compiled step. ``graphs`` counts what has been compiled, ``eager`` is the step itself."""
 
     def __init__(
         self,
@@ -82,9 +82,9 @@ class CompiledStep:
         # Of a program, whose states go from one function to the other.
         self.layouts: dict[Any, packed_.Layout | None] = beside.layouts if beside else {}
         self.forks: Forks = beside.forks if beside else Forks()
-        self._step = step
+        self.eager = step
         self._flush = flush
-        self._unroll = unroll
+        self.unroll = unroll
         self._replays = Replays() if cuda_graph else None
         self._windowed = static is not None and static.accumulate > 1
         self._steps: dict[packed_.Layout | None, Callable[..., Any]] = {None: step}
@@ -112,17 +112,17 @@ class CompiledStep:
         check_untransformed()
         if self._flush and self._nothing_to_flush(state):
             return state, {}
-        if self._unroll > 1:
+        if self.unroll > 1:
             self._check_batches(batch)
         return self._donated(state, batch, unlike) if self.donate else self._pure(state, batch, unlike)
 
     def _check_batches(self, batch: tuple[Any, ...]) -> None:
-        if len(batch) != 1 or not isinstance(batch[0], list | tuple) or not 1 <= len(batch[0]) <= self._unroll:
+        if len(batch) != 1 or not isinstance(batch[0], list | tuple) or not 1 <= len(batch[0]) <= self.unroll:
             found = f"{len(batch[0])} batches" if len(batch) == 1 and isinstance(batch[0], list) else "something else"
             raise StepContractError(
                 f"the unrolled step was called with {found}",
                 where="batch",
-                hint=f"step(state, [batch, ...]): a list of 1 to {self._unroll} batches",
+                hint=f"step(state, [batch, ...]): a list of 1 to {self.unroll} batches",
             )
 
     def _nothing_to_flush(self, state: Any) -> bool:
@@ -147,7 +147,7 @@ class CompiledStep:
                 unlike(batch[0])
             graph, leaves = self._found(store, phase, batch)
         metrics = self._launched(graph, store, leaves)
-        store.end(1 if self._unroll == 1 else len(batch[0]))
+        store.end(1 if self.unroll == 1 else len(batch[0]))
         if self._windowed:
             self._count_window(store)
         return metrics
@@ -222,7 +222,7 @@ class CompiledStep:
         return self.layouts[key]
 
     def _steps_of(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        return step if self._unroll == 1 else _unrolled(step)
+        return step if self.unroll == 1 else _unrolled(step)
 
     def _step_on(self, layout: packed_.Layout | None) -> Callable[..., Any]:
         if layout not in self._steps:
@@ -294,7 +294,7 @@ class CompiledStep:
             outputs, metrics = graph.run(inputs, leaves)
         for index, leaf in zip(positions, outputs, strict=True):
             old[index] = leaf
-        calls = 1 if self._unroll == 1 else len(batch[0])
+        calls = 1 if self.unroll == 1 else len(batch[0])
         for index, leaf in enumerate(old):
             if id(leaf) in keys:
                 old[index] = rng.advance(leaf, calls)
@@ -317,7 +317,7 @@ class CompiledStep:
         phase: tuple[type[Accum], ...],
         treedef: tree.TreeDef,
     ) -> Callable[..., Any]:
-        step = self._steps_of(self._step)
+        step = self._steps_of(self.eager)
         whole, parts = tree.indices(state_def), tree.indices(treedef)
 
         def core(inputs: list[Tensor], batch: list[Any]) -> Any:

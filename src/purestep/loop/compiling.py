@@ -18,12 +18,34 @@ if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import pu
     from ..config import FitConfig
 
 
-def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
-    """The program compiled as the config says."""
+def in_eager(program: Program) -> Program:
+    """The program before somebody compiled it."""
+    train, flush, evaluate = program.train_step, program.flush, program.eval_step
+    if isinstance(train, compile_.CompiledStep) and train.unroll == 1:
+        train = train.eager
+    if isinstance(flush, compile_.CompiledStep):
+        flush = flush.eager
+    if isinstance(evaluate, compile_.CompiledEval):
+        evaluate = evaluate.eager
+    return program._replace(train_step=train, flush=flush, eval_step=evaluate)
+
+
+def ready_program(given: Program, program: Program, state: Tree, config: FitConfig) -> Program:
+    """The program compiled as the config says.
+
+    Args:
+        given: what serves where nothing is to be compiled; it may be compiled already.
+        program: the same in eager.
+        state: the first one.
+        config: of the run.
+    """
     device = data.device_of(state)
     wanted = config.compile
-    if wanted is False or config.detect_anomaly or (wanted == "auto" and device.type != "cuda"):
+    if config.detect_anomaly:
         return program
+    compiled_already = given.train_step is not program.train_step
+    if wanted is False or (wanted == "auto" and (device.type != "cuda" or compiled_already)):
+        return given
     options = _compile_options(wanted) if isinstance(wanted, Mapping) else {}
     options.setdefault("donate", config.donate)
     compiled = compile_.compile_program(program, **options)

@@ -123,12 +123,12 @@ class _Run:
         self.view = setup.view_to_evaluate(state, config)
         self.judge: Judge = judge(config, feeds.evaluation)
         self.state, self.record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
-        self.program = compiling.ready_program(program, self.state, config)
-        self.call = caller(program, self.program, self.state, config)
+        self.eager = compiling.in_eager(program)
+        self.program = compiling.ready_program(program, self.eager, self.state, config)
+        self.call = caller(self.eager, self.program, self.state, config)
         self.intervals = [every for name in feeds.evaluation if cadence.is_inside(every := config.interval(name))]
         self.window = program.static.accumulate if program.static else 1
         self.left = setup.window_left(self.state, self.window)
-        self.eager = program
         self.ledger = ledger.opened(config.log_every, self.state, self.record)
         # The caller's own, so that it costs no memory to remember.
         whole = not self.resumed and config.donate != "init" and config.device is None
