@@ -14,7 +14,7 @@ import torch
 from . import alone, contestants, works
 from .contestants import byhand, jaxes, ours
 
-WHO = [ours.DONATED, byhand.COMPILED, byhand.ALL_COMPILED, jaxes.DONATED]
+WHO = [ours.DONATED, ours.COMPILED, byhand.COMPILED, byhand.ALL_COMPILED, jaxes.DONATED]
 
 
 def table(work: str, device: str = "cpu", only: list[str] | None = None, repeats: int = 3) -> dict[str, Any]:
