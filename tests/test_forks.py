@@ -186,6 +186,25 @@ def test_frozen_weights_are_shared_and_all_others_are_not() -> None:
     assert not places[1] & places[2]
 
 
+def test_a_frozen_scalar_lies_beside_others() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tiny_mlp()
+            self.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * self.scale
+
+    made = program(Scaled())
+    step, state, eager = compiled(made), made.init(), made.init()
+    for seed in range(3):
+        state, _ = step(state, vector_batch(seed=seed))
+        eager, _ = made.train_step(eager, vector_batch(seed=seed))
+    close(state, eager)
+    assert state.frozen["scale"].item() == 2.0
+
+
 def test_a_state_that_nobody_holds_is_gone() -> None:
     made = program()
     step = compiled(made)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import tree
 from ..types import TrainState
-from .live import Host, LiveState, Store
+from .live import Host, Store
 
 
 class _Views(NamedTuple):
@@ -110,9 +110,7 @@ def _forked(store: Store, views: _Views, key: Tensor, left: int | None) -> Store
 
 
 def _views(store: Store) -> _Views | None:
-    state = store.named
-    if not isinstance(state, TrainState) or isinstance(state, LiveState):
-        return None
+    state: TrainState = store.named
     leaves, treedef = tree.flatten(state)
     key = next(index for index, leaf in enumerate(leaves) if leaf is state.key)
     del leaves[key]
@@ -127,5 +125,6 @@ def _views(store: Store) -> _Views | None:
         if index is None or not leaf.numel() or store.buffers[index].storage_offset():
             return None
         places.append((index, leaf.shape, leaf.stride(), leaf.storage_offset()))
-    frozen = frozenset(numbers[id(leaf)] for leaf in state.frozen.values())
+    # A scalar lies beside others in one buffer.
+    frozen = frozenset(numbers[id(leaf)] for leaf in state.frozen.values() if id(leaf) in numbers)
     return _Views(treedef, key, tuple(places), frozen)
