@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
@@ -718,7 +718,7 @@ def test_auto_goes_on_in_eager_with_a_warning_where_a_step_cannot_be_captured(mo
     def ready_on_cuda(program: Program, state: Any) -> Program:
         with monkeypatch.context() as patch:
             patch.setattr("purestep.data.device_of", lambda state: torch.device("cuda"))
-            return ready_program(program, program, state, ps.FitConfig(epochs=1))
+            return ready_program(program, state, ps.FitConfig(epochs=1))
 
     def branching(state: dict[str, Tensor], batch: Tensor) -> Any:
         return ({"w": state["w"] + 1} if state["w"] > 0 else {"w": state["w"] - 1}), {}
@@ -743,7 +743,7 @@ def test_auto_goes_on_in_eager_with_a_warning_where_a_step_cannot_be_captured(mo
         state, _ = ready_on_cuda(Program(summed), state).train_step(state, torch.ones(3).to_sparse())
     assert state["w"].item() == 1
 
-    @torch.library.custom_op("purestep_test::kernel", mutates_args=())
+    @library.custom_op("purestep_test::kernel", mutates_args=())
     def kernel(value: Tensor) -> Tensor:
         return value + 1
 

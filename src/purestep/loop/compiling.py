@@ -30,33 +30,25 @@ def in_eager(program: Program) -> Program:
     return program._replace(train_step=train, flush=flush, eval_step=evaluate)
 
 
-def ready_program(given: Program, program: Program, state: Tree, config: FitConfig) -> Program:
-    """The program compiled as the config says.
-
-    Args:
-        given: what serves where nothing is to be compiled; it may be compiled already.
-        program: the same in eager.
-        state: the first one.
-        config: of the run.
-    """
-    device = data.device_of(state)
-    wanted = config.compile
+def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
+    """The program compiled as the config says; as it is where that says nothing and somebody has compiled it."""
+    eager, wanted = in_eager(program), config.compile
     if config.detect_anomaly:
+        return eager
+    on_cuda, compiled_already = data.device_of(state).type == "cuda", eager.train_step is not program.train_step
+    if wanted is False or (wanted == "auto" and (compiled_already or not on_cuda)):
         return program
-    compiled_already = given.train_step is not program.train_step
-    if wanted is False or (wanted == "auto" and (device.type != "cuda" or compiled_already)):
-        return given
     options = _compile_options(wanted) if isinstance(wanted, Mapping) else {}
     options.setdefault("donate", config.donate)
-    compiled = compile_.compile_program(program, **options)
+    compiled = compile_.compile_program(eager, **options)
     if wanted != "auto":
         return compiled
     assert isinstance(compiled.train_step, compile_.CompiledStep)
     stacked = compiled.train_step.stacked
     return compiled._replace(
-        train_step=_falls_back(stacked, program.train_step),
-        flush=_falls_back(compiled.flush, program.flush),
-        eval_step=_eval_falls_back(compiled.eval_step, program.eval_step),
+        train_step=_falls_back(stacked, eager.train_step),
+        flush=_falls_back(compiled.flush, eager.flush),
+        eval_step=_eval_falls_back(compiled.eval_step, eager.eval_step),
     )
 
 

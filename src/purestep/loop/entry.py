@@ -35,15 +35,7 @@ def checked_state(state: Tree) -> Tree:
     _check_counters(state)
     _check_devices(leaves)
     _check_ties(leaves)
-    return _keys_on_the_host(state, leaves)
-
-
-def _keys_on_the_host(state: Tree, leaves: list[tuple[str, Tensor]]) -> Tree:
-    """Whoever moves a state leaf by leaf moves its key too."""
-    if all(leaf.device.type == "cpu" for path, leaf in leaves if is_key(path, leaf)):
-        return state
-    found = [leaf.cpu() if is_key(path, leaf) else leaf for path, leaf in leaves]
-    return tree.unflatten(tree.flatten(state)[1], found)
+    return state
 
 
 def is_key(path: str, leaf: Tensor) -> bool:

@@ -124,7 +124,7 @@ class _Run:
         self.judge: Judge = judge(config, feeds.evaluation)
         self.state, self.record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
         self.eager = compiling.in_eager(program)
-        self.program = compiling.ready_program(program, self.eager, self.state, config)
+        self.program = compiling.ready_program(program, self.state, config)
         self.call = caller(self.eager, self.program, self.state, config)
         self.intervals = [every for name in feeds.evaluation if cadence.is_inside(every := config.interval(name))]
         self.window = program.static.accumulate if program.static else 1

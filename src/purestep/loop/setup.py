@@ -124,16 +124,18 @@ def _share(amount: int | float, feed: data.Feed) -> int:
 
 
 def placed(state: Tree, device: str | None) -> Tree:
-    """The state on that device, keys on the CPU."""
-    if device is None:
-        return state
-    target = torch.device(device)
+    """The state on that device (None: where it is), and its keys on the CPU, whoever has moved them."""
 
     def move(path: str, leaf: Tensor) -> Tensor:
-        return leaf if is_key(path, leaf) else leaf.to(target)
+        if is_key(path, leaf):
+            return leaf.cpu()
+        return leaf if device is None else leaf.to(device)
 
-    leaves = [move(path, leaf) for path, leaf in tree.with_paths(state)]
-    return tree.unflatten(tree.flatten(state)[1], leaves)
+    leaves = tree.with_paths(state)
+    moved = [move(path, leaf) for path, leaf in leaves]
+    if all(new is old for new, (_, old) in zip(moved, leaves, strict=True)):
+        return state
+    return tree.unflatten(tree.flatten(state)[1], moved)
 
 
 def seed_of(state: Tree) -> int:

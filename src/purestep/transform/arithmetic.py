@@ -87,9 +87,9 @@ def zeros_like_squares(params: Params, dtype: torch.dtype | None = None) -> Para
 
     There the square of anything below 2e-4 is 0, and torch's own optimizers divide by 0.
     """
-    wider = torch.float32 if dtype is None else dtype
+    default = {torch.float16: torch.float32}
     return {
-        name: torch.zeros_like(param, dtype=wider if param.dtype == torch.float16 else dtype, requires_grad=False)
+        name: torch.zeros_like(param, dtype=dtype or default.get(param.dtype), requires_grad=False)
         for name, param in params.items()
     }
 
