@@ -1,5 +1,6 @@
 """Hugging Face models that compute their own loss: a GPT-2 reads Python, then is fine-tuned to tell its packages apart.
 
+    pip install -c constraints.txt -e '.[examples,hf]'     # transformers as well
     python examples/finetune_hf.py                        # under two minutes on two CPU cores
     python examples/finetune_hf.py --device cuda --compile
 

@@ -113,6 +113,7 @@ class ForkServer:
         self._scratch = tempfile.TemporaryDirectory()
         environment = {key: value for key, value in os.environ.items() if key != "PURESTEP_FAILPOINT"}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment["TMPDIR"] = self._scratch.name  # what killed children leave goes with it
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )

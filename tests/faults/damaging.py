@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import random
 import shutil
@@ -22,8 +23,9 @@ KINDS = "fffthd"  # flipped three times as often as cut anywhere, cut to half, o
 
 @functools.cache
 def whole() -> Path:
-    """Three steps to damage copies of."""
+    """Three steps to damage copies of; gone when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="purestep-whole-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with Snapshots(folder, keep=None) as snapshots:
         for step in (1, BEFORE, NEWEST):
             snapshots.save(step, running.state(step))

@@ -13,7 +13,7 @@ TRIALS = 50
 SOON = 1.0  # seconds in which the one that may not write is told
 
 
-def trial(number: int, folder: Path, *, off: str = "") -> str | None:
+def trial(number: int, folder: Path, *, off: str = "", soon: float = SOON) -> str | None:
     """One of them gets it, the other is told by whom; every other time the holder is killed, and a third takes over."""
     run = folder / "run"
     code = running.child("race", str(run), str(folder / "go"), off=off)
@@ -31,7 +31,7 @@ def trial(number: int, folder: Path, *, off: str = "") -> str | None:
             child.wait()
         return f"{2 - len(losers)} of two have won"
     winner = next(child for child in both if child is not losers[0])
-    found = _told(ended(losers[0]), winner.pid)
+    found = _told(ended(losers[0]), winner.pid, soon)
     wait_for(winner, "saved")
     if number % 2:
         winner.kill()
@@ -44,14 +44,14 @@ def trial(number: int, folder: Path, *, off: str = "") -> str | None:
     return found or _afterwards(run, killed=bool(number % 2))
 
 
-def _told(done: forkserver.Done, winner: int) -> str | None:
+def _told(done: forkserver.Done, winner: int, soon: float) -> str | None:
     lost = next(running.told(done.out, "lost"), None)
     if lost is None:
         return f"neither won nor told: {done}"
     text = " ".join(lost[1:])
     if not re.search(rf"pid {winner} on \S+ since \d{{4}}-", text):
         return f"not told by whom: {text}"
-    return None if float(lost[0]) < SOON else f"told after {lost[0]} s"
+    return None if float(lost[0]) < soon else f"told after {lost[0]} s"
 
 
 def _afterwards(run: Path, *, killed: bool) -> str | None:
