@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import dataloader
@@ -145,6 +146,10 @@ def image_batch(rows: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 1, 8, 8, generator=generator)
     return x, x.mean(dim=(1, 2, 3)).mul(20).round().long() % 3
+
+
+worker_dies = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+"""torch looks for the limit of descriptors then, with files that its own SIGCHLD handler may keep it from closing."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers import timed_out_after
+from helpers import timed_out_after, worker_dies
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -649,6 +649,7 @@ class Deadly(Plain):
         return super().__getitem__(index)
 
 
+@worker_dies
 def test_a_killed_worker_is_named():
     feed = open_feed(DataLoader(Deadly(4), batch_size=2, num_workers=1))
     with pytest.raises(DataError, match=r"batch \d, items .*worker \d+ ended by SIGKILL.*memory"):
@@ -664,6 +665,7 @@ class DeadlyWhenTold(Deadly):
         return super().__getitem__(index)
 
 
+@worker_dies
 def test_a_worker_that_dies_during_a_step_is_told_at_the_next_batch(tmp_path: Path):
     """torch raises at once, wherever the main process is: an error of the step then, which it leaves half done."""
     data = DeadlyWhenTold(8)
@@ -731,6 +733,7 @@ class Deaf(Plain):
         return super().__getitem__(index)
 
 
+@worker_dies
 def test_a_worker_that_does_not_obey_is_killed_without_an_error():
     feed = open_feed(DataLoader(Deaf(8), batch_size=1, num_workers=2))
     batches = feed.epoch(0)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from faults import resuming
 from faults.runs import FIT, batches, fails, fit, mlp, refused, same
-from helpers import timed_out_after, vector_batch
+from helpers import timed_out_after, vector_batch, worker_dies
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -256,6 +256,7 @@ def no_orphans() -> None:
     assert torch.multiprocessing.active_children() == []
 
 
+@worker_dies
 @pytest.mark.row("F32")
 def test_row_32_a_worker_is_killed(tmp_path: Path) -> None:
     program = mlp()

@@ -64,9 +64,9 @@ def failpoint(name: str) -> None:
     assert name in POINTS, name
     plan = os.environ.get(_PLAN)
     if plan:
-        _hits[name] += 1
+        _hits[name] = now = _hits[name] + 1  # another thread may pass while this one waits
         for point, action, turn in _parse_plan(plan):
-            if point == name and turn in (0, _hits[name]):
+            if point == name and turn in (0, now):
                 _act(name, action)
 
 
