@@ -80,8 +80,10 @@ def close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-5) 
 
 # --- products ---------------------------------------------------------------------------------------------------------
 
-# m, n, k: whole blocks and panels; one of everything; a bit more and less; several times the depth of a panel
+# m, n, k: whole blocks and panels; one of everything; a bit more and less; several times the depth of a panel; more
+# rows than are taken at once; columns shared by the threads
 SIZES = ((24, 32, 16), (1, 1, 1), (13, 33, 7), (5, 17, 300), (37, 70, 515), (64, 10, 64), (96, 96, 96))
+SIZES += ((520, 40, 300), (269, 320, 261))
 
 
 def operands() -> list[tuple[Tensor, Tensor]]:
@@ -117,14 +119,19 @@ def test_products_of_any_size_and_strides_on_any_number_of_threads():
     assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
 
 
-def test_a_kernel_that_forgets_what_it_summed_is_seen(monkeypatch: pytest.MonkeyPatch):
-    assert "at > 0" in products.KERNEL.source
-    broken = products.KERNEL._replace(source=products.KERNEL.source.replace("at > 0", "false"))
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("at > 0", "false"), ("a += ROWS * k", "a += 0"), ("i * am", "0"), ("p * bn", "0")],
+    ids=["forgets what it summed", "the first block again", "the first rows again", "the first panel again"],
+)
+def test_a_kernel_with_a_fault_is_seen(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch):
+    assert right in products.KERNEL.source
+    broken = products.KERNEL._replace(source=products.KERNEL.source.replace(right, wrong))
     monkeypatch.setattr(products, "KERNEL", broken)
     monkeypatch.setattr(products, "VERSION", broken.version)
     kernels.register.cache_clear()
     try:
-        a, b = torch.randn(8, 600), torch.randn(600, 40)
+        a, b = torch.randn(600, 300).t(), torch.randn(600, 40)
         run = compiled(all_products, a, b)
         with pytest.raises(AssertionError):
             close(run(), [a.double() @ b.double()])

@@ -5,9 +5,9 @@ core idle where matrices are small, or the processor is not Intel's. A step know
 compiled, so its products become plain calls in the code that inductor writes: no dispatch, no tensor objects, any
 strides, bias and activation left to the loops around them.
 
-The kernel is that of Goto and van de Geijn (Anatomy of High-Performance Matrix Multiplication, ACM TOMS 2008): panels
-of two vectors of columns, packed where they do not lie so, blocks of rows kept in registers. Each number is one sum
-in one order, however many threads there are.
+The kernel is that of Goto and van de Geijn (Anatomy of High-Performance Matrix Multiplication, ACM TOMS 2008): as many
+rows on the left as the second cache holds, panels of two vectors of columns on the right, packed where they do not lie
+so, blocks of rows kept in registers. Each number is one sum in one order, however many threads there are.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _SOURCE = r"""
 #include <ATen/cpu/vec/vec.h>
 #include <algorithm>
 #include <cstring>
+#include <vector>
 #include <omp.h>
 
 namespace {
@@ -35,7 +36,8 @@ using Vector = at::vec::Vectorized<float>;
 constexpr int64_t WIDE = Vector::size();
 constexpr int64_t PANEL = 2 * WIDE;  // columns
 constexpr int64_t ROWS = WIDE == 16 ? 12 : WIDE == 8 ? 6 : 8;  // as many sums as there are registers
-constexpr int64_t DEEP = 256;  // of k at once: a panel stays in the first cache
+constexpr int64_t DEEP = 256;  // of k at once: a panel of b stays in the first cache
+constexpr int64_t ROOM = 1 << 16;  // numbers of a at once: they stay in the second
 
 struct Plan { int64_t groups, heads, m, n, k, ag, ah, am, ak, bg, bh, bk, bn, cg, ch, cm; };
 struct Strides { int64_t am, ak, b, c; };
@@ -91,7 +93,9 @@ __attribute__((noinline)) void blocks(
 inline void pack(const float* b, float* to, int64_t width, int64_t k, int64_t cols, int64_t bk, int64_t bn) {
   if (cols < width) std::memset(to, 0, sizeof(float) * k * width);
   if (bn == 1) {
-    for (int64_t i = 0; i < k; i++) std::memcpy(to + i * width, b + i * bk, sizeof(float) * cols);
+    for (int64_t i = 0; i < k; i++)
+      if (cols == PANEL) std::memcpy(to + i * PANEL, b + i * bk, sizeof(float) * PANEL);  // without a call
+      else std::memcpy(to + i * width, b + i * bk, sizeof(float) * cols);
   } else if (bk == 1) {
     for (int64_t i = 0; i < k; i += WIDE)
       for (int64_t j = 0; j < cols; j += WIDE) {
@@ -108,23 +112,54 @@ inline void pack(const float* b, float* to, int64_t width, int64_t k, int64_t co
   }
 }
 
-// At most one panel of columns.
+// Rows of a that lie as columns, as blocks of `ROWS` of them: far apart, they would drive each other out of the cache.
+inline const float* pack_rows(const float* a, int64_t m, int64_t k, int64_t ak) {
+  static thread_local std::vector<float> store(ROOM + ROWS * DEEP);
+  float* to = store.data();
+  for (int64_t i = 0; i < m; i += ROWS) {
+    const int64_t high = std::min(m - i, ROWS);
+    for (int64_t j = 0; j < k; j++, to += high)
+      if (high == ROWS) std::memcpy(to, a + i + j * ak, sizeof(float) * ROWS);
+      else std::memcpy(to, a + i + j * ak, sizeof(float) * high);
+  }
+  return store.data();
+}
+
+// At most one panel of columns, and `DEEP` of k; a in the blocks of `pack_rows`, or with its own strides.
 inline void panel(
-    const float* a, const float* b, float* c, int64_t m, int64_t cols, int64_t k,
-    int64_t am, int64_t ak, int64_t bk, int64_t bn, int64_t n) {
+    const float* a, const float* b, float* c, int64_t m, int64_t cols, int64_t k, const Strides& s, int64_t bn,
+    bool in_blocks, bool add) {
   alignas(64) float packed[DEEP * PANEL];
   const int64_t width = cols > WIDE ? PANEL : WIDE;
+  const bool in_place = bn == 1 && cols == width && (m <= 2 * ROWS || k <= 64);
+  if (!in_place) pack(b, packed, width, k, cols, s.b, bn);
+  const float* from = in_place ? b : packed;
+  const int64_t bk = in_place ? s.b : width;
+  for (int64_t i = 0, step = in_blocks ? ROWS : m; i < m; i += step, a += ROWS * k) {
+    const int64_t high = std::min(m - i, step);
+    const Strides of{in_blocks ? 1 : s.am, in_blocks ? high : s.ak, bk, s.c};
+    if (cols > WIDE) blocks<2>(a, from, c + i * s.c, of, high, k, cols, add);
+    else blocks<1>(a, from, c + i * s.c, of, high, k, cols, add);
+  }
+}
+
+// At most `ROOM / DEEP` rows.
+inline void part(
+    const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k, const Strides& s, int64_t bn) {
+  const bool in_blocks = s.am == 1 && s.ak >= 256 && m >= 2 * ROWS && n > PANEL;
   if (k == 0)
-    for (int64_t i = 0; i < m; i++) std::memset(c + i * n, 0, sizeof(float) * cols);
+    for (int64_t i = 0; i < m; i++) std::memset(c + i * s.c, 0, sizeof(float) * n);
   for (int64_t at = 0; at < k; at += DEEP) {
     const int64_t deep = std::min(k - at, DEEP);
-    const bool in_place = bn == 1 && cols == width && (m <= 2 * ROWS || deep <= 64);
-    if (!in_place) pack(b + at * bk, packed, width, deep, cols, bk, bn);
-    const float* from = in_place ? b + at * bk : packed;
-    const Strides s{am, ak, in_place ? bk : width, n};
-    if (cols > WIDE) blocks<2>(a + at * ak, from, c, s, m, deep, cols, at > 0);
-    else blocks<1>(a + at * ak, from, c, s, m, deep, cols, at > 0);
+    const float* left = in_blocks ? pack_rows(a + at * s.ak, m, deep, s.ak) : a + at * s.ak;
+    for (int64_t p = 0; p < n; p += PANEL)
+      panel(left, b + at * s.b + p * bn, c + p, m, std::min(n - p, PANEL), deep, s, bn, in_blocks, at > 0);
   }
+}
+
+// The size of each of so many parts, in whole units.
+inline int64_t share(int64_t size, int64_t parts, int64_t unit) {
+  return ((size + parts - 1) / parts + unit - 1) / unit * unit;
 }
 
 }  // namespace
@@ -132,26 +167,29 @@ inline void panel(
 // c[g, h, m, n] = a[g, h, m, k] b[g, h, k, n], of any strides but that of n in c, which is 1.
 extern "C" void purestep_product(const float* a, const float* b, float* c, const int64_t* plan) {
   const auto [groups, heads, m, n, k, ag, ah, am, ak, bg, bh, bk, bn, cg, ch, cm] = *(const Plan*)plan;
-  const auto rows = [&](int64_t g, int64_t h, int64_t p, int64_t i, int64_t high) {
-    panel(a + g * ag + h * ah + i * am, b + g * bg + h * bh + p * bn, c + g * cg + h * ch + i * cm + p,
-          high, std::min(n - p, PANEL), k, am, ak, bk, bn, cm);
-  };
+  if (groups * heads * m * n == 0) return;
   const int threads = groups * heads * m * n * k > (1 << 18) ? omp_get_max_threads() : 1;
+  // Where there are too few matrices to go round, panels are shared, or rows: what is packed twice then counts.
+  const int64_t each = std::max<int64_t>(1, threads / (groups * heads));
+  const int64_t panels = (n + PANEL - 1) / PANEL;
+  const bool by_rows = (panels % each && panels < 8 * each) || (am == 1 && m > n);
+  const int64_t tall = by_rows ? share(m, each, ROWS) : m, wide = by_rows ? n : share(n, each, PANEL);
+  const int64_t fits = ROOM / std::clamp<int64_t>(k, 1, DEEP), high = share(tall, (tall + fits - 1) / fits, ROWS);
+  const auto at = [&](int64_t g, int64_t h, int64_t i, int64_t p) {
+    part(a + g * ag + h * ah + i * am, b + g * bg + h * bh + p * bn, c + g * cg + h * ch + i * cm + p,
+         std::min(high, m - i), std::min(wide, n - p), k, {am, ak, bk, cm}, bn);
+  };
   if (threads == 1) {  // a parallel region of one thread takes a lock
     for (int64_t g = 0; g < groups; g++)
       for (int64_t h = 0; h < heads; h++)
-        for (int64_t p = 0; p < n; p += PANEL) rows(g, h, p, 0, m);
+        for (int64_t i = 0; i < m; i += high) at(g, h, i, 0);
     return;
   }
-  // Rows in parts as well, where there are too few panels to go round.
-  const int64_t panels = groups * heads * ((n + PANEL - 1) / PANEL);
-  const int64_t parts = std::max<int64_t>(1, std::min(3 * threads / panels, m / (4 * ROWS)));
-  const int64_t high = ((m + parts - 1) / parts + ROWS - 1) / ROWS * ROWS;
 #pragma omp parallel for collapse(4)
   for (int64_t g = 0; g < groups; g++)
     for (int64_t h = 0; h < heads; h++)
-      for (int64_t p = 0; p < n; p += PANEL)
-        for (int64_t i = 0; i < m; i += high) rows(g, h, p, i, std::min(high, m - i));
+      for (int64_t i = 0; i < m; i += high)
+        for (int64_t p = 0; p < n; p += wide) at(g, h, i, p);
 }
 """
 
