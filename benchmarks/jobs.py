@@ -50,6 +50,10 @@ def _on_cpu() -> dict[str, Job]:
         "fit-mlp-1": Job("whole runs, MLP, one thread", "benchmarks.fitting:table", {}, {"rounds": 4}, 1),
         "fit-mlp": Job("whole runs, MLP", "benchmarks.fitting:table", {}),
         "fit-gpt": Job("whole runs, GPT of 0.9 M", "benchmarks.fitting:table", GPT_RUNS),
+        "products": Job("matrix products of a block", "benchmarks.products:table", {}, {"seconds": 5}),
+        "products-wide": Job(
+            "matrix products of a wide block", "benchmarks.products:table", {"tokens": 256, "width": 512}
+        ),
         "update": Job("AdamW + EMA of 32 M numbers", "benchmarks.update:table", {}, {"seconds": 5}),
         "accumulation": Job("4 micro-batches to an update, and 1", "benchmarks.curves:four_and_one", {}),
         "memory": Job("peak memory, GPT of 34 M", "benchmarks.memory:table", {"work": "gpt-medium"}),

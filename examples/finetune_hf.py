@@ -5,9 +5,8 @@
     python examples/finetune_hf.py --device cuda --compile
 
 Both models are built from a configuration and the text is the standard library's: nothing is downloaded. Fine-tuning
-has the usual numbers (AdamW, weight decay 0.01, 3 epochs), but not the usual 5e-5: that is for weights that have seen
-billions of tokens, and these start from noise. It saves `curves.png`. Expect a last line of about
-`held-out nats a token 2.92, unigram entropy 4.47`.
+has the usual numbers (AdamW, weight decay 0.01, 3 epochs), but not the usual 5e-5, which is for weights that have seen
+billions of tokens: these start from noise. Expect a last line of `held-out nats a token 2.92, unigram entropy 4.47`.
 """
 
 from __future__ import annotations
