@@ -199,7 +199,7 @@ def test_row_04_a_directory_that_is_read_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, 1], ids=["and one is told", "and the holder is killed"])
 def test_row_05_two_runs_one_directory(number: int, tmp_path: Path) -> None:
-    assert racing.trial(number, tmp_path, soon=60) is None  # of a time in a test, however busy the machine
+    assert racing.trial(number, tmp_path, soon=60) is None  # how soon on a quiet machine is for the soak to tell
 
 
 def test_row_05_two_writers_without_a_lock_are_noticed(tmp_path: Path) -> None:

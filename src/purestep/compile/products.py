@@ -27,6 +27,7 @@ _SOURCE = r"""
 #include <ATen/cpu/vec/vec.h>
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <vector>
 #include <omp.h>
 
@@ -143,10 +144,10 @@ inline void panel(
   }
 }
 
-// At most `ROOM / DEEP` rows.
+// As many rows as `ROOM` holds of `DEEP` of k, or of all.
 inline void part(
     const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k, const Strides& s, int64_t bn) {
-  const bool in_blocks = s.am == 1 && s.ak >= 256 && m >= 2 * ROWS && n > PANEL;
+  const bool in_blocks = s.am == 1 && s.ak >= 256 && m >= 2 * ROWS && n > PANEL;  // nearer ones stay without
   if (k == 0)
     for (int64_t i = 0; i < m; i++) std::memset(c + i * s.c, 0, sizeof(float) * n);
   for (int64_t at = 0; at < k; at += DEEP) {
@@ -169,9 +170,9 @@ extern "C" void purestep_product(const float* a, const float* b, float* c, const
   const auto [groups, heads, m, n, k, ag, ah, am, ak, bg, bh, bk, bn, cg, ch, cm] = *(const Plan*)plan;
   if (groups * heads * m * n == 0) return;
   const int threads = groups * heads * m * n * k > (1 << 18) ? omp_get_max_threads() : 1;
-  // Where there are too few matrices to go round, panels are shared, or rows: what is packed twice then counts.
-  const int64_t each = std::max<int64_t>(1, threads / (groups * heads));
-  const int64_t panels = (n + PANEL - 1) / PANEL;
+  // Where matrices do not go round evenly, panels are shared, or rows: what is packed twice then counts.
+  const int64_t matrices = groups * heads, panels = (n + PANEL - 1) / PANEL;
+  const int64_t each = matrices < 8 * threads ? threads / std::gcd<int64_t>(matrices, threads) : 1;
   const bool by_rows = (panels % each && panels < 8 * each) || (am == 1 && m > n);
   const int64_t tall = by_rows ? share(m, each, ROWS) : m, wide = by_rows ? n : share(n, each, PANEL);
   const int64_t fits = ROOM / std::clamp<int64_t>(k, 1, DEEP), high = share(tall, (tall + fits - 1) / fits, ROWS);
