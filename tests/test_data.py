@@ -12,7 +12,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -274,6 +274,94 @@ def test_a_dataset_that_cannot_be_loaded_again_is_flagged_once(caplog: pytest.Lo
     assert len(caplog.records) == 1
     values(open_feed(DataLoader(Augmented(6), batch_size=2)))
     assert len(caplog.records) == 1
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.rand(()),
+    "numpy": np.random.rand,
+    "numpy, a pair": np.random.randn,
+    "python": random.random,
+    "python, a pair": lambda: random.gauss(0, 1),
+}
+
+
+class DrawsLate(Plain):
+    """Draws from one generator after another, each from another item on."""
+
+    def __init__(self, names: list[str], fails: bool = False) -> None:
+        super().__init__(24)
+        self.draws, self.fails = [DRAWS[name] for name in names], fails
+
+    def __getitem__(self, index: int) -> Tensor:
+        drawn = [float(draw()) for number, draw in enumerate(self.draws) if index >= 6 * number + 3]
+        if self.fails and drawn and drawn[0] > 0.2:
+            raise ValueError(f"drew {drawn[0]}")
+        return super().__getitem__(index) + sum(drawn)
+
+
+@pytest.mark.parametrize("names", [[name] for name in DRAWS] + [["python", "torch", "numpy"]], ids="-".join)
+@pytest.mark.parametrize("readable", [True, False])
+def test_items_depend_on_their_seeds_from_whichever_generator_they_draw(
+    names: list[str], readable: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(draws, "_readable", readable and draws._readable)
+    runs: list[Any] = []
+    for seed, start in ((1, 0), (2, 0), (3, 4)):  # what the caller's generators hold is of no account
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        random.gauss(0, 1), np.random.randn()  # halves of pairs lie ready
+        before = generators()
+        runs.append(values(open_feed(DataLoader(DrawsLate(names), batch_size=3)), 0, start))
+        assert generators() == before
+    assert runs[0] == runs[1]
+    assert runs[0][4:] == runs[2]
+    assert len({value % 1 for batch in runs[0] for value in batch}) > 20  # of 24, where an item draws
+
+
+def test_a_dataset_is_loaded_again_once_for_each_generator_that_it_draws_from():
+    loads = []
+    for names in ([], ["python"], ["python", "torch", "numpy"]):
+        dataset = DrawsLate(names)
+        feed = open_feed(DataLoader(dataset, batch_size=3))
+        values(feed), values(feed, 1)
+        loads.append(len(dataset.loaded))
+    whole, probed = 2 * 24, 2
+    assert loads == [whole + probed, whole + probed + 3, whole + probed + 9]
+
+
+def test_items_that_draw_nothing_are_not_seeded_one_by_one(monkeypatch: pytest.MonkeyPatch):
+    seeded: list[Any] = []
+    real = draws.seed
+    monkeypatch.setattr(
+        draws, "seed", lambda number, generators=draws.EVERY: (seeded.append(generators), real(number, generators))
+    )
+    values(open_feed(DataLoader(Plain(12), batch_size=3)))
+    assert seeded == [draws.EVERY] * 2  # the probe
+    values(open_feed(DataLoader(DrawsLate(["torch"]), batch_size=3)))
+    assert {"torch"} in seeded
+    assert all(found in ({"torch"}, draws.EVERY) for found in seeded)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_items_differ_where_the_watch_sees_nothing(name: str, monkeypatch: pytest.MonkeyPatch):
+    """What the tests above would catch. Of torch's and numpy's draws, a batch is seeded all the same, as a whole."""
+    monkeypatch.setattr(draws.Watch, "drawn", lambda self: frozenset())
+    runs = []
+    for seed in (1, 2):
+        random.seed(seed)
+        runs.append([values(open_feed(DataLoader(DrawsLate([name]), batch_size=size))) for size in (3, 4)])
+    flat = [[list(itertools.chain(*run)) for run in sizes] for sizes in runs]
+    assert flat[0][0] != flat[0][1]
+    assert (flat[0] == flat[1]) == (not name.startswith("python"))
+
+
+def test_an_error_that_hangs_on_a_draw_is_that_of_the_seeded_item():
+    found = []
+    for seed in (1, 2):
+        random.seed(seed)
+        with pytest.raises(DataError, match="ValueError: drew") as caught:
+            values(open_feed(DataLoader(DrawsLate(["python"], fails=True), batch_size=3)))
+        found.append(str(caught.value))
+    assert found[0] == found[1]
 
 
 # The caller's generators.

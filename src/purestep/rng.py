@@ -122,6 +122,11 @@ def scoped(seed: int, device: torch.device | None = None) -> Generator[None]:
         raise
 
 
+def seed(number: int) -> None:
+    """Inside `scoped`: draw from another seed on the CPU."""
+    torch.default_generator.manual_seed(number)
+
+
 def _put_back(generators: list[torch.Generator], states: list[Tensor]) -> None:
     for found, state in zip(generators, states, strict=True):
         found.set_state(state)

@@ -9,6 +9,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,6 +205,39 @@ def test_row_54_only_a_returned_state_counts() -> None:
         fit(program.init(), batches(3), program, epochs=2, callbacks=[at(events.StepEnd, 2, writes)])
 
 
+@pytest.mark.parametrize(
+    ("write", "where"),
+    [
+        (lambda state: state.params["2.bias"].zero_(), "params/0.bias"),  # all weights lie in one vector
+        (lambda state: state.ema.params["2.bias"].zero_(), "ema/params/0.bias"),
+        (lambda state: state.step.add_(1), "step"),
+        (lambda state: state.key.add_(1), "key"),
+    ],
+)
+def test_row_54_what_is_written_into_a_packed_state_is_found(write: Callable[[Any], Any], where: str) -> None:
+    program = mlp(ema=0.9)
+    callback = at(events.StepEnd, 2, lambda event: write(event.state))
+    given = {"epochs": 1, "compile": {"backend": "aot_eager"}, "callbacks": [callback]}
+    with pytest.raises(StateError, match=f"^{where}: a callback wrote") as caught:
+        fit(program.init(), batches(3), program, **given)
+    assert ("or one of 3 more that lie in one tensor" in str(caught.value)) == (where != "key")
+
+
+def test_row_54_a_callback_gives_the_state_away() -> None:
+    program = mlp()
+    step = ps.compile_program(program, backend="aot_eager", donate=True)
+
+    def gives(event: Any) -> None:
+        step.train_step(event.state, batches(1)[0])
+
+    ends: list[Any] = []
+    given = [at(events.StepEnd, 1, gives), at(events.FitEnd, 1, ends.append)]
+    with pytest.raises(StateError, match="donated at step 2") as caught:
+        fit(program.init(), batches(3), step, epochs=1, callbacks=given)
+    assert "in callback" in str(caught.value.__notes__)
+    assert [str(end.state) for end in ends] == ["TrainState(donated)"]  # it is told the end all the same
+
+
 def test_row_54_fails_where_nothing_is_saved_on_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FIT, "rescue", lambda error, save: None)
     fails(lambda: test_row_54_a_callback_raises(events.StepEnd, 5, 5, tmp_path), NotFound)
@@ -224,7 +258,7 @@ def test_row_54_fails_where_an_unscored_epoch_is_taken_for_done(
 
 
 def test_row_54_fails_where_nobody_looks_at_what_callbacks_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "_check_untouched", lambda before, event: None)
+    monkeypatch.setattr(telling, "_check_untouched", lambda state, memory, before: None)
     fails(test_row_54_only_a_returned_state_counts)
 
 

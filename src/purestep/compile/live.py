@@ -27,9 +27,10 @@ def is_state(node: Any) -> bool:
 class Host:
     """What the host keeps of one TrainState in a store, so that no step has to read it from the device."""
 
-    __slots__ = ("_key", "left", "seed")
+    __slots__ = ("_key", "key", "left", "seed")
 
     def __init__(self, state: TrainState, left: int | None = None) -> None:
+        self.key = state.key
         # A numpy view of the key that users see: writing it costs a twentieth of an in-place op.
         self._key = state.key.numpy()
         self.seed = int(self._key[0])
@@ -275,7 +276,7 @@ class LiveState(TrainState):
     live_index: int = 0
 
     def alive(self) -> None:
-        """The store, or the news that this state's memory has been given away."""
+        """Nothing, or the news that this state's memory has been given away."""
         store = self.live_store
         if store is not None and store.generation != self.live_generation:
             raise StateError(
@@ -357,6 +358,18 @@ def store_of(state: Tree) -> Store | None:
 
 def check_alive(state: Tree) -> None:
     """Raise the StateError of a donated state."""
+    if type(state) is LiveState:
+        return state.alive()
     for found in states(state):
         if isinstance(found, LiveState):
             found.alive()
+
+
+def memory(state: Tree) -> list[Any]:
+    """What counts every write into a state: the few tensors that a live one lies in, or its leaves; of one that has
+    been donated, nothing."""
+    store = store_of(state)
+    if store is None:
+        return tree.leaves(state)
+    alive = all(found.live_generation == store.generation for found in states(state) if isinstance(found, LiveState))
+    return [*store.buffers, *(host.key for host in store.hosts)] if alive else []

@@ -46,14 +46,14 @@ class _Last(NamedTuple):
     slots: live_.Slots
     surroundings: str
     treedef: tree.TreeDef
-    in_tuple: int  # how many tensors, where the batch is one tuple of them and nothing else; or 0
+    flat: tuple[type, int] | None  # where the batch is one tuple or list of tensors and nothing else: how many
     alike: Callable[..., bool]  # of the store's buffers and the batch's leaves
     graph: Graph
 
     def leaves(self, buffers: list[Tensor], batch: tuple[Any, ...]) -> list[Any] | None:
         """The tensors of a batch, if this is its graph, and the buffers are what they were."""
-        only = batch[0] if len(batch) == 1 else None
-        if self.in_tuple and type(only) is tuple and len(only) == self.in_tuple:
+        only: Any = batch[0] if len(batch) == 1 else None
+        if self.flat is not None and type(only) is self.flat[0] and len(only) == self.flat[1]:
             leaves: list[Any] = list(only)  # a tenth of what the structure costs
         else:
             leaves, treedef = tree.flatten(batch)
@@ -177,9 +177,11 @@ class CompiledStep:
         leaves, treedef = batch_leaves(batch)
         key = (store.slots.identity, phase, treedef)
         graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
-        plain = len(batch) == 1 and type(batch[0]) is tuple and all(type(leaf) is Tensor for leaf in batch[0])
-        same, count = alike([*store.buffers, *leaves]), len(batch[0]) if plain else 0
-        self._last[phase] = _Last(store.slots, self._graphs.surroundings(), treedef, count, same, graph)
+        same = alike([*store.buffers, *leaves])
+        only: Any = batch[0] if len(batch) == 1 else None
+        plain = type(only) in (tuple, list) and all(type(leaf) is Tensor for leaf in only)
+        flat = (type(only), len(only)) if plain else None
+        self._last[phase] = _Last(store.slots, self._graphs.surroundings(), treedef, flat, same, graph)
         return graph, leaves
 
     def _standing(self, state: Any) -> live_.Store | None:

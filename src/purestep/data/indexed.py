@@ -64,7 +64,7 @@ class Batches(Dataset[Loaded]):
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
-        own = {"_dataset": dataset, "_collate": collate, "_batched": batched, "_draws": False}
+        own = {"_dataset": dataset, "_collate": collate, "_batched": batched, "_draws": frozenset[str]()}
         self.__dict__.update(own)
 
     def __getattr__(self, name: str) -> Any:
@@ -79,27 +79,31 @@ class Batches(Dataset[Loaded]):
         tensors = self._tensors()
         if tensors is not None:
             return Loaded(_gather(self._dataset, tensors, index.indices), inexact=False)
-        with draws.scoped(mix(index.seed, index.number)):
-            try:
-                return Loaded(self._load(index), index.probe and not self._repeats(index))
-            except StopIteration as error:  # would end the epoch without a word
-                raise RuntimeError("the dataset raised StopIteration") from error
+        try:
+            with draws.watched(mix(index.seed, index.number)) as watch:
+                batch = self._load(index, watch)
+                return Loaded(batch, index.probe and not self._repeats(index))
+        except StopIteration as error:  # would end the epoch without a word
+            raise RuntimeError("the dataset raised StopIteration") from error
 
-    def _load(self, ticket: Ticket) -> Batch:
-        if not self._draws:
-            number = mix(ticket.seed, ticket.number)
-            with draws.seeded(number):
-                expected = draws.sample()
-            with draws.seeded(number):
-                batch = self._collate(self._items(ticket.indices))
-                if draws.sample() == expected:
+    def _load(self, ticket: Ticket, watch: draws.Watch) -> Batch:
+        while True:
+            try:
+                batch = self._seeded(ticket) if self._draws else self._collate(self._items(ticket.indices))
+            except Exception:
+                if watch.drawn() <= self._draws:
+                    raise
+            else:
+                if watch.drawn() <= self._draws:
                     return batch
-            self.__dict__["_draws"] = True  # load again, now item by item from seeds of their own
+            self.__dict__["_draws"] |= watch.drawn()  # load again, now item by item from seeds of their own
+
+    def _seeded(self, ticket: Ticket) -> Batch:
         if not self._batched:
             return self._collate(self._item(ticket, ticket.indices))
         items = [self._item(ticket, index) for index in ticket.indices]
-        with draws.seeded(mix(ticket.seed, "collate", ticket.number)):
-            return self._collate(items)
+        draws.seed(mix(ticket.seed, "collate", ticket.number), self._draws)
+        return self._collate(items)
 
     def _items(self, indices: Any) -> Any:
         if not self._batched:
@@ -107,13 +111,13 @@ class Batches(Dataset[Loaded]):
         several = getattr(self._dataset, "__getitems__", None)
         return several(indices) if several else [self._dataset[index] for index in indices]
 
-    def _item(self, ticket: Ticket, index: Any) -> Any:
-        with draws.seeded(mix(ticket.seed, "item", _number(index))):
-            return self._items([index])[0] if self._batched else self._items(index)
+    def _item(self, ticket: Ticket, index: Any, generators: frozenset[str] | None = None) -> Any:
+        draws.seed(mix(ticket.seed, "item", _number(index)), generators or self._draws)
+        return self._items([index])[0] if self._batched else self._items(index)
 
     def _repeats(self, ticket: Ticket) -> bool:
         index = ticket.indices[0] if self._batched and ticket.indices else ticket.indices
-        return _same(self._item(ticket, index), self._item(ticket, index))
+        return _same(self._item(ticket, index, draws.EVERY), self._item(ticket, index, draws.EVERY))
 
     def _tensors(self) -> tuple[Tensor, ...] | None:
         """The tensors of a plain TensorDataset with the default collation: gathered at once, nothing can be drawn."""

@@ -6,7 +6,11 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .. import events, purity, tree
+from ..compile import live as live_
 from ..errors import StateError
 from ..types import Metrics, Tree
 from .pieces import Watch
@@ -86,30 +90,38 @@ class Audience:
 
 
 def _answer(callback: events.Callback, event: events.Event) -> Any:
-    before = _versions(event)
+    shown = getattr(event, "state", ())
+    memory = live_.memory(shown)
+    before = [purity.version(part) for part in memory]
     try:
         answer = callback(event)
-        _check_untouched(before, event)
+        _check_untouched(shown, memory, before)
     except Exception as error:
         error.add_note(f"in callback {_name(callback)} at {type(event).__name__}")
         raise
     return answer
 
 
-def _versions(event: Any) -> list[int]:
-    """How often each leaf of the event's state was written in place."""
-    return [purity.version(leaf) for leaf in tree.leaves(getattr(event, "state", ()))]
+def _check_untouched(state: Tree, memory: list[Any], before: list[int]) -> None:
+    if memory:
+        live_.check_alive(state)  # a callback may have given it away
+    written = [part for part, count in zip(memory, before, strict=True) if purity.version(part) != count]
+    if not written:
+        return
+    leaves, part = tree.with_paths(state), written[0]
+    # A live state's leaves may lie together in one buffer.
+    paths = [path for path, leaf in leaves if leaf is part] or [path for path, leaf in leaves if _is_in(leaf, part)]
+    others = f" (or one of {len(paths) - 1} more that lie in one tensor with it)" if len(paths) > 1 else ""
+    raise StateError(
+        f"a callback wrote into the state that it was shown{others}",
+        where=paths[0],
+        hint="return a new one: event.state._replace(params={...})",
+    )
 
 
-def _check_untouched(before: list[int], event: Any) -> None:
-    after = _versions(event)
-    if after != before:
-        paths = zip(tree.paths(event.state), before, after, strict=True)
-        raise StateError(
-            "a callback wrote into the state that it was shown",
-            where=next(path for path, old, new in paths if old != new),
-            hint="return a new one: event.state._replace(params={...})",
-        )
+def _is_in(leaf: Tensor, buffer: Tensor) -> bool:
+    kept = leaf.layout is buffer.layout is torch.strided
+    return kept and leaf.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
 def _name(callback: Any) -> str:
