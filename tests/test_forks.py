@@ -205,17 +205,93 @@ def test_a_frozen_scalar_lies_beside_others() -> None:
     assert state.frozen["scale"].item() == 2.0
 
 
-def test_a_state_that_nobody_holds_is_gone() -> None:
+def places(state: TrainState) -> set[int]:
+    return {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(state)}
+
+
+def test_a_state_that_nobody_holds_leaves_its_memory_to_the_one_after_the_next() -> None:
     made = program()
     step = compiled(made)
     state, _ = step(made.init(), vector_batch())
-    found = weakref.ref(state.params["0.weight"])
-    memory = weakref.ref(state.params["0.weight"].untyped_storage())
+    found, first = weakref.ref(state.params["0.weight"]), places(state) - {state.key.data_ptr()}
     state, _ = step(state, vector_batch())
     gc.collect()
     assert found() is None
-    assert memory() is None
     assert len(step.forks._handed) == 1  # pyright: ignore[reportPrivateUsage]
+    assert not first & places(state)
+    state, _ = step(state, vector_batch())
+    assert first <= places(state)
+    eager = made.init()
+    for _ in range(3):
+        eager, _ = made.train_step(eager, vector_batch())
+    close(state, eager)
+
+
+def as_graph(state: TrainState) -> Any:
+    weight = state.params["0.weight"].requires_grad_()
+    return weight * weight  # keeps the weight for its gradient
+
+
+HOLDERS: dict[str, Callable[[TrainState], Any]] = {
+    "the state": lambda state: state,
+    "a leaf": lambda state: state.params["0.weight"],
+    "a scalar": lambda state: state.updates,
+    "statistics": lambda state: state.buffers["1.running_mean"],
+    "a view": lambda state: state.params["0.weight"][:, 1:].T,
+    "detached": lambda state: state.opt_state[1][0].mu["0.weight"].detach(),
+    "numpy": lambda state: state.params["0.weight"].numpy(),
+    "a storage": lambda state: state.params["0.weight"].untyped_storage(),
+    "a graph": as_graph,
+    "a functional": lambda state: torch.func.vjp(lambda weight: weight * weight, state.params["0.weight"])[1],
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_memory_that_somebody_holds_is_left_alone(holder: str) -> None:
+    def number(held: Any) -> float:
+        if holder == "the state":
+            return float(sum(leaf.double().sum() for leaf in tree.leaves(held)))
+        if holder == "a graph":
+            return float(torch.autograd.grad(held.sum(), held.grad_fn._saved_self, retain_graph=True)[0].sum())
+        if holder == "a functional":
+            return float(held(torch.ones(5, 4))[0].sum())
+        return float(torch.as_tensor(held).double().sum())
+
+    torch.manual_seed(0)
+    made = program(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
+    step = compiled(made)
+    state, _ = step(made.init(), vector_batch())
+    held = HOLDERS[holder](state)
+    before = number(held)
+    for seed in range(4):
+        state, _ = step(state, vector_batch(seed=seed))
+    assert number(held) == before
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_who_does_not_count_holders_writes_what_is_held(holder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law above, with its check planted out."""
+    monkeypatch.setattr(forks, "_is_free", lambda spare, own: True)
+    with pytest.raises((AssertionError, RuntimeError)):  # autograd sees a write itself
+        test_memory_that_somebody_holds_is_left_alone(holder)
+
+
+def test_memory_that_another_process_may_see_is_left_alone() -> None:
+    made = program()
+    step = compiled(made)
+    state, _ = step(made.init(), vector_batch())
+    state.params["0.weight"].share_memory_()
+    shared = state.params["0.weight"].data_ptr()
+    for _ in range(4):
+        state, _ = step(state, vector_batch())
+        assert state.params["0.weight"].untyped_storage().data_ptr() != shared
+
+
+def test_without_torchs_count_of_holders_no_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "_holders", None)
+    test_every_state_stays_as_it_was()
+    for holder in HOLDERS:
+        test_memory_that_somebody_holds_is_left_alone(holder)
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state)), ps.clone])

@@ -41,7 +41,8 @@ def compile_step(
             taken out of it before may show new values. "init": the first state's memory is taken over as well. A tree
             without a TrainState in it cannot say so, and is copied at every call. A call that fails while its graph
             runs (an index out of range) has spoilt the state that went in: go on from a clone or a snapshot.
-            False: a program's state is copied at every call, and its tensors are views of a few buffers.
+            False: a program's state is copied at every call, and its tensors are views of a few buffers. On the CPU
+            the step holds the memory of one state, which was the one before, for the next copy.
         capture: "dynamo" (torch.compile), "trace" (Python runs once, as under jax.jit) or "auto": the trace, which is
             faster to call, and Dynamo where it does not work.
         backend: of torch.compile.
