@@ -542,6 +542,20 @@ def test_draws_differ_from_step_to_step() -> None:
     assert [float(m["draw"]) for m in run(step, {"net": mlp().init()}, [None] * 4)[1]] == drawn
 
 
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_batch_may_be_a_list_or_a_tuple_and_one_follow_the_other(donate: bool) -> None:
+    made = mlp()
+    step, state, eager = compiled(made.train_step, donate=donate), made.init(), made.init()
+    for seed, kind in enumerate([list, list, tuple, list, tuple, tuple, list]):
+        state, metrics = step(state, kind(vector_batch(seed=seed)))
+        eager, expected = made.train_step(eager, vector_batch(seed=seed))
+        assert_trees_close(metrics, expected, rtol=1e-4, atol=1e-5)
+    assert_trees_close(ps.clone(state), eager, rtol=1e-4, atol=1e-5)
+    assert step.graphs == 2
+    with pytest.raises((ValueError, TypeError, StepContractError)):
+        step(state, [*vector_batch(), torch.ones(1)])
+
+
 # --- steps of one's own -----------------------------------------------------------------------------------------------
 
 

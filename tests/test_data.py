@@ -13,6 +13,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -306,15 +307,16 @@ def test_items_depend_on_their_seeds_from_whichever_generator_they_draw(
 ):
     monkeypatch.setattr(draws, "_readable", readable and draws._readable)
     runs: list[Any] = []
-    for seed, start in ((1, 0), (2, 0), (3, 4)):  # what the caller's generators hold is of no account
+    for seed, size, start in ((1, 3, 0), (2, 1, 0), (3, 3, 4)):
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
         random.gauss(0, 1), np.random.randn()  # halves of pairs lie ready
         before = generators()
-        runs.append(values(open_feed(DataLoader(DrawsLate(names), batch_size=3)), 0, start))
+        runs.append(values(open_feed(DataLoader(DrawsLate(names), batch_size=size)), 0, start))
         assert generators() == before
-    assert runs[0] == runs[1]
-    assert runs[0][4:] == runs[2]
-    assert len({value % 1 for batch in runs[0] for value in batch}) > 20  # of 24, where an item draws
+    flat = [list(itertools.chain(*run)) for run in runs]
+    assert flat[0] == flat[1]
+    assert flat[0][12:] == flat[2]
+    assert len({value % 1 for value in flat[0]}) > 20  # of 24, where an item draws
 
 
 def test_a_dataset_is_loaded_again_once_for_each_generator_that_it_draws_from():
@@ -335,23 +337,62 @@ def test_items_that_draw_nothing_are_not_seeded_one_by_one(monkeypatch: pytest.M
         draws, "seed", lambda number, generators=draws.EVERY: (seeded.append(generators), real(number, generators))
     )
     values(open_feed(DataLoader(Plain(12), batch_size=3)))
-    assert seeded == [draws.EVERY] * 2  # the probe
+    assert not any(seeded)
     values(open_feed(DataLoader(DrawsLate(["torch"]), batch_size=3)))
     assert {"torch"} in seeded
-    assert all(found in ({"torch"}, draws.EVERY) for found in seeded)
+    assert all(found in (set(), {"torch"}) for found in seeded)
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_items_differ_where_the_watch_sees_nothing(name: str, monkeypatch: pytest.MonkeyPatch):
-    """What the tests above would catch. Of torch's and numpy's draws, a batch is seeded all the same, as a whole."""
     monkeypatch.setattr(draws.Watch, "drawn", lambda self: frozenset())
-    runs = []
+    with pytest.raises(AssertionError):
+        test_items_depend_on_their_seeds_from_whichever_generator_they_draw([name], True, monkeypatch)
+
+
+class Gaussian(Plain):
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) + random.gauss(0, 1)
+
+
+def test_half_of_a_pair_that_lies_ready_is_not_for_the_first_item():
+    runs: list[Any] = []
     for seed in (1, 2):
         random.seed(seed)
-        runs.append([values(open_feed(DataLoader(DrawsLate([name]), batch_size=size))) for size in (3, 4)])
-    flat = [[list(itertools.chain(*run)) for run in sizes] for sizes in runs]
-    assert flat[0][0] != flat[0][1]
-    assert (flat[0] == flat[1]) == (not name.startswith("python"))
+        random.gauss(0, 1)
+        runs.append(values(open_feed(DataLoader(Gaussian(4), batch_size=1))))
+    assert runs[0] == runs[1]
+
+
+def test_it_would_be_taken_without_a_trace(monkeypatch: pytest.MonkeyPatch):
+    """The law above, with its guard planted out."""
+    watched = draws.watched
+
+    @contextmanager
+    def careless(number: int) -> Iterator[draws.Watch]:
+        half = draws._python.gauss_next
+        with watched(number) as watch:
+            draws._python.gauss_next = half
+            yield watch
+
+    monkeypatch.setattr(draws, "watched", careless)
+    with pytest.raises(AssertionError):
+        test_half_of_a_pair_that_lies_ready_is_not_for_the_first_item()
+
+
+class Exchanges(Plain):
+    """Puts a generator of another kind in the place of numpy's."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        np.random.set_bit_generator(np.random.PCG64(index))  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__getitem__(index) + float(np.random.rand())
+
+
+def test_a_dataset_that_exchanges_numpys_generator():
+    before = generators()
+    runs = [values(open_feed(DataLoader(Exchanges(6), batch_size=size))) for size in (2, 3)]
+    assert list(itertools.chain(*runs[0])) == list(itertools.chain(*runs[1]))
+    assert generators() == before
 
 
 def test_an_error_that_hangs_on_a_draw_is_that_of_the_seeded_item():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -45,6 +47,11 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+def memory(state: TrainState) -> set[int]:
+    """Where the leaves of a state lie."""
+    return {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(state)}
+
+
 def close(found: Any, expected: Any) -> None:
     assert type(found) is TrainState
     assert_trees_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -72,8 +79,7 @@ def test_every_state_stays_as_it_was() -> None:
     again, _ = step(states[3], image_batch(8, 3))
     assert_trees_close(states, copies, exact=True)
     assert_trees_close(again, states[4], exact=True)
-    places = [{leaf.untyped_storage().data_ptr() for leaf in tree.leaves(state)} for state in states]
-    assert not places[3] & places[4]
+    assert not memory(states[3]) & memory(states[4])
 
 
 def replaced(state: TrainState) -> TrainState:
@@ -92,6 +98,12 @@ def through_numpy(state: TrainState) -> TrainState:
 
 def by_data(state: TrainState) -> TrainState:
     state.params["0.bias"].data = torch.ones_like(state.params["0.bias"])
+    return state
+
+
+def turned_by_data(state: TrainState) -> TrainState:
+    """Of the same memory, and no write."""
+    state.params["0.weight"].data = state.params["0.weight"].data.T
     return state
 
 
@@ -116,13 +128,15 @@ def rekeyed(state: TrainState) -> TrainState:
     return state._replace(key=ps.rng.key(9))
 
 
-CHANGES = [replaced, written, through_numpy, by_data, assigned, swapped, turned, rekeyed]
+CHANGES = [replaced, written, through_numpy, by_data, turned_by_data, assigned, swapped, turned, rekeyed]
 
 
+@pytest.mark.parametrize("layers", [2, 7])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_state_that_was_changed_is_taken_as_it_is(change: Callable[[TrainState], TrainState]) -> None:
+def test_a_state_that_was_changed_is_taken_as_it_is(change: Callable[[TrainState], TrainState], layers: int) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
+    # Of four leaves of one shape that lie one behind the other, views are made together.
+    net = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), *[nn.Linear(6, 6) for _ in range(layers - 1)])
     made = program(net)
     batch = (torch.randn(5, 6), torch.arange(5))
     step, state = compiled(made), made.init()
@@ -137,7 +151,14 @@ def test_who_does_not_look_takes_an_old_state_for_a_new_one(monkeypatch: pytest.
     """The law above, with its check planted out."""
     monkeypatch.setattr(forks._Handed, "is_still", lambda found, state: True)  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(AssertionError):
-        test_a_state_that_was_changed_is_taken_as_it_is(replaced)
+        test_a_state_that_was_changed_is_taken_as_it_is(replaced, 2)
+
+
+def test_who_mixes_up_leaves_takes_one_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    ordered = forks._ordered  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(forks, "_ordered", lambda *known: lambda made: ordered(*known)(made)[::-1])
+    with pytest.raises((AssertionError, RuntimeError)):
+        test_a_state_that_was_changed_is_taken_as_it_is(rekeyed, 7)
 
 
 def test_a_live_state_goes_into_a_pure_step_and_lives_on(entered: list[Any]) -> None:
@@ -181,9 +202,8 @@ def test_frozen_weights_are_shared_and_all_others_are_not() -> None:
     third, _ = step(second, vector_batch())
     assert third.frozen["0.weight"].data_ptr() == first.frozen["0.weight"].data_ptr()
     own = [state._replace(frozen={}) for state in (first, second, third)]
-    places = [{leaf.untyped_storage().data_ptr() for leaf in tree.leaves(state)} for state in own]
-    assert not places[0] & places[1]
-    assert not places[1] & places[2]
+    assert not memory(own[0]) & memory(own[1])
+    assert not memory(own[1]) & memory(own[2])
 
 
 def test_a_frozen_scalar_lies_beside_others() -> None:
@@ -205,22 +225,18 @@ def test_a_frozen_scalar_lies_beside_others() -> None:
     assert state.frozen["scale"].item() == 2.0
 
 
-def places(state: TrainState) -> set[int]:
-    return {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(state)}
-
-
-def test_a_state_that_nobody_holds_leaves_its_memory_to_the_one_after_the_next() -> None:
+def test_a_state_that_nobody_holds_leaves_its_memory_to_a_copy_one_call_later() -> None:
     made = program()
     step = compiled(made)
     state, _ = step(made.init(), vector_batch())
-    found, first = weakref.ref(state.params["0.weight"]), places(state) - {state.key.data_ptr()}
+    found, first = weakref.ref(state.params["0.weight"]), memory(state) - {state.key.data_ptr()}
     state, _ = step(state, vector_batch())
     gc.collect()
     assert found() is None
     assert len(step.forks._handed) == 1  # pyright: ignore[reportPrivateUsage]
-    assert not first & places(state)
+    assert not first & memory(state)
     state, _ = step(state, vector_batch())
-    assert first <= places(state)
+    assert first <= memory(state)
     eager = made.init()
     for _ in range(3):
         eager, _ = made.train_step(eager, vector_batch())
@@ -229,43 +245,46 @@ def test_a_state_that_nobody_holds_leaves_its_memory_to_the_one_after_the_next()
 
 def as_graph(state: TrainState) -> Any:
     weight = state.params["0.weight"].requires_grad_()
-    return weight * weight  # keeps the weight for its gradient
+    return (weight * weight).sum()  # keeps the weight for its gradient
 
 
-HOLDERS: dict[str, Callable[[TrainState], Any]] = {
-    "the state": lambda state: state,
-    "a leaf": lambda state: state.params["0.weight"],
-    "a scalar": lambda state: state.updates,
-    "statistics": lambda state: state.buffers["1.running_mean"],
-    "a view": lambda state: state.params["0.weight"][:, 1:].T,
-    "detached": lambda state: state.opt_state[1][0].mu["0.weight"].detach(),
-    "numpy": lambda state: state.params["0.weight"].numpy(),
-    "a storage": lambda state: state.params["0.weight"].untyped_storage(),
-    "a graph": as_graph,
-    "a functional": lambda state: torch.func.vjp(lambda weight: weight * weight, state.params["0.weight"])[1],
+def total(held: Any) -> float:
+    return float(sum(torch.as_tensor(leaf).double().sum() for leaf in tree.leaves(held)))
+
+
+HOLDERS: dict[str, tuple[Callable[[TrainState], Any], Callable[[Any], Any]]] = {
+    "the state": (lambda state: state, total),
+    "a leaf": (lambda state: state.params["0.weight"], total),
+    "a scalar": (lambda state: state.updates, total),
+    "statistics": (lambda state: state.buffers["1.running_mean"], total),
+    "a view": (lambda state: state.params["0.weight"][:, 1:].T, total),
+    "detached": (lambda state: state.opt_state[1][0].mu["0.weight"].detach(), total),
+    "numpy": (lambda state: state.params["0.weight"].numpy(), total),
+    "dlpack": (lambda state: state.params["0.weight"].__dlpack__(), lambda held: total(torch.from_dlpack(held))),
+    "a storage": (lambda state: state.params["0.weight"].untyped_storage(), bytes),
+    "a graph": (as_graph, lambda held: torch.autograd.grad(held, held.grad_fn.next_functions[0][0]._saved_self)),
+    "a functional": (
+        lambda state: torch.func.vjp(lambda weight: weight * weight, state.params["0.weight"])[1],
+        lambda held: total(held(torch.ones(5, 4))[0]),
+    ),
 }
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_memory_that_somebody_holds_is_left_alone(holder: str) -> None:
-    def number(held: Any) -> float:
-        if holder == "the state":
-            return float(sum(leaf.double().sum() for leaf in tree.leaves(held)))
-        if holder == "a graph":
-            return float(torch.autograd.grad(held.sum(), held.grad_fn._saved_self, retain_graph=True)[0].sum())
-        if holder == "a functional":
-            return float(held(torch.ones(5, 4))[0].sum())
-        return float(torch.as_tensor(held).double().sum())
-
     torch.manual_seed(0)
+    hold, read = HOLDERS[holder]
+    once = holder in ("dlpack", "a graph")  # can be read only once
     made = program(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
     step = compiled(made)
     state, _ = step(made.init(), vector_batch())
-    held = HOLDERS[holder](state)
-    before = number(held)
+    before, held = read(hold(tree.clone(state) if once else state)), hold(state)
     for seed in range(4):
         state, _ = step(state, vector_batch(seed=seed))
-    assert number(held) == before
+    after = read(held)
+    if holder == "a graph":
+        before, after = total(before), total(after)
+    assert after == before
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
@@ -287,11 +306,56 @@ def test_memory_that_another_process_may_see_is_left_alone() -> None:
         assert state.params["0.weight"].untyped_storage().data_ptr() != shared
 
 
-def test_without_torchs_count_of_holders_no_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_do_not_get_the_same_memory() -> None:
+    made = program(nn.Linear(4, 3))
+    step = compiled(made)
+    first, _ = step(made.init(), vector_batch())
+    eager = tree.clone(first)
+    for _ in range(60):
+        eager, _ = made.train_step(eager, vector_batch(seed=1))
+
+    def run(_: int) -> TrainState:
+        state = first
+        for _ in range(60):
+            state, _ = step(state, vector_batch(seed=1))
+        return state
+
+    old = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(run, range(4)))
+    finally:
+        sys.setswitchinterval(old)
+    for state in found:
+        close(state, eager)
+        assert_trees_close(state, found[0], exact=True)
+
+
+def test_threads_that_do_not_count_holders_write_into_one_anothers_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law above, with its check planted out."""
+    monkeypatch.setattr(forks, "_is_free", lambda spare, own: True)
+    with pytest.raises(AssertionError):
+        test_threads_do_not_get_the_same_memory()
+
+
+def test_without_torchs_count_of_holders_no_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forks, "_holders", None)
     test_every_state_stays_as_it_was()
-    for holder in HOLDERS:
-        test_memory_that_somebody_holds_is_left_alone(holder)
+    step = compiled(program())
+    state, _ = step(program().init(), vector_batch())
+    kept = weakref.ref(state.params["0.weight"].untyped_storage())
+    state, _ = step(state, vector_batch())
+    gc.collect()
+    assert kept() is None
+
+
+def test_memory_that_another_process_may_see_would_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law above, with its guard planted out."""
+    held = forks._held  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(forks, "_held", lambda tensor: (*held(tensor)[:2], False))
+    with pytest.raises(AssertionError):
+        test_memory_that_another_process_may_see_is_left_alone()
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state)), ps.clone])

@@ -130,7 +130,7 @@ def generators() -> tuple[object, ...]:
     )
 
 
-@pytest.mark.parametrize("scoped", [rng.scoped, draws.scoped], ids=["torch", "all"])
+@pytest.mark.parametrize("scoped", [rng.scoped, draws.scoped, draws.watched], ids=["torch", "all", "watched"])
 def test_ctrl_c_at_any_line_of_a_scope_leaves_no_trace(scoped: Any):
     """An interrupt comes between two lines, and only one of them."""
     before, hits, files = generators(), [], {rng.__file__, draws.__file__}
@@ -150,7 +150,9 @@ def test_ctrl_c_at_any_line_of_a_scope_leaves_no_trace(scoped: Any):
         with suppress(KeyboardInterrupt):
             sys.settrace(interrupt)
             with scoped(5):
-                torch.rand(2), (random.gauss(), np.random.rand()) if scoped is draws.scoped else None
+                torch.rand(2)
+                if scoped is not rng.scoped:
+                    random.gauss(), np.random.rand()
         sys.settrace(None)
         assert generators() == before, hits
     assert len(hits) > 10

@@ -214,13 +214,21 @@ def test_row_54_only_a_returned_state_counts() -> None:
         (lambda state: state.key.add_(1), "key"),
     ],
 )
-def test_row_54_what_is_written_into_a_packed_state_is_found(write: Callable[[Any], Any], where: str) -> None:
-    program = mlp(ema=0.9)
+@pytest.mark.parametrize("donate", [True, False])
+def test_row_54_what_is_written_into_a_packed_state_is_found(
+    write: Callable[[Any], Any], where: str, donate: bool
+) -> None:
+    program = ps.compile_program(mlp(ema=0.9), backend="aot_eager", donate=donate)
     callback = at(events.StepEnd, 2, lambda event: write(event.state))
-    given = {"epochs": 1, "compile": {"backend": "aot_eager"}, "callbacks": [callback]}
     with pytest.raises(StateError, match=f"^{where}: a callback wrote") as caught:
-        fit(program.init(), batches(3), program, **given)
+        fit(program.init(), batches(3), program, epochs=1, callbacks=[callback])
     assert ("or one of 3 more that lie in one tensor" in str(caught.value)) == (where != "key")
+
+
+def test_row_54_fails_where_nobody_knows_where_a_packed_state_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telling.live_, "memory", lambda state: [])
+    writes = lambda state: state.params["2.bias"].zero_()  # noqa: E731  # as in the table above
+    fails(lambda: test_row_54_what_is_written_into_a_packed_state_is_found(writes, "params/0.bias", True))
 
 
 def test_row_54_a_callback_gives_the_state_away() -> None:
@@ -236,6 +244,12 @@ def test_row_54_a_callback_gives_the_state_away() -> None:
         fit(program.init(), batches(3), step, epochs=1, callbacks=given)
     assert "in callback" in str(caught.value.__notes__)
     assert [str(end.state) for end in ends] == ["TrainState(donated)"]  # it is told the end all the same
+
+
+def test_row_54_fails_where_nobody_looks_whether_a_state_was_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telling.live_, "check_alive", lambda state: None)
+    monkeypatch.setattr(telling.purity, "version", lambda leaf: 0)  # of what is written in C, which nobody counts
+    fails(test_row_54_a_callback_gives_the_state_away, AttributeError)  # the error has no note of the callback
 
 
 def test_row_54_fails_where_nothing_is_saved_on_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

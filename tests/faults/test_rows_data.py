@@ -130,7 +130,7 @@ def test_row_28_random_augmentation_in_workers(tmp_path: Path, caplog: pytest.Lo
 def test_row_28_fails_without_seeds_of_the_items(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(indexed.Batches, "_item", lambda self, ticket, index, _=None: self._items([index])[0])
+    monkeypatch.setattr(indexed.Batches, "_item", lambda self, ticket, index: self._items([index])[0])
     fails(lambda: test_row_28_random_augmentation_in_workers(tmp_path, caplog))
 
 

@@ -42,7 +42,8 @@ def compile_step(
             without a TrainState in it cannot say so, and is copied at every call. A call that fails while its graph
             runs (an index out of range) has spoilt the state that went in: go on from a clone or a snapshot.
             False: a program's state is copied at every call, and its tensors are views of a few buffers. On the CPU
-            the step holds the memory of one state, which was the one before, for the next copy.
+            the step keeps the memory of the state that went in last, as long as it lives itself, and makes the next
+            copy in it if nobody else holds any of it.
         capture: "dynamo" (torch.compile), "trace" (Python runs once, as under jax.jit) or "auto": the trace, which is
             faster to call, and Dynamo where it does not work.
         backend: of torch.compile.

@@ -2,7 +2,8 @@
 
 The state that comes out is a plain TrainState of views of those buffers. As long as it lives, the step knows them by
 its key, and copies them whole next time; a state of other tensors is packed leaf by leaf. On the CPU the copy goes into
-the memory of the state before, once nobody holds any of it: pages that are new cost more than the copy.
+the memory of the state that went in one call earlier, if nobody holds any of it: pages that are new cost more than the
+copy.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
@@ -43,9 +44,10 @@ class _Views(NamedTuple):
     treedef: tree.TreeDef
     key: int  # which leaf is the key
     runs: tuple[_Run, ...]
-    frozen: tuple[int, ...]  # buffers that no step writes; behind the runs, each is a leaf as it is
-    ordered: Callable[[list[Tensor]], Any]  # from the order of runs and frozen ones to that of the leaves
-    places: tuple[tuple[int, int], ...]  # per leaf: a buffer and bytes from its start
+    own: tuple[int, ...]  # buffers that a step writes
+    frozen: tuple[int, ...]  # buffers that none writes; each is a leaf as it is
+    ordered: Callable[[list[Tensor]], Any]  # from the order of the runs, and the frozen ones after them, to the leaves'
+    starts: tuple[tuple[int, int, bool], ...]  # per leaf: a buffer, bytes behind its start, whether it is contiguous
     nodes: tuple[tuple[Any, ...], ...]  # where the state has dicts and lists, which can be changed
 
     def of(self, buffers: list[Tensor]) -> list[Tensor]:
@@ -86,10 +88,10 @@ class _Handed(NamedTuple):
         same = _are(state[_FIELDS], self.fields) and all(_are(_content(node), held) for node, held in self.contents)
         if not same or _versions(self.store) != self.versions:
             return False
-        # `tensor.data = ...` is no write; it has the tensor lie elsewhere.
+        # `tensor.data = ...` is no write; it has the tensor lie elsewhere, or turned.
         starts = [buffer.data_ptr() for buffer in self.store.buffers]
-        expected = [starts[buffer] + offset for buffer, offset in self.views.places]
-        return [leaf.data_ptr() for leaf in self.leaves] == expected
+        expected = [(starts[buffer] + offset, whole) for buffer, offset, whole in self.views.starts]
+        return [(leaf.data_ptr(), leaf.is_contiguous()) for leaf in self.leaves] == expected
 
 
 class Forks:
@@ -98,7 +100,8 @@ class Forks:
     def __init__(self) -> None:
         self._views: dict[object, _Views | None] = {}
         self._handed: Any = WeakIdKeyDictionary()
-        self._spare: Store | None = None  # of the state that went in last, which most callers drop then
+        # Of the state that went in last, which most callers drop then. One thread gets it.
+        self._spare: deque[Store] = deque(maxlen=1)
 
     def of_live(self, store: Store) -> Store | None:
         """A store in memory of its own of a live state, which stays as it is; None where that cannot be told."""
@@ -113,7 +116,12 @@ class Forks:
         found: _Handed | None = self._handed.get(key) if isinstance(key, Tensor) else None
         if found is None or not found.is_still(state):
             return None
-        spare, self._spare = self._spare, found.store  # at once: another thread may call the step as well
+        try:
+            spare = self._spare.pop()
+        except IndexError:
+            spare = None
+        if _can_serve(found.store):
+            self._spare.append(found.store)
         return _forked(found.store, found.views, state.key, found.left, spare)
 
     def hand_out(self, store: Store) -> TrainState:
@@ -157,14 +165,13 @@ def _versions(store: Store) -> list[int]:
 
 def _forked(store: Store, views: _Views, key: Tensor, left: int | None, spare: Store | None) -> Store:
     buffers = list(store.buffers)
-    own = [index for index in range(len(buffers)) if index not in views.frozen]
-    if spare is not None and spare.slots is store.slots and _is_free(spare, own):
-        kept = [spare.buffers[index] for index in own]
-        _torch._foreach_copy_(kept, [buffers[index] for index in own])
+    if spare is not None and spare.slots is store.slots and _is_free(spare, views.own):
+        copies = [spare.buffers[index] for index in views.own]
+        _torch._foreach_copy_(copies, [buffers[index] for index in views.own])
     else:
-        kept = [buffers[index].clone() for index in own]
-    for index, buffer in zip(own, kept, strict=True):
-        buffers[index] = buffer
+        copies = [buffers[index].clone() for index in views.own]
+    for index, copy in zip(views.own, copies, strict=True):
+        buffers[index] = copy
     leaves = views.of(buffers)
     state = views.state(leaves, key.clone())
     found = store.elsewhere(buffers, state, [Host(state, left)])
@@ -172,11 +179,14 @@ def _forked(store: Store, views: _Views, key: Tensor, left: int | None, spare: S
     return found
 
 
-def _is_free(spare: Store, own: list[int]) -> bool:
+def _can_serve(store: Store) -> bool:
+    """Whether it is worth to keep memory for another state: CUDA's allocator keeps what is freed by itself."""
+    return store.device.type == "cpu" and _holders is not None
+
+
+def _is_free(spare: Store, own: tuple[int, ...]) -> bool:
     """Whether nobody but the store holds its memory. No leaf is a buffer itself, so that each one counts as a holder,
     as do its views, arrays and graphs."""
-    if spare.device.type != "cpu" or _holders is None:
-        return False  # CUDA's allocator keeps what is freed
     return all(_held(spare.buffers[index]) == _alone() for index in own)
 
 
@@ -202,34 +212,53 @@ def _alone() -> tuple[int, int, bool]:
 def _views(store: Store) -> _Views | None:
     """Of a store's structure; None where its leaves cannot be told from its buffers."""
     state: TrainState = store.named
+    nodes = _changeable(state)
     leaves, treedef = tree.flatten(state)
     key = next(index for index, leaf in enumerate(leaves) if leaf is state.key)
     del leaves[key]
-    nodes = _changeable(state)
-    memory = {buffer.untyped_storage().data_ptr(): index for index, buffer in enumerate(store.buffers)}
-    # A scalar lies beside others in one buffer.
-    numbers = {id(buffer): index for index, buffer in enumerate(store.buffers)}
-    frozen = {id(leaf): numbers[id(leaf)] for leaf in state.frozen.values() if id(leaf) in numbers}
-    held: dict[int, int] = {}  # position -> the frozen buffer that it is
-    inside: dict[int, list[int]] = defaultdict(list)  # buffer -> positions
-    for position, leaf in enumerate(leaves):
-        index = memory.get(leaf.untyped_storage().data_ptr())
-        if id(leaf) in frozen:
-            held[position] = frozen[id(leaf)]
-        elif index is None or not leaf.numel() or store.buffers[index].storage_offset():
-            return None
-        else:
-            inside[index].append(position)
-    if nodes is None:
+    held = _frozen(store, leaves)
+    inside = _inside(store, leaves, held)
+    if nodes is None or inside is None:
         return None
-    runs = [run for index, positions in inside.items() for run in _runs(index, positions, leaves)]
+    runs = tuple(run for index, positions in inside.items() for run in _runs(index, positions, leaves))
+    own = tuple(index for index in range(len(store.buffers)) if index not in held.values())
+    starts = _starts(store, leaves, runs, held)
+    return _Views(treedef, key, runs, own, tuple(held.values()), _ordered(runs, held), starts, nodes)
+
+
+def _frozen(store: Store, leaves: list[Tensor]) -> dict[int, int]:
+    """Positions of the leaves that are frozen buffers, and which. A frozen scalar lies beside other scalars in one
+    buffer, and is taken for one of them."""
+    numbers = {id(buffer): index for index, buffer in enumerate(store.buffers)}
+    frozen = {id(leaf) for leaf in store.named.frozen.values()}
+    return {at: numbers[id(leaf)] for at, leaf in enumerate(leaves) if id(leaf) in frozen and id(leaf) in numbers}
+
+
+def _inside(store: Store, leaves: list[Tensor], held: dict[int, int]) -> dict[int, list[int]] | None:
+    """Per buffer, the positions of the other leaves, which lie in its memory; None where one does not."""
+    memory = {buffer.untyped_storage().data_ptr(): index for index, buffer in enumerate(store.buffers)}
+    found: dict[int, list[int]] = defaultdict(list)
+    for position, leaf in enumerate(leaves):
+        if position in held:
+            continue
+        index = memory.get(leaf.untyped_storage().data_ptr())
+        if index is None or not leaf.numel() or store.buffers[index].storage_offset():
+            return None
+        found[index].append(position)
+    return found
+
+
+def _ordered(runs: tuple[_Run, ...], held: dict[int, int]) -> Callable[[list[Tensor]], Any]:
     order = [position for run in runs for position in run.leaves] + list(held)
-    back = sorted(range(len(order)), key=order.__getitem__)
+    # Which gives a tuple where it is asked for two or more: every state has .step and .updates.
+    return operator.itemgetter(*sorted(range(len(order)), key=order.__getitem__))
+
+
+def _starts(store: Store, leaves: list[Tensor], runs: tuple[_Run, ...], held: dict[int, int]) -> Any:
     buffer_of = {position: run.buffer for run in runs for position in run.leaves} | held
     starts = [buffer.data_ptr() for buffer in store.buffers]
-    places = [(buffer_of[at], leaf.data_ptr() - starts[buffer_of[at]]) for at, leaf in enumerate(leaves)]
-    ordered = operator.itemgetter(*back)  # of two or more: every state counts its calls and its updates
-    return _Views(treedef, key, tuple(runs), tuple(held.values()), ordered, tuple(places), nodes)
+    places = [(buffer_of[at], leaf) for at, leaf in enumerate(leaves)]
+    return tuple((buffer, leaf.data_ptr() - starts[buffer], leaf.is_contiguous()) for buffer, leaf in places)
 
 
 def _runs(buffer: int, positions: list[int], leaves: list[Tensor]) -> Iterator[_Run]:
@@ -242,15 +271,17 @@ def _runs(buffer: int, positions: list[int], leaves: list[Tensor]) -> Iterator[_
             step = leaves[waiting[1]].storage_offset() - start
         for position in waiting[1:]:
             leaf = leaves[position]
-            alike = leaf.shape == first.shape and leaf.stride() == first.stride() and leaf.dtype == first.dtype
+            alike = leaf.shape == first.shape and leaf.stride() == first.stride()
             if not alike or leaf.storage_offset() != start + count * step:
                 break
             count += 1
+        shape, stride = tuple(first.shape), first.stride()
         if count < _FEW:
             count = 1
-        together, waiting = waiting[:count], waiting[count:]
-        front = ((count,), (step,)) if count > 1 else ((), ())
-        yield _Run(buffer, (*front[0], *first.shape), (*front[1], *first.stride()), start, tuple(together))
+        else:
+            shape, stride = (count, *shape), (step, *stride)
+        yield _Run(buffer, shape, stride, start, tuple(waiting[:count]))
+        waiting = waiting[count:]
 
 
 def _changeable(state: TrainState) -> tuple[tuple[Any, ...], ...] | None:

@@ -30,7 +30,7 @@ class Host:
     __slots__ = ("_key", "key", "left", "seed")
 
     def __init__(self, state: TrainState, left: int | None = None) -> None:
-        self.key = state.key
+        self.key = state.key  # counts what others write into it, not what is written below
         # A numpy view of the key that users see: writing it costs a twentieth of an in-place op.
         self._key = state.key.numpy()
         self.seed = int(self._key[0])
@@ -276,7 +276,7 @@ class LiveState(TrainState):
     live_index: int = 0
 
     def alive(self) -> None:
-        """Nothing, or the news that this state's memory has been given away."""
+        """Raise StateError if this state's memory has been given away."""
         store = self.live_store
         if store is not None and store.generation != self.live_generation:
             raise StateError(
@@ -366,8 +366,8 @@ def check_alive(state: Tree) -> None:
 
 
 def memory(state: Tree) -> list[Any]:
-    """What counts every write into a state: the few tensors that a live one lies in, or its leaves; of one that has
-    been donated, nothing."""
+    """What counts every write into a state: the few tensors that a live one lies in, or its leaves. Of a live one that
+    has been donated: nothing."""
     store = store_of(state)
     if store is None:
         return tree.leaves(state)

@@ -46,15 +46,15 @@ class _Last(NamedTuple):
     slots: live_.Slots
     surroundings: str
     treedef: tree.TreeDef
-    flat: tuple[type, int] | None  # where the batch is one tuple or list of tensors and nothing else: how many
+    only: tuple[type, int] | None  # kind and length of a batch that is one tuple or list of tensors and nothing else
     alike: Callable[..., bool]  # of the store's buffers and the batch's leaves
     graph: Graph
 
     def leaves(self, buffers: list[Tensor], batch: tuple[Any, ...]) -> list[Any] | None:
         """The tensors of a batch, if this is its graph, and the buffers are what they were."""
-        only: Any = batch[0] if len(batch) == 1 else None
-        if self.flat is not None and type(only) is self.flat[0] and len(only) == self.flat[1]:
-            leaves: list[Any] = list(only)  # a tenth of what the structure costs
+        given: Any = batch[0] if len(batch) == 1 else None
+        if self.only is not None and type(given) is self.only[0] and len(given) == self.only[1]:
+            leaves: list[Any] = list(given)  # a tenth of what the structure costs
         else:
             leaves, treedef = tree.flatten(batch)
             if treedef != self.treedef:
@@ -178,10 +178,10 @@ class CompiledStep:
         key = (store.slots.identity, phase, treedef)
         graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
         same = alike([*store.buffers, *leaves])
-        only: Any = batch[0] if len(batch) == 1 else None
-        plain = type(only) in (tuple, list) and all(type(leaf) is Tensor for leaf in only)
-        flat = (type(only), len(only)) if plain else None
-        self._last[phase] = _Last(store.slots, self._graphs.surroundings(), treedef, flat, same, graph)
+        given: Any = batch[0] if len(batch) == 1 else None
+        plain = type(given) in (tuple, list) and all(type(leaf) is Tensor for leaf in given)
+        only = (type(given), len(given)) if plain else None
+        self._last[phase] = _Last(store.slots, self._graphs.surroundings(), treedef, only, same, graph)
         return graph, leaves
 
     def _standing(self, state: Any) -> live_.Store | None:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import torch
 
 from .. import rng
 
@@ -26,7 +25,10 @@ EVERY = frozenset({"torch", "numpy", "python"})
 
 @contextmanager
 def scoped(number: int) -> Generator[None]:
-    """Draw from ``number``, in [0, 2**63), and leave the three generators as they were (20 us).
+    """Draw from ``number``, and leave the three generators as they were (20 us).
+
+    Args:
+        number: in [0, 2**63).
 
     Example:
         >>> with scoped(1):
@@ -42,8 +44,11 @@ def scoped(number: int) -> Generator[None]:
 
 @contextmanager
 def watched(number: int) -> Generator[Watch]:
-    """`scoped` for code that most likely draws from none of them (13 us, and 5 to ask): Python's, whose seed costs
-    most, has none. Where the watch tells that it was drawn from, the code has to be run again, after `seed`.
+    """`scoped` for code that most likely draws nothing (13 us, and 5 to ask): Python's generator, whose seed costs
+    most, is not seeded. If ``watch.drawn()`` names any, the code has to run again, after `seed` of those.
+
+    Args:
+        number: in [0, 2**63).
 
     Example:
         >>> with watched(1) as watch:
@@ -53,13 +58,13 @@ def watched(number: int) -> Generator[Watch]:
     """
     with _apart(number):
         _python.gauss_next = None  # half of a pair, which could be taken without a trace
-        yield Watch(_torchs(), _memory(_global.get_bit_generator()), _positions())
+        yield Watch(rng.position(), _memory(_global.get_bit_generator()), _twister())
 
 
 @contextmanager
 def _apart(number: int) -> Generator[None]:
     """`scoped`, but for Python's generator, which is put back but not seeded."""
-    numpys, pythons = _numpys(), _Pythons(_positions(), _python.gauss_next)
+    numpys, pythons = _numpys(), _Pythons(_twister(), _python.gauss_next)
     spare = _spares.pop() if _spares else np.random.MT19937()
     try:
         try:
@@ -80,31 +85,42 @@ class Watch(NamedTuple):
     """Where the generators stood."""
 
     torchs: bytes
-    numpys: bytes
+    numpys: bytes | None
     pythons: object
 
     def drawn(self) -> frozenset[str]:
-        """Which of `EVERY` have been drawn from, or seeded, since."""
+        """Which of `EVERY` have been drawn from since, or seeded. Who only reads a state, of Python's the caller's, is
+        not seen."""
         moved = {
-            "torch": _torchs() != self.torchs,
+            "torch": rng.position() != self.torchs,
             "numpy": _memory(_global.get_bit_generator()) != self.numpys,
-            "python": _positions() != self.pythons or _python.gauss_next is not None,
+            "python": _twister() != self.pythons or _python.gauss_next is not None,
         }
         return frozenset(name for name, found in moved.items() if found)
 
 
 def seed(number: int, generators: Collection[str] = EVERY) -> None:
-    """Inside `scoped` or `watched`: draw from another seed (9 us, of which 6 are Python's)."""
+    """Inside `scoped` or `watched`: draw from another seed (9 us, of which Python's generator takes 6).
+
+    Args:
+        number: in [0, 2**63).
+        generators: which of `EVERY`.
+
+    Example:
+        >>> import torch
+        >>> with scoped(1):
+        ...     seed(2)
+        ...     second = torch.rand(())
+        >>> with scoped(2):
+        ...     print(bool(torch.rand(()) == second))
+        True
+    """
     if "torch" in generators:
         rng.seed(number)
     if "numpy" in generators:
         np.random.seed(number & 0xFFFFFFFF)
     if "python" in generators:
         random.seed(number)
-
-
-def _torchs() -> bytes:
-    return torch.default_generator.get_state().numpy().tobytes()  # a third of what torch.equal takes
 
 
 # --- numpy's ----------------------------------------------------------------------------------------------------------
@@ -126,7 +142,7 @@ _whole: tuple[Any, bytes] | None = None  # a bit generator that was found withou
 def _numpys() -> _Numpys:
     global _whole
     bits = _global.get_bit_generator()
-    memory = _memory(bits) if type(bits) is np.random.MT19937 else None
+    memory = _memory(bits)
     if memory is not None and _whole == (bits, memory):
         return _Numpys(bits, None)  # nothing was drawn since
     state = np.random.get_state(legacy=False)
@@ -135,9 +151,9 @@ def _numpys() -> _Numpys:
     return _Numpys(bits, half)
 
 
-def _memory(bits: Any) -> bytes:
-    """Of a Mersenne twister: 624 words and the position."""
-    return ctypes.string_at(bits.ctypes.state_address, 625 * 4)
+def _memory(bits: Any) -> bytes | None:
+    """Of a Mersenne twister: 624 words and the position. None of any other generator."""
+    return ctypes.string_at(bits.ctypes.state_address, 625 * 4) if type(bits) is np.random.MT19937 else None
 
 
 # --- Python's ---------------------------------------------------------------------------------------------------------
@@ -146,27 +162,28 @@ def _memory(bits: Any) -> bytes:
 class _Pythons(NamedTuple):
     """Python's global generator."""
 
-    positions: object  # see `_positions`
+    twister: object  # see `_twister`
     half: float | None  # the second of a pair of normal numbers
 
 
 _python: Any = cast(Any, random.seed).__self__
 _words = struct.Struct("i624I")  # the position and 624 words, as CPython has them behind the head of the object
-_known: tuple[object, Any] = None, None  # positions, and the same as `random.setstate` takes them
+_known: tuple[object, Any] = None, None  # a twister, and the same as `random.setstate` takes it
 
 
-def _positions() -> object:
-    """What every draw changes. Asking for the state takes 8 us, so it is read where it lies, as numpy's is."""
+def _twister() -> object:
+    """The words and the position, without the half of a pair. To ask for them takes 8 us, so they are read where they
+    lie, as numpy's are."""
     return ctypes.string_at(id(_python) + object.__basicsize__, _words.size) if _readable else random.getstate()
 
 
 def _state(pythons: _Pythons) -> Any:
     global _known
     if not _readable:
-        return pythons.positions
-    if _known[0] != pythons.positions:
-        position, *words = _words.unpack(cast(bytes, pythons.positions))
-        _known = pythons.positions, (*words, position)
+        return pythons.twister
+    if _known[0] != pythons.twister:
+        position, *words = _words.unpack(cast(bytes, pythons.twister))
+        _known = pythons.twister, (*words, position)
     return _python.VERSION, _known[1], pythons.half
 
 
@@ -186,7 +203,7 @@ def _put_back(numpys: _Numpys, pythons: _Pythons) -> None:
     _global.set_bit_generator(numpys.bits)
     if numpys.half is not None:
         np.random.set_state(numpys.half)
-    if _positions() == pythons.positions:
+    if _twister() == pythons.twister:
         _python.gauss_next = pythons.half
     else:
         random.setstate(_state(pythons))

@@ -36,7 +36,7 @@ from . import draws
 from .feed import Feed
 from .workers import Engine
 
-_CHUNK = 32  # batches of indices drawn from a user's sampler at once: scoping its draws takes 90 us
+_CHUNK = 32  # batches of indices drawn from a user's sampler at once: scoping its draws takes 20 us
 _REMEMBERED = 256  # batches whose indices are kept for messages
 _log = logging.getLogger("purestep")
 
@@ -64,7 +64,7 @@ class Batches(Dataset[Loaded]):
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
-        own = {"_dataset": dataset, "_collate": collate, "_batched": batched, "_draws": frozenset[str]()}
+        own = {"_dataset": dataset, "_collate": collate, "_batched": batched, "_drawn_from": frozenset[str]()}
         self.__dict__.update(own)
 
     def __getattr__(self, name: str) -> Any:
@@ -87,22 +87,27 @@ class Batches(Dataset[Loaded]):
             raise RuntimeError("the dataset raised StopIteration") from error
 
     def _load(self, ticket: Ticket, watch: draws.Watch) -> Batch:
-        while True:
+        while True:  # again at most once for each generator
             try:
-                batch = self._seeded(ticket) if self._draws else self._collate(self._items(ticket.indices))
-            except Exception:
-                if watch.drawn() <= self._draws:
+                batch = self._seeded(ticket) if self._drawn_from else self._collate(self._items(ticket.indices))
+            except Exception:  # which may hang on a draw, so it counts once the draws are seeded
+                if not self._learns(watch):
                     raise
             else:
-                if watch.drawn() <= self._draws:
+                if not self._learns(watch):
                     return batch
-            self.__dict__["_draws"] |= watch.drawn()  # load again, now item by item from seeds of their own
+
+    def _learns(self, watch: draws.Watch) -> bool:
+        """Whether the batch drew from a generator that its items were not seeded from. From now on they are."""
+        new = watch.drawn() - self._drawn_from
+        self.__dict__["_drawn_from"] |= new
+        return bool(new)
 
     def _seeded(self, ticket: Ticket) -> Batch:
         if not self._batched:
             return self._collate(self._item(ticket, ticket.indices))
         items = [self._item(ticket, index) for index in ticket.indices]
-        draws.seed(mix(ticket.seed, "collate", ticket.number), self._draws)
+        draws.seed(mix(ticket.seed, "collate", ticket.number), self._drawn_from)
         return self._collate(items)
 
     def _items(self, indices: Any) -> Any:
@@ -111,13 +116,13 @@ class Batches(Dataset[Loaded]):
         several = getattr(self._dataset, "__getitems__", None)
         return several(indices) if several else [self._dataset[index] for index in indices]
 
-    def _item(self, ticket: Ticket, index: Any, generators: frozenset[str] | None = None) -> Any:
-        draws.seed(mix(ticket.seed, "item", _number(index)), generators or self._draws)
+    def _item(self, ticket: Ticket, index: Any) -> Any:
+        draws.seed(mix(ticket.seed, "item", _number(index)), self._drawn_from)
         return self._items([index])[0] if self._batched else self._items(index)
 
     def _repeats(self, ticket: Ticket) -> bool:
         index = ticket.indices[0] if self._batched and ticket.indices else ticket.indices
-        return _same(self._item(ticket, index, draws.EVERY), self._item(ticket, index, draws.EVERY))
+        return _same(self._item(ticket, index), self._item(ticket, index))
 
     def _tensors(self) -> tuple[Tensor, ...] | None:
         """The tensors of a plain TensorDataset with the default collation: gathered at once, nothing can be drawn."""

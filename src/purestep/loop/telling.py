@@ -103,14 +103,14 @@ def _answer(callback: events.Callback, event: events.Event) -> Any:
 
 
 def _check_untouched(state: Tree, memory: list[Any], before: list[int]) -> None:
-    if memory:
-        live_.check_alive(state)  # a callback may have given it away
+    if not memory:
+        return  # it was dead before the callback: FitEnd after a failure
+    live_.check_alive(state)  # a callback may have given it away
     written = [part for part, count in zip(memory, before, strict=True) if purity.version(part) != count]
     if not written:
         return
-    leaves, part = tree.with_paths(state), written[0]
-    # A live state's leaves may lie together in one buffer.
-    paths = [path for path, leaf in leaves if leaf is part] or [path for path, leaf in leaves if _is_in(leaf, part)]
+    # Leaves may lie together in one tensor, whose writes torch counts as one.
+    paths = [path for path, leaf in tree.with_paths(state) if leaf is written[0] or _is_in(leaf, written[0])]
     others = f" (or one of {len(paths) - 1} more that lie in one tensor with it)" if len(paths) > 1 else ""
     raise StateError(
         f"a callback wrote into the state that it was shown{others}",
@@ -119,9 +119,11 @@ def _check_untouched(state: Tree, memory: list[Any], before: list[int]) -> None:
     )
 
 
-def _is_in(leaf: Tensor, buffer: Tensor) -> bool:
-    kept = leaf.layout is buffer.layout is torch.strided
-    return kept and leaf.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+def _is_in(leaf: Any, memory: Any) -> bool:
+    tensors = isinstance(leaf, Tensor) and isinstance(memory, Tensor)
+    if not tensors or not leaf.layout is memory.layout is torch.strided or not leaf.numel():
+        return False
+    return leaf.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
 
 def _name(callback: Any) -> str:
