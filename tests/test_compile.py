@@ -542,6 +542,20 @@ def test_draws_differ_from_step_to_step() -> None:
     assert [float(m["draw"]) for m in run(step, {"net": mlp().init()}, [None] * 4)[1]] == drawn
 
 
+def test_a_live_state_may_be_moved_into_shared_memory() -> None:
+    """As sending it to another process does; its memory of before is free then."""
+    made = mlp()
+    step, state, eager = compiled(made.train_step, donate=True), made.init(), made.init()
+    for seed in range(6):
+        state, _ = step(state, vector_batch(seed=seed))
+        eager, _ = made.train_step(eager, vector_batch(seed=seed))
+        if seed == 2:
+            for leaf in tree.leaves(state):
+                leaf.share_memory_()
+    assert_trees_close(ps.clone(state), eager, rtol=1e-4, atol=1e-5)
+    assert state.key.tolist() == [0, 6]
+
+
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_batch_may_be_a_list_or_a_tuple_and_one_follow_the_other(donate: bool) -> None:
     made = mlp()

@@ -33,6 +33,12 @@ def compiled(made: Program, **options: Any) -> Any:
     return ps.compile_step(made.train_step, backend="aot_eager", **options)
 
 
+@pytest.fixture(autouse=True)
+def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of small states is kept as well."""
+    monkeypatch.setattr(forks, "_LARGE", 0)
+
+
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The states that were packed leaf by leaf."""
@@ -193,6 +199,20 @@ def test_train_step_and_flush_of_a_program_know_each_others_states(entered: list
     assert len(entered) == 1
 
 
+@pytest.mark.parametrize("write", [lambda left: left.data.fill_(1), lambda left: left.numpy().fill(1)])
+def test_a_window_that_was_cut_short_is_seen(write: Callable[[Tensor], Any]) -> None:
+    made = program(accumulate=3)
+    step, eager = compiled(made), made.train_step
+    ends = []
+    for one in (step, eager):
+        state, _ = one(made.init(), vector_batch())
+        write(state.accum.left)
+        for _ in range(4):
+            state, _ = one(state, vector_batch())
+        ends.append(state)
+    close(*ends)
+
+
 def test_frozen_weights_are_shared_and_all_others_are_not() -> None:
     net = tiny_mlp()
     net[0].requires_grad_(False)
@@ -258,6 +278,7 @@ HOLDERS: dict[str, tuple[Callable[[TrainState], Any], Callable[[Any], Any]]] = {
     "a scalar": (lambda state: state.updates, total),
     "statistics": (lambda state: state.buffers["1.running_mean"], total),
     "a view": (lambda state: state.params["0.weight"][:, 1:].T, total),
+    "a base": (lambda state: state.params["0.weight"]._base, total),
     "detached": (lambda state: state.opt_state[1][0].mu["0.weight"].detach(), total),
     "numpy": (lambda state: state.params["0.weight"].numpy(), total),
     "dlpack": (lambda state: state.params["0.weight"].__dlpack__(), lambda held: total(torch.from_dlpack(held))),
@@ -298,12 +319,14 @@ def test_who_does_not_count_holders_writes_what_is_held(holder: str, monkeypatch
 def test_memory_that_another_process_may_see_is_left_alone() -> None:
     made = program()
     step = compiled(made)
-    state, _ = step(made.init(), vector_batch())
-    state.params["0.weight"].share_memory_()
-    shared = state.params["0.weight"].data_ptr()
+    first, _ = step(made.init(), vector_batch())
+    second, _ = step(first, vector_batch())
+    first.params["0.weight"].share_memory_()  # as sending it does
+    shared = first.params["0.weight"].untyped_storage().data_ptr()
+    del first
     for _ in range(4):
-        state, _ = step(state, vector_batch())
-        assert state.params["0.weight"].untyped_storage().data_ptr() != shared
+        second, _ = step(second, vector_batch())
+        assert shared not in memory(second)
 
 
 def test_threads_do_not_get_the_same_memory() -> None:
@@ -332,11 +355,23 @@ def test_threads_do_not_get_the_same_memory() -> None:
         assert_trees_close(state, found[0], exact=True)
 
 
-def test_threads_that_do_not_count_holders_write_into_one_anothers_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law above, with its check planted out."""
-    monkeypatch.setattr(forks, "_is_free", lambda spare, own: True)
-    with pytest.raises(AssertionError):
-        test_threads_do_not_get_the_same_memory()
+def test_memory_that_was_written_into_a_graph_is_left_alone() -> None:
+    made = program()
+    step = compiled(made)
+    first, _ = step(made.init(), vector_batch())
+    second, _ = step(first, vector_batch())
+    with torch.enable_grad():
+        first.params["0.weight"].add_(torch.ones_like(first.params["0.weight"]).requires_grad_())
+    del first
+    third, _ = step(second, vector_batch())
+    assert not any(leaf.requires_grad for leaf in tree.leaves(third))
+
+
+def test_memory_in_a_graph_would_take_the_next_state_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law above, with its guard planted out."""
+    monkeypatch.setattr(forks, "_is_elsewhere", lambda tensor: False)
+    with pytest.raises((AssertionError, RuntimeError)):
+        test_memory_that_was_written_into_a_graph_is_left_alone()
 
 
 def test_without_torchs_count_of_holders_no_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,10 +385,17 @@ def test_without_torchs_count_of_holders_no_memory_is_kept(monkeypatch: pytest.M
     assert kept() is None
 
 
+def test_the_memory_of_small_states_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    step = compiled(program())
+    state, _ = step(program().init(), vector_batch())
+    step(state, vector_batch())
+    assert not step.forks._spare  # pyright: ignore[reportPrivateUsage]
+
+
 def test_memory_that_another_process_may_see_would_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The law above, with its guard planted out."""
-    held = forks._held  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(forks, "_held", lambda tensor: (*held(tensor)[:2], False))
+    monkeypatch.setattr(forks, "_is_elsewhere", lambda tensor: False)
     with pytest.raises(AssertionError):
         test_memory_that_another_process_may_see_is_left_alone()
 

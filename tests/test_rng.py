@@ -130,7 +130,7 @@ def generators() -> tuple[object, ...]:
     )
 
 
-@pytest.mark.parametrize("scoped", [rng.scoped, draws.scoped, draws.watched], ids=["torch", "all", "watched"])
+@pytest.mark.parametrize("scoped", [rng.scoped, draws.scoped], ids=["torch", "all"])
 def test_ctrl_c_at_any_line_of_a_scope_leaves_no_trace(scoped: Any):
     """An interrupt comes between two lines, and only one of them."""
     before, hits, files = generators(), [], {rng.__file__, draws.__file__}

@@ -24,6 +24,7 @@ from .. import tree
 from ..types import TrainState
 from .live import Host, Store
 
+_LARGE = 1 << 20  # bytes of a state: to ask who holds them takes 15 us, as does the copy of a tenth of them
 _FEW = 4  # leaves: as many views of one buffer are made as fast one by one as by one call
 _FIELDS = slice(TrainState._fields.index("key"))  # all but the key, which is the last
 
@@ -45,9 +46,10 @@ class _Views(NamedTuple):
     key: int  # which leaf is the key
     runs: tuple[_Run, ...]
     own: tuple[int, ...]  # buffers that a step writes
+    size: int  # of those, in bytes
     frozen: tuple[int, ...]  # buffers that none writes; each is a leaf as it is
     ordered: Callable[[list[Tensor]], Any]  # from the order of the runs, and the frozen ones after them, to the leaves'
-    starts: tuple[tuple[int, int, bool], ...]  # per leaf: a buffer, bytes behind its start, whether it is contiguous
+    contiguous: list[bool]  # per leaf
     nodes: tuple[tuple[Any, ...], ...]  # where the state has dicts and lists, which can be changed
 
     def of(self, buffers: list[Tensor]) -> list[Tensor]:
@@ -82,6 +84,7 @@ class _Handed(NamedTuple):
     fields: tuple[Any, ...]  # without the key
     contents: list[tuple[Any, list[Any]]]
     versions: list[int]
+    addresses: list[int]  # of the leaves
 
     def is_still(self, state: TrainState) -> bool:
         """Whether the state is what was handed out: of the same tensors, none of which was written to since."""
@@ -89,9 +92,8 @@ class _Handed(NamedTuple):
         if not same or _versions(self.store) != self.versions:
             return False
         # `tensor.data = ...` is no write; it has the tensor lie elsewhere, or turned.
-        starts = [buffer.data_ptr() for buffer in self.store.buffers]
-        expected = [(starts[buffer] + offset, whole) for buffer, offset, whole in self.views.starts]
-        return [(leaf.data_ptr(), leaf.is_contiguous()) for leaf in self.leaves] == expected
+        moved = [leaf.data_ptr() for leaf in self.leaves] != self.addresses
+        return not moved and [leaf.is_contiguous() for leaf in self.leaves] == self.views.contiguous
 
 
 class Forks:
@@ -120,9 +122,11 @@ class Forks:
             spare = self._spare.pop()
         except IndexError:
             spare = None
-        if _can_serve(found.store):
+        if _can_serve(found.store, found.views):
             self._spare.append(found.store)
-        return _forked(found.store, found.views, state.key, found.left, spare)
+        # Where it costs nothing the window is read, not remembered: the state knows better (`left.numpy()[()] = 1`).
+        left = None if found.store.device.type == "cpu" else found.left
+        return _forked(found.store, found.views, state.key, left, spare)
 
     def hand_out(self, store: Store) -> TrainState:
         """The state of a store that nobody else has, as a plain TrainState."""
@@ -136,7 +140,7 @@ class Forks:
             state = views.state(leaves, state.key)
         bare = store.elsewhere(store.buffers, None, [])
         with suppress(RuntimeError):  # tensors of inference mode do not count their writes
-            known = state[_FIELDS], views.contents(state), _versions(store)
+            known = state[_FIELDS], views.contents(state), _versions(store), [leaf.data_ptr() for leaf in leaves]
             self._handed[state.key] = _Handed(bare, store.hosts[0].left, views, leaves, *known)
         return state
 
@@ -179,31 +183,32 @@ def _forked(store: Store, views: _Views, key: Tensor, left: int | None, spare: S
     return found
 
 
-def _can_serve(store: Store) -> bool:
+def _can_serve(store: Store, views: _Views) -> bool:
     """Whether it is worth to keep memory for another state: CUDA's allocator keeps what is freed by itself."""
-    return store.device.type == "cpu" and _holders is not None
+    return views.size >= _LARGE and store.device.type == "cpu" and _holders is not None
 
 
 def _is_free(spare: Store, own: tuple[int, ...]) -> bool:
-    """Whether nobody but the store holds its memory. No leaf is a buffer itself, so that each one counts as a holder,
-    as do its views, arrays and graphs."""
-    return all(_held(spare.buffers[index]) == _alone() for index in own)
+    """Whether nobody but the store holds its memory, or a tensor of it. No leaf is a buffer itself, so that each one
+    counts as a holder, as do its views, arrays and graphs."""
+    assert _holders is not None
+    alone = [torch.empty(1)]  # what the counts are of one that nobody holds, which hangs on the interpreter
+    tensors = [*alone, *[spare.buffers[index] for index in own]]
+    storages: list[Any] = [tensor.untyped_storage() for tensor in tensors]
+    held = [_holders(storage._cdata) for storage in storages]
+    named = [sys.getrefcount(storage) for storage in storages]
+    known = [sys.getrefcount(tensor) for tensor in tensors]  # `view._base` is the buffer itself
+    alike = all(len(set(counts)) == 1 for counts in (held, named, known))
+    return alike and not any(map(_is_elsewhere, tensors))
+
+
+def _is_elsewhere(tensor: Tensor) -> bool:
+    """Whether other processes may have its memory, or a graph that it was written into."""
+    return tensor.is_shared() or tensor.requires_grad
 
 
 _torch: Any = torch  # no public name of it copies many tensors at once, or counts the holders of a memory
 _holders: Callable[[int], int] | None = getattr(_torch._C, "_storage_Use_Count", None)
-
-
-def _held(tensor: Any) -> tuple[int, int, bool]:
-    """How many tensors and, in Python, names hold the memory of a tensor; whether other processes may."""
-    assert _holders is not None
-    storage = tensor.untyped_storage()
-    return _holders(storage._cdata), sys.getrefcount(storage), storage.is_shared()
-
-
-@functools.cache
-def _alone() -> tuple[int, int, bool]:
-    return _held(torch.empty(1))
 
 
 # --- views ------------------------------------------------------------------------------------------------------------
@@ -222,8 +227,9 @@ def _views(store: Store) -> _Views | None:
         return None
     runs = tuple(run for index, positions in inside.items() for run in _runs(index, positions, leaves))
     own = tuple(index for index in range(len(store.buffers)) if index not in held.values())
-    starts = _starts(store, leaves, runs, held)
-    return _Views(treedef, key, runs, own, tuple(held.values()), _ordered(runs, held), starts, nodes)
+    size = sum(store.buffers[index].nbytes for index in own)
+    contiguous = [leaf.is_contiguous() for leaf in leaves]
+    return _Views(treedef, key, runs, own, size, tuple(held.values()), _ordered(runs, held), contiguous, nodes)
 
 
 def _frozen(store: Store, leaves: list[Tensor]) -> dict[int, int]:
@@ -252,13 +258,6 @@ def _ordered(runs: tuple[_Run, ...], held: dict[int, int]) -> Callable[[list[Ten
     order = [position for run in runs for position in run.leaves] + list(held)
     # Which gives a tuple where it is asked for two or more: every state has .step and .updates.
     return operator.itemgetter(*sorted(range(len(order)), key=order.__getitem__))
-
-
-def _starts(store: Store, leaves: list[Tensor], runs: tuple[_Run, ...], held: dict[int, int]) -> Any:
-    buffer_of = {position: run.buffer for run in runs for position in run.leaves} | held
-    starts = [buffer.data_ptr() for buffer in store.buffers]
-    places = [(buffer_of[at], leaf) for at, leaf in enumerate(leaves)]
-    return tuple((buffer, leaf.data_ptr() - starts[buffer], leaf.is_contiguous()) for buffer, leaf in places)
 
 
 def _runs(buffer: int, positions: list[int], leaves: list[Tensor]) -> Iterator[_Run]:

@@ -27,13 +27,12 @@ def is_state(node: Any) -> bool:
 class Host:
     """What the host keeps of one TrainState in a store, so that no step has to read it from the device."""
 
-    __slots__ = ("_key", "key", "left", "seed")
+    __slots__ = ("_at", "_numbers", "key", "left", "seed")
 
     def __init__(self, state: TrainState, left: int | None = None) -> None:
         self.key = state.key  # counts what others write into it, not what is written below
-        # A numpy view of the key that users see: writing it costs a twentieth of an in-place op.
-        self._key = state.key.numpy()
-        self.seed = int(self._key[0])
+        self._at, self._numbers = self.key.data_ptr(), self.key.numpy()
+        self.seed = int(self._numbers[0])
         self.left = left  # calls until the window closes, where that is known
         if left is None and not isinstance(state.accum, Empty):
             self.left = int(state.accum.left)
@@ -41,11 +40,18 @@ class Host:
     @property
     def calls(self) -> int:
         """Calls so far, the second number of the key."""
-        return int(self._key[1])
+        return int(self._view()[1])
 
     def advance(self, calls: int = 1) -> None:
         """One more call, or several in one."""
-        self._key[1] += calls
+        self._view()[1] += calls
+
+    def _view(self) -> Any:
+        # Of numpy's: writing it costs a twentieth of an in-place op. `share_memory_`, which sending a state to another
+        # process calls, has the key lie elsewhere.
+        if self.key.data_ptr() != self._at:
+            self._at, self._numbers = self.key.data_ptr(), self.key.numpy()
+        return self._numbers
 
 
 class Slots(NamedTuple):

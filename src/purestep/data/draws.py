@@ -1,8 +1,7 @@
 """The generators that data code draws from (torch's, numpy's and Python's global ones), taken as one.
 
-Everything that runs a user's dataset, sampler, collate function or iterable does so inside `scoped` or `watched`, so
-that what it draws depends on a seed alone, and the caller's generators are as they were. So is the import of a library
-that draws.
+Everything that runs a user's dataset, sampler, collate function or iterable does so inside `scoped`, so that what it
+draws depends on a seed alone, and the caller's generators are as they were. So is the import of a library that draws.
 """
 
 from __future__ import annotations
@@ -37,40 +36,14 @@ def scoped(number: int) -> Generator[None]:
         ...     print(random.random() == first)
         True
     """
-    with _apart(number):
-        random.seed(number)
-        yield
-
-
-@contextmanager
-def watched(number: int) -> Generator[Watch]:
-    """`scoped` for code that most likely draws nothing (13 us, and 5 to ask): Python's generator, whose seed costs
-    most, is not seeded. If ``watch.drawn()`` names any, the code has to run again, after `seed` of those.
-
-    Args:
-        number: in [0, 2**63).
-
-    Example:
-        >>> with watched(1) as watch:
-        ...     _ = random.random()
-        ...     print(sorted(watch.drawn()))
-        ['python']
-    """
-    with _apart(number):
-        _python.gauss_next = None  # half of a pair, which could be taken without a trace
-        yield Watch(rng.position(), _memory(_global.get_bit_generator()), _twister())
-
-
-@contextmanager
-def _apart(number: int) -> Generator[None]:
-    """`scoped`, but for Python's generator, which is put back but not seeded."""
-    numpys, pythons = _numpys(), _Pythons(_twister(), _python.gauss_next)
+    numpys, pythons = _numpys(), _pythons()
     spare = _spares.pop() if _spares else np.random.MT19937()
     try:
         try:
             _global.set_bit_generator(spare)
             with rng.scoped(number):
                 np.random.seed(number & 0xFFFFFFFF)
+                random.seed(number)
                 yield
         finally:
             _put_back(numpys, pythons)
@@ -81,38 +54,19 @@ def _apart(number: int) -> Generator[None]:
         _spares.append(spare)
 
 
-class Watch(NamedTuple):
-    """Where the generators stood."""
-
-    torchs: bytes
-    numpys: bytes | None
-    pythons: object
-
-    def drawn(self) -> frozenset[str]:
-        """Which of `EVERY` have been drawn from since, or seeded. Who only reads a state, of Python's the caller's, is
-        not seen."""
-        moved = {
-            "torch": rng.position() != self.torchs,
-            "numpy": _memory(_global.get_bit_generator()) != self.numpys,
-            "python": _twister() != self.pythons or _python.gauss_next is not None,
-        }
-        return frozenset(name for name, found in moved.items() if found)
-
-
 def seed(number: int, generators: Collection[str] = EVERY) -> None:
-    """Inside `scoped` or `watched`: draw from another seed (9 us, of which Python's generator takes 6).
+    """Inside `scoped`: draw from another seed (9 us, of which Python's generator takes 6).
 
     Args:
         number: in [0, 2**63).
         generators: which of `EVERY`.
 
     Example:
-        >>> import torch
         >>> with scoped(1):
         ...     seed(2)
-        ...     second = torch.rand(())
+        ...     second = random.random()
         >>> with scoped(2):
-        ...     print(bool(torch.rand(()) == second))
+        ...     print(random.random() == second)
         True
     """
     if "torch" in generators:
@@ -123,37 +77,85 @@ def seed(number: int, generators: Collection[str] = EVERY) -> None:
         random.seed(number)
 
 
+class Watch(NamedTuple):
+    """Where the generators stood."""
+
+    torchs: bytes
+    numpys: object
+    pythons: object
+
+    def drawn(self) -> frozenset[str]:
+        """Which of `EVERY` have been drawn from since, or seeded. Who reads a state, or draws and puts it back, is not
+        seen."""
+        pairs = zip(("torch", "numpy", "python"), self, watch(), strict=True)
+        return frozenset(name for name, before, after in pairs if before != after)
+
+
+def watch() -> Watch:
+    """Where the generators stand (4 us).
+
+    Example:
+        >>> with scoped(1):
+        ...     before = watch()
+        ...     _ = random.random()
+        ...     print(sorted(before.drawn()))
+        ['python']
+    """
+    bits = _global.get_bit_generator()
+    numpys = _memory(bits) if type(bits) is np.random.MT19937 else bits
+    return Watch(rng.position(), (numpys, _numpys_half()), _pythons())
+
+
 # --- numpy's ----------------------------------------------------------------------------------------------------------
 
 
 class _Numpys(NamedTuple):
-    """numpy's global generator. To read its state takes 60 us and to write it as long, so its bit generator is
-    exchanged for a spare one. What lies outside of that is the second half of a pair of normal numbers."""
+    """numpy's global generator. To read its state takes 30 us and to write it as long, so its bit generator is
+    exchanged for a spare one. That loses the second half of a pair of normal numbers."""
 
     bits: Any
     half: Any  # the state with that half; None where there is none
 
 
 _global: Any = np.random  # numpy's stubs lack the two functions that exchange the bit generator
+_singleton: Any = cast(Any, np.random.mtrand)._rand
 _spares: list[np.random.MT19937] = []
-_whole: tuple[Any, bytes] | None = None  # a bit generator that was found without a half, and its memory at that time
+_half = struct.Struct("id")  # whether there is a half, and which: as C has them, one behind the other
 
 
 def _numpys() -> _Numpys:
-    global _whole
-    bits = _global.get_bit_generator()
-    memory = _memory(bits)
-    if memory is not None and _whole == (bits, memory):
-        return _Numpys(bits, None)  # nothing was drawn since
-    state = np.random.get_state(legacy=False)
-    half = state if state["has_gauss"] else None
-    _whole = None if memory is None or half is not None else (bits, memory)
-    return _Numpys(bits, half)
+    has_half = _numpys_half()
+    return _Numpys(_global.get_bit_generator(), np.random.get_state(legacy=False) if has_half else None)
 
 
-def _memory(bits: Any) -> bytes | None:
-    """Of a Mersenne twister: 624 words and the position. None of any other generator."""
-    return ctypes.string_at(bits.ctypes.state_address, 625 * 4) if type(bits) is np.random.MT19937 else None
+def _memory(bits: np.random.MT19937) -> bytes:
+    """Of a Mersenne twister: 624 words and the position."""
+    return ctypes.string_at(bits.ctypes.state_address, 625 * 4)
+
+
+def _numpys_half() -> object:
+    """What tells whether half of a pair lies ready, and which; None where none does."""
+    if _half_at is None:
+        state = np.random.get_state(legacy=False)
+        return state["gauss"] if state["has_gauss"] else None
+    has_half, half = _half.unpack(ctypes.string_at(id(_singleton) + _half_at, _half.size))
+    return half if has_half else None
+
+
+def _found_half() -> int | None:
+    """Where numpy's object has it, which says so only together with its whole state; None where that is not found."""
+    other = np.random.RandomState(0)
+    state = other.get_state(legacy=False)
+    state["has_gauss"], state["gauss"] = 1, 0.1234567891
+    other.set_state(state)
+    size = type(other).__basicsize__ if sys.implementation.name == "cpython" else 0
+    if type(_singleton) is not type(other):
+        return None
+    at = ctypes.string_at(id(other), size).find(_half.pack(1, 0.1234567891))
+    return None if at < 0 else at
+
+
+_half_at = _found_half()
 
 
 # --- Python's ---------------------------------------------------------------------------------------------------------
@@ -166,9 +168,13 @@ class _Pythons(NamedTuple):
     half: float | None  # the second of a pair of normal numbers
 
 
-_python: Any = cast(Any, random.seed).__self__
+_python: Any = cast(Any, random)._inst  # what the functions of the module are methods of
 _words = struct.Struct("i624I")  # the position and 624 words, as CPython has them behind the head of the object
 _known: tuple[object, Any] = None, None  # a twister, and the same as `random.setstate` takes it
+
+
+def _pythons() -> _Pythons:
+    return _Pythons(_twister(), _python.gauss_next)
 
 
 def _twister() -> object:
@@ -203,7 +209,4 @@ def _put_back(numpys: _Numpys, pythons: _Pythons) -> None:
     _global.set_bit_generator(numpys.bits)
     if numpys.half is not None:
         np.random.set_state(numpys.half)
-    if _twister() == pythons.twister:
-        _python.gauss_next = pythons.half
-    else:
-        random.setstate(_state(pythons))
+    random.setstate(_state(pythons))

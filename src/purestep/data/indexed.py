@@ -80,8 +80,8 @@ class Batches(Dataset[Loaded]):
         if tensors is not None:
             return Loaded(_gather(self._dataset, tensors, index.indices), inexact=False)
         try:
-            with draws.watched(mix(index.seed, index.number)) as watch:
-                batch = self._load(index, watch)
+            with draws.scoped(mix(index.seed, index.number)):
+                batch = self._load(index, draws.watch())
                 return Loaded(batch, index.probe and not self._repeats(index))
         except StopIteration as error:  # would end the epoch without a word
             raise RuntimeError("the dataset raised StopIteration") from error
