@@ -123,12 +123,24 @@ def scoped(seed: int, device: torch.device | None = None) -> Generator[None]:
 
 
 def seed(number: int) -> None:
-    """Inside `scoped`: draw from another seed on the CPU."""
+    """Inside `scoped`: draw from another seed on the CPU.
+
+    Args:
+        number: from `mix`.
+    """
     torch.default_generator.manual_seed(number)
 
 
 def position() -> bytes:
-    """Where the CPU's generator stands: what every draw changes, and seeding."""
+    """Where the CPU's generator stands, as bytes: what every draw changes, and seeding.
+
+    Example:
+        >>> before = position()
+        >>> with scoped(7):
+        ...     _ = torch.rand(())
+        >>> position() == before
+        True
+    """
     return torch.default_generator.get_state().numpy().tobytes()  # compared in a third of torch.equal's time
 
 
