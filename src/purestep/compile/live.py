@@ -377,5 +377,8 @@ def memory(state: Tree) -> list[Any]:
     store = store_of(state)
     if store is None:
         return tree.leaves(state)
-    alive = all(found.live_generation == store.generation for found in states(state) if isinstance(found, LiveState))
-    return [*store.buffers, *(host.key for host in store.hosts)] if alive else []
+    try:
+        check_alive(state)
+    except StateError:
+        return []
+    return [*store.buffers, *(host.key for host in store.hosts)]

@@ -42,8 +42,7 @@ def scoped(number: int) -> Generator[None]:
         try:
             _global.set_bit_generator(spare)
             with rng.scoped(number):
-                np.random.seed(number & 0xFFFFFFFF)
-                random.seed(number)
+                seed(number, ("numpy", "python"))
                 yield
         finally:
             _put_back(numpys, pythons)
@@ -148,10 +147,9 @@ def _found_half() -> int | None:
     state = other.get_state(legacy=False)
     state["has_gauss"], state["gauss"] = 1, 0.1234567891
     other.set_state(state)
-    size = type(other).__basicsize__ if sys.implementation.name == "cpython" else 0
-    if type(_singleton) is not type(other):
+    if type(_singleton) is not type(other) or sys.implementation.name != "cpython":
         return None
-    at = ctypes.string_at(id(other), size).find(_half.pack(1, 0.1234567891))
+    at = ctypes.string_at(id(other), type(other).__basicsize__).find(_half.pack(1, 0.1234567891))
     return None if at < 0 else at
 
 
@@ -180,7 +178,11 @@ def _pythons() -> _Pythons:
 def _twister() -> object:
     """The words and the position, without the half of a pair. To ask for them takes 8 us, so they are read where they
     lie, as numpy's are."""
-    return ctypes.string_at(id(_python) + object.__basicsize__, _words.size) if _readable else random.getstate()
+    return _raw() if _readable else random.getstate()
+
+
+def _raw() -> bytes:
+    return ctypes.string_at(id(_python) + object.__basicsize__, _words.size)
 
 
 def _state(pythons: _Pythons) -> Any:
@@ -198,7 +200,7 @@ def _is_readable() -> bool:
     kind = type(_python).__mro__[1]  # of the class in C
     if sys.implementation.name != "cpython" or kind.__basicsize__ < object.__basicsize__ + _words.size:
         return False
-    position, *words = _words.unpack(ctypes.string_at(id(_python) + object.__basicsize__, _words.size))
+    position, *words = _words.unpack(_raw())
     return (*words, position) == random.getstate()[1]
 
 
