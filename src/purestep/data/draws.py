@@ -42,7 +42,8 @@ def scoped(number: int) -> Generator[None]:
         try:
             _global.set_bit_generator(spare)
             with rng.scoped(number):
-                seed(number, ("numpy", "python"))
+                np.random.seed(number & 0xFFFFFFFF)
+                random.seed(number)
                 yield
         finally:
             _put_back(numpys, pythons)
