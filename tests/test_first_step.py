@@ -7,6 +7,8 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -391,16 +393,44 @@ def test_inductor_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch):
     assert _patched() == before
 
 
-def test_only_instructions_that_torch_has_found_are_not_tried_out():
-    from torch._inductor.cpu_vec_isa import VecAVX512, VecAVX512VNNI
+def test_instructions_that_torch_has_found_and_the_compiler_knows_are_not_tried_out():
+    from torch._inductor.cpu_vec_isa import VecAMX, VecAVX512, VecAVX512VNNI
 
     asked: list[str] = []
     check = toolchain._unless_known(lambda isa, code: bool(asked.append(code)))
-    assert check(None, VecAVX512._avx512_bf16_code)
-    assert check(None, VecAVX512VNNI._avx512_vnni_code)
+    assert check(VecAVX512(), VecAVX512._avx512_bf16_code)
+    assert check(VecAVX512VNNI(), VecAVX512VNNI._avx512_vnni_code)
+    assert check(VecAMX(), VecAMX._amx_code)
     assert not asked
-    assert not check(None, "other instructions")
-    assert asked == ["other instructions"]
+    assert not check(VecAVX512(), "other instructions")
+    later = VecAMX()
+    later._arch_flags += " -mof-a-later-compiler"
+    assert not check(later, VecAMX._amx_fp16_code)
+    assert asked == ["other instructions", VecAMX._amx_fp16_code]
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_a_core_is_left_to_inductor(monkeypatch: pytest.MonkeyPatch, cores: int):
+    at_work, most, lock, done = 0, 0, threading.Lock(), threading.Semaphore(0)
+
+    def build(_: Any) -> None:
+        nonlocal at_work, most
+        with lock:
+            at_work += 1
+            most = max(most, at_work)
+        time.sleep(0.05)
+        with lock:
+            at_work -= 1
+        done.release()
+
+    monkeypatch.setattr(toolchain, "_cores", lambda: cores)
+    monkeypatch.setattr(toolchain._Build, "_compiled_header", lambda *_, **__: "")
+    monkeypatch.setattr("torch._inductor.cpp_builder.CppBuilder.build", build)
+    with toolchain.beside() as ahead:
+        for number in range(4):
+            ahead(f"int kernel_{number}() {{ return {number}; }}")
+        assert all(done.acquire(timeout=60) for _ in range(4))
+    assert most <= max(1, cores - 1)
 
 
 def test_another_torch_is_no_error(monkeypatch: pytest.MonkeyPatch):

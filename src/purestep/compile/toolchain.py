@@ -9,6 +9,7 @@ goes wrong here, or is named otherwise in another version of torch, costs time a
 from __future__ import annotations
 
 import contextvars
+import functools
 import gc
 import importlib
 import os
@@ -16,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -54,16 +56,30 @@ def _nothing(_: str) -> None:
 
 
 def _unless_known(true: Any) -> Any:
-    """Try out no instructions that torch has found in the processor: a compiler that reads its C++20 knows these."""
+    """Try out no instructions that torch has found in the processor and the compiler has an option for."""
     from torch._inductor import cpu_vec_isa
 
     isa: Any = cpu_vec_isa
-    known = (isa.VecAVX512._avx512_bf16_code, isa.VecAVX512VNNI._avx512_vnni_code)
+    known = (
+        isa.VecAVX512._avx512_bf16_code,
+        isa.VecAVX512VNNI._avx512_vnni_code,
+        isa.VecAMX._amx_code,
+        isa.VecAMX._amx_fp16_code,
+    )
 
     def check_build(self: Any, code: str) -> bool:
-        return code in known or true(self, code)
+        return (code in known and _accepts(self._arch_flags)) or true(self, code)
 
     return check_build
+
+
+@functools.cache
+def _accepts(flags: str) -> bool:
+    """Whether the C++ compiler knows these options, and so the instructions that they are for."""
+    from torch._inductor import cpp_builder
+
+    command = [cpp_builder.get_cpp_compiler(), *flags.split(), "-E", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 @contextmanager
@@ -83,6 +99,7 @@ class _Build:
         self._codecache = codecache
         self._directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=codecache.cache_dir())))
         self._pool = ThreadPoolExecutor(_cores(), thread_name_prefix="purestep-g++")
+        self._room = threading.Semaphore(max(1, _cores() - 1))  # one core is inductor's
         stack.callback(self._pool.shutdown, cancel_futures=True)
         self._headers: dict[tuple[str, str], Future[str]] = {}
         self._kernels: list[str] = []  # bodies in the order that inductor has them in
@@ -184,7 +201,8 @@ class _Build:
         source.write_text(text)
         options = self._ready.result()
         builder = CppBuilder(name=name, sources=str(source), BuildOption=options, output_dir=str(self._directory))
-        builder.build()
+        with self._room:
+            builder.build()
         return builder.get_target_file_path(), _anonymous(builder)
 
     def objects(self, true: Any) -> Any:
@@ -202,6 +220,7 @@ class _Build:
         with FileLock(lock_path, timeout=self._codecache.LOCK_TIMEOUT):
             if _exists(whole):
                 return
+            self._room.release()  # inductor waits from here on
             known = not _exists(kernels) and self._hand_over_rest(Path(_source(kernels)).read_text())
             if not _exists(calls):
                 calls.build()

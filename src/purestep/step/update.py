@@ -84,7 +84,20 @@ def _verdict(micro: Micro) -> Tensor:
 
 
 def _kept_buffers(state: TrainState, micro: Micro, finite: Tensor) -> Params:
-    return {name: torch.where(finite, new, state.buffers[name]) for name, new in micro.buffers.items()}
+    return _either(finite, micro.buffers, {name: state.buffers[name] for name in micro.buffers})
+
+
+def _either(condition: Tensor, new: Tree, old: Tree) -> Tree:
+    """`tree.where`; in eager mode on the CPU, where nobody waits for a number, one of the two instead of a copy."""
+    if condition.device.type != "cpu" or rng.in_graph():
+        return tree.where(condition, new, old)
+    holds = bool(condition)
+
+    def chosen(n: Any, o: Any) -> Any:
+        same = n.shape == o.shape and n.dtype == o.dtype
+        return (n if holds else o) if same else torch.where(condition, n, o)
+
+    return tree.map(chosen, new, old)
 
 
 def _accumulate(spec: Spec, state: TrainState, micro: Micro) -> tuple[TrainState, Metrics]:
@@ -117,9 +130,9 @@ def _with_buffers(state: TrainState, micro: Micro) -> TrainState:
 def _keep_open(state: TrainState, accum: Accum) -> tuple[TrainState, Metrics]:
     zero = torch.zeros((), dtype=torch.float32, device=state.step.device)
     frozen = _halted(state)
-    kept = Accum(*(tree.where(frozen, old, new) for old, new in zip(cast(Accum, state.accum), accum, strict=True)))
+    kept = Accum(*(_either(frozen, old, new) for old, new in zip(cast(Accum, state.accum), accum, strict=True)))
     metrics = {"lr": Mean(zero, zero), "grad_norm": Mean(zero, zero), "applied": Mean(zero, torch.ones_like(zero))}
-    metrics |= {name: Mean(zero, zero) for name in _group_rates(state.opt_state)}
+    metrics |= {name: Mean(zero, zero) for name in _group_rates(_rates(state.opt_state))}
     if not isinstance(state.scaler, Empty):
         metrics["scale"] = Mean(state.scaler.scale, torch.ones_like(zero))
     return state._replace(accum=kept), metrics
@@ -136,7 +149,7 @@ def _close(spec: Spec, state: TrainState, accum: Accum) -> tuple[TrainState, Met
     empty = Accum(left, torch.zeros_like(accum.weight), tree.map(torch.zeros_like, accum.grads))
     old = cast(Accum, state.accum)
     frozen = _halted(state)
-    return new._replace(accum=Accum(*(tree.where(frozen, o, e) for o, e in zip(old, empty, strict=True)))), metrics
+    return new._replace(accum=Accum(*(_either(frozen, o, e) for o, e in zip(old, empty, strict=True)))), metrics
 
 
 def _apply(
@@ -159,13 +172,14 @@ def _apply(
     deltas, opt_state = _of_transform(spec.tx.update(grads, state.opt_state, state.params), state.params)
     finite = (torch.isfinite(norm) & torch.isfinite(verdict) & _held(deltas)) | nothing
     halted = _halted(state)
-    usable = _all_usable(opt_state, finite)
+    rates = _rates(opt_state)
+    usable = _all_usable(rates, finite)
     applied = finite & usable & ~nothing & ~halted
     params = transform.apply_updates(state.params, deltas)
     average = spec.average.update(state.ema, params, buffers, state.updates)
-    kept = tree.where(applied, (params, opt_state, average), (state.params, state.opt_state, state.ema))
+    kept = _either(applied, (params, opt_state, average), (state.params, state.opt_state, state.ema))
     attempted = usable & ~nothing & ~halted
-    scaler = tree.where(attempted, spec.scaler.update(state.scaler, finite), state.scaler)
+    scaler = _either(attempted, spec.scaler.update(state.scaler, finite), state.scaler)
     new = state._replace(
         updates=state.updates + applied,
         params=kept[0],
@@ -174,7 +188,7 @@ def _apply(
         scaler=scaler,
         halted=_halt(spec, state, finite, scaler, usable),
     )
-    return new, _update_metrics(state, opt_state, norm, applied, finite & ~halted)
+    return new, _update_metrics(state, rates, norm, applied, finite & ~halted)
 
 
 def _of_transform(found: Any, params: Params) -> tuple[Params, Tree]:
@@ -210,9 +224,9 @@ def _held(deltas: Params) -> Tensor:
     return torch.stack(peaks).all()
 
 
-def _all_usable(opt_state: Tree, like: Tensor) -> Tensor:
+def _all_usable(rates: dict[str, Tensor], like: Tensor) -> Tensor:
     """Whether every learning rate can be used; a schedule may give anything, and only the device knows what."""
-    found = [_usable(rate) for rate in _rates(opt_state).values()]
+    found = [_usable(rate) for rate in rates.values()]
     return functools.reduce(torch.logical_and, found) if found else torch.ones_like(like)
 
 
@@ -234,16 +248,18 @@ def _halt(spec: Spec, state: TrainState, finite: Tensor, scaler: Tree, usable: T
     return torch.where(stops, state.step + 1, state.halted)
 
 
-def _update_metrics(state: TrainState, opt_state: Tree, norm: Tensor, applied: Tensor, finite: Tensor) -> Metrics:
+def _update_metrics(
+    state: TrainState, rates: dict[str, Tensor], norm: Tensor, applied: Tensor, finite: Tensor
+) -> Metrics:
     one = torch.ones((), dtype=torch.float32, device=state.step.device)
     counted = applied.float()
     metrics = {
-        "lr": _first_rate(opt_state, counted),
+        "lr": _first_rate(rates, counted),
         "grad_norm": finite_mean(torch.where(applied, norm, torch.zeros_like(norm)), counted),
         "applied": Mean(counted, one),
         "finite": Mean(finite.float(), one),
     }
-    metrics |= {name: _reported(rate, counted) for name, rate in _group_rates(opt_state).items()}
+    metrics |= {name: _reported(rate, counted) for name, rate in _group_rates(rates).items()}
     if not isinstance(state.scaler, Empty):
         metrics["scale"] = Mean(state.scaler.scale, one)  # the scale this update was made with
     return metrics
@@ -255,16 +271,15 @@ def _reported(rate: Tensor, counted: Tensor) -> Mean:
     return Mean(torch.where(_usable(rate), rate * counted, rate), counted)
 
 
-def _first_rate(opt_state: Tree, counted: Tensor) -> Mean:
-    rates = _rates(opt_state)
+def _first_rate(rates: dict[str, Tensor], counted: Tensor) -> Mean:
     if not rates:
         return Mean(torch.where(counted > 0, torch.nan, counted), counted)
     return _reported(next(iter(rates.values())), counted)
 
 
-def _group_rates(opt_state: Tree) -> dict[str, Tensor]:
+def _group_rates(rates: dict[str, Tensor]) -> dict[str, Tensor]:
     """``lr/<group>`` of every parameter group, where there are several."""
-    found = {name: rate for name, rate in _rates(opt_state).items() if name != "learning_rate"}
+    found = {name: rate for name, rate in rates.items() if name != "learning_rate"}
     if len(found) < 2:
         return {}
     return {f"lr/{name.rpartition('/')[0]}": rate for name, rate in found.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -49,7 +49,7 @@ def times(leaf: Tensor, factor: Scalar) -> Tensor:
         >>> times(torch.ones((), dtype=torch.float32), torch.tensor(0.1, dtype=torch.float64)).dtype
         torch.float32
     """
-    if not isinstance(factor, Tensor):
+    if not isinstance(factor, Tensor) or (factor.dtype == leaf.dtype and leaf.dtype not in _LOW_PRECISION):
         return leaf * factor
     value = wide(leaf)
     return (value * factor.to(value.dtype)).to(leaf.dtype)
@@ -57,6 +57,8 @@ def times(leaf: Tensor, factor: Scalar) -> Tensor:
 
 def lerp(old: Tensor, new: Tensor, weight: Scalar) -> Tensor:
     """``old + weight * (new - old)``, computed in the wider dtype of the two and kept in that of ``old``."""
+    if old.dtype == new.dtype and not isinstance(weight, Tensor):
+        return torch.lerp(old, new, weight)
     dtype = torch.promote_types(old.dtype, new.dtype)
     start, end = old.to(dtype), new.to(dtype)
     if isinstance(weight, Tensor):
@@ -139,6 +141,8 @@ def is_on(scalar: Scalar) -> bool:
 
 def decay_square(nu: Tensor, update: Tensor, decay: Scalar) -> Tensor:
     """``decay * nu + (1 - decay) * update ** 2`` in the dtype of ``nu``."""
+    if nu.dtype == update.dtype and not isinstance(decay, Tensor):
+        return torch.addcmul(nu * decay, update, update, value=1 - decay)
     dtype = torch.promote_types(nu.dtype, update.dtype)
     old, new = nu.to(dtype), update.to(dtype)
     if isinstance(decay, Tensor):
@@ -146,11 +150,23 @@ def decay_square(nu: Tensor, update: Tensor, decay: Scalar) -> Tensor:
     return torch.addcmul(old * decay, new, new, value=1 - decay).to(nu.dtype)
 
 
-def adam_ratio(mu: Tensor, nu: Tensor, mean_weight: Tensor, root_weight: Tensor, eps: Scalar) -> Tensor:
-    """``mu / mean_weight / (sqrt(nu) / root_weight + eps)``, computed in at least float32."""
-    mean, root = wide(mu), wide(nu).sqrt()
+def adam_ratios(
+    updates: Params, mu: Params, nu: Params, mean_weight: Tensor, root_weight: Tensor, eps: Scalar
+) -> Params:
+    """``mu / mean_weight / (sqrt(nu) / root_weight + eps)`` of every name, computed in at least float32 and rounded to
+    the dtype of its update."""
+    dtypes = dict.fromkeys(torch.float32 if leaf.dtype in _LOW_PRECISION else leaf.dtype for leaf in nu.values())
     # Times the inverse: of a large update, divisions and roots are the larger part of the arithmetic.
-    inverse, small, divisor = like(1 / root_weight, root), like(eps, root), like(mean_weight, root)
+    factors = 1 / root_weight, eps, mean_weight
+    scalars = {dtype: tuple(in_dtype(factor, dtype) for factor in factors) for dtype in dtypes}  # once, not once a leaf
+    return {
+        name: _adam_ratio(wide(mu[name]), wide(nu[name]).sqrt(), scalars).to(update.dtype)
+        for name, update in updates.items()
+    }
+
+
+def _adam_ratio(mean: Tensor, root: Tensor, scalars: Mapping[torch.dtype, tuple[Scalar, ...]]) -> Tensor:
+    inverse, small, divisor = scalars[root.dtype]
     if rng.in_graph():
         return mean / ((root * inverse + small) * divisor)
     # In place on a root of its own: in eager mode fresh memory costs more than the arithmetic.
@@ -159,9 +175,9 @@ def adam_ratio(mu: Tensor, nu: Tensor, mean_weight: Tensor, root_weight: Tensor,
 
 def divided(leaf: Tensor, divisor: Scalar) -> Tensor:
     """``leaf / divisor`` without promotion by a 0-d divisor."""
-    return leaf / like(divisor, leaf)
+    return leaf / in_dtype(divisor, leaf.dtype)
 
 
-def like(scalar: Scalar, leaf: Tensor) -> Scalar:
-    """The scalar in the leaf's dtype, so that it promotes nothing."""
-    return scalar.to(leaf.dtype) if isinstance(scalar, Tensor) else scalar
+def in_dtype(scalar: Scalar, dtype: torch.dtype) -> Scalar:
+    """The scalar in a leaf's dtype, so that it promotes nothing."""
+    return scalar.to(dtype) if isinstance(scalar, Tensor) else scalar

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..types import Empty, Params, Tree
 from .arithmetic import (
     Scalar,
-    adam_ratio,
+    adam_ratios,
     complement_power,
     decay_square,
     divided,
@@ -83,10 +83,7 @@ def scale_by_adam(
         mean_weight = complement_power(b1, step, dtype)
         root_weight = complement_power(b2, step, dtype).sqrt()
         under = nu_max if amsgrad else nu
-        new = {
-            name: adam_ratio(mu[name], under[name], mean_weight, root_weight, eps).to(g.dtype)
-            for name, g in updates.items()
-        }
+        new = adam_ratios(updates, mu, under, mean_weight, root_weight, eps)
         return new, ScaleByAdamState(step, mu, nu, nu_max)
 
     return Transform(init, update)
