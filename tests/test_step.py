@@ -1142,3 +1142,107 @@ def test_an_update_that_float16_cannot_hold_is_refused_like_a_gradient() -> None
     assert (float(metrics["applied"]), int(new.halted)) == (0.0, 1)
     assert_trees_close(new.params, state.params, exact=True)
     assert float(made(1.0).train_step(state, batch)[1]["applied"]) == 1.0
+
+
+# --- a step is a function ---------------------------------------------------------------------------------------------
+
+MANY = {
+    "sgd with momentum": {"tx": optim.sgd(LR, momentum=0.9)},
+    "adamw, clipped": {"tx": optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2)), "ema": 0.9},
+    "a window": {"tx": optim.adamw(1e-2), "accumulate": 2},
+    "float16": {"tx": optim.sgd(LR), "precision": "16-mixed"},
+}
+
+
+def stacked(members: list[Any]) -> Any:
+    return tree.map(lambda *leaves: torch.stack(leaves), *members)
+
+
+@pytest.mark.parametrize("settings", MANY.values(), ids=MANY)
+def test_vmap_over_batches_and_over_states(settings: dict[str, Any]):
+    chosen = program(**settings)
+    close = {"rtol": 1e-3, "atol": 1e-3} if "precision" in settings else {"rtol": 1e-5, "atol": 1e-6}
+    batches = [vector_batch(seed=seed) for seed in range(3)]
+    state = init(chosen)
+    several = torch.func.vmap(chosen.train_step, in_dims=(None, 0))(state, stacked(batches))
+    alone = [chosen.train_step(state, batch) for batch in batches]
+    assert_trees_close(several, stacked(alone), **close)
+
+    several, alone = several[0]._replace(key=state.key), [one for one, _ in alone]
+    dims = ps.TrainState(*[0] * len(state))._replace(key=None)
+    again = torch.func.vmap(chosen.train_step, in_dims=(dims, 0))(several, stacked(batches))
+    each = [chosen.train_step(one._replace(key=state.key), batch) for one, batch in zip(alone, batches, strict=True)]
+    assert_trees_close(again, stacked(each), **close)
+
+
+def test_vmap_refuses_what_is_not_finite_one_by_one():
+    chosen, batches = program(ema=0.9), [vector_batch(seed=seed) for seed in range(2)]
+    batches[1][0][0, 0] = torch.inf
+    state = init(chosen)
+    new, _ = torch.func.vmap(chosen.train_step, in_dims=(None, 0))(state, stacked(batches))
+    assert new.updates.tolist() == [1, 0]
+    assert new.halted.tolist() == [0, 1]
+    assert repr(new).startswith("TrainState(step=[1, 1], updates=[1, 0], ")
+    assert "HALTED at call [0, 1], not finite, seed=[0, 0]" in repr(new)
+    assert all(torch.equal(new.params[name][1], value) for name, value in state.params.items())
+
+
+def test_a_key_that_is_mapped_is_told():
+    chosen, state = program(), init(program())
+    with pytest.raises(StateError, match=r"state/key: is mapped .*key=None"):
+        torch.func.vmap(chosen.train_step, in_dims=(0, None))(stacked([state, state]), vector_batch())
+
+
+ADAPTIVE = {
+    "sgd": optim.sgd(LR, momentum=0.9),
+    "adamw": optim.adamw(1e-2),
+    "clipped": optim.chain(optim.clip_by_global_norm(0.1), optim.adam(1e-2)),
+    "nadam": optim.nadam(1e-2),
+    "radam": optim.radam(1e-2),
+    "rmsprop": optim.rmsprop(1e-2, centered=True),
+    "adagrad": optim.adagrad(1e-2),
+}
+
+
+@pytest.mark.parametrize("way", ["torch.func", "autograd"])
+@pytest.mark.parametrize("tx", ADAPTIVE.values(), ids=ADAPTIVE)
+def test_the_gradient_through_a_step_is_that_of_differences(tx: Any, way: str):
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    net[2].weight.data[:, 0] = 0  # a unit without a gradient: its mean square is 0, where a root has no derivative
+    chosen = program(net, precision="64-true", tx=tx)
+    state, first, second = init(chosen), vector_batch(), vector_batch(seed=1)
+    state = state._replace(params={name: value.double() for name, value in state.params.items()})
+
+    def after(params: dict[str, Tensor]) -> Tensor:
+        adapted, _ = chosen.train_step(state._replace(params=params), first)
+        return functional.cross_entropy(chosen.bind(adapted, train=True)(second[0]), second[1])
+
+    if way == "torch.func":
+        found = torch.func.grad(after)(state.params)
+    else:
+        leaves = {name: value.clone().requires_grad_() for name, value in state.params.items()}
+        grads = torch.autograd.grad(after(leaves), list(leaves.values()))
+        found = dict(zip(leaves, grads, strict=True))
+    for name in ("0.weight", "2.bias"):
+        way_to_go, size = torch.randn_like(state.params[name]), 1e-6
+        up, down = ({**state.params, name: state.params[name] + sign * size * way_to_go} for sign in (1, -1))
+        expected = (after(up) - after(down)).item() / (2 * size)
+        assert (found[name] * way_to_go).sum().item() == pytest.approx(expected, rel=1e-4, abs=1e-7)
+
+
+def test_an_eager_step_on_the_cpu_copies_nothing_to_choose(monkeypatch: pytest.MonkeyPatch):
+    chosen = program(tx=optim.adamw(1e-2), ema=0.9)
+    state, sizes, true = init(chosen), list[int](), torch.where
+
+    def where(condition: Tensor, new: Any, old: Any) -> Tensor:
+        found = true(condition, new, old)
+        sizes.append(found.dim())
+        return found
+
+    monkeypatch.setattr(torch, "where", where)
+    new, _ = chosen.train_step(state, vector_batch())
+    refused, _ = chosen.train_step(new, (torch.full((16, 4), torch.inf), vector_batch()[1]))
+    assert sizes
+    assert not any(sizes)  # scalars alone
+    assert all(refused.params[name] is value for name, value in new.params.items())
+    assert int(refused.updates) == int(new.updates) == 1

@@ -92,3 +92,15 @@ def test_a_program_of_ones_own_needs_a_train_step_alone():
 @pytest.mark.parametrize("name", ["TrainState", "Mean", "Loss", "Empty", "Program"])
 def test_the_vocabulary_is_at_the_top(name: str):
     assert getattr(ps, name) is getattr(ps.types, name)
+
+
+def test_what_a_transform_stands_in_for_is_told_as_unknown():
+    state = ps.program(tiny_mlp(), ps.supervised(nn.MSELoss()), optim.sgd(0.1)).init(seed=0)
+    told: list[str] = []
+
+    def look(step: torch.Tensor) -> torch.Tensor:
+        told.append(repr(state._replace(step=step)))
+        return step
+
+    torch.func.vmap(look)(torch.arange(2))
+    assert told[0].startswith("TrainState(step=?, updates=")

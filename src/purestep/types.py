@@ -6,6 +6,7 @@ Nothing here computes. Shapes and dtypes stand beside the fields; ``P`` is the s
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
@@ -117,16 +118,24 @@ class TrainState(NamedTuple):
         count = sum(p.numel() for p in self.params.values())
         device = next(iter(self.params.values())).device if self.params else self.step.device
         parts = [
-            f"step={int(self.step)}",
-            f"updates={int(self.updates)}",
+            f"step={_shown(self.step)}",
+            f"updates={_shown(self.updates)}",
             f"params={len(self.params)} ({count:,} numbers)",
             f"frozen={len(self.frozen)}",
             f"buffers={len(self.buffers)}",
         ]
         parts += [name for name in ("ema", "scaler", "accum") if not isinstance(getattr(self, name), Empty)]
-        if not isinstance(self.halted, Empty) and int(self.halted):
-            parts.append(f"HALTED at call {int(self.halted)}, not finite")
-        return f"TrainState({', '.join(parts)}, seed={int(self.key[0])}, device={device})"
+        if not isinstance(self.halted, Empty) and re.search("[1-9]", halted := _shown(self.halted)):
+            parts.append(f"HALTED at call {halted}, not finite")
+        return f"TrainState({', '.join(parts)}, seed={_shown(self.key[..., 0])}, device={device})"
+
+
+def _shown(number: Tensor) -> str:
+    """A number, a list of them for stacked states, or "?" where `torch.func` or a trace has put something else."""
+    try:
+        return str(number.tolist())
+    except RuntimeError:
+        return "?"
 
 
 class Model(Protocol):

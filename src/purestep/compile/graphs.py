@@ -12,13 +12,11 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor
 
-from .. import rng, tree
+from .. import modes, rng, tree
 from ..errors import PurestepError, StepContractError
 from ..types import Mean, Metrics
 from . import capture as capture_
 from . import live as live_
-
-_functorch: Any = importlib.import_module("torch._C._functorch")  # no public name says whether a transform is at work
 
 
 class Options(NamedTuple):
@@ -240,7 +238,7 @@ def check_untransformed() -> None:
 
     40 ns.
     """
-    if _functorch.maybe_current_level() is not None:
+    if modes.transformed():
         raise StepContractError(
             "a compiled step is called inside torch.func.vmap, grad or another transform",
             where="compile_step",

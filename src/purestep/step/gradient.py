@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import model as model_
+from .. import modes, tree
 from .. import precision as precision_
-from .. import tree
 from ..errors import DataError, StepContractError
 from ..metrics import merge
 from ..metrics.mean import counted_anew
@@ -127,7 +127,7 @@ def _value_and_grad(spec: Spec, forward: Forward, state: TrainState, named: Para
 
     engine = spec.engine
     if engine == "auto":
-        engine = "func" if torch.compiler.is_compiling() else "autograd"
+        engine = "func" if torch.compiler.is_compiling() or modes.followed(named.values()) else "autograd"
     if engine == "func":
         grads, (_, extra) = torch.func.grad_and_value(lambda params: forward(bind(params)), has_aux=True)(named)
         return grads, extra

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import rng, transform, tree
+from .. import modes, rng, transform, tree
 from ..errors import DataError, StateError, StepContractError
 from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
 from .gradient import finite_mean, gradients, times
@@ -62,7 +62,7 @@ def _drawing(state: TrainState, batch: Batch) -> Generator[None]:
     if rng.in_graph():
         yield
         return
-    with rng.scoped(rng.mix(*state.key.tolist(), "step"), state.step.device):
+    with rng.scoped(rng.mix(*_read_key(state), "step"), state.step.device):
         try:
             yield
         except RuntimeError as error:
@@ -77,6 +77,19 @@ def _drawing(state: TrainState, batch: Batch) -> Generator[None]:
             ) from error
 
 
+def _read_key(state: TrainState) -> list[int]:
+    try:
+        return state.key.tolist()
+    except RuntimeError as error:
+        if not modes.transformed():
+            raise
+        raise StateError(
+            "is mapped by torch.func.vmap, and the host has to read it",
+            where="state/key",
+            hint="one key for all: in_dims=TrainState(*[0] * len(state))._replace(key=None) for a stacked state",
+        ) from error
+
+
 def _verdict(micro: Micro) -> Tensor:
     """The weight, nan where the loss is not finite: it carries the verdict on every loss of a window to its end."""
     bad = ~torch.isfinite(micro.mean) & (micro.weight != 0)
@@ -89,7 +102,7 @@ def _kept_buffers(state: TrainState, micro: Micro, finite: Tensor) -> Params:
 
 def _either(condition: Tensor, new: Tree, old: Tree) -> Tree:
     """`tree.where`; in eager mode on the CPU, where nobody waits for a number, one of the two instead of a copy."""
-    if condition.device.type != "cpu" or rng.in_graph():
+    if condition.device.type != "cpu" or rng.in_graph() or modes.transformed():
         return tree.where(condition, new, old)
     holds = bool(condition)
 
@@ -110,9 +123,9 @@ def _accumulate(spec: Spec, state: TrainState, micro: Micro) -> tuple[TrainState
         return _keep_open(state, accum)
     if isinstance(old, Closing):
         return _close(spec, state, accum)
-    if not rng.in_graph():
+    if not rng.in_graph() and not modes.transformed():
         return _close(spec, state, accum) if int(old.left) == 1 else _keep_open(state, accum)
-    # Nobody outside this graph could tell where the window stands: compute both, keep one.
+    # Nobody outside of this graph, or of these states, could tell where the window stands: compute both, keep one.
     (opened, open_metrics), (closed, close_metrics) = _keep_open(state, accum), _close(spec, state, accum)
     last = old.left == 1
     return tree.where(last, closed, opened), tree.where(last, close_metrics, open_metrics)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import rng
+from .. import modes, rng
 from ..errors import PurestepError, StepContractError
 from ..types import Params
 
@@ -150,6 +150,15 @@ def decay_square(nu: Tensor, update: Tensor, decay: Scalar) -> Tensor:
     return torch.addcmul(old * decay, new, new, value=1 - decay).to(nu.dtype)
 
 
+def root(square: Tensor) -> Tensor:
+    """The root in at least float32; its derivative at 0 is 0, where autograd says inf, and nan for a weight of 0."""
+    value = wide(square)
+    if rng.in_graph() or not modes.followed([value]):
+        return value.sqrt()
+    zero = value == 0
+    return torch.where(zero, value, torch.where(zero, 1.0, value).sqrt())
+
+
 def adam_ratios(
     updates: Params, mu: Params, nu: Params, mean_weight: Tensor, root_weight: Tensor, eps: Scalar
 ) -> Params:
@@ -159,18 +168,20 @@ def adam_ratios(
     # Times the inverse: of a large update, divisions and roots are the larger part of the arithmetic.
     factors = 1 / root_weight, eps, mean_weight
     scalars = {dtype: tuple(in_dtype(factor, dtype) for factor in factors) for dtype in dtypes}  # once, not once a leaf
-    return {
-        name: _adam_ratio(wide(mu[name]), wide(nu[name]).sqrt(), scalars).to(update.dtype)
-        for name, update in updates.items()
-    }
+    ratio = _adam_ratio if rng.in_graph() or modes.followed([*mu.values(), *nu.values()]) else _adam_ratio_in_place
+    return {name: ratio(wide(mu[name]), root(nu[name]), scalars).to(update.dtype) for name, update in updates.items()}
 
 
-def _adam_ratio(mean: Tensor, root: Tensor, scalars: Mapping[torch.dtype, tuple[Scalar, ...]]) -> Tensor:
-    inverse, small, divisor = scalars[root.dtype]
-    if rng.in_graph():
-        return mean / ((root * inverse + small) * divisor)
-    # In place on a root of its own: in eager mode fresh memory costs more than the arithmetic.
-    return mean / root.mul_(inverse).add_(small).mul_(divisor)
+def _adam_ratio(mean: Tensor, spread: Tensor, scalars: Mapping[torch.dtype, tuple[Scalar, ...]]) -> Tensor:
+    inverse, small, divisor = scalars[spread.dtype]
+    return mean / ((spread * inverse + small) * divisor)
+
+
+def _adam_ratio_in_place(mean: Tensor, spread: Tensor, scalars: Mapping[torch.dtype, tuple[Scalar, ...]]) -> Tensor:
+    # The spread is a temporary of ours: in eager mode fresh memory costs more than the arithmetic.
+    inverse, small, divisor = scalars[spread.dtype]
+    spread = spread.mul_(inverse).add_(small).mul_(divisor)
+    return torch.div(mean, spread, out=spread) if mean.dtype == spread.dtype else mean / spread
 
 
 def divided(leaf: Tensor, divisor: Scalar) -> Tensor:

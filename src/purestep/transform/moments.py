@@ -16,6 +16,7 @@ from .arithmetic import (
     divided,
     exact_dtype,
     lerp,
+    root,
     scalar_dtype,
     times,
     wide,
@@ -153,7 +154,7 @@ def scale_by_nadam(
         new: Params = {}
         for name, g in updates.items():
             ahead = times(wide(g), gradient_weight) + times(wide(mu[name]), mean_weight)
-            new[name] = (ahead / (divided(wide(nu[name]).sqrt(), root_weight) + eps)).to(g.dtype)
+            new[name] = (ahead / (divided(root(nu[name]), root_weight) + eps)).to(g.dtype)
         return new, ScaleByNadamState(step, product, mu, nu)
 
     return Transform(init, update)
@@ -191,8 +192,8 @@ def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) 
         is_adaptive, rectifier = _rectifier(step.to(dtype), b2, square_weight)
         new: Params = {}
         for name, g in updates.items():
-            mean, root = divided(wide(mu[name]), mean_weight), wide(nu[name]).sqrt() + eps
-            adapted = times(mean, rectifier * square_weight.sqrt()) / root
+            mean, divisor = divided(wide(mu[name]), mean_weight), root(nu[name]) + eps
+            adapted = times(mean, rectifier * square_weight.sqrt()) / divisor
             new[name] = torch.where(is_adaptive, adapted, mean).to(g.dtype)
         return new, MomentsState(step, mu, nu)
 

@@ -13,6 +13,7 @@ from .arithmetic import (
     decay_square,
     divided,
     lerp,
+    root,
     scalar_dtype,
     wide,
     zero_count,
@@ -60,7 +61,7 @@ def scale_by_rms(decay: Scalar = 0.99, *, eps: Scalar = 1e-8, centered: bool = F
         for name, g in updates.items():
             square = wide(nu[name])
             variance = torch.addcmul(square, wide(mean[name]), wide(mean[name]), value=-1) if centered else square
-            new[name] = (wide(g) / (variance.sqrt() + eps)).to(g.dtype)
+            new[name] = (wide(g) / (root(variance) + eps)).to(g.dtype)
         return new, ScaleByRmsState(nu, mean)
 
     return Transform(init, update)
@@ -96,7 +97,7 @@ def scale_by_rss(initial_accumulator_value: float = 0.0, *, eps: Scalar = 1e-10)
     def update(updates: Params, state: ScaleByRssState, params: Params) -> tuple[Params, ScaleByRssState]:
         del params  # A function of gradients alone.
         total = {name: _add_square(state.total[name], g) for name, g in updates.items()}
-        new = {name: (wide(g) / (wide(total[name]).sqrt() + eps)).to(g.dtype) for name, g in updates.items()}
+        new = {name: (wide(g) / (root(total[name]) + eps)).to(g.dtype) for name, g in updates.items()}
         return new, ScaleByRssState(total)
 
     return Transform(init, update)
