@@ -15,7 +15,7 @@ from ..errors import DataError, StepContractError
 from ..metrics import merge
 from ..metrics.mean import counted_anew
 from ..types import Batch, Form, Loss, Mean, Metrics, Params, TrainState
-from .parts import Micro, Spec, wide
+from .parts import Micro, Spec, is_finite, wide
 
 _OWN_METRICS = frozenset(("loss", "lr", "grad_norm", "applied", "scale"))
 Forward = Callable[[model_.Bound], Any]
@@ -156,9 +156,10 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
 
 def finite_mean(total: Tensor, weight: Tensor) -> Mean:
     """A Mean in which what is not finite, or counts nothing, is left out: a nan must not poison an epoch's mean."""
-    counted = torch.isfinite(total) & (weight > 0)
-    zero = torch.zeros_like(total, dtype=torch.float32)
-    return Mean(torch.where(counted, total.float(), zero), torch.where(counted, weight.float(), zero))
+    told = total.float()
+    counted = is_finite(told) & (weight > 0)
+    zero = torch.zeros_like(told)
+    return Mean(torch.where(counted, told, zero), torch.where(counted, weight.float(), zero))
 
 
 def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:

@@ -63,6 +63,11 @@ class Spec(NamedTuple):
     halts: bool
 
 
+def is_finite(value: Tensor) -> Tensor:
+    """As `torch.isfinite` of a floating tensor, in two operations instead of four: nan is not below anything."""
+    return value.abs() < torch.inf
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What sums of this dtype are kept in: at least float32."""
     return torch.float32 if dtype.itemsize < 4 else dtype

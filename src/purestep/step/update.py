@@ -14,7 +14,7 @@ from .. import modes, rng, transform, tree
 from ..errors import DataError, StateError, StepContractError
 from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
 from .gradient import finite_mean, gradients, times
-from .parts import Accum, Adding, Closing, Micro, Spec
+from .parts import Accum, Adding, Closing, Micro, Spec, is_finite
 
 
 def steps_of(spec: Spec, form: Form) -> Steps:
@@ -92,7 +92,7 @@ def _read_key(state: TrainState) -> list[int]:
 
 def _verdict(micro: Micro) -> Tensor:
     """The weight, nan where the loss is not finite: it carries the verdict on every loss of a window to its end."""
-    bad = ~torch.isfinite(micro.mean) & (micro.weight != 0)
+    bad = ~is_finite(micro.mean) & (micro.weight != 0)
     return torch.where(bad, torch.full_like(micro.weight, torch.nan), micro.weight)
 
 
@@ -135,7 +135,7 @@ def _with_buffers(state: TrainState, micro: Micro) -> TrainState:
     """The state with this micro-batch's buffers, unless it is not finite or counts nothing: then they roll back."""
     if not micro.buffers:
         return state
-    finite = torch.isfinite(transform.global_norm(micro.grads)) & torch.isfinite(micro.mean)
+    finite = is_finite(transform.global_norm(micro.grads)) & is_finite(micro.mean)
     counted = finite & (micro.weight != 0) & ~_halted(state)
     return state._replace(buffers=_kept_buffers(state, micro, counted))
 
@@ -183,7 +183,7 @@ def _apply(
     norm = transform.global_norm(grads)
     nothing = weight == 0
     deltas, opt_state = _of_transform(spec.tx.update(grads, state.opt_state, state.params), state.params)
-    finite = (torch.isfinite(norm) & torch.isfinite(verdict) & _held(deltas)) | nothing
+    finite = (is_finite(norm) & is_finite(verdict) & _held(deltas)) | nothing
     halted = _halted(state)
     rates = _rates(opt_state)
     usable = _all_usable(rates, finite)

@@ -168,19 +168,20 @@ def adam_ratios(
     # Times the inverse: of a large update, divisions and roots are the larger part of the arithmetic.
     factors = 1 / root_weight, eps, mean_weight
     scalars = {dtype: tuple(in_dtype(factor, dtype) for factor in factors) for dtype in dtypes}  # once, not once a leaf
-    ratio = _adam_ratio if rng.in_graph() or modes.followed([*mu.values(), *nu.values()]) else _adam_ratio_in_place
-    return {name: ratio(wide(mu[name]), root(nu[name]), scalars).to(update.dtype) for name, update in updates.items()}
+    is_ours = not rng.in_graph() and not modes.followed([*mu.values(), *nu.values()])
+    ratio = _adam_ratio_in_place if is_ours else _adam_ratio
+    return {name: ratio(wide(mu[name]), wide(nu[name]), scalars).to(update.dtype) for name, update in updates.items()}
 
 
-def _adam_ratio(mean: Tensor, spread: Tensor, scalars: Mapping[torch.dtype, tuple[Scalar, ...]]) -> Tensor:
-    inverse, small, divisor = scalars[spread.dtype]
-    return mean / ((spread * inverse + small) * divisor)
+def _adam_ratio(mean: Tensor, square: Tensor, scalars: Mapping[torch.dtype, tuple[Scalar, ...]]) -> Tensor:
+    inverse, small, divisor = scalars[square.dtype]
+    return mean / ((root(square) * inverse + small) * divisor)
 
 
-def _adam_ratio_in_place(mean: Tensor, spread: Tensor, scalars: Mapping[torch.dtype, tuple[Scalar, ...]]) -> Tensor:
-    # The spread is a temporary of ours: in eager mode fresh memory costs more than the arithmetic.
-    inverse, small, divisor = scalars[spread.dtype]
-    spread = spread.mul_(inverse).add_(small).mul_(divisor)
+def _adam_ratio_in_place(mean: Tensor, square: Tensor, scalars: Mapping[torch.dtype, tuple[Scalar, ...]]) -> Tensor:
+    # In eager mode fresh memory costs more than the arithmetic, and nobody else sees this root.
+    inverse, small, divisor = scalars[square.dtype]
+    spread = square.sqrt().mul_(inverse).add_(small).mul_(divisor)
     return torch.div(mean, spread, out=spread) if mean.dtype == spread.dtype else mean / spread
 
 
