@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -409,28 +408,38 @@ def test_instructions_that_torch_has_found_and_the_compiler_knows_are_not_tried_
     assert asked == ["other instructions", VecAMX._amx_fp16_code]
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3])
-def test_a_core_is_left_to_inductor(monkeypatch: pytest.MonkeyPatch, cores: int):
-    at_work, most, lock, done = 0, 0, threading.Lock(), threading.Semaphore(0)
+class _There:
+    """Stands for a builder whose object has been made."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def get_target_file_path(self) -> str:
+        return str(self._path)
+
+
+@pytest.mark.parametrize("cores", [2, 3])
+def test_a_core_is_left_to_inductor_until_it_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cores: int):
+    at_work, together = threading.Semaphore(0), threading.Barrier(cores)
 
     def build(_: Any) -> None:
-        nonlocal at_work, most
-        with lock:
-            at_work += 1
-            most = max(most, at_work)
-        time.sleep(0.05)
-        with lock:
-            at_work -= 1
-        done.release()
+        at_work.release()
+        together.wait(timeout=20)  # for as many parts as there are cores
 
     monkeypatch.setattr(toolchain, "_cores", lambda: cores)
+    monkeypatch.setattr(toolchain, "_link", lambda _: None)
     monkeypatch.setattr(toolchain._Build, "_compiled_header", lambda *_, **__: "")
     monkeypatch.setattr("torch._inductor.cpp_builder.CppBuilder.build", build)
+    (tmp_path / "made").touch()
     with toolchain.beside() as ahead:
-        for number in range(4):
+        for number in range(cores):
             ahead(f"int kernel_{number}() {{ return {number}; }}")
-        assert all(done.acquire(timeout=60) for _ in range(4))
-    assert most <= max(1, cores - 1)
+        assert all(at_work.acquire(timeout=60) for _ in range(cores - 1))
+        assert not at_work.acquire(timeout=0.5)
+        made = _There(tmp_path / "made")
+        ahead.__self__._build_objects(str(tmp_path / "lock"), made, made, _There(tmp_path / "whole"))
+        assert at_work.acquire(timeout=60)
+    assert not together.broken
 
 
 def test_another_torch_is_no_error(monkeypatch: pytest.MonkeyPatch):

@@ -26,7 +26,8 @@ LEVEL = {
     for level, names in enumerate(
         (
             "errors types",
-            "tree rng modes",
+            "tree rng",
+            "modes",
             "model transform schedules ema scaler precision metrics objective stopping",
             "optim step packed",
             "compile",

@@ -10,6 +10,8 @@ from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -1146,7 +1148,7 @@ def test_an_update_that_float16_cannot_hold_is_refused_like_a_gradient() -> None
 
 # --- a step is a function ---------------------------------------------------------------------------------------------
 
-MANY = {
+MAPPED = {
     "sgd with momentum": {"tx": optim.sgd(LR, momentum=0.9)},
     "adamw, clipped": {"tx": optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2)), "ema": 0.9},
     "a window": {"tx": optim.adamw(1e-2), "accumulate": 2},
@@ -1158,7 +1160,7 @@ def stacked(members: list[Any]) -> Any:
     return tree.map(lambda *leaves: torch.stack(leaves), *members)
 
 
-@pytest.mark.parametrize("settings", MANY.values(), ids=MANY)
+@pytest.mark.parametrize("settings", MAPPED.values(), ids=MAPPED)
 def test_vmap_over_batches_and_over_states(settings: dict[str, Any]):
     chosen = program(**settings)
     close = {"rtol": 1e-3, "atol": 1e-3} if "precision" in settings else {"rtol": 1e-5, "atol": 1e-6}
@@ -1167,12 +1169,24 @@ def test_vmap_over_batches_and_over_states(settings: dict[str, Any]):
     several = torch.func.vmap(chosen.train_step, in_dims=(None, 0))(state, stacked(batches))
     alone = [chosen.train_step(state, batch) for batch in batches]
     assert_trees_close(several, stacked(alone), **close)
-
-    several, alone = several[0]._replace(key=state.key), [one for one, _ in alone]
-    dims = ps.TrainState(*[0] * len(state))._replace(key=None)
-    again = torch.func.vmap(chosen.train_step, in_dims=(dims, 0))(several, stacked(batches))
-    each = [chosen.train_step(one._replace(key=state.key), batch) for one, batch in zip(alone, batches, strict=True)]
+    again = torch.func.vmap(chosen.train_step)(several[0], stacked(batches))
+    each = [chosen.train_step(one, batch) for (one, _), batch in zip(alone, batches, strict=True)]
     assert_trees_close(again, stacked(each), **close)
+
+
+def test_vmap_over_a_convnet_with_batchnorm_and_dropout():
+    chosen, batches = program(tiny_convnet()), [image_batch(seed=seed) for seed in range(2)]
+    states = stacked([init(chosen, seed) for seed in range(2)])
+    mapped = torch.func.vmap(chosen.train_step, randomness="different")
+    (new, told), (again, _), (other, _) = (
+        mapped(given, stacked(batches)) for given in (states, states, states._replace(key=states.key + 1))
+    )
+    assert new.key.tolist() == [[0, 1], [1, 1]]
+    assert new.buffers["1.num_batches_tracked"].tolist() == [1, 1]
+    assert not torch.equal(new.params["6.weight"][0], new.params["6.weight"][1])
+    assert torch.isfinite(told["loss"].total).all()
+    assert_trees_close(new, again, rtol=0, atol=0)
+    assert not torch.equal(new.params["6.weight"], other.params["6.weight"])  # other keys, other dropout
 
 
 def test_vmap_refuses_what_is_not_finite_one_by_one():
@@ -1187,47 +1201,85 @@ def test_vmap_refuses_what_is_not_finite_one_by_one():
     assert all(torch.equal(new.params[name][1], value) for name, value in state.params.items())
 
 
-def test_a_key_that_is_mapped_is_told():
-    chosen, state = program(), init(program())
-    with pytest.raises(StateError, match=r"state/key: is mapped .*key=None"):
-        torch.func.vmap(chosen.train_step, in_dims=(0, None))(stacked([state, state]), vector_batch())
+def test_an_engine_that_cannot_be_mapped_says_so():
+    chosen = program(engine="autograd")
+    with pytest.raises(StepContractError, match=r'engine="autograd" inside of torch.func.vmap.*engine="auto"'):
+        torch.func.vmap(chosen.train_step, in_dims=(None, 0))(init(chosen), stacked([vector_batch()] * 2))
 
 
-ADAPTIVE = {
-    "sgd": optim.sgd(LR, momentum=0.9),
-    "adamw": optim.adamw(1e-2),
-    "clipped": optim.chain(optim.clip_by_global_norm(0.1), optim.adam(1e-2)),
-    "nadam": optim.nadam(1e-2),
-    "radam": optim.radam(1e-2),
-    "rmsprop": optim.rmsprop(1e-2, centered=True),
-    "adagrad": optim.adagrad(1e-2),
+THROUGH = {
+    "sgd": {"tx": optim.sgd(LR, momentum=0.9)},
+    "adamw": {"tx": optim.adamw(1e-2, eps=1e-2)},
+    "clipped": {"tx": optim.chain(optim.clip_by_global_norm(0.1), optim.adam(1e-2, eps=1e-2)), "ema": 0.9},
+    "nadam": {"tx": optim.nadam(1e-2, eps=1e-2)},
+    "radam": {"tx": optim.radam(1e-2, eps=1e-2)},
+    "rmsprop": {"tx": optim.rmsprop(1e-2, eps=1e-2, centered=True)},
+    "adagrad": {"tx": optim.adagrad(1e-2, eps=1e-2)},
+    "parts of a batch": {"tx": optim.adamw(1e-2, eps=1e-2), "microbatches": 2},
 }
 
 
-@pytest.mark.parametrize("way", ["torch.func", "autograd"])
-@pytest.mark.parametrize("tx", ADAPTIVE.values(), ids=ADAPTIVE)
-def test_the_gradient_through_a_step_is_that_of_differences(tx: Any, way: str):
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, of its forward mode
+@pytest.mark.parametrize("way", ["torch.func", "autograd", "forward"])
+@pytest.mark.parametrize("settings", THROUGH.values(), ids=THROUGH)
+def test_the_derivative_through_a_step_is_that_of_finite_differences(settings: dict[str, Any], way: str):
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    net[2].weight.data[:, 0] = 0  # a unit without a gradient: its mean square is 0, where a root has no derivative
-    chosen = program(net, precision="64-true", tx=tx)
-    state, first, second = init(chosen), vector_batch(), vector_batch(seed=1)
-    state = state._replace(params={name: value.double() for name, value in state.params.items()})
+    net[2].weight.data[:, 0] = 0  # the first unit has no gradient: a mean square of 0, where a root has no derivative
+    chosen = program(net, precision="64-true", **settings)
+    state, first, second = init(chosen), vector_batch(dtype=torch.float64), vector_batch(seed=1, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    direction = {
+        name: torch.randn(value.shape, generator=generator, dtype=value.dtype) for name, value in state.params.items()
+    }
 
     def after(params: dict[str, Tensor]) -> Tensor:
         adapted, _ = chosen.train_step(state._replace(params=params), first)
         return functional.cross_entropy(chosen.bind(adapted, train=True)(second[0]), second[1])
 
+    def along(grads: dict[str, Tensor]) -> float:
+        return sum((grads[name] * value).sum().item() for name, value in direction.items())
+
     if way == "torch.func":
-        found = torch.func.grad(after)(state.params)
-    else:
+        found = along(torch.func.grad(after)(state.params))
+    elif way == "autograd":
         leaves = {name: value.clone().requires_grad_() for name, value in state.params.items()}
         grads = torch.autograd.grad(after(leaves), list(leaves.values()))
-        found = dict(zip(leaves, grads, strict=True))
-    for name in ("0.weight", "2.bias"):
-        way_to_go, size = torch.randn_like(state.params[name]), 1e-6
-        up, down = ({**state.params, name: state.params[name] + sign * size * way_to_go} for sign in (1, -1))
-        expected = (after(up) - after(down)).item() / (2 * size)
-        assert (found[name] * way_to_go).sum().item() == pytest.approx(expected, rel=1e-4, abs=1e-7)
+        found = along(dict(zip(leaves, grads, strict=True)))
+    else:
+        with torch.autograd.forward_ad.dual_level():
+            make_dual = torch.autograd.forward_ad.make_dual
+            duals = {name: make_dual(value, direction[name]) for name, value in state.params.items()}
+            tangent = torch.autograd.forward_ad.unpack_dual(after(duals)).tangent
+            assert tangent is not None
+            found = tangent.item()
+    size = 1e-7
+    up, down = (
+        after({name: value + sign * size * direction[name] for name, value in state.params.items()}) for sign in (1, -1)
+    )
+    assert found == pytest.approx((up - down).item() / (2 * size), rel=1e-4, abs=1e-7)
+
+
+def test_a_tensor_as_a_hyperparameter_can_be_differentiated_too():
+    eps = torch.tensor(1e-2, requires_grad=True)
+    tx, params = optim.adam(0.1, eps=eps), {"w": torch.ones(2)}
+    updates, _ = tx.update({"w": torch.tensor([0.1, 0.2])}, tx.init(params), params)
+    (found,) = torch.autograd.grad(updates["w"].sum(), eps)
+    assert found.item() == pytest.approx(0.1 * (0.1 / 0.11**2 + 0.2 / 0.21**2), rel=1e-4)
+
+
+class Counting(NamedTuple):
+    name: str
+    size: int
+    calls: float
+
+
+def test_what_is_no_tensor_in_a_state_is_no_error():
+    def update(updates: Any, state: Counting, params: Any) -> tuple[Any, Counting]:
+        return updates, state._replace(calls=state.calls + 1.0)
+
+    chosen = program(tx=optim.Transform(lambda params: Counting("mine", 3, 0.0), update))
+    new, _ = chosen.train_step(init(chosen), vector_batch())
+    assert new.opt_state == ("mine", 3, 1.0)
 
 
 def test_an_eager_step_on_the_cpu_copies_nothing_to_choose(monkeypatch: pytest.MonkeyPatch):
@@ -1240,9 +1292,85 @@ def test_an_eager_step_on_the_cpu_copies_nothing_to_choose(monkeypatch: pytest.M
         return found
 
     monkeypatch.setattr(torch, "where", where)
-    new, _ = chosen.train_step(state, vector_batch())
-    refused, _ = chosen.train_step(new, (torch.full((16, 4), torch.inf), vector_batch()[1]))
+    chosen.train_step(state, vector_batch())
     assert sizes
     assert not any(sizes)  # scalars alone
-    assert all(refused.params[name] is value for name, value in new.params.items())
-    assert int(refused.updates) == int(new.updates) == 1
+
+
+class Assigning(nn.Linear):
+    """Leaves in its buffers what is not its own: the batch, a weight, a view."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        for name, shape in (("last", (16, 4)), ("again", (16, 4)), ("seen", (3, 4)), ("wide", (3, 4))):
+            self.register_buffer(name, torch.zeros(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.again = x
+        self.seen = self.weight.detach()
+        self.wide = torch.ones(1, 4).expand(3, 4)
+        return super().forward(x)
+
+
+def keeping() -> optim.Transform:
+    """Keeps what it was given in its state, as it is."""
+
+    def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        kept = {"old": dict(params), "last": dict(updates), "again": dict(updates)}
+        return {name: -LR * update for name, update in updates.items()}, kept
+
+    return optim.Transform(lambda params: {"old": params, "last": params, "again": params}, update)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_no_two_leaves_of_old_and_new_state_and_batch_share_memory(finite: bool):
+    chosen = program(Assigning(), tx=keeping(), ema=0.9)
+    state = chosen.train_step(init(chosen), vector_batch(seed=1))[0]
+    batch = vector_batch()
+    if not finite:
+        batch[0][0] = torch.inf
+    new, _ = chosen.train_step(state, batch)
+    assert int(new.updates) == 1 + finite
+    written = [leaf for leaf in tree.leaves(new) if leaf.dim()]
+    for leaf in written:
+        leaf.fill_(7)
+    assert all(bool((leaf == 7).all()) for leaf in written)
+    assert not any(bool((leaf == 7).any()) for leaf in [*tree.leaves(state), *batch] if leaf.dim())
+    pointers = [leaf.data_ptr() for leaf in tree.leaves((new, state)) if leaf.dim()]
+    shared = [pointer for pointer in pointers if pointers.count(pointer) > 1]
+    assert not shared
+
+
+def test_a_step_can_be_traced_and_tried_on_fake_tensors():
+    chosen, (inputs, targets) = program(tx=optim.adamw(1e-2), ema=0.9), vector_batch()
+    state = init(chosen)
+    expected, _ = chosen.train_step(state, (inputs, targets))
+    traced = make_fx(lambda x: chosen.train_step(state, (x, targets))[0].params)(inputs)
+    assert_trees_close(traced(inputs), expected.params, rtol=1e-6, atol=1e-7)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        new, _ = chosen.train_step(state, (torch.empty(16, 4), torch.empty(16, dtype=torch.int64)))
+    assert {name: value.shape for name, value in new.params.items()} == {n: v.shape for n, v in state.params.items()}
+
+
+def test_a_derivative_goes_through_frozen_weights_too():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+            self.first.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.tanh(self.first(x)))
+
+    torch.manual_seed(0)
+    chosen = program(Net(), precision="64-true")
+    state, first, second = init(chosen), vector_batch(dtype=torch.float64), vector_batch(seed=1, dtype=torch.float64)
+
+    def after(frozen: dict[str, Tensor]) -> Tensor:
+        adapted, _ = chosen.train_step(state._replace(frozen=frozen), first)
+        return functional.cross_entropy(chosen.bind(adapted, train=True)(second[0]), second[1])
+
+    leaves = {name: value.clone().requires_grad_() for name, value in state.frozen.items()}
+    found = torch.autograd.grad(after(leaves), list(leaves.values()))
+    expected = torch.func.grad(after)(state.frozen)
+    assert_trees_close(dict(zip(leaves, found, strict=True)), expected, rtol=1e-9, atol=1e-12)

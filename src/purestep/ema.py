@@ -77,10 +77,10 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
 
     def update(state: EmaState, params: Params, buffers: Params, updates: Tensor) -> EmaState:
         weight = _weight(updates, decay, warmup)
-        shadow = _lerp(state.params, params, weight)
+        shadow = _lerp_all(state.params, params, weight)
         if isinstance(state.buffers, Empty):
             return EmaState(shadow, state.buffers)
-        return EmaState(shadow, _lerp(state.buffers, buffers, weight))
+        return EmaState(shadow, _lerp_all(state.buffers, buffers, weight))
 
     return Average(init, update)
 
@@ -128,13 +128,13 @@ def _weight(updates: Tensor, decay: float, warmup: bool) -> Tensor:
     return torch.where(updates == 0, torch.ones_like(weight), weight)
 
 
-def _lerp(olds: Params, news: Params, weight: Tensor) -> Params:
-    dtypes = dict.fromkeys(old.dtype for old in olds.values())
+def _lerp_all(olds: Params, news: Params, weight: Tensor) -> Params:
+    dtypes = dict.fromkeys(old.dtype for old in olds.values() if old.is_floating_point())
     weights = {dtype: weight.to(dtype) for dtype in dtypes}  # once, not once a leaf
-    return {name: _mean(old, news[name], weights) for name, old in olds.items()}
+    return {name: _lerp(old, news[name], weights) for name, old in olds.items()}
 
 
-def _mean(old: Tensor, new: Tensor, weights: Mapping[torch.dtype, Tensor]) -> Tensor:
+def _lerp(old: Tensor, new: Tensor, weights: Mapping[torch.dtype, Tensor]) -> Tensor:
     if not old.is_floating_point():
         return new.clone()
     return torch.lerp(old, new.to(old.dtype), weights[old.dtype])

@@ -1,7 +1,8 @@
-"""What torch does with tensors besides computing them: what may be read or overwritten depends on it.
+"""Whether eager code may read a value, or write over a temporary tensor.
 
-A step is a function, so it can be mapped (`torch.func.vmap`) and differentiated like any other, gradients and update
-included. Eager code that looks at a value, or writes over a temporary one to save memory, asks here before.
+A step is a function, so it can be mapped (`torch.func.vmap`) and differentiated like any other, its gradients and its
+update included. A mapped value is one of many, a traced one is none, and autograd keeps what it has seen: whoever saves
+time or memory by looking or by writing in place asks here before.
 """
 
 from __future__ import annotations
@@ -13,22 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_functorch: Any = importlib.import_module("torch._C._functorch")  # no public name says whether a transform is at work
+from . import rng
+
+# No public names say which transforms and modes are at work.
+_C: Any = importlib.import_module("torch._C")
+_functorch: Any = importlib.import_module("torch._C._functorch")
+_forward: Any = importlib.import_module("torch.autograd.forward_ad")
 
 
 def transformed() -> bool:
-    """Whether `torch.func.vmap`, `grad` or another transform is at work: a tensor may then stand for many. 40 ns.
+    """Whether a transform of `torch.func`, or forward mode, is at work: a tensor may then stand for many. 40 ns.
 
     Example:
         >>> import torch
-        >>> transformed(), torch.func.vmap(lambda x: x * transformed())(torch.ones(2)).tolist()
-        (False, [1.0, 1.0])
+        >>> def inside(x):
+        ...     return x + transformed()
+        >>> inside(torch.zeros(2)).tolist(), torch.func.vmap(inside)(torch.zeros(2)).tolist()
+        ([0.0, 0.0], [1.0, 1.0])
     """
-    return _functorch.maybe_current_level() is not None
+    return _functorch.maybe_current_level() is not None or _forward._current_level >= 0
 
 
 def followed(leaves: Iterable[Tensor]) -> bool:
-    """Whether a transform or autograd keeps what is computed from these tensors.
+    """Whether a derivative may be taken through what is computed from these tensors, or they stand for many.
 
     Example:
         >>> import torch
@@ -37,3 +45,30 @@ def followed(leaves: Iterable[Tensor]) -> bool:
         (True, False)
     """
     return transformed() or (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves))
+
+
+def may_read(value: Tensor) -> bool:
+    """Whether a tensor has a value that Python can branch on: no graph is captured, nothing is mapped, no mode sees
+    operations instead of numbers."""
+    plain = type(value) is Tensor and not _C._len_torch_dispatch_stack()
+    return plain and not rng.in_graph() and not transformed()
+
+
+def may_overwrite(leaves: Iterable[Tensor]) -> bool:
+    """Whether a temporary that was computed from these tensors is nobody else's."""
+    return not rng.in_graph() and not followed(leaves)
+
+
+def behind(mapped: Tensor) -> Tensor:
+    """What a transform has wrapped: of a mapped tensor the values for all, in one tensor.
+
+    Example:
+        >>> import torch
+        >>> seen = []
+        >>> _ = torch.func.vmap(lambda x: (seen.append(behind(x).tolist()), x)[1])(torch.arange(3))
+        >>> seen
+        [[0, 1, 2]]
+    """
+    while _functorch.is_functorch_wrapped_tensor(mapped):
+        mapped = _functorch.get_unwrapped(mapped)
+    return mapped

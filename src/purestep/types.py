@@ -6,7 +6,6 @@ Nothing here computes. Shapes and dtypes stand beside the fields; ``P`` is the s
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
@@ -118,22 +117,22 @@ class TrainState(NamedTuple):
         count = sum(p.numel() for p in self.params.values())
         device = next(iter(self.params.values())).device if self.params else self.step.device
         parts = [
-            f"step={_shown(self.step)}",
-            f"updates={_shown(self.updates)}",
+            f"step={_told(self.step)}",
+            f"updates={_told(self.updates)}",
             f"params={len(self.params)} ({count:,} numbers)",
             f"frozen={len(self.frozen)}",
             f"buffers={len(self.buffers)}",
         ]
         parts += [name for name in ("ema", "scaler", "accum") if not isinstance(getattr(self, name), Empty)]
-        if not isinstance(self.halted, Empty) and re.search("[1-9]", halted := _shown(self.halted)):
-            parts.append(f"HALTED at call {halted}, not finite")
-        return f"TrainState({', '.join(parts)}, seed={_shown(self.key[..., 0])}, device={device})"
+        if not isinstance(self.halted, Empty) and _told(self.halted) != _told(torch.zeros_like(self.halted)):
+            parts.append(f"HALTED at call {_told(self.halted)}, not finite")
+        return f"TrainState({', '.join(parts)}, seed={_told(self.key[..., 0])}, device={device})"
 
 
-def _shown(number: Tensor) -> str:
-    """A number, a list of them for stacked states, or "?" where `torch.func` or a trace has put something else."""
+def _told(number: Tensor) -> Any:
+    """A number, a list of them for stacked states, or "?" where `torch.func` has put something else."""
     try:
-        return str(number.tolist())
+        return number.tolist()
     except RuntimeError:
         return "?"
 

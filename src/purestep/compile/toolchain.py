@@ -1,4 +1,4 @@
-"""The C++ compiler on one core while inductor's Python is busy on the other.
+"""The C++ compiler beside inductor's Python, which keeps a core to itself as long as it writes.
 
 Inductor writes all of its C++ first, then compiles the kernels, then the code that calls them, then links. Here headers
 and kernels are compiled as soon as they are known, and what is left at the end at the same time. Only object files are
@@ -73,12 +73,17 @@ def _unless_known(true: Any) -> Any:
     return check_build
 
 
-@functools.cache
 def _accepts(flags: str) -> bool:
-    """Whether the C++ compiler knows these options, and so the instructions that they are for."""
-    from torch._inductor import cpp_builder
+    """Whether the C++ compiler takes these options; one that does has the intrinsics behind them."""
+    builder: Any = importlib.import_module("torch._inductor.cpp_builder")
+    with suppress(Exception):  # then it is tried out
+        return _takes(builder.get_cpp_compiler(), flags)
+    return False
 
-    command = [cpp_builder.get_cpp_compiler(), *flags.split(), "-E", "-x", "c++", os.devnull]
+
+@functools.cache
+def _takes(compiler: str, flags: str) -> bool:
+    command = [compiler, *flags.split(), "-E", "-x", "c++", os.devnull]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
@@ -99,7 +104,9 @@ class _Build:
         self._codecache = codecache
         self._directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=codecache.cache_dir())))
         self._pool = ThreadPoolExecutor(_cores(), thread_name_prefix="purestep-g++")
-        self._room = threading.Semaphore(max(1, _cores() - 1))  # one core is inductor's
+        # For so many parts at a time that a core is left to inductor's Python. Headers do not ask: that they are
+        # compiled at all is rare, and takes longer than all of the rest.
+        self._room = threading.Semaphore(max(1, _cores() - 1))
         stack.callback(self._pool.shutdown, cancel_futures=True)
         self._headers: dict[tuple[str, str], Future[str]] = {}
         self._kernels: list[str] = []  # bodies in the order that inductor has them in
@@ -220,7 +227,7 @@ class _Build:
         with FileLock(lock_path, timeout=self._codecache.LOCK_TIMEOUT):
             if _exists(whole):
                 return
-            self._room.release()  # inductor waits from here on
+            self._room.release()  # from here on inductor waits; it comes by once a graph
             known = not _exists(kernels) and self._hand_over_rest(Path(_source(kernels)).read_text())
             if not _exists(calls):
                 calls.build()

@@ -54,9 +54,8 @@ def program(
         tail: what ``flush`` does with a window left open at the end of an epoch: apply it with its true weight, carry
             it over, or drop it.
         engine: "func" (`torch.func.grad_and_value`), "autograd" (`torch.autograd.grad`, for activation checkpointing
-            and foreign autograd Functions; nothing can be differentiated through such a step), "auto": func inside a
-            graph, a transform of `torch.func`, or where autograd follows the parameters; else autograd. Gradients are
-            the same.
+            and foreign autograd Functions; `torch.func` can neither map nor differentiate such a step), "auto": func
+            inside a graph or a transform, else autograd. Gradients are the same.
         nonfinite: what a loss or gradient that is not finite does: "raise" freezes the state until the host has
             looked (`fit` raises), "skip" goes on without that update.
         keep_eval: glob patterns of submodules that stay in eval mode.

@@ -127,16 +127,28 @@ def _value_and_grad(spec: Spec, forward: Forward, state: TrainState, named: Para
 
     engine = spec.engine
     if engine == "auto":
-        engine = "func" if torch.compiler.is_compiling() or modes.followed(named.values()) else "autograd"
+        engine = "func" if torch.compiler.is_compiling() or modes.transformed() else "autograd"
     if engine == "func":
         grads, (_, extra) = torch.func.grad_and_value(lambda params: forward(bind(params)), has_aux=True)(named)
         return grads, extra
+    if modes.transformed():
+        raise StepContractError(
+            'engine="autograd" inside of torch.func.vmap, grad or another transform',
+            where="program",
+            hint='ps.program(..., engine="auto"), or "func"',
+        )
+    # Where autograd follows the state, a derivative through the step has that of its gradients in it.
+    through = modes.followed([*named.values(), *state.frozen.values(), *state.buffers.values()])
     with torch.enable_grad():
-        leaves = {name: value.detach().requires_grad_() for name, value in named.items()}
+        leaves = {
+            name: value if through and value.requires_grad else value.detach().requires_grad_()
+            for name, value in named.items()
+        }
         bound = bind(leaves)
 
         def backward(found: tuple[Tensor, Any]) -> tuple[Any, Any]:
-            return torch.autograd.grad(found[0], list(leaves.values()), allow_unused=True), found[1]
+            tensors = list(leaves.values())
+            return torch.autograd.grad(found[0], tensors, create_graph=through, allow_unused=True), found[1]
 
         found, extra = bound.hold(lambda: forward(bound), backward)
     if all(grad is None for grad in found):

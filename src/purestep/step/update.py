@@ -62,7 +62,8 @@ def _drawing(state: TrainState, batch: Batch) -> Generator[None]:
     if rng.in_graph():
         yield
         return
-    with rng.scoped(rng.mix(*_read_key(state), "step"), state.step.device):
+    # Of states that are mapped with a key each, all keys: their numbers are drawn together.
+    with rng.scoped(rng.mix(*modes.behind(state.key).flatten().tolist(), "step"), state.step.device):
         try:
             yield
         except RuntimeError as error:
@@ -77,19 +78,6 @@ def _drawing(state: TrainState, batch: Batch) -> Generator[None]:
             ) from error
 
 
-def _read_key(state: TrainState) -> list[int]:
-    try:
-        return state.key.tolist()
-    except RuntimeError as error:
-        if not modes.transformed():
-            raise
-        raise StateError(
-            "is mapped by torch.func.vmap, and the host has to read it",
-            where="state/key",
-            hint="one key for all: in_dims=TrainState(*[0] * len(state))._replace(key=None) for a stacked state",
-        ) from error
-
-
 def _verdict(micro: Micro) -> Tensor:
     """The weight, nan where the loss is not finite: it carries the verdict on every loss of a window to its end."""
     bad = ~is_finite(micro.mean) & (micro.weight != 0)
@@ -97,18 +85,27 @@ def _verdict(micro: Micro) -> Tensor:
 
 
 def _kept_buffers(state: TrainState, micro: Micro, finite: Tensor) -> Params:
-    return _either(finite, micro.buffers, {name: state.buffers[name] for name in micro.buffers})
+    # Always copies: a forward pass may have assigned a buffer the very batch, or a view of a weight.
+    return {name: torch.where(finite, new, state.buffers[name]) for name, new in micro.buffers.items()}
 
 
-def _either(condition: Tensor, new: Tree, old: Tree) -> Tree:
-    """`tree.where`; in eager mode on the CPU, where nobody waits for a number, one of the two instead of a copy."""
-    if condition.device.type != "cpu" or rng.in_graph() or modes.transformed():
+def _either(condition: Tensor, new: Tree, old: Tree, *, state: TrainState) -> Tree:
+    """`tree.where`; in eager mode on the CPU, where reading the condition waits for nobody, the leaves that are chosen
+    themselves. Only those are copied that have no memory of their own: a transform may keep what it was given."""
+    if condition.device.type != "cpu" or not modes.may_read(condition):
         return tree.where(condition, new, old)
     holds = bool(condition)
+    taken = {leaf.data_ptr() for leaf in tree.leaves(state) if isinstance(leaf, Tensor)}
 
     def chosen(n: Any, o: Any) -> Any:
-        same = n.shape == o.shape and n.dtype == o.dtype
-        return (n if holds else o) if same else torch.where(condition, n, o)
+        if n is o:
+            return o
+        if isinstance(n, Tensor) and isinstance(o, Tensor) and n.shape == o.shape and n.dtype == o.dtype:
+            found = n if holds else o
+            if found.data_ptr() not in taken and found.untyped_storage().nbytes() == found.nbytes:
+                taken.add(found.data_ptr())
+                return found
+        return torch.where(condition, n, o)
 
     return tree.map(chosen, new, old)
 
@@ -123,7 +120,7 @@ def _accumulate(spec: Spec, state: TrainState, micro: Micro) -> tuple[TrainState
         return _keep_open(state, accum)
     if isinstance(old, Closing):
         return _close(spec, state, accum)
-    if not rng.in_graph() and not modes.transformed():
+    if modes.may_read(old.left):
         return _close(spec, state, accum) if int(old.left) == 1 else _keep_open(state, accum)
     # Nobody outside of this graph, or of these states, could tell where the window stands: compute both, keep one.
     (opened, open_metrics), (closed, close_metrics) = _keep_open(state, accum), _close(spec, state, accum)
@@ -142,8 +139,7 @@ def _with_buffers(state: TrainState, micro: Micro) -> TrainState:
 
 def _keep_open(state: TrainState, accum: Accum) -> tuple[TrainState, Metrics]:
     zero = torch.zeros((), dtype=torch.float32, device=state.step.device)
-    frozen = _halted(state)
-    kept = Accum(*(_either(frozen, old, new) for old, new in zip(cast(Accum, state.accum), accum, strict=True)))
+    kept = _either(_halted(state), Accum(*cast(Accum, state.accum)), accum, state=state)
     metrics = {"lr": Mean(zero, zero), "grad_norm": Mean(zero, zero), "applied": Mean(zero, torch.ones_like(zero))}
     metrics |= {name: Mean(zero, zero) for name in _group_rates(_rates(state.opt_state))}
     if not isinstance(state.scaler, Empty):
@@ -160,9 +156,7 @@ def _close(spec: Spec, state: TrainState, accum: Accum) -> tuple[TrainState, Met
     del metrics["finite"]
     left = torch.full_like(accum.left, spec.accumulate)
     empty = Accum(left, torch.zeros_like(accum.weight), tree.map(torch.zeros_like, accum.grads))
-    old = cast(Accum, state.accum)
-    frozen = _halted(state)
-    return new._replace(accum=Accum(*(_either(frozen, o, e) for o, e in zip(old, empty, strict=True)))), metrics
+    return new._replace(accum=_either(_halted(state), Accum(*cast(Accum, state.accum)), empty, state=state)), metrics
 
 
 def _apply(
@@ -190,9 +184,9 @@ def _apply(
     applied = finite & usable & ~nothing & ~halted
     params = transform.apply_updates(state.params, deltas)
     average = spec.average.update(state.ema, params, buffers, state.updates)
-    kept = _either(applied, (params, opt_state, average), (state.params, state.opt_state, state.ema))
+    kept = _either(applied, (params, opt_state, average), (state.params, state.opt_state, state.ema), state=state)
     attempted = usable & ~nothing & ~halted
-    scaler = _either(attempted, spec.scaler.update(state.scaler, finite), state.scaler)
+    scaler = tree.where(attempted, spec.scaler.update(state.scaler, finite), state.scaler)
     new = state._replace(
         updates=state.updates + applied,
         params=kept[0],

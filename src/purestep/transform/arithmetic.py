@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ def exact_dtype(tree: Params) -> torch.dtype:
 def wide(leaf: Tensor) -> Tensor:
     """The leaf in the dtype to compute in: float32 for the 16-bit ones, else as it is."""
     return leaf.float() if leaf.dtype in _LOW_PRECISION else leaf
+
+
+def wide_dtype(leaf: Tensor) -> torch.dtype:
+    """That dtype."""
+    return torch.float32 if leaf.dtype in _LOW_PRECISION else leaf.dtype
 
 
 def times(leaf: Tensor, factor: Scalar) -> Tensor:
@@ -151,7 +156,10 @@ def decay_square(nu: Tensor, update: Tensor, decay: Scalar) -> Tensor:
 
 
 def root(square: Tensor) -> Tensor:
-    """The root in at least float32; its derivative at 0 is 0, where autograd says inf, and nan for a weight of 0."""
+    """The root in at least float32, with a derivative of 0 at 0: autograd's is inf there, times a gradient of 0 nan.
+
+    In a graph it is the plain root: nobody differentiates through a compiled step.
+    """
     value = wide(square)
     if rng.in_graph() or not modes.followed([value]):
         return value.sqrt()
@@ -159,29 +167,40 @@ def root(square: Tensor) -> Tensor:
     return torch.where(zero, value, torch.where(zero, 1.0, value).sqrt())
 
 
+class _Correction(NamedTuple):
+    """What Adam's quotient is corrected by, in the dtype that it is computed in."""
+
+    inverse: Scalar  # of the weight of the root
+    eps: Scalar
+    weight: Scalar  # of the mean
+
+
 def adam_ratios(
     updates: Params, mu: Params, nu: Params, mean_weight: Tensor, root_weight: Tensor, eps: Scalar
 ) -> Params:
     """``mu / mean_weight / (sqrt(nu) / root_weight + eps)`` of every name, computed in at least float32 and rounded to
     the dtype of its update."""
-    dtypes = dict.fromkeys(torch.float32 if leaf.dtype in _LOW_PRECISION else leaf.dtype for leaf in nu.values())
+    scalars = [scalar for scalar in (mean_weight, root_weight, eps) if isinstance(scalar, Tensor)]
+    ratio = _ratio_in_place if modes.may_overwrite([*mu.values(), *nu.values(), *scalars]) else _ratio
+    inverse = 1 / root_weight
+    corrections = {  # once, not once a leaf
+        dtype: _Correction(in_dtype(inverse, dtype), in_dtype(eps, dtype), in_dtype(mean_weight, dtype))
+        for dtype in dict.fromkeys(wide_dtype(leaf) for leaf in nu.values())
+    }
+    return {
+        name: ratio(wide(mu[name]), wide(nu[name]), corrections[wide_dtype(nu[name])]).to(update.dtype)
+        for name, update in updates.items()
+    }
+
+
+def _ratio(mean: Tensor, square: Tensor, by: _Correction) -> Tensor:
     # Times the inverse: of a large update, divisions and roots are the larger part of the arithmetic.
-    factors = 1 / root_weight, eps, mean_weight
-    scalars = {dtype: tuple(in_dtype(factor, dtype) for factor in factors) for dtype in dtypes}  # once, not once a leaf
-    is_ours = not rng.in_graph() and not modes.followed([*mu.values(), *nu.values()])
-    ratio = _adam_ratio_in_place if is_ours else _adam_ratio
-    return {name: ratio(wide(mu[name]), wide(nu[name]), scalars).to(update.dtype) for name, update in updates.items()}
+    return mean / ((root(square) * by.inverse + by.eps) * by.weight)
 
 
-def _adam_ratio(mean: Tensor, square: Tensor, scalars: Mapping[torch.dtype, tuple[Scalar, ...]]) -> Tensor:
-    inverse, small, divisor = scalars[square.dtype]
-    return mean / ((root(square) * inverse + small) * divisor)
-
-
-def _adam_ratio_in_place(mean: Tensor, square: Tensor, scalars: Mapping[torch.dtype, tuple[Scalar, ...]]) -> Tensor:
-    # In eager mode fresh memory costs more than the arithmetic, and nobody else sees this root.
-    inverse, small, divisor = scalars[square.dtype]
-    spread = square.sqrt().mul_(inverse).add_(small).mul_(divisor)
+def _ratio_in_place(mean: Tensor, square: Tensor, by: _Correction) -> Tensor:
+    # The same: in eager mode fresh memory costs more than the arithmetic.
+    spread = square.sqrt().mul_(by.inverse).add_(by.eps).mul_(by.weight)
     return torch.div(mean, spread, out=spread) if mean.dtype == spread.dtype else mean / spread
 
 
