@@ -32,6 +32,8 @@ def transformed() -> bool:
         >>> inside(torch.zeros(2)).tolist(), torch.func.vmap(inside)(torch.zeros(2)).tolist()
         ([0.0, 0.0], [1.0, 1.0])
     """
+    if torch.compiler.is_compiling():  # Dynamo cannot ask, and captures what a transform inside it does
+        return False
     return _functorch.maybe_current_level() is not None or _forward._current_level >= 0
 
 
@@ -50,8 +52,9 @@ def followed(leaves: Iterable[Tensor]) -> bool:
 def may_read(value: Tensor) -> bool:
     """Whether a tensor has a value that Python can branch on: no graph is captured, nothing is mapped, no mode sees
     operations instead of numbers."""
-    plain = type(value) is Tensor and not _C._len_torch_dispatch_stack()
-    return plain and not rng.in_graph() and not transformed()
+    if rng.in_graph() or transformed():
+        return False
+    return type(value) is Tensor and not _C._len_torch_dispatch_stack()
 
 
 def may_overwrite(leaves: Iterable[Tensor]) -> bool:
