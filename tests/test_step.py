@@ -1201,9 +1201,17 @@ def test_vmap_refuses_what_is_not_finite_one_by_one():
     assert all(torch.equal(new.params[name][1], value) for name, value in state.params.items())
 
 
-def test_an_engine_that_cannot_be_mapped_says_so():
-    chosen = program(engine="autograd")
-    with pytest.raises(StepContractError, match=r'engine="autograd" inside of torch.func.vmap.*engine="auto"'):
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"engine": "autograd"}, r'program: engine="autograd" inside of torch.func.vmap.*engine="auto"'),
+        ({"tx": optim.from_torch(torch.optim.SGD, lr=0.1)}, r"an optimizer of torch's inside of .*optim.adamw"),
+    ],
+    ids=["engine", "optimizer"],
+)
+def test_what_cannot_be_mapped_says_so(settings: dict[str, Any], told: str):
+    chosen = program(**settings)
+    with pytest.raises(StepContractError, match=told):
         torch.func.vmap(chosen.train_step, in_dims=(None, 0))(init(chosen), stacked([vector_batch()] * 2))
 
 

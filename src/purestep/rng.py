@@ -33,7 +33,7 @@ def key(seed: int) -> Tensor:
 
 def advance(key: Tensor, calls: int = 1) -> Tensor:
     """The key after ``calls`` more calls."""
-    return key + torch.tensor([0, calls], dtype=torch.int64)
+    return key.cpu() + torch.tensor([0, calls], dtype=torch.int64, device="cpu")
 
 
 def fold_in(key: Tensor, data: int | str) -> Tensor:

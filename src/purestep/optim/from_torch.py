@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import tree
-from ..errors import ConfigError, StateError
+from .. import modes, tree
+from ..errors import ConfigError, StateError, StepContractError
 from ..transform import Rate, Transform, rate_at, reported, require_rate, zero_count
 from ..types import Empty, Params, Tree
 from .foreign import Maker, Outcome, Slots, run, trace
@@ -88,6 +88,12 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
     def update(updates: Params, state: FromTorchState, params: Params) -> tuple[Params, FromTorchState]:
         if not params:
             return updates, state
+        if modes.transformed():
+            raise StepContractError(
+                "an optimizer of torch's inside of torch.func.vmap, grad or another transform",
+                where=where,
+                hint="one of purestep's own: optim.adamw(1e-3)",
+            )
         rate = None if schedule is None else rate_at(schedule, state.step)
         arguments = (params, updates, state.slots, state.group)
         plan = plans.get(_key(params))

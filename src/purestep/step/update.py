@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import modes, rng, transform, tree
 from ..errors import DataError, StateError, StepContractError
@@ -95,12 +95,12 @@ def _either(condition: Tensor, new: Tree, old: Tree, *, state: TrainState) -> Tr
     if condition.device.type != "cpu" or not modes.may_read(condition):
         return tree.where(condition, new, old)
     holds = bool(condition)
-    taken = {leaf.data_ptr() for leaf in tree.leaves(state) if isinstance(leaf, Tensor)}
+    taken = {leaf.data_ptr() for leaf in tree.leaves(state) if type(leaf) in (Tensor, nn.Parameter)}
 
     def chosen(n: Any, o: Any) -> Any:
         if n is o:
             return o
-        if isinstance(n, Tensor) and isinstance(o, Tensor) and n.shape == o.shape and n.dtype == o.dtype:
+        if type(n) is type(o) is Tensor and n.shape == o.shape and n.dtype == o.dtype:
             found = n if holds else o
             if found.data_ptr() not in taken and found.untyped_storage().nbytes() == found.nbytes:
                 taken.add(found.data_ptr())
