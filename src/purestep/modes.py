@@ -23,7 +23,7 @@ _forward: Any = importlib.import_module("torch.autograd.forward_ad")
 
 
 def transformed() -> bool:
-    """Whether a transform of `torch.func`, or forward mode, is at work: a tensor may then stand for many. 40 ns.
+    """Whether a transform of `torch.func`, or forward mode, is at work: a tensor may then stand for many. 0.15 us.
 
     Example:
         >>> import torch

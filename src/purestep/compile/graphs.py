@@ -234,10 +234,7 @@ def _columns(positions: Any) -> tuple[tuple[str, int, int], ...] | None:
 
 
 def check_untransformed() -> None:
-    """Raise StepContractError inside `torch.func.vmap`, `grad` and the like: compiled code cannot read their tensors.
-
-    40 ns.
-    """
+    """Raise StepContractError inside `torch.func.vmap`, `grad` and the like: compiled code cannot read such tensors."""
     if modes.transformed():
         raise StepContractError(
             "a compiled step is called inside torch.func.vmap, grad or another transform",

@@ -39,7 +39,7 @@ def wide(leaf: Tensor) -> Tensor:
 
 
 def wide_dtype(leaf: Tensor) -> torch.dtype:
-    """That dtype."""
+    """The dtype that `wide` gives this leaf."""
     return torch.float32 if leaf.dtype in _LOW_PRECISION else leaf.dtype
 
 
@@ -62,13 +62,18 @@ def times(leaf: Tensor, factor: Scalar) -> Tensor:
 
 def lerp(old: Tensor, new: Tensor, weight: Scalar) -> Tensor:
     """``old + weight * (new - old)``, computed in the wider dtype of the two and kept in that of ``old``."""
-    if old.dtype == new.dtype and not isinstance(weight, Tensor):
-        return torch.lerp(old, new, weight)
-    dtype = torch.promote_types(old.dtype, new.dtype)
-    start, end = old.to(dtype), new.to(dtype)
+    start, end = _promoted(old, new)
     if isinstance(weight, Tensor):
         return (start + times(end - start, weight)).to(old.dtype)
     return torch.lerp(start, end, weight).to(old.dtype)
+
+
+def _promoted(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider dtype of the two."""
+    if one.dtype == other.dtype:
+        return one, other
+    dtype = torch.promote_types(one.dtype, other.dtype)
+    return one.to(dtype), other.to(dtype)
 
 
 def complement_power(base: Scalar, count: Tensor, dtype: torch.dtype) -> Tensor:
@@ -146,10 +151,7 @@ def is_on(scalar: Scalar) -> bool:
 
 def decay_square(nu: Tensor, update: Tensor, decay: Scalar) -> Tensor:
     """``decay * nu + (1 - decay) * update ** 2`` in the dtype of ``nu``."""
-    if nu.dtype == update.dtype and not isinstance(decay, Tensor):
-        return torch.addcmul(nu * decay, update, update, value=1 - decay)
-    dtype = torch.promote_types(nu.dtype, update.dtype)
-    old, new = nu.to(dtype), update.to(dtype)
+    old, new = _promoted(nu, update)
     if isinstance(decay, Tensor):
         return (times(old, decay) + times(new * new, 1 - decay)).to(nu.dtype)
     return torch.addcmul(old * decay, new, new, value=1 - decay).to(nu.dtype)
