@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
 import itertools
+import json
 import os
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,12 @@ import torch
 from helpers import assert_trees_close, tiny_mlp, vector_batch
 from torch import Tensor, library
 from torch._inductor import config
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch._subclasses import fake_tensor
 
 import purestep as ps
 from purestep import optim
-from purestep.compile import calls, capture, kept, kernels, native, products, shortcuts, toolchain
+from purestep.compile import apart, calls, kept, kernels, native, products, recording, shortcuts, toolchain
+from purestep.compile.alone import alone
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -41,10 +43,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def name_of(function: Callable[..., Any], *inputs: Tensor) -> str | None:
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = [mode.from_tensor(leaf) for leaf in inputs]
-        return kept.name(make_fx(function, _allow_non_fake_inputs=True)(*fakes), fakes)
+def name_of(function: Callable[..., Any], *inputs: Tensor, **settings: Any) -> str | None:
+    return kept.name(function, inputs, settings)
 
 
 def twice(x: Tensor) -> Tensor:
@@ -61,6 +61,23 @@ OTHERS: list[tuple[Callable[..., Any], Tensor]] = [
     (twice, torch.ones(4, 4, dtype=torch.float64)),
     (twice, torch.ones(4, 8)[:, ::2]),
     (twice, torch.ones(20)[4:].view(4, 4)),
+    (lambda x: [x * 2, x], torch.ones(4, 4)),
+    (lambda x: [x, x * 2][:1], torch.ones(4, 4)),
+    (lambda x: [x * 2 + 1, x * 2][1], torch.ones(4, 4)),
+    (lambda x: x.mul_(2), torch.ones(4, 4)),
+    (lambda x: x.mul(2).add_(0), torch.ones(4, 4)),
+]
+PAIRS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (lambda x: x @ x.t(), lambda x: x.t() @ x),
+    (lambda x: [x + 1, x + 2], lambda x: [x + 2, x + 1]),
+    (lambda x: [x.exp(), x.sin()], lambda x: [x.exp(), x.sin()][::-1]),
+    (lambda x: x.sub(x.exp()), lambda x: x.exp().sub(x)),
+    (lambda x: torch.add(x, x, alpha=2), lambda x: torch.add(x, x, alpha=3)),
+    (lambda x: torch.empty_like(x).copy_(x), lambda x: x.clone()),
+    (lambda x: torch.dropout(x, 0.5, True), lambda x: torch.dropout(x, 0.25, True)),
+    (lambda x: x.split([1, 3])[0], lambda x: x.split([1, 3])[1]),
+    (lambda x: x.masked_fill(x > 0, float("inf")), lambda x: x.masked_fill(x > 0, float("-inf"))),
+    (lambda x: torch.zeros_like(x, dtype=torch.float64), lambda x: torch.zeros_like(x, dtype=torch.int64)),
 ]
 
 
@@ -75,10 +92,30 @@ def test_another_graph_has_another_name(other: tuple[Callable[..., Any], Tensor]
     assert names[0] != names[1]
 
 
+@pytest.mark.parametrize(("one", "other"), PAIRS, ids=range(len(PAIRS)))
+def test_functions_that_differ_have_two_names(one: Callable[..., Any], other: Callable[..., Any]):
+    x = torch.ones(4, 4)
+    assert name_of(one, x) == name_of(one, x) is not None
+    assert name_of(other, x) not in (name_of(one, x), None)
+
+
+def test_which_input_is_which_is_part_of_a_name():
+    x, y = torch.ones(4, 4), torch.zeros(4, 4)
+    assert name_of(lambda x, y: x - y, x, y) != name_of(lambda x, y: y - x, x, y)
+    assert name_of(lambda x, y: x.copy_(y), x, y) != name_of(lambda x, y: y.copy_(x), x, y)
+
+
+def test_what_autograd_does_is_part_of_a_name():
+    def slope(detached: bool) -> Callable[[Tensor], Tensor]:
+        return lambda x: torch.func.grad(lambda x: (x.exp() * (x.exp().detach() if detached else x.exp())).sum())(x)
+
+    assert name_of(slope(True), torch.ones(4)) not in (name_of(slope(False), torch.ones(4)), None)
+
+
 def test_one_and_true_are_two_names():
     assert name_of(lambda x: x.sum(0, keepdim=True), torch.ones(4)) != name_of(lambda x: x.sum(0), torch.ones(4))
-    assert kept._text(1) != kept._text(True) != kept._text(1.0)
-    assert kept._text(0.0) != kept._text(-0.0)
+    assert recording.plain(1) != recording.plain(True) != recording.plain(1.0)
+    assert recording.plain(0.0) != recording.plain(-0.0)
 
 
 def _with_threads(count: int) -> str | None:
@@ -94,6 +131,7 @@ def test_settings_are_part_of_a_name():
     plain = name_of(twice, torch.ones(4, 4))
     with config.patch({"cpp.threads": 1}):
         assert name_of(twice, torch.ones(4, 4)) not in (plain, None)
+    assert name_of(twice, torch.ones(4, 4), **{"cpp.threads": 1}) not in (plain, None)
     assert _with_threads(1) != _with_threads(2)
 
 
@@ -118,7 +156,22 @@ def _(x: Tensor) -> Tensor:
 TABLE = torch.arange(4.0)
 
 
-@pytest.mark.parametrize("function", [lambda x: x + TABLE, lambda x: triple(x)], ids=["constant", "operator"])
+def looks(x: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x
+
+
+def draws_of_its_own(x: Tensor) -> Tensor:
+    return torch.rand(4, generator=torch.Generator()) + x
+
+
+def hides_it(x: Tensor) -> Tensor:
+    """Goes another way where the tensor from elsewhere is refused."""
+    with suppress(Exception):
+        x = x + TABLE
+    return x
+
+
+@pytest.mark.parametrize("function", [lambda x: x + TABLE, lambda x: triple(x), looks, draws_of_its_own, hides_it])
 def test_what_text_does_not_tell_has_no_name(function: Callable[..., Any]):
     assert name_of(function, torch.ones(4)) is None
 
@@ -174,8 +227,10 @@ def test_code_is_found_again(made: list[Any]):
 
 
 @pytest.mark.compile
-def test_a_step_that_is_found_again_trains_as_before(made: list[Any]):
-    program = ps.program(tiny_mlp(), ps.supervised(torch.nn.CrossEntropyLoss()), optim.sgd(0.01), ema=0.9)
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+def test_a_step_that_is_found_again_trains_as_before(made: list[Any], rate: float):
+    net = torch.nn.Sequential(*tiny_mlp(), torch.nn.Dropout(rate)) if rate else tiny_mlp()
+    program = ps.program(net, ps.supervised(torch.nn.CrossEntropyLoss()), optim.sgd(0.01), ema=0.9)
     ends = []
     for _ in range(2):
         step, state = ps.compile_step(program.train_step, donate=True), program.init()
@@ -184,6 +239,22 @@ def test_a_step_that_is_found_again_trains_as_before(made: list[Any]):
         ends.append((ps.clone(state), {name: float(mean) for name, mean in metrics.items()}))
     assert len(made) == 1
     assert_trees_close(ends[1], ends[0], rtol=0, atol=0)
+
+
+@pytest.mark.compile
+def test_how_code_may_be_called_is_kept_with_it(own_cache: Path):
+    def of(function: Callable[[Tensor], list[Tensor]], size: int) -> dict[str, Any]:
+        native.compiled(function, [torch.ones(size)], finish=lambda graph: graph, options=None)
+        newest = max((own_cache / "purestep").iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        return json.loads(newest.read_text())
+
+    small, large = of(lambda x: [x.sin()], 300), of(lambda x: [torch.rand_like(x)], 1 << 25)
+    assert (small["threads"], small["draws"]) == (1, False)
+    assert (large["threads"], large["draws"]) == (torch.get_num_threads(), True)
+
+
+def library_of(record: Path) -> Path:
+    return record.parents[1] / json.loads(record.read_text())["library"]
 
 
 def _cut(library: Path, _: Path) -> None:
@@ -207,7 +278,7 @@ def test_what_is_not_as_it_was_is_made_anew(
 ):
     run(factor)
     (record,) = (own_cache / "purestep").iterdir()
-    damage(own_cache / record.read_text().split()[0], record)
+    damage(library_of(record), record)
     assert kept.load(record.name) is None
     run(factor)
     assert len(made) == 2
@@ -228,7 +299,7 @@ def test_a_damaged_library_is_no_trap_for_the_next_process(own_cache: Path):
     """Inductor loads a library that lies where it would put one: cut off, that is a SIGBUS in every process to come."""
     run(3.25)
     (record,) = (own_cache / "purestep").iterdir()
-    library = own_cache / record.read_text().split()[0]
+    library = library_of(record)
     _cut(library, record)
     library.write_bytes(library.read_bytes()[:5000])
     for _ in range(2):
@@ -243,13 +314,13 @@ import torch
 from purestep.compile import native
 call, _ = native.compiled(lambda x: [torch.sin(x) * 3.75], [torch.ones(300)], finish=lambda graph: graph, options=None)
 call([torch.ones(300)])
-print([name for name in ("torch._inductor.codecache", "torch._inductor.compile_fx") if name in sys.modules])
+print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
 """
 
 
 @pytest.mark.compile
 @pytest.mark.slow
-def test_code_of_an_earlier_run_is_loaded_without_inductor_wherever_it_has_been_moved_to(own_cache: Path):
+def test_code_of_an_earlier_run_is_loaded_without_the_compiler_wherever_it_has_been_moved_to(own_cache: Path):
     run(3.75)
     moved = own_cache.rename(own_cache.with_name("moved"))
     surroundings = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(moved)}
@@ -261,13 +332,166 @@ def test_a_record_that_cannot_be_written_leaves_nothing_behind(own_cache: Path):
     library = own_cache / "library.so"
     library.write_bytes(b"code")
     (own_cache / "purestep" / "name" / "in the way").mkdir(parents=True)
-    kept.keep("name", calls.Code(lambda tensors: tensors, str(library)))
+    code = calls.Code(lambda tensors: tensors, str(library))
+    kept.keep("name", kept.Made(code, draws=False, in_arena=True, threads=1))
     assert [path.name for path in (own_cache / "purestep").iterdir()] == ["name"]
 
 
 def test_only_what_inductor_calls_with_tensors_alone_is_kept(own_cache: Path):
-    kept.keep("0" * 64, calls.of(lambda tensors: tensors))
+    kept.keep("0" * 64, kept.Made(calls.of(lambda tensors: tensors), draws=False, in_arena=True, threads=1))
     assert not (own_cache / "purestep").exists()
+
+
+# --- without the compiler ---------------------------------------------------------------------------------------------
+
+
+def printed(code: str, **surroundings: str) -> str:
+    """What another process prints that runs this code."""
+    source = str(Path(native.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": source} | surroundings,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert not done.returncode, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+_SETTINGS = """
+import sys, torch
+from purestep.compile import apart
+def told():
+    settings = apart.module("torch._inductor.config")
+    whole = settings.save_config_portable(ignore_private_configs=False)
+    return whole, settings._save_config_ignore, settings.cpp.threads
+def place():
+    return apart.module("torch._inductor.runtime.cache_dir_utils").cache_dir()
+apart_, there = told(), place()
+assert "torch._inductor" not in sys.modules and "torch._dynamo" not in sys.modules
+import torch._inductor.config as settings
+assert apart.module("torch._inductor.config") is settings
+print(told() == apart_, place() == there, len(apart_[0]) > 300, apart_[2])
+"""
+
+
+def test_settings_are_the_same_before_the_compiler_is_loaded():
+    assert printed(_SETTINGS) == "True True True -1"
+    assert printed(_SETTINGS, TORCHINDUCTOR_FREEZING="1", TORCHINDUCTOR_CPP_THREADS="3").startswith("True True True")
+
+
+_FAKES = """
+import sys, torch
+from purestep.compile import apart
+from torch._subclasses import FakeTensorMode
+leaves = [torch.ones(4, 8)[:, ::2], torch.ones(20)[4:].view(4, 4), torch.ones(0, 3), torch.ones(3).requires_grad_(),
+          torch.ones(5, dtype=torch.int64), torch.tensor(2.0), torch.ones(1).expand(4), torch.ones(6, 0)[2:]]
+def layout(leaf):
+    return leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device, leaf.requires_grad
+with apart.unloaded():
+    mode = FakeTensorMode()
+    made = [layout(leaf) for leaf in apart.fakes(mode, leaves)]
+assert "torch._dynamo" not in sys.modules
+true = FakeTensorMode()
+print(made == [layout(true.from_tensor(leaf)) for leaf in leaves] == [layout(leaf) for leaf in leaves])
+print({name for name in vars(true) if isinstance(vars(true)[name], bool) and vars(true)[name] != vars(mode)[name]})
+"""
+
+
+def test_tensors_without_memory_are_made_as_by_torch():
+    assert printed(_FAKES).split() == ["True", "set()"]
+
+
+def _patches() -> tuple[Any, Any]:
+    return builtins.__import__, vars(fake_tensor)["torch"]
+
+
+def test_torch_is_left_as_it_was():
+    before = _patches()
+
+    def fails() -> None:
+        with apart.unloaded():
+            assert all(now is not then for now, then in zip(_patches(), before, strict=True))
+            with apart.unloaded():
+                pass
+            assert all(now is not then for now, then in zip(_patches(), before, strict=True))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert _patches() == before
+
+
+_DISABLED = """
+import torch
+from purestep.compile import apart
+from torch.utils._python_dispatch import TorchDispatchMode
+seen = []
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        seen.append(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+        return func(*args, **(kwargs or {}))
+with apart.unloaded(), Mode():
+    torch.ones(2)
+import sys
+assert "torch._dynamo" not in sys.modules
+import torch._dynamo
+true, told = torch._dynamo.disable, []
+def disable(function, *rest, **more):
+    told.append(function.__name__)
+    return true(function, *rest, **more)
+torch._dynamo.disable = disable
+for _ in range(2):
+    with Mode():
+        torch.ones(2)
+print(len(seen), told)
+"""
+
+
+def test_dynamo_is_told_what_to_leave_alone_once_it_is_loaded():
+    assert printed(_DISABLED) == "3 ['__torch_dispatch__']"
+
+
+_FOR_OTHERS = """
+import sys, torch
+from purestep.compile import apart
+with apart.unloaded():
+    import torch._dynamo.config as settings
+    assert settings is sys.modules["torch._dynamo.config"] is sys.modules["torch._dynamo"].config
+print(torch._dynamo.config is settings)
+"""
+
+
+def test_whoever_else_names_the_compiler_gets_it():
+    assert printed(_FOR_OTHERS) == "True"
+
+
+_TWO_THREADS = """
+import threading, torch
+import purestep as ps
+def train(width):
+    net = torch.nn.Linear(width, 2)
+    program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+    step, state = ps.compile_step(program.train_step), program.init()
+    state, metrics = step(state, (torch.ones(4, width), torch.ones(4, 2)))
+    ends.append(bool(torch.isfinite(state.params["weight"]).all()))
+ends = []
+threads = [threading.Thread(target=train, args=(width,)) for width in (3, 5)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(240)
+print(ends)
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_two_threads_that_start_together_do_not_wait_for_one_another(own_cache: Path):
+    for _ in range(2):  # made, found
+        assert printed(_TWO_THREADS) == "[True, True]"
 
 
 # --- built beside -----------------------------------------------------------------------------------------------------
@@ -466,7 +690,7 @@ def test_only_long_steps_are_called_by_slow_code():
 @pytest.mark.parametrize("on", [True, False])
 def test_garbage_is_collected_afterwards_as_it_was_before(on: bool):
     def fails() -> None:
-        with capture.alone():
+        with alone():
             assert not gc.isenabled()
             raise ZeroDivisionError
 
@@ -485,7 +709,7 @@ def test_what_the_caller_has_frozen_stays_frozen():
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
-        with capture.alone():
+        with alone():
             pass
         assert gc.get_freeze_count() == frozen > 0
     finally:
@@ -607,8 +831,4 @@ print(len(made), callable(mm_template.template.render), len(made))
 
 
 def test_templates_of_kernels_for_gpus_wait_until_they_are_asked_for() -> None:
-    source = Path(native.__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", TEMPLATES], env=os.environ | {"PYTHONPATH": str(source)}, capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["0", "True", "1"], done.stderr
+    assert printed(TEMPLATES).split() == ["0", "True", "1"]

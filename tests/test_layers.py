@@ -122,21 +122,24 @@ IMPURE_MODULES = frozenset(
     subprocess tempfile threading time urllib""".split()
 )
 IMPURE_CALLS = {"breakpoint", "exec", "input", "open", "print"}
-AT_THE_COMPILER = ("compile/kept.py", "compile/toolchain.py")
-"""What they read, write and start is the compiler's: files in its cache directory, g++. No step comes by there."""
+AT_THE_COMPILER = ("compile/apart.py", "compile/kept.py", "compile/toolchain.py")
+"""What they read, write and start is the compiler's: its settings, files in its cache directory, g++. No step comes by
+there."""
+ALLOWED = (("compile/alone.py", "threading.RLock"), ("compile/arena.py", "threading.local"))
 
 
 def impurities(sources: Sources) -> list[str]:
     """I/O, clock, logging and state of a module's own in the modules up to `compile`.
 
-    The one exception is the room that a thread's compiled steps work in: none of them reads what it has not written.
+    The exceptions are the room that a thread's compiled steps work in, none of which reads what it has not written, and
+    the lock under which graphs are made.
     """
     found = []
     for path, text in sources.items():
         if level_of(path) > LAST_PURE_LEVEL:
             continue
         for _, origin, line in imported(path, text):
-            allowed = path in AT_THE_COMPILER or (path, origin) == ("compile/arena.py", "threading.local")
+            allowed = path in AT_THE_COMPILER or (path, origin) in ALLOWED
             if within(origin, *IMPURE_MODULES) and not allowed:
                 found.append(f"{path}:{line}: imports {origin}")
         for node in ast.walk(ast.parse(text)):

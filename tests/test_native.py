@@ -289,7 +289,7 @@ def test_a_run_on_several_threads_repeats_itself_to_the_bit():
     def function(rows_: Tensor, index: Tensor) -> list[Tensor]:
         return [torch.ops.purestep.rows_added(rows_, index, 3, rows.KERNEL.version)]
 
-    with native._configured(None):
+    with config.patch(native._chosen(None)):
         assert kernels.possible()
         kernels.register(rows.KERNEL)
     run = compiled(function, rows_, index)

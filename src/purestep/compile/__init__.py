@@ -2,8 +2,8 @@
 
 A call goes from `entry` (what users call) to `runner`, which finds its graph in `graphs` and keeps the state of a
 donated step in the buffers of `live`; a step that leaves its state as it was writes a copy of them, by `forks`. A graph
-that is not there yet is made by `capture`: Python is run once on fake tensors, or Dynamo reads it, and `contract`
-checks what the step returned. On CUDA `replay` records the donated step. `evaluation` is the same for an eval_step.
+that is not there yet is made by `capture`, by one thread at a time (`alone`): Python is run on fake tensors, or Dynamo
+reads it, and `contract` checks what the step returned. On CUDA `replay` records the donated step. `evaluation` is the same for an eval_step.
 
 On the CPU `native` hands the traced graph straight to inductor. What differs from `torch.compile` there:
 
@@ -12,7 +12,8 @@ On the CPU `native` hands the traced graph straight to inductor. What differs fr
     calls       how Python calls it
     elementary  tanh in fewer operations
     toolchain   g++ runs beside inductor's Python
-    kept        libraries of earlier runs, found by their graph
+    kept        libraries of earlier runs, found by what the function does
+    recording   that as text, and `apart`: without loading the compiler
     kernels     C++ functions of our own in inductor's code, for float32 on x86 with AVX2 or AVX-512:
     products        matrix products
     attention       attention over at most 256 positions, as products

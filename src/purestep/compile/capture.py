@@ -1,17 +1,15 @@
 """From a function of tensors to one graph: the only place that calls torch.compile.
 
-``"dynamo"`` is `torch.compile(fullgraph=True)`. ``"trace"`` runs the Python once on fake tensors and compiles what it
-did, as `jax.jit` does: no guards are checked at call time, code that Dynamo cannot read is no obstacle, and a branch on
+``"dynamo"`` is `torch.compile(fullgraph=True)`. ``"trace"`` runs the Python on fake tensors and compiles what it did,
+as `jax.jit` does: no guards are checked at call time, code that Dynamo cannot read is no obstacle, and a branch on
 the value of a tensor is an error. ``"auto"`` traces, and takes Dynamo where that does not work.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
 import types
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor
 from .. import rng
 from ..errors import ConfigError, PurestepError, StepContractError
 from . import native
+from .alone import with_compiler
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
     from torch.fx import GraphModule
@@ -36,32 +35,6 @@ class Uncaptured(StepContractError):
 
 class DataDependent(Uncaptured):
     """The step looks at the value of a tensor, which a trace does not have."""
-
-
-@contextmanager
-def alone() -> Generator[None]:
-    """One thread at a time: tracing patches torch and swaps tensors in the module, so that two spoil each other's
-    graphs and whatever is traced after. The lock is Dynamo's own.
-
-    No garbage is collected inside, loading the compiler included: what is made lives until the end. And torch's log of
-    every shape that does not fit is off: the error says it.
-    """
-    log: Any = importlib.import_module("torch._subclasses.fake_tensor").log
-    was_on, was_quiet = gc.isenabled(), log.disabled
-    gc.disable()
-    log.disabled = True
-    try:
-        lock = importlib.import_module("torch._dynamo.convert_frame").compile_lock
-        if gc.get_freeze_count() == 0:
-            # What has been loaded is no garbage: straight to the oldest generation, without a look at each object.
-            gc.freeze()
-            gc.unfreeze()
-        with lock:
-            yield
-    finally:
-        log.disabled = was_quiet
-        if was_on:
-            gc.enable()
 
 
 def trace(
@@ -83,14 +56,15 @@ def trace(
     with rng.capturing(), torch.no_grad():
         if native.suits(inputs, backend):
             try:
-                run, graph = native.compiled(_recorded(function), inputs, finish=_finished, options=options)
-                return run, _draws(graph)
+                return native.compiled(_recorded(function), inputs, finish=_finished, options=options)
             except PurestepError:
                 raise
             except Exception:  # what inductor's inner door does not take, its front door may
                 pass
-        graph = _finished(_views_allowed(_traced(function, inputs)))
-    return _lowered(graph, inputs, backend, options), _draws(graph)
+    with with_compiler():
+        with rng.capturing(), torch.no_grad():
+            graph = _finished(_views_allowed(_traced(function, inputs)))
+        return _lowered(graph, inputs, backend, options), native.draws(graph)
 
 
 def _each_its_own(inputs: list[Tensor]) -> list[Tensor]:
@@ -257,11 +231,6 @@ def _unpacking(run: Flat) -> native.Compiled:
             return run(*tensors)
 
     return call
-
-
-def _draws(graph: GraphModule) -> bool:
-    tags = (getattr(node.target, "tags", ()) for node in graph.graph.nodes)
-    return any(torch.Tag.nondeterministic_seeded in found for found in tags)
 
 
 def _user_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from ..errors import PurestepError, StepContractError
 from ..types import Mean, Metrics
 from . import capture as capture_
 from . import live as live_
+from .alone import alone
 
 
 class Options(NamedTuple):
@@ -103,7 +104,7 @@ class Graphs:
         known = self._exact.get(exact)
         if known is not None:
             return known
-        with capture_.alone():
+        with alone():
             return self._exact.get(exact) or self._found(exact, leaves, tensors, build)
 
     def _found(self, exact: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]) -> Graph:

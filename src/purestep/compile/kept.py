@@ -1,82 +1,89 @@
-"""Native code of earlier runs, found by the graph that it was made from.
+"""Native code of earlier runs, found by what the function does that it was made from.
 
-Inductor has a cache on disk too, but asks it late: after loading all of the compiler, running its passes, and hashing
-every file of torch and the C++ headers. Here the traced graph itself is the question, and the answer one line in
-inductor's cache directory: which library, and the hash of its bytes. What cannot be told from its text (a constant
-tensor, an operator of the user's, a pass of the user's) is not kept here.
+Inductor has a cache on disk too, but asks it late: after loading all of the compiler, the trace, its passes, and
+hashing every file of torch and the C++ headers. Here what the function does is the question (`recording`), asked before
+the compiler is loaded, and the answer a few words in inductor's cache directory: which library, the hash of its bytes,
+and how it is called. What cannot be told from the text (a constant tensor, an operator of the user's, a pass of the
+user's) is not kept here.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
-import operator
+import json
 import os
 import platform
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from . import calls
+from . import apart, calls, recording
 from .calls import Code
 
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
 
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+class Made(NamedTuple):
+    """What has been made of a function."""
 
-_NAMESPACES = ("aten", "prims", "purestep")
-"""Operators whose code changes with what `_installed` looks at, and with nothing else."""
+    code: Code
+    draws: bool
+    """whether it draws random numbers"""
+    in_arena: bool
+    """whether it has the arena's input"""
+    threads: int
+    """on how many it may run; 0: on as many as there are"""
 
 
-class Unkept(Exception):
-    """Text does not tell this apart from something else."""
+def name(function: Callable[..., Any], inputs: Sequence[Tensor], chosen: Mapping[str, Any]) -> str | None:
+    """Names the code of this function, on this machine, with torch and inductor set as they are; None: do not keep it.
 
-
-def name(graph: GraphModule, inputs: Sequence[Tensor]) -> str | None:
-    """Names the code of this graph, on this machine, with torch and inductor set as they are; None: do not keep it."""
+    Args:
+        function: flat in, list of tensors out.
+        inputs: tensors that are only looked at.
+        chosen: of inductor's configuration, what will be set while the code is made.
+    """
     try:
-        lines = [*_surroundings(), *(_tensor(leaf) for leaf in inputs), *_lines(graph)]
-    except Exception:  # Unkept, or names that another torch does not have
+        text = [*_surroundings(chosen), *recording.lines(function, inputs)]
+    except Exception:  # untold, names that another torch does not have, or an error that will be met again
         return None
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 
-def load(known: str | None) -> Code | None:
-    """The code of that name; None where there is none, or not as it was: then it is removed, for inductor would take it
-    without a look."""
+def load(known: str | None) -> Made | None:
+    """What has been made under that name; None where there is nothing, or not as it was: then it is removed, for
+    inductor would take it without a look."""
     if known is None:
         return None
     try:
-        place, digest = _record(known).read_text().split()
-        library = _directory() / place
+        record = json.loads(_record(known).read_text())
+        library, digest = _directory() / record.pop("library"), record.pop("digest")
         if _digest(library) != digest:
             for part in (library, library.with_suffix(".o")):
                 part.unlink(missing_ok=True)
             return None
-        return calls.loaded(str(library), digest)
+        return Made(calls.loaded(str(library), digest), **record)
     except Exception:  # it is made anew, whatever is wrong with what is there
         return None
 
 
-def keep(known: str | None, code: Code) -> None:
-    """Remember in which library the code of that name is."""
+def keep(known: str | None, made: Made) -> None:
+    """Remember in which library the code of that name is, and how it is called."""
+    code, *rest = made
     if known is None or code.file is None:
         return
     library = Path(code.file)
     with suppress(Exception):  # the next start takes longer
+        found = {"library": str(library.relative_to(_directory())), "digest": _digest(library)}
         record = _record(known)
         record.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=record.parent, delete=False) as file:
-            file.write(f"{library.relative_to(_directory())} {_digest(library)}\n")
+            json.dump(found | dict(zip(made._fields[1:], rest, strict=True)), file)
         try:
             os.replace(file.name, record)
         except OSError:
@@ -92,27 +99,25 @@ def _record(known: str) -> Path:
 
 
 def _directory() -> Path:
-    from torch._inductor.runtime import cache_dir_utils
-
-    return Path(cache_dir_utils.cache_dir())
+    return Path(apart.module("torch._inductor.runtime.cache_dir_utils").cache_dir())
 
 
 # --- what the code depends on -----------------------------------------------------------------------------------------
 
 
-def _surroundings() -> Iterator[str]:
-    from torch._inductor import config
+def _surroundings(chosen: Mapping[str, Any]) -> Iterator[str]:
+    settings = apart.module("torch._inductor.config")
+    ignored = settings._save_config_ignore  # passes of the user's and the like
 
-    settings: Any = config
-    if settings.force_disable_caches or not settings.fx_graph_cache:
-        raise Unkept
-    for ignored in settings._save_config_ignore:
-        if callable(getattr(settings, ignored, None)):
-            raise Unkept
-    portable = settings.save_config_portable(ignore_private_configs=False)
-    yield from (f"{key} {_text(value)}" for key, value in sorted(portable.items()))
+    def is_set(name: str) -> Any:
+        return chosen.get(name, getattr(settings, name, None))
+
+    if is_set("force_disable_caches") or not is_set("fx_graph_cache") or any(map(callable, map(is_set, ignored))):
+        raise recording.Untold("inductor's settings")
+    found = settings.save_config_portable(ignore_private_configs=False) | dict(chosen)
+    yield from (f"{key} {recording.plain(value)}" for key, value in sorted(found.items()))
     yield _installed()
-    yield _text(
+    yield recording.plain(
         (
             torch.get_num_threads(),
             torch.get_default_dtype(),
@@ -128,9 +133,7 @@ def _surroundings() -> Iterator[str]:
 @functools.cache
 def _installed() -> str:
     """This torch, this Python, this processor, and the code that turns a graph into a library."""
-    import torch._inductor as inductor
-
-    roots = [Path(inspect.getfile(inductor)).parent, Path(__file__).parent]
+    roots = [Path(torch.__file__).parent / "_inductor", Path(__file__).parent]
     sources = sorted(file for root in roots for file in root.rglob("*.py"))
     stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in sources]
     interpreter = (torch.__version__, torch.version.git_version, sysconfig.get_config_var("EXT_SUFFIX"))
@@ -145,43 +148,3 @@ def _processor() -> str:
         return f"{platform.machine()} {platform.processor()}"
     telling = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU part")
     return "\n".join(line for line in first if line.partition(":")[0].strip() in telling)
-
-
-def _lines(graph: GraphModule) -> Iterator[str]:
-    places = {node: f"%{index}" for index, node in enumerate(graph.graph.nodes)}
-    for node in graph.graph.nodes:
-        made = "" if node.op == "output" else _text(node.meta.get("val"))
-        yield f"{node.op} {_target(node)} {_text(node.args, places)} {_text(node.kwargs, places)} {made}"
-
-
-def _target(node: Any) -> str:
-    if node.op in ("placeholder", "output"):
-        return ""
-    if node.op != "call_function" or not known(node.target):
-        raise Unkept
-    return str(node.target)
-
-
-def known(target: Any) -> bool:
-    """Whether this is an operator of torch's or of purestep's own."""
-    return target is operator.getitem or (isinstance(target, OpOverload) and target.namespace in _NAMESPACES)
-
-
-def _text(value: Any, places: dict[Any, str] | None = None) -> str:
-    if type(value) in _PLAIN:
-        return repr(value)
-    if places is not None and isinstance(value, torch.fx.Node):
-        return places[value]
-    if isinstance(value, Tensor):
-        return _tensor(value)
-    if isinstance(value, list | tuple):
-        return f"({', '.join(_text(item, places) for item in value)})"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{_text(key, places)}: {_text(item, places)}' for key, item in value.items())}}}"
-    raise Unkept
-
-
-def _tensor(value: Tensor) -> str:
-    if not all(type(size) is int for size in (*value.shape, *value.stride(), value.storage_offset())):
-        raise Unkept
-    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.device}"

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from . import arena, attention, calls, elementary, kept, kernels, pieces, products, rows, shortcuts, toolchain, wrapper
+from .alone import with_compiler
 from .calls import Compiled
 
 if TYPE_CHECKING:
@@ -47,8 +48,10 @@ def compiled(
     *,
     finish: Callable[[GraphModule], GraphModule],
     options: Mapping[str, Any] | None,
-) -> tuple[Compiled, GraphModule]:
-    """The function as native code, and the graph that it was made from.
+) -> tuple[Compiled, bool]:
+    """The function as native code, and whether it draws random numbers.
+
+    The function is run on tensors without memory, and when no earlier run has left code of it, once more for its graph.
 
     Args:
         function: flat in, list of tensors out; may write its inputs in place as the last thing it does.
@@ -59,6 +62,23 @@ def compiled(
     Raises:
         NotFunctional: the function writes in place what cannot be written at its end.
     """
+    name = kept.name(function, inputs, _chosen(options))
+    made = kept.load(name)
+    if made is None:
+        with with_compiler():
+            made = _made(function, inputs, finish, options)
+        kept.keep(name, made)
+    run = calls.in_arena(made.code, len(inputs)) if made.in_arena else made.code.run
+    return on_threads(run, made.threads) if made.threads else run, made.draws
+
+
+def _made(
+    function: Flat,
+    inputs: Sequence[Tensor],
+    finish: Callable[[GraphModule], GraphModule],
+    options: Mapping[str, Any] | None,
+) -> kept.Made:
+    from torch._inductor import config
     from torch._subclasses import FakeTensorMode
     from torch.fx import _lazy_graph_module
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -67,9 +87,12 @@ def compiled(
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in inputs]
     # No Python is written for a graph that is changed a dozen times and never run.
-    with _configured(options), lazy._use_lazy_graph_module(True):
+    with config.patch(_chosen(options)), lazy._use_lazy_graph_module(True):
         graph = finish(_captured(function, fakes, mode))
-        return _found_or_made(graph, fakes, mode, options), graph
+        draws_, threads = draws(graph), _threads(graph)  # inductor changes the graph
+        with config.patch(_by_size(_work(graph)) | dict(options or {})):
+            run = _through_inductor(graph, fakes, mode)
+            return kept.Made(calls.of(run), draws_, arena.possible(), threads)
 
 
 def _captured(function: Flat, fakes: Sequence[Tensor], mode: Any) -> GraphModule:
@@ -82,22 +105,10 @@ def _captured(function: Flat, fakes: Sequence[Tensor], mode: Any) -> GraphModule
     return _writing_last(attention.written_out(graph))
 
 
-def _found_or_made(
-    graph: GraphModule, fakes: Sequence[Tensor], mode: Any, options: Mapping[str, Any] | None
-) -> Compiled:
-    from torch._inductor import config
-
-    work = _work(graph)
-    with config.patch(_by_size(work) | dict(options or {})):
-        name = kept.name(graph, fakes)
-        code = kept.load(name)
-        if code is None:
-            code = calls.of(_made(graph, fakes, mode))
-            kept.keep(name, code)
-        run = calls.in_arena(code, len(fakes)) if arena.possible() else code.run
-    if work < _ALONE:  # written for one thread
-        return run if _uses_onednn(graph) else on_threads(run, 1)
-    return on_threads(run, torch.get_num_threads())
+def draws(graph: GraphModule) -> bool:
+    """Whether a graph draws random numbers."""
+    tags = (getattr(node.target, "tags", ()) for node in graph.graph.nodes)
+    return any(torch.Tag.nondeterministic_seeded in found for found in tags)
 
 
 def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
@@ -183,7 +194,7 @@ def _kept_apart(graph: GraphModule, source: Any) -> None:
     view.replace_input_with(source, apart)
 
 
-def _made(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
+def _through_inductor(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
     with shortcuts.while_loading(), toolchain.beside() as ahead, shortcuts.taken():
         return _lowered(graph, fakes, mode, ahead)
 
@@ -231,10 +242,8 @@ def _output(graph: GraphModule) -> Any:
     return next(node for node in reversed(graph.graph.nodes) if node.op == "output")
 
 
-@contextmanager
-def _configured(options: Mapping[str, Any] | None) -> Generator[None]:
-    from torch._inductor import config
-
+def _chosen(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Inductor's configuration, what depends on the graph apart."""
     chosen: dict[str, Any] = {
         "cpp_wrapper": True,
         # Kernels at -O3, the code that calls them at -O1: a third of the compile time, the same speed.
@@ -243,8 +252,7 @@ def _configured(options: Mapping[str, Any] | None) -> Generator[None]:
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         # torch itself runs on these instructions: no need to compile three programs that try them out.
         chosen["cpp.vec_isa_ok"] = True
-    with config.patch(chosen | dict(options or {})):
-        yield
+    return chosen | dict(options or {})
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------
@@ -262,6 +270,13 @@ def _by_size(work: float) -> dict[str, Any]:
         return {"cpp.threads": 1}
     # A second of g++ less; kernels are optimized as always.
     return {"aot_inductor.compile_wrapper_opt_level": "O0"} if work > _LONG else {}
+
+
+def _threads(graph: GraphModule) -> int:
+    """On how many threads the code may run; 0: on as many as there are."""
+    if _work(graph) < _ALONE:  # written for one
+        return 0 if _uses_onednn(graph) else 1
+    return torch.get_num_threads()
 
 
 def _work(graph: GraphModule) -> float:

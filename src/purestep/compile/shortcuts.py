@@ -19,7 +19,7 @@ def while_loading() -> Generator[None]:
 
 @contextmanager
 def taken() -> Generator[None]:
-    """Whatever inductor compiles inside takes them. Under `capture.alone`: this patches inductor."""
+    """Whatever inductor compiles inside takes them. Under `alone`: this patches inductor."""
     with _patched(_rules_once, _strides_read_off, _no_empty_tails):
         yield
 

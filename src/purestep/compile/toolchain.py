@@ -31,7 +31,7 @@ of them sooner, because a core has nothing else to do."""
 
 @contextmanager
 def beside() -> Generator[Callable[[str], None]]:
-    """Whatever inductor compiles inside has its C++ built beside it. Under `capture.alone`: this patches inductor.
+    """Whatever inductor compiles inside has its C++ built beside it. Under `alone`: this patches inductor.
 
     Returns:
         What takes the text of a kernel that is certain to come, and compiles it at once.
@@ -231,7 +231,7 @@ class _Build:
             known = not _exists(kernels) and self._hand_over_rest(Path(_source(kernels)).read_text())
             if not _exists(calls):
                 calls.build()
-            # `capture.alone` keeps garbage until the end, where it would be collected with nothing beside it.
+            # `alone` keeps garbage until the end, where it would be collected with nothing beside it.
             gc.collect(0)
             if known:
                 self._join(kernels)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from . import arena, kept, pieces
+from . import arena, pieces, recording
 
 _KEPT = r"""
 // A tensor in that memory, which costs nothing until an operator of torch asks for a handle.
@@ -209,7 +209,7 @@ def _by_address() -> bool:
     plain = all(isinstance(given, ir.TensorBox) and _is_fixed(given) for given in inputs.values())
     returned = _returned([]) & set(inputs)
     called = [node.target for node in graph.module.graph.nodes if node.op == "call_function"]
-    return plain and not graph.constants and not returned and all(map(kept.known, called))
+    return plain and not graph.constants and not returned and all(map(recording.known, called))
 
 
 def _is_fixed(given: Any) -> bool:
