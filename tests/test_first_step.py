@@ -210,7 +210,7 @@ def run(factor: float) -> Tensor:
     def function(x: Tensor) -> list[Tensor]:
         return [torch.sin(x) * factor]
 
-    call, _ = native.compiled(function, [torch.ones(300)], finish=lambda graph: graph, options=None)
+    call, _ = native.compiled(function, [torch.ones(300)], options=None)
     (found,) = call([torch.full((300,), 2.0)])
     torch.testing.assert_close(found, torch.sin(torch.full((300,), 2.0)) * factor)
     return found
@@ -244,7 +244,7 @@ def test_a_step_that_is_found_again_trains_as_before(made: list[Any], rate: floa
 @pytest.mark.compile
 def test_how_code_may_be_called_is_kept_with_it(own_cache: Path):
     def of(function: Callable[[Tensor], list[Tensor]], size: int) -> dict[str, Any]:
-        native.compiled(function, [torch.ones(size)], finish=lambda graph: graph, options=None)
+        native.compiled(function, [torch.ones(size)], options=None)
         newest = max((own_cache / "purestep").iterdir(), key=lambda file: file.stat().st_mtime_ns)
         return json.loads(newest.read_text())
 
@@ -287,7 +287,7 @@ def test_what_is_not_as_it_was_is_made_anew(
 _ANOTHER_PROCESS = """
 import torch
 from purestep.compile import native
-call, _ = native.compiled(lambda x: [torch.sin(x) * 3.25], [torch.ones(300)], finish=lambda graph: graph, options=None)
+call, _ = native.compiled(lambda x: [torch.sin(x) * 3.25], [torch.ones(300)], options=None)
 (found,) = call([torch.full((300,), 2.0)])
 print((found - torch.sin(torch.tensor(2.0)) * 3.25).abs().max() < 1e-6)
 """
@@ -312,7 +312,7 @@ _WARM = """
 import sys
 import torch
 from purestep.compile import native
-call, _ = native.compiled(lambda x: [torch.sin(x) * 3.75], [torch.ones(300)], finish=lambda graph: graph, options=None)
+call, _ = native.compiled(lambda x: [torch.sin(x) * 3.75], [torch.ones(300)], options=None)
 call([torch.ones(300)])
 print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
 """
@@ -519,7 +519,7 @@ def two_kernels(shift: float) -> None:
         return [torch.sin(torch.cos(x + shift) @ x)]
 
     x = torch.rand(40, 40)
-    call, _ = native.compiled(function, [x], finish=lambda graph: graph, options=None)
+    call, _ = native.compiled(function, [x], options=None)
     torch.testing.assert_close(call([x.clone()])[0], function(x)[0], rtol=1e-4, atol=1e-4)
 
 
@@ -751,7 +751,7 @@ def text_of(function: Callable[..., Any], x: Tensor) -> str:
             "load_pybinding_async",
             lambda *args, **more: (texts.append(repr((args, more))), true(*args, **more))[1],
         )
-        native.compiled(function, [x], finish=lambda graph: graph, options=None)
+        native.compiled(function, [x], options=None)
     (text,) = texts
     return text
 
@@ -824,7 +824,7 @@ import jinja2, torch
 from purestep.compile import native
 made, true = [], jinja2.Environment.from_string
 jinja2.Environment.from_string = lambda self, *args, **more: (made.append(1), true(self, *args, **more))[1]
-native.compiled(lambda x: [x * 2], [torch.ones(4)], finish=lambda graph: graph, options=None)
+native.compiled(lambda x: [x * 2], [torch.ones(4)], options=None)
 from torch._inductor.kernel.mm import mm_template
 print(len(made), callable(mm_template.template.render), len(made))
 """

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import optim
-from purestep.compile import capture, native, replay, runner
+from purestep.compile import capture, native, passes, replay, runner
 from purestep.errors import ConfigError, StateError, StepContractError
 from purestep.types import Program
 
@@ -122,9 +122,9 @@ def test_a_write_in_the_middle_is_not_taken_for_functional() -> None:
         x.copy_(x + 1)
         return last * 2
 
-    assert not native._is_functional(make_fx(writes_and_reads)(torch.ones(2)))
-    assert not native._is_functional(make_fx(writes_and_reads_a_view)(torch.ones(2)))
-    assert native._is_functional(make_fx(reads_and_writes)(torch.ones(2)))
+    assert not passes.is_functional(make_fx(writes_and_reads)(torch.ones(2)))
+    assert not passes.is_functional(make_fx(writes_and_reads_a_view)(torch.ones(2)))
+    assert passes.is_functional(make_fx(reads_and_writes)(torch.ones(2)))
 
 
 @pytest.mark.compile

@@ -22,7 +22,20 @@ from torch._inductor import config
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import arena, attention, calls, elementary, kept, kernels, native, pieces, products, rows, wrapper
+from purestep.compile import (
+    arena,
+    attention,
+    calls,
+    elementary,
+    kept,
+    kernels,
+    native,
+    passes,
+    pieces,
+    products,
+    rows,
+    wrapper,
+)
 from purestep.errors import StepContractError
 
 if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
@@ -42,7 +55,7 @@ def made_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def compiled(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Callable[..., list[Tensor]]:
     """The function as native code, for tensors like these; called with these where it is given none."""
     with torch.no_grad():
-        run, _ = native.compiled(function, list(inputs), finish=lambda graph: graph, options=None)
+        run, _ = native.compiled(function, list(inputs), options=None)
     return lambda *others: list(run(list(others or inputs)))
 
 
@@ -880,7 +893,7 @@ def test_an_input_written_from_itself_through_a_view(turn: int):
 
 
 def test_without_memory_of_its_own_it_is_overwritten_while_it_is_read(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "_kept_apart", lambda graph, source: None)
+    monkeypatch.setattr(passes, "_kept_apart", lambda graph, source: None)
     assert not is_written_whole(TURNS[0])
 
 

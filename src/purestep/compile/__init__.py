@@ -3,7 +3,8 @@
 A call goes from `entry` (what users call) to `runner`, which finds its graph in `graphs` and keeps the state of a
 donated step in the buffers of `live`; a step that leaves its state as it was writes a copy of them, by `forks`. A graph
 that is not there yet is made by `capture`, by one thread at a time (`alone`): Python is run on fake tensors, or Dynamo
-reads it, and `contract` checks what the step returned. On CUDA `replay` records the donated step. `evaluation` is the same for an eval_step.
+reads it; `passes` are what changes in the graph, and `contract` checks what the step returned. On CUDA `replay` records
+the donated step. `evaluation` is the same for an eval_step.
 
 On the CPU `native` hands the traced graph straight to inductor. What differs from `torch.compile` there:
 
@@ -22,11 +23,11 @@ On the CPU `native` hands the traced graph straight to inductor. What differs fr
 
 from __future__ import annotations
 
-from .capture import ONE_DTYPE as ONE_DTYPE
 from .capture import Uncaptured as Uncaptured
 from .capture import stopped as stopped
 from .entry import compile_program as compile_program
 from .entry import compile_step as compile_step
 from .evaluation import CompiledEval as CompiledEval
 from .live import LiveState as LiveState
+from .passes import ONE_DTYPE as ONE_DTYPE
 from .runner import CompiledStep as CompiledStep

@@ -130,7 +130,9 @@ class _Package:
         whole = f"{self._name}.{name}"
         if whole == "torch._dynamo.disable" and not _is_loaded(whole):
             return _disabled_later
-        return module(whole) if whole in _ALONE else getattr(importlib.import_module(self._name), name)
+        found = module(whole) if whole in _ALONE else getattr(importlib.import_module(self._name), name)
+        self.__dict__[name] = found  # every operation asks
+        return found
 
 
 def _disabled_later(function: Any, recursive: bool = True, **more: Any) -> Callable[..., Any]:

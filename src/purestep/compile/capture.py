@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import rng
 from ..errors import ConfigError, PurestepError, StepContractError
-from . import native
+from . import native, passes
 from .alone import with_compiler
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -56,15 +56,15 @@ def trace(
     with rng.capturing(), torch.no_grad():
         if native.suits(inputs, backend):
             try:
-                return native.compiled(_recorded(function), inputs, finish=_finished, options=options)
+                return native.compiled(_recorded(function), inputs, options=options)
             except PurestepError:
                 raise
             except Exception:  # what inductor's inner door does not take, its front door may
                 pass
     with with_compiler():
         with rng.capturing(), torch.no_grad():
-            graph = _finished(_views_allowed(_traced(function, inputs)))
-        return _lowered(graph, inputs, backend, options), native.draws(graph)
+            graph = passes.finished(passes.views_allowed(_traced(function, inputs)))
+        return _lowered(graph, inputs, backend, options), passes.draws(graph)
 
 
 def _each_its_own(inputs: list[Tensor]) -> list[Tensor]:
@@ -106,78 +106,6 @@ def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
     return make_fx(_recorded(function), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 
-ONE_DTYPE = (
-    'model.float() before ps.program and batches of float32; or ps.program(..., precision="64-true"), which casts both'
-)
-"""The cure of weights and batches that do not fit."""
-
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
-
-
-def _finished(graph: GraphModule) -> GraphModule:
-    """What is compiled.
-
-    Raises:
-        StepContractError: a product of two dtypes, which torch refuses when it is computed, and fake tensors let pass.
-    """
-    for node in graph.graph.nodes:
-        if getattr(node.target, "__name__", "").partition(".")[0] not in _PRODUCTS:
-            continue
-        values = [source.meta.get("val") for source in node.all_input_nodes]
-        dtypes = {value.dtype: None for value in values if isinstance(value, Tensor)}
-        if len(dtypes) > 1:
-            raise StepContractError(
-                f"a product of {' and '.join(map(str, dtypes))} ({node.target})",
-                where="step",
-                hint=ONE_DTYPE,
-            )
-    return _scalars_apart(graph)
-
-
-def _views_allowed(graph: GraphModule) -> GraphModule:
-    """Views as reshapes: an operation before one may come out in another layout when it is compiled."""
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
-    return graph
-
-
-def _scalars_apart(graph: GraphModule) -> GraphModule:
-    """Keep every scalar that a larger tensor is computed with in memory of its own.
-
-    Inductor computes a 0-d expression anew wherever it is read: a bias correction once for every few parameters. A view
-    by strides needs memory to look at, so it makes inductor compute the scalar once.
-    """
-    for node in list(graph.graph.nodes):
-        if not _is_computed(node) or not _is_scalar(node):
-            continue
-        readers = [user for user in node.users if isinstance(user.meta.get("val"), Tensor) and not _is_scalar(user)]
-        if not readers:
-            continue
-        with graph.graph.inserting_after(node):
-            apart = graph.graph.call_function(torch.ops.aten.as_strided.default, (node, [], []))
-        apart.meta.update(node.meta)
-        for reader in readers:
-            reader.replace_input_with(node, apart)
-    graph.recompile()
-    return graph
-
-
-def _is_computed(node: Any) -> bool:
-    """Whether a node makes memory of its own: a view has it already, at an offset that a second view would lose.
-
-    So has a copy: inductor takes the original where it can.
-    """
-    copied = node.target in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
-    return not copied and not getattr(node.target, "is_view", True)  # getitem, without is_view, takes one of several
-
-
-def _is_scalar(node: Any) -> bool:
-    value = node.meta.get("val")
-    # On a GPU a scalar is cheaper computed in every thread than in a kernel of its own.
-    return isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu"
-
-
 def rehearse(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> None:
     """Run a function on fake tensors: no arithmetic, all of its checks.
 
@@ -217,7 +145,7 @@ def _lowered(
     # Documented, not yet public; torch.compile stands behind it.
     inductor: Any = importlib.import_module("torch._inductor")
     chosen = dict(options) if options else None
-    graph = native.sources_apart(graph)
+    graph = passes.sources_apart(graph)
     graph.recompile()
     made = inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=chosen)
     return native.on_threads(_unpacking(made), torch.get_num_threads())

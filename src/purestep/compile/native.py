@@ -9,7 +9,6 @@ is left to `standalone_compile`; see `capture.trace`.
 from __future__ import annotations
 
 import importlib
-import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,21 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from . import arena, attention, calls, elementary, kept, kernels, pieces, products, rows, shortcuts, toolchain, wrapper
+from . import (
+    arena,
+    attention,
+    calls,
+    elementary,
+    kept,
+    kernels,
+    passes,
+    pieces,
+    products,
+    rows,
+    shortcuts,
+    toolchain,
+    wrapper,
+)
 from .alone import with_compiler
 from .calls import Compiled
 
@@ -46,7 +59,6 @@ def compiled(
     function: Flat,
     inputs: list[Tensor],
     *,
-    finish: Callable[[GraphModule], GraphModule],
     options: Mapping[str, Any] | None,
 ) -> tuple[Compiled, bool]:
     """The function as native code, and whether it draws random numbers.
@@ -56,7 +68,6 @@ def compiled(
     Args:
         function: flat in, list of tensors out; may write its inputs in place as the last thing it does.
         inputs: tensors that are only looked at.
-        finish: last changes to the graph.
         options: inductor's configuration, beyond what is set here.
 
     Raises:
@@ -66,7 +77,7 @@ def compiled(
     made = kept.load(name)
     if made is None:
         with with_compiler():
-            made = _made(function, inputs, finish, options)
+            made = _made(function, inputs, options)
         kept.keep(name, made)
     run = calls.in_arena(made.code, len(inputs)) if made.in_arena else made.code.run
     return on_threads(run, made.threads) if made.threads else run, made.draws
@@ -75,7 +86,6 @@ def compiled(
 def _made(
     function: Flat,
     inputs: Sequence[Tensor],
-    finish: Callable[[GraphModule], GraphModule],
     options: Mapping[str, Any] | None,
 ) -> kept.Made:
     from torch._inductor import config
@@ -88,8 +98,8 @@ def _made(
     fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in inputs]
     # No Python is written for a graph that is changed a dozen times and never run.
     with config.patch(_chosen(options)), lazy._use_lazy_graph_module(True):
-        graph = finish(_captured(function, fakes, mode))
-        draws_, threads = draws(graph), _threads(graph)  # inductor changes the graph
+        graph = passes.finished(_captured(function, fakes, mode))
+        draws_, threads = passes.draws(graph), _threads(graph)  # inductor changes the graph
         with config.patch(_by_size(_work(graph)) | dict(options or {})):
             run = _through_inductor(graph, fakes, mode)
             return kept.Made(calls.of(run), draws_, arena.possible(), threads)
@@ -98,17 +108,11 @@ def _made(
 def _captured(function: Flat, fakes: Sequence[Tensor], mode: Any) -> GraphModule:
     with mode:
         graph = _traced(function, fakes)
-        if not _is_functional(graph):
+        if not passes.is_functional(graph):
             graph = _traced(torch.func.functionalize(graph, remove="mutations"), fakes)
-    if not _is_functional(graph):
+    if not passes.is_functional(graph):
         raise NotFunctional
-    return _writing_last(attention.written_out(graph))
-
-
-def draws(graph: GraphModule) -> bool:
-    """Whether a graph draws random numbers."""
-    tags = (getattr(node.target, "tags", ()) for node in graph.graph.nodes)
-    return any(torch.Tag.nondeterministic_seeded in found for found in tags)
+    return passes.writing_last(attention.written_out(graph))
 
 
 def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
@@ -136,64 +140,6 @@ def _no_recurrent_kernel() -> Generator[None]:
         core._set_mkldnn_enabled(was_on)
 
 
-def _is_functional(graph: GraphModule) -> bool:
-    """Whether inputs are all that is written, each once, and not read after, not through an earlier view either."""
-    written, of = set[Any](), dict[Any, Any]()  # view -> what it shows
-    for node in graph.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if any(of.get(source, source) in written for source in node.all_input_nodes):
-            return False
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            if node.target is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":
-                return False
-            written |= {node, node.args[0]}
-        elif node.target is operator.getitem or _is_view(node):
-            of[node] = of.get(node.args[0], node.args[0])
-    return True
-
-
-def _is_view(node: Any) -> bool:
-    return node.op == "call_function" and getattr(node.target, "is_view", False)
-
-
-def _writing_last(graph: GraphModule) -> GraphModule:
-    """The graph with every write at its end: inductor reads a view, or what it takes for one, where it is used."""
-    output = _output(graph)
-    for node in _writes(sources_apart(graph)):
-        output.prepend(node)
-    return graph
-
-
-def _writes(graph: GraphModule) -> list[Any]:
-    return [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]
-
-
-def sources_apart(graph: GraphModule) -> GraphModule:
-    """The graph with whatever is written through a view of it in memory of its own."""
-    for node in _writes(graph):
-        _kept_apart(graph, node.args[1])
-    return graph
-
-
-def _kept_apart(graph: GraphModule, source: Any) -> None:
-    """What an input becomes through a view in memory of its own: inductor computes it while it writes the input, of
-    what it has written already."""
-    view = None
-    while _is_view(source) or source.target is torch.ops.aten._unsafe_view.default:
-        view, source = source, source.args[0]
-    if view is None or source.op != "call_function" or source.target is operator.getitem:
-        return
-    from torch._inductor import inductor_prims
-
-    own: Any = inductor_prims.force_stride_order
-    with graph.graph.inserting_after(source):
-        apart = graph.graph.call_function(own, (source, source.meta["val"].stride()))
-    apart.meta.update(source.meta)
-    view.replace_input_with(source, apart)
-
-
 def _through_inductor(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
     with shortcuts.while_loading(), toolchain.beside() as ahead, shortcuts.taken():
         return _lowered(graph, fakes, mode, ahead)
@@ -207,7 +153,7 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
     from torch._inductor.virtualized import V
 
     inductor: Any = compile_fx
-    _output(graph).args = (tuple(_output(graph).args[0]),)
+    passes.output(graph).args = (tuple(passes.output(graph).args[0]),)
     with tracing(TracingContext(mode)), V.set_fake_mode(mode), enable_python_dispatcher():
         graph = inductor._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
         graph = products.placed(graph)
@@ -218,7 +164,7 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
         if in_arena:
             arena.taken(graph)
             fakes = [*fakes, mode.from_tensor(arena.header(), static_shapes=True)]
-        _output(graph).meta["user_visible_output_idxs"] = list(range(len(_output(graph).args[0])))
+        passes.output(graph).meta["user_visible_output_idxs"] = list(range(len(passes.output(graph).args[0])))
         with _changed() if in_arena else nullcontext():
             made = inductor.compile_fx_inner(
                 graph,
@@ -236,10 +182,6 @@ def _changed() -> Generator[None]:
     """Inductor writes other C++; only of graphs with the arena's input, which its cache tells apart."""
     with wrapper.laid_out(), elementary.shorter(), pieces.apart():
         yield
-
-
-def _output(graph: GraphModule) -> Any:
-    return next(node for node in reversed(graph.graph.nodes) if node.op == "output")
 
 
 def _chosen(options: Mapping[str, Any] | None) -> dict[str, Any]:

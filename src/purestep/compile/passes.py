@@ -1,0 +1,154 @@
+"""Changes to a traced graph before it is compiled, and what is asked of one."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import StepContractError
+
+if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
+    from torch.fx import GraphModule
+
+ONE_DTYPE = (
+    'model.float() before ps.program and batches of float32; or ps.program(..., precision="64-true"), which casts both'
+)
+"""The cure of weights and batches that do not fit."""
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+
+
+def finished(graph: GraphModule) -> GraphModule:
+    """What is compiled.
+
+    Raises:
+        StepContractError: a product of two dtypes, which torch refuses when it is computed, and fake tensors let pass.
+    """
+    for node in graph.graph.nodes:
+        if getattr(node.target, "__name__", "").partition(".")[0] not in _PRODUCTS:
+            continue
+        values = [source.meta.get("val") for source in node.all_input_nodes]
+        dtypes = {value.dtype: None for value in values if isinstance(value, Tensor)}
+        if len(dtypes) > 1:
+            raise StepContractError(
+                f"a product of {' and '.join(map(str, dtypes))} ({node.target})",
+                where="step",
+                hint=ONE_DTYPE,
+            )
+    return _scalars_apart(graph)
+
+
+def views_allowed(graph: GraphModule) -> GraphModule:
+    """Views as reshapes: an operation before one may come out in another layout when it is compiled."""
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+    return graph
+
+
+def _scalars_apart(graph: GraphModule) -> GraphModule:
+    """Keep every scalar that a larger tensor is computed with in memory of its own.
+
+    Inductor computes a 0-d expression anew wherever it is read: a bias correction once for every few parameters. A view
+    by strides needs memory to look at, so it makes inductor compute the scalar once.
+    """
+    for node in list(graph.graph.nodes):
+        if not _is_computed(node) or not _is_scalar(node):
+            continue
+        readers = [user for user in node.users if isinstance(user.meta.get("val"), Tensor) and not _is_scalar(user)]
+        if not readers:
+            continue
+        with graph.graph.inserting_after(node):
+            apart = graph.graph.call_function(torch.ops.aten.as_strided.default, (node, [], []))
+        apart.meta.update(node.meta)
+        for reader in readers:
+            reader.replace_input_with(node, apart)
+    graph.recompile()
+    return graph
+
+
+def _is_computed(node: Any) -> bool:
+    """Whether a node makes memory of its own: a view has it already, at an offset that a second view would lose.
+
+    So has a copy: inductor takes the original where it can.
+    """
+    copied = node.target in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+    return not copied and not getattr(node.target, "is_view", True)  # getitem, without is_view, takes one of several
+
+
+def _is_scalar(node: Any) -> bool:
+    value = node.meta.get("val")
+    # On a GPU a scalar is cheaper computed in every thread than in a kernel of its own.
+    return isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu"
+
+
+def is_functional(graph: GraphModule) -> bool:
+    """Whether inputs are all that is written, each once, and not read after, not through an earlier view either."""
+    written, of = set[Any](), dict[Any, Any]()  # view -> what it shows
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if any(of.get(source, source) in written for source in node.all_input_nodes):
+            return False
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            if node.target is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":
+                return False
+            written |= {node, node.args[0]}
+        elif node.target is operator.getitem or _is_view(node):
+            of[node] = of.get(node.args[0], node.args[0])
+    return True
+
+
+def _is_view(node: Any) -> bool:
+    return node.op == "call_function" and getattr(node.target, "is_view", False)
+
+
+def writing_last(graph: GraphModule) -> GraphModule:
+    """The graph with every write at its end: inductor reads a view, or what it takes for one, where it is used."""
+    last = output(graph)
+    for node in _writes(sources_apart(graph)):
+        last.prepend(node)
+    return graph
+
+
+def _writes(graph: GraphModule) -> list[Any]:
+    return [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]
+
+
+def sources_apart(graph: GraphModule) -> GraphModule:
+    """The graph with whatever is written through a view of it in memory of its own."""
+    for node in _writes(graph):
+        _kept_apart(graph, node.args[1])
+    return graph
+
+
+def _kept_apart(graph: GraphModule, source: Any) -> None:
+    """What an input becomes through a view in memory of its own: inductor computes it while it writes the input, of
+    what it has written already."""
+    view = None
+    while _is_view(source) or source.target is torch.ops.aten._unsafe_view.default:
+        view, source = source, source.args[0]
+    if view is None or source.op != "call_function" or source.target is operator.getitem:
+        return
+    from torch._inductor import inductor_prims
+
+    own: Any = inductor_prims.force_stride_order
+    with graph.graph.inserting_after(source):
+        apart = graph.graph.call_function(own, (source, source.meta["val"].stride()))
+    apart.meta.update(source.meta)
+    view.replace_input_with(source, apart)
+
+
+def draws(graph: GraphModule) -> bool:
+    """Whether a graph draws random numbers."""
+    tags = (getattr(node.target, "tags", ()) for node in graph.graph.nodes)
+    return any(torch.Tag.nondeterministic_seeded in found for found in tags)
+
+
+def output(graph: GraphModule) -> Any:
+    """The node of what the graph returns."""
+    return next(node for node in reversed(graph.graph.nodes) if node.op == "output")
