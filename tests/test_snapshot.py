@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from purestep import errors, tree
-from purestep.snapshot import Snapshots, cadence, host, manifest, reading, store
+from purestep.snapshot import Snapshots, cadence, copies, host, manifest, reading, store
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
@@ -412,6 +413,58 @@ def test_buffers_are_used_again():
     second = host.stage({"a": state["a"], "b": torch.randn(4, 3)}, first)
     assert second["a"].data_ptr() == first["a"].data_ptr()
     assert second["b"].data_ptr() != first["b"].data_ptr()
+
+
+@given(rounds=st.lists(st.lists(odd_tensors(), max_size=3), min_size=1, max_size=3), order=st.lists(st.integers(0, 2)))
+@settings(deadline=None)
+def test_copies_of_one_state_after_another(rounds, order):
+    """Also of the same state again and again, where no leaf is looked at."""
+    made = copies.Copies()
+    for index in [0, 0, *order, 0]:
+        state = {str(i): tensor.clone() for i, tensor in enumerate(rounds[index % len(rounds)])}
+        expected = {path: bits(tensor) for path, tensor in state.items() if tensor.numel()}
+        look = made.look(state)
+        buffers = made.make(look)
+        for tensor in state.values():
+            tensor.zero_()
+        assert look.layout.records == manifest.describe(tree.with_paths(state))
+        back = {path: host.tensor(host.array(buffer), state[path]) for path, buffer in buffers.items()}
+        assert {path: bits(tensor) for path, tensor in back.items()} == expected
+
+
+def test_a_state_like_the_last_is_not_looked_at_leaf_by_leaf(monkeypatch: pytest.MonkeyPatch):
+    looked: list[Any] = []
+    true = manifest.describe
+    monkeypatch.setattr(manifest, "describe", lambda leaves: (looked.append(leaves), true(leaves))[1])
+    made = copies.Copies()
+    for value in (1.0, 2.0):
+        assert made.make(made.look(small(value)))["b"].tolist() == [value, value]
+    assert len(looked) == 1
+    for changed in (small() | {"b": torch.zeros(2, dtype=torch.float64)}, small() | {"b": 7}, small() | {"c": small()}):
+        made.make(made.look(changed))
+        made.make(made.look(small()))
+    assert len(looked) == 7
+    with pytest.raises(errors.StateError, match="sparse"):
+        made.look(small() | {"b": torch.ones(2).to_sparse()})
+    assert made.make(made.look(small(3.0)))["b"].tolist() == [3.0, 3.0]
+
+
+def test_a_copy_that_fails_leaves_none_behind(monkeypatch: pytest.MonkeyPatch):
+    made = copies.Copies()
+    made.make(made.look(small(1.0)))
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "_copy", lambda *_: [][0])
+        with pytest.raises(IndexError):
+            made.make(made.look(small(2.0)))
+    assert made.make(made.look(small(3.0)))["b"].tolist() == [3.0, 3.0]
+
+
+def test_no_state_is_kept_alive_by_what_is_known_of_it():
+    made, state = copies.Copies(), small()
+    made.make(made.look(state))
+    gone = [weakref.ref(leaf) for leaf in state.values()]
+    del state
+    assert [leaf() for leaf in gone] == [None, None]
 
 
 JSON = st.recursive(

@@ -6,7 +6,6 @@ import functools
 import importlib
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -305,18 +304,10 @@ def _constant(value: Any) -> Any:
 def alike(leaves: list[Any]) -> Callable[..., bool]:
     """Asks of as many other leaves, one argument each, whether they are tensors of the same `kinds`; for every step.
 
-    Dynamo's guards tell in one call. They also tell apart what `kinds` does not, a tensor that requires gradients or
-    one in inference mode: whoever asks looks for a graph by `kinds` then.
+    `tree.layout_guard` tells apart what `kinds` does not, a tensor that requires gradients or one in inference mode:
+    whoever asks looks for a graph by `kinds` then.
     """
-    if all(type(leaf) is Tensor for leaf in leaves):
-        with suppress(Exception):  # another torch, or a layout that has no strides
-            guards: Any = importlib.import_module("torch._C._dynamo.guards")
-            sizes = [list(leaf.shape) for leaf in leaves]
-            strides = [list(leaf.stride()) for leaf in leaves]
-            same: Any = guards.TensorGuards(*leaves, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-            if same(*leaves) is True:
-                return same
-    return functools.partial(_same_kinds, kinds(leaves))
+    return tree.layout_guard(leaves) or functools.partial(_same_kinds, kinds(leaves))
 
 
 def _same_kinds(known: tuple[Any, ...], *leaves: Any) -> bool:

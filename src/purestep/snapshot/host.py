@@ -93,6 +93,17 @@ def stage(tensors: dict[str, Tensor], spare: Buffers) -> Buffers:
     return buffers
 
 
+@torch.no_grad()
+def stage_again(tensors: list[Tensor], buffers: Buffers) -> None:
+    """`stage` into the buffers that it made for tensors on the CPU which were laid out like these.
+
+    Args:
+        tensors: checked, in the order that they had then.
+        buffers: which nobody reads any more.
+    """
+    _copy([_bits(tensor) for tensor in tensors], list(buffers.values()))
+
+
 def _copy(sources: list[Tensor], buffers: list[Tensor]) -> None:
     # All in one call: of small ones, torch would take longer to be called than to copy.
     if sources:

@@ -376,12 +376,16 @@ def check_values(path: str, leaf: Leaf, values: np.ndarray[Any, Any] | None, *, 
         raise Corrupt(f"the values of {path} are not those that were saved (their digest differs)", where=where)
 
 
-def environment(leaves: list[tuple[str, Any]]) -> dict[str, Any]:
-    """What exact repetition depends on beyond the state: versions, threads, and the device of most of its leaves."""
-    devices = [leaf.device for _, leaf in leaves if isinstance(leaf, Tensor)]
-    device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+def environment(device: torch.device) -> dict[str, Any]:
+    """What exact repetition depends on beyond the state: versions, threads, and the `device` of its leaves."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return _versions() | {"threads": torch.get_num_threads(), "device": name}
+
+
+def device(leaves: list[Any]) -> torch.device:
+    """The first that is not the CPU of those that the leaves are on."""
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 @cache

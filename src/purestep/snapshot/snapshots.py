@@ -14,7 +14,7 @@ from .. import tree
 from ..errors import ConfigError, Corrupt, NotFound, SnapshotError, WriteFailed
 from ..files import DirectoryLock, failpoint
 from ..types import Tree
-from . import background, cadence, directory, host, reading, store, writer
+from . import background, cadence, copies, directory, host, reading, store, writer
 from . import manifest as manifests
 from .manifest import Manifest
 from .reading import Snapshot
@@ -92,8 +92,7 @@ class Snapshots:
         self._platforms = jax_platforms
         self._lock = DirectoryLock(self.directory)
         self._background = background.Background()
-        self._spare: host.Buffers = {}
-        self._leaves = tree.Paths()
+        self._copies = copies.Copies()
         self._abandoned: set[int] = set()
         self._closed = False
         self._pid = os.getpid()
@@ -164,7 +163,7 @@ class Snapshots:
             self.wait()
         finally:
             self._closed = True
-            self._spare = {}
+            self._copies.clear()
             if not self._background.busy:  # else Ctrl-C broke the wait, and the script's end waits instead
                 self._lock.release()
 
@@ -295,30 +294,28 @@ class Snapshots:
         """
         self.open()
         step = directory.checked_step(self.directory, step)
-        leaves = self._leaves(state)
+        look = self._copies.look(state)
         manifest = Manifest(
             step=step,
-            leaves=manifests.describe(leaves),
+            leaves=look.layout.records,
             loop=manifests.as_json(loop, where="loop"),
             metrics=manifests.as_metrics(metrics),
             meta=manifests.as_json(meta, where="meta"),
             monitor=self._monitor,
-            environment=manifests.environment(leaves),
+            environment=manifests.environment(look.layout.device),
             files={},
         )
         self.waits += self._background.busy
         self._background.join()
         archive = directory.to_archive(self.directory, step, abandoned=self._abandoned, overwrite=overwrite)
-        spare, self._spare = self._spare, {}
-        tensors = {path: leaf for path, leaf in leaves if manifest.leaves[path].is_stored}
         try:
-            self._spare = writer.copied(self.directory, step, tensors, spare)
+            buffers = writer.copied(self.directory, step, lambda: self._copies.make(look))
         except WriteFailed as error:
             return self._tell(error)
         job = writer.Job(
             root=self.directory,
             manifest=manifest,
-            buffers=self._spare,
+            buffers=buffers,
             overwrite=overwrite,
             archive=archive,
             abandoned=self._abandoned,

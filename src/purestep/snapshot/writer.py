@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
-
-from torch import Tensor
 
 from ..errors import Corrupt, WriteFailed
 from ..files import failpoint, remove_tree, sync_directory, sync_tree, write_failed
@@ -30,15 +29,15 @@ class Job(NamedTuple):
     platforms: str | None
 
 
-def copied(root: Path, step: int, tensors: dict[str, Tensor], spare: host.Buffers) -> host.Buffers:
-    """`host.stage`, in the caller's thread.
+def copied(root: Path, step: int, make: Callable[[], host.Buffers]) -> host.Buffers:
+    """The copy that ``make`` makes, in the caller's thread.
 
     Raises:
         WriteFailed: no memory for the copy.
     """
     try:
         failpoint("snapshot.copy")
-        return host.stage(tensors, spare)
+        return make()
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch's word for a MemoryError
             raise
