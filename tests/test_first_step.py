@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import gc
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import purestep as ps
 from purestep import optim
 from purestep.compile import apart, calls, kept, kernels, native, products, recording, shortcuts, toolchain
 from purestep.compile.alone import alone
+from purestep.errors import StepContractError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -44,7 +44,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def name_of(function: Callable[..., Any], *inputs: Tensor, **settings: Any) -> str | None:
-    return kept.name(function, inputs, settings)
+    return kept.name(recording.record(function, inputs), settings)
 
 
 def twice(x: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def run(factor: float) -> Tensor:
     def function(x: Tensor) -> list[Tensor]:
         return [torch.sin(x) * factor]
 
-    call, _ = native.compiled(function, [torch.ones(300)], options=None)
+    call, _ = native.compiled(recording.record(function, [torch.ones(300)]), options=None)
     (found,) = call([torch.full((300,), 2.0)])
     torch.testing.assert_close(found, torch.sin(torch.full((300,), 2.0)) * factor)
     return found
@@ -243,18 +243,75 @@ def test_a_step_that_is_found_again_trains_as_before(made: list[Any], rate: floa
 
 @pytest.mark.compile
 def test_how_code_may_be_called_is_kept_with_it(own_cache: Path):
-    def of(function: Callable[[Tensor], list[Tensor]], size: int) -> dict[str, Any]:
-        native.compiled(function, [torch.ones(size)], options=None)
+    def of(function: Callable[[Tensor], list[Tensor]], size: int) -> list[Any]:
+        native.compiled(recording.record(function, [torch.ones(size)]), options=None)
         newest = max((own_cache / "purestep").iterdir(), key=lambda file: file.stat().st_mtime_ns)
-        return json.loads(newest.read_text())
+        return kept._read(newest)[2:]
 
     small, large = of(lambda x: [x.sin()], 300), of(lambda x: [torch.rand_like(x)], 1 << 25)
-    assert (small["threads"], small["draws"]) == (1, False)
-    assert (large["threads"], large["draws"]) == (torch.get_num_threads(), True)
+    assert small == [False, True, 1]
+    assert large == [True, True, torch.get_num_threads()]
+
+
+class Impure(torch.nn.Module):
+    """Python that does something else at each call."""
+
+    calls = 0  # of all of them: a program has a copy of its own
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind, self.table = torch.nn.Linear(4, 3), kind, None
+        Impure.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Impure.calls += 1
+        if self.kind == "keeps" and self.table is None:
+            self.table = torch.arange(3.0).cos()
+        return self.layer(x) * (self.table if self.kind == "keeps" else 1.0 if self.calls == 1 else 100.0)
+
+
+def first_loss(net: torch.nn.Module, *sizes: int) -> float:
+    program = ps.program(net, ps.supervised(torch.nn.CrossEntropyLoss()), optim.sgd(0.01))
+    step, state = ps.compile_step(program.train_step), program.init()
+    losses = [float(step(state, vector_batch(size))[1]["loss"]) for size in sizes]
+    return losses[0]
+
+
+@pytest.mark.compile
+def test_python_is_run_once_whether_code_is_made_or_found():
+    """Else the code would be that of another run than the one it is named by, and found by steps that do not count."""
+    found = list[float]()
+    for _ in range(2):
+        torch.manual_seed(0)
+        found.append(first_loss(Impure("counts"), 16))
+        assert Impure.calls == 1
+    torch.manual_seed(0)
+    x, y = vector_batch(16)
+    expected = torch.nn.functional.cross_entropy(Impure("counts")(x), y).item()
+    assert found == pytest.approx([expected, expected])
+
+
+@pytest.mark.compile
+def test_what_forward_keeps_is_part_of_the_graph_that_made_it_and_no_other_reads_it():
+    torch.manual_seed(0)
+    assert first_loss(Impure("keeps"), 16) > 0
+    with pytest.raises(StepContractError, match="an earlier capture of the step has left behind"):
+        first_loss(Impure("keeps"), 16, 8)
+
+
+@pytest.mark.compile
+def test_sizes_that_are_values_make_a_graph_that_is_not_kept(made: list[Any], own_cache: Path):
+    for _ in range(2):
+        record = recording.record(lambda x: [x[x > 0].sum()], [torch.ones(5)])
+        assert record.lines is None
+        run, _ = native.compiled(record, options=None)
+        assert float(run([torch.tensor([1.0, -1.0, 2.0, 0.0, 0.0])])[0]) == 3
+    assert len(made) == 2
+    assert not (own_cache / "purestep").exists()
 
 
 def library_of(record: Path) -> Path:
-    return record.parents[1] / json.loads(record.read_text())["library"]
+    return record.parents[1] / kept._read(record)[0]
 
 
 def _cut(library: Path, _: Path) -> None:
@@ -271,8 +328,12 @@ def _garble(_: Path, record: Path) -> None:
     record.write_text("nonsense")
 
 
+def _call_otherwise(_: Path, record: Path) -> None:
+    record.write_text(record.read_text().replace("true", "false"))
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize(("damage", "factor"), [(_cut, 2.25), (_remove, 2.5), (_garble, 2.75)])
+@pytest.mark.parametrize(("damage", "factor"), [(_cut, 2.25), (_remove, 2.5), (_garble, 2.75), (_call_otherwise, 3.0)])
 def test_what_is_not_as_it_was_is_made_anew(
     damage: Callable[[Path, Path], None], factor: float, made: list[Any], own_cache: Path
 ):
@@ -286,8 +347,8 @@ def test_what_is_not_as_it_was_is_made_anew(
 
 _ANOTHER_PROCESS = """
 import torch
-from purestep.compile import native
-call, _ = native.compiled(lambda x: [torch.sin(x) * 3.25], [torch.ones(300)], options=None)
+from purestep.compile import native, recording
+call, _ = native.compiled(recording.record(lambda x: [torch.sin(x) * 3.25], [torch.ones(300)]), options=None)
 (found,) = call([torch.full((300,), 2.0)])
 print((found - torch.sin(torch.tensor(2.0)) * 3.25).abs().max() < 1e-6)
 """
@@ -311,8 +372,8 @@ def test_a_damaged_library_is_no_trap_for_the_next_process(own_cache: Path):
 _WARM = """
 import sys
 import torch
-from purestep.compile import native
-call, _ = native.compiled(lambda x: [torch.sin(x) * 3.75], [torch.ones(300)], options=None)
+from purestep.compile import native, recording
+call, _ = native.compiled(recording.record(lambda x: [torch.sin(x) * 3.75], [torch.ones(300)]), options=None)
 call([torch.ones(300)])
 print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
 """
@@ -494,6 +555,26 @@ def test_two_threads_that_start_together_do_not_wait_for_one_another(own_cache: 
         assert printed(_TWO_THREADS) == "[True, True]"
 
 
+_ANOTHER_THREAD = """
+import threading, time, torch
+from purestep.compile import apart
+ends = []
+def other():
+    ends.append(torch.compile(lambda x: x.sin() + 1)(torch.zeros(3)).tolist())
+with apart.unloaded():
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join(240)
+print(ends)
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_another_thread_loads_the_compiler_as_ever():
+    assert printed(_ANOTHER_THREAD) == "[[1.0, 1.0, 1.0]]"
+
+
 # --- built beside -----------------------------------------------------------------------------------------------------
 
 
@@ -519,7 +600,7 @@ def two_kernels(shift: float) -> None:
         return [torch.sin(torch.cos(x + shift) @ x)]
 
     x = torch.rand(40, 40)
-    call, _ = native.compiled(function, [x], options=None)
+    call, _ = native.compiled(recording.record(function, [x]), options=None)
     torch.testing.assert_close(call([x.clone()])[0], function(x)[0], rtol=1e-4, atol=1e-4)
 
 
@@ -751,7 +832,7 @@ def text_of(function: Callable[..., Any], x: Tensor) -> str:
             "load_pybinding_async",
             lambda *args, **more: (texts.append(repr((args, more))), true(*args, **more))[1],
         )
-        native.compiled(function, [x], options=None)
+        native.compiled(recording.record(function, [x]), options=None)
     (text,) = texts
     return text
 
@@ -821,10 +902,10 @@ def _counting(counts: Counter[str], name: str, true: Callable[..., Any]) -> Call
 
 TEMPLATES = """
 import jinja2, torch
-from purestep.compile import native
+from purestep.compile import native, recording
 made, true = [], jinja2.Environment.from_string
 jinja2.Environment.from_string = lambda self, *args, **more: (made.append(1), true(self, *args, **more))[1]
-native.compiled(lambda x: [x * 2], [torch.ones(4)], options=None)
+native.compiled(recording.record(lambda x: [x * 2], [torch.ones(4)]), options=None)
 from torch._inductor.kernel.mm import mm_template
 print(len(made), callable(mm_template.template.render), len(made))
 """

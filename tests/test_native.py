@@ -33,6 +33,7 @@ from purestep.compile import (
     passes,
     pieces,
     products,
+    recording,
     rows,
     wrapper,
 )
@@ -55,7 +56,7 @@ def made_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def compiled(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Callable[..., list[Tensor]]:
     """The function as native code, for tensors like these; called with these where it is given none."""
     with torch.no_grad():
-        run, _ = native.compiled(function, list(inputs), options=None)
+        run, _ = native.compiled(recording.record(function, list(inputs)), options=None)
     return lambda *others: list(run(list(others or inputs)))
 
 

@@ -20,6 +20,7 @@ import types
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -88,14 +89,14 @@ def _like(leaf: Tensor) -> Tensor:
 def unloaded() -> Generator[None]:
     """Inside, torch does not load Dynamo or inductor where it only has something to ask or to tell. Under `alone`."""
     owner: Any = fake_tensor
-    view = _torch()
+    view, thread = _torch(), get_ident()
     before = true, _ = builtins.__import__, owner.torch
 
     def import_(
-        name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0, /
+        name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> types.ModuleType:
         who = (globals or {}).get("__name__", "")
-        if not (who in _ASK or who.startswith(_COPIES)):
+        if get_ident() != thread or not (who in _ASK or who.startswith(_COPIES)):
             return true(name, globals, locals, fromlist, level)
         if not name.startswith(_PACKAGES) or _is_loaded(name):
             found = true(name, globals, locals, fromlist, level)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import rng
 from ..errors import ConfigError, PurestepError, StepContractError
-from . import native, passes
+from . import native, passes, recording
 from .alone import with_compiler
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -52,18 +52,21 @@ def trace(
     Raises:
         DataDependent: the Python branches on the value of a tensor.
     """
-    inputs = _each_its_own(inputs)
+    inputs, run = _each_its_own(inputs), _recorded(function)
     with rng.capturing(), torch.no_grad():
         if native.suits(inputs, backend):
+            with native.no_recurrent_kernel():
+                record = recording.record(run, inputs)
+            run = record.function
             try:
-                return native.compiled(_recorded(function), inputs, options=options)
+                return native.compiled(record, options=options)
             except PurestepError:
                 raise
             except Exception:  # what inductor's inner door does not take, its front door may
                 pass
     with with_compiler():
         with rng.capturing(), torch.no_grad():
-            graph = passes.finished(passes.views_allowed(_traced(function, inputs)))
+            graph = passes.finished(passes.views_allowed(_traced(run, inputs)))
         return _lowered(graph, inputs, backend, options), passes.draws(graph)
 
 
@@ -103,7 +106,7 @@ def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Constants that a step closes over (class weights, tables) are real tensors beside fake ones.
-    return make_fx(_recorded(function), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 
 def rehearse(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> None:

@@ -16,16 +16,16 @@ import os
 import platform
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from . import apart, calls, recording
 from .calls import Code
+from .recording import Record
 
 
 class Made(NamedTuple):
@@ -40,17 +40,18 @@ class Made(NamedTuple):
     """on how many it may run; 0: on as many as there are"""
 
 
-def name(function: Callable[..., Any], inputs: Sequence[Tensor], chosen: Mapping[str, Any]) -> str | None:
-    """Names the code of this function, on this machine, with torch and inductor set as they are; None: do not keep it.
+def name(record: Record, chosen: Mapping[str, Any]) -> str | None:
+    """Names the code of this, on this machine, with torch and inductor set as they are; None: do not keep it.
 
     Args:
-        function: flat in, list of tensors out.
-        inputs: tensors that are only looked at.
+        record: what it is made of.
         chosen: of inductor's configuration, what will be set while the code is made.
     """
+    if record.lines is None:
+        return None
     try:
-        text = [*_surroundings(chosen), *recording.lines(function, inputs)]
-    except Exception:  # untold, names that another torch does not have, or an error that will be met again
+        text = [*_surroundings(chosen), *record.lines]
+    except Exception:  # untold, or names that another torch does not have
         return None
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
@@ -61,13 +62,13 @@ def load(known: str | None) -> Made | None:
     if known is None:
         return None
     try:
-        record = json.loads(_record(known).read_text())
-        library, digest = _directory() / record.pop("library"), record.pop("digest")
+        place, digest, draws, in_arena, threads = _read(_record(known))
+        library = _directory() / place
         if _digest(library) != digest:
             for part in (library, library.with_suffix(".o")):
                 part.unlink(missing_ok=True)
             return None
-        return Made(calls.loaded(str(library), digest), **record)
+        return Made(calls.loaded(str(library), digest), draws, in_arena, threads)
     except Exception:  # it is made anew, whatever is wrong with what is there
         return None
 
@@ -79,15 +80,23 @@ def keep(known: str | None, made: Made) -> None:
         return
     library = Path(code.file)
     with suppress(Exception):  # the next start takes longer
-        found = {"library": str(library.relative_to(_directory())), "digest": _digest(library)}
+        text = json.dumps([str(library.relative_to(_directory())), _digest(library), *rest])
         record = _record(known)
         record.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=record.parent, delete=False) as file:
-            json.dump(found | dict(zip(made._fields[1:], rest, strict=True)), file)
+            file.write(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n")
         try:
             os.replace(file.name, record)
         except OSError:
             os.unlink(file.name)
+
+
+def _read(record: Path) -> list[Any]:
+    """What `keep` has written; ValueError where it is something else."""
+    text, digest = record.read_text().splitlines()
+    if hashlib.sha256(text.encode()).hexdigest() != digest:
+        raise ValueError
+    return json.loads(text)
 
 
 def _digest(file: Path) -> str:

@@ -34,6 +34,7 @@ from . import (
 )
 from .alone import with_compiler
 from .calls import Compiled
+from .recording import Record
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -55,39 +56,27 @@ def suits(inputs: list[Tensor], backend: Any) -> bool:
     return _KNOWN and backend == "inductor" and all(leaf.device.type == "cpu" for leaf in inputs)
 
 
-def compiled(
-    function: Flat,
-    inputs: list[Tensor],
-    *,
-    options: Mapping[str, Any] | None,
-) -> tuple[Compiled, bool]:
-    """The function as native code, and whether it draws random numbers.
-
-    The function is run on tensors without memory, and when no earlier run has left code of it, once more for its graph.
+def compiled(record: Record, *, options: Mapping[str, Any] | None) -> tuple[Compiled, bool]:
+    """What has been recorded as native code, made or found again, and whether it draws random numbers.
 
     Args:
-        function: flat in, list of tensors out; may write its inputs in place as the last thing it does.
-        inputs: tensors that are only looked at.
+        record: may write its inputs in place as the last thing it does.
         options: inductor's configuration, beyond what is set here.
 
     Raises:
-        NotFunctional: the function writes in place what cannot be written at its end.
+        NotFunctional: it writes in place what cannot be written at its end.
     """
-    name = kept.name(function, inputs, _chosen(options))
+    name = kept.name(record, _chosen(options))
     made = kept.load(name)
     if made is None:
         with with_compiler():
-            made = _made(function, inputs, options)
+            made = _made(record, options)
         kept.keep(name, made)
-    run = calls.in_arena(made.code, len(inputs)) if made.in_arena else made.code.run
+    run = calls.in_arena(made.code, len(record.inputs)) if made.in_arena else made.code.run
     return on_threads(run, made.threads) if made.threads else run, made.draws
 
 
-def _made(
-    function: Flat,
-    inputs: Sequence[Tensor],
-    options: Mapping[str, Any] | None,
-) -> kept.Made:
+def _made(record: Record, options: Mapping[str, Any] | None) -> kept.Made:
     from torch._inductor import config
     from torch._subclasses import FakeTensorMode
     from torch.fx import _lazy_graph_module
@@ -95,14 +84,14 @@ def _made(
 
     lazy: Any = _lazy_graph_module
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in inputs]
+    fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in record.inputs]
     # No Python is written for a graph that is changed a dozen times and never run.
     with config.patch(_chosen(options)), lazy._use_lazy_graph_module(True):
-        graph = passes.finished(_captured(function, fakes, mode))
-        draws_, threads = passes.draws(graph), _threads(graph)  # inductor changes the graph
+        graph = passes.finished(_captured(record.function, fakes, mode))
+        draws, threads = passes.draws(graph), _threads(graph)  # inductor changes the graph
         with config.patch(_by_size(_work(graph)) | dict(options or {})):
             run = _through_inductor(graph, fakes, mode)
-            return kept.Made(calls.of(run), draws_, arena.possible(), threads)
+            return kept.Made(calls.of(run), draws, arena.possible(), threads)
 
 
 def _captured(function: Flat, fakes: Sequence[Tensor], mode: Any) -> GraphModule:
@@ -121,14 +110,14 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
 
     # Decomposed while it is traced: so views are recorded of the layouts that they will be taken of.
     table = rows.decompositions(select_decomp_table())
-    with _no_recurrent_kernel():
+    with no_recurrent_kernel():
         graph: GraphModule = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     graph.graph.eliminate_dead_code()
     return graph
 
 
 @contextmanager
-def _no_recurrent_kernel() -> Generator[None]:
+def no_recurrent_kernel() -> Generator[None]:
     """An LSTM is traced as its products: the workspace of oneDNN's kernel for it has no size before a real call.
     Convolutions are not decided here but when they are compiled."""
     core: Any = importlib.import_module("torch._C")

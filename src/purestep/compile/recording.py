@@ -1,20 +1,22 @@
-"""What a function does, as text: every operation below autograd, in order, on tensors without memory.
+"""What a function does: every operation below autograd, in order, on tensors without memory.
 
-A graph of the function is made of just these operations, so that two functions with the same text have the same graph.
+A function's Python is run once, here, and its graph is made of these operations alone. So their text names the graph,
+and Python that counts its calls, or draws numbers of its own, cannot make another graph than the one that is named.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..errors import PurestepError, StepContractError
 from . import apart
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -27,29 +29,70 @@ class Untold(Exception):
     """Text does not tell this apart from something else."""
 
 
-def lines(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[str]:
-    """What the function does with tensors like these.
+class Record(NamedTuple):
+    """What a function does with tensors like these."""
+
+    function: Callable[..., Any]
+    """does it again: flat in, list of tensors out"""
+    inputs: Sequence[Tensor]
+    lines: list[str] | None
+    """the same as text; None where text does not tell it"""
+
+
+def record(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Record:
+    """Run a function once on tensors without memory.
+
+    What cannot be written down (sizes that are values of tensors, operators that take functions, tensors that are more
+    than memory) is left to the function itself, which runs again where its graph is made.
 
     Args:
         function: flat in, list of tensors out.
         inputs: tensors that are only looked at.
 
     Raises:
-        Untold: an operator of the user's, or a tensor that is neither an input nor made of one.
-        Exception: whatever the function raises on tensors without memory.
+        StepContractError: the function uses a tensor that an earlier run on tensors without memory has left behind.
     """
-    for leaf in inputs:
-        if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.is_conj() or leaf.is_neg():
-            raise Untold(f"a {type(leaf).__name__} that is not memory alone")
+    try:
+        lines = [_input(leaf) for leaf in inputs]
+    except Untold:
+        return Record(_watched(function), inputs, None)
     with apart.unloaded():
+        # No ShapeEnv, which would load Dynamo: sizes that are values of tensors are refused.
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fakes = apart.fakes(mode, list(inputs))
-        with mode, _Recorder(fakes) as recorder:
-            outputs = function(*fakes)
-    recorder.lines.append(f"output {recorder.text(outputs)}")
-    if recorder.untold:
-        raise Untold(recorder.untold)
-    return [*map(layout, inputs), *recorder.lines]
+        recorder = _Recorder(fakes)
+        try:
+            with mode, recorder:
+                outputs = function(*fakes)
+            lines += [*recorder.lines, f"output {recorder.text(outputs)}"]
+        except Exception as error:  # the function's own errors come again
+            if isinstance(error, PurestepError) and not recorder.is_sized:
+                raise
+            return Record(_watched(function), inputs, None)
+    return Record(recorder.replay(outputs), inputs, None if recorder.untold else lines)
+
+
+def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*inputs: Tensor) -> Any:
+        with _Recorder(list(inputs)):
+            return function(*inputs)
+
+    return call
+
+
+class _Place(NamedTuple):
+    """Stands for a tensor: the how manieth it is."""
+
+    number: int
+
+
+class _Operation(NamedTuple):
+    """One of those that a function consists of, places for tensors in it."""
+
+    operator: Any
+    args: Any
+    kwargs: Any
+    made: Any
 
 
 class _Recorder(TorchDispatchMode):
@@ -57,35 +100,61 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.lines: list[str] = []
         self.untold = ""
+        self.is_sized = False  # sizes are values of tensors
+        self._operations: list[_Operation] = []
         self._tensors: list[Tensor] = []  # kept: another tensor must not get the id of one that is gone
-        self._places: dict[int, int] = {}
+        self._places: dict[int, _Place] = {}
         for leaf in inputs:
             self._place(leaf)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func.namespace == "prim":  # on which device a tensor is: nothing that a graph holds
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if not known(func):
             self.untold = str(func)
-        asked = f"{self.text(args)} {self.text(kwargs or {})}"
-        made = func(*args, **(kwargs or {}))
-        self.lines.append(f"{func} {asked} {_made(made)}")
+        asked = f"{self.text(args)} {self.text(kwargs)}"
+        taken = self._put(args), self._put(kwargs)
+        try:
+            made = func(*args, **kwargs)
+        except fake_tensor.DynamicOutputShapeException:
+            self.is_sized = True
+            raise
         self._place(made)
+        self._operations.append(_Operation(func, *taken, self._put(made)))
+        self.lines.append(f"{func} {asked} {self._told(made)}")
         return made
+
+    def replay(self, outputs: Any) -> Callable[..., Any]:
+        """The same operations on other tensors, as a function of the inputs."""
+        operations, wanted = self._operations, self._put(outputs)
+
+        def call(*inputs: Tensor) -> Any:
+            found = dict(zip(map(_Place, range(len(inputs))), inputs, strict=True))
+            for function, args, kwargs, places in operations:
+                _found(places, function(*_filled(args, found), **_filled(kwargs, found)), found)
+            return _filled(wanted, found)
+
+        return call
 
     def text(self, value: Any) -> str:
         """Tensors by the order that they came in."""
         if isinstance(value, Tensor):
             place = self._places.get(id(value))
             if place is None:
+                _check_real(value)
                 self.untold = self.untold or f"a tensor {list(value.shape)} from elsewhere"
-            return f"%{place}"
+                return ""
+            return f"%{place.number}"
         if isinstance(value, list | tuple):
             return f"({', '.join(map(self.text, value))})"
         if isinstance(value, dict):
             return f"{{{', '.join(f'{key}: {self.text(item)}' for key, item in value.items())}}}"
+        return self._told(value)
+
+    def _told(self, value: Any) -> str:
         try:
-            return plain(value)
+            return _made(value)
         except Untold as error:  # the function goes on: it may have a way of its own with errors
             self.untold = self.untold or str(error)
             return ""
@@ -95,8 +164,40 @@ class _Recorder(TorchDispatchMode):
             for item in made:
                 self._place(item)
         elif isinstance(made, Tensor) and id(made) not in self._places:
-            self._places[id(made)] = len(self._tensors)
+            self._places[id(made)] = _Place(len(self._tensors))
             self._tensors.append(made)
+
+    def _put(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._places.get(id(value), value)
+        if isinstance(value, list | tuple):
+            return [self._put(item) for item in value]
+        return {key: self._put(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _filled(value: Any, found: dict[_Place, Any]) -> Any:
+    if type(value) is _Place:
+        return found[value]
+    if type(value) is list:
+        return [_filled(item, found) for item in value]
+    return {key: _filled(item, found) for key, item in value.items()} if type(value) is dict else value
+
+
+def _found(places: Any, made: Any, found: dict[_Place, Any]) -> None:
+    if type(places) is _Place:
+        found[places] = made
+    elif type(places) is list:
+        for place, item in zip(places, made, strict=True):
+            _found(place, item, found)
+
+
+def _check_real(leaf: Tensor) -> None:
+    if isinstance(leaf, FakeTensor):
+        raise StepContractError(
+            f"a tensor {list(leaf.shape)} that an earlier capture of the step has left behind, and that has no values",
+            where="step",
+            hint="what a module or a cache keeps has to be made before, as in __init__, or in every call",
+        )
 
 
 def known(target: Any) -> bool:
@@ -115,7 +216,14 @@ def plain(value: Any) -> str:
     raise Untold(f"a {type(value).__name__}")
 
 
-def layout(value: Tensor) -> str:
+def _input(leaf: Tensor) -> str:
+    plain_ = type(leaf) in (Tensor, torch.nn.Parameter) and leaf.layout is torch.strided
+    if not plain_ or leaf.is_conj() or leaf.is_neg():
+        raise Untold(f"a {type(leaf).__name__} that is not memory alone")
+    return _layout(leaf)
+
+
+def _layout(value: Tensor) -> str:
     """Dtype, shape, and where its numbers lie. Not the device, which is that of the inputs or named."""
     if not all(type(size) is int for size in (*value.shape, *value.stride(), value.storage_offset())):
         raise Untold("a size that is not known")
@@ -124,5 +232,5 @@ def layout(value: Tensor) -> str:
 
 def _made(value: Any) -> str:
     if isinstance(value, Tensor):
-        return layout(value)
+        return _layout(value)
     return f"({', '.join(map(_made, value))})" if isinstance(value, list | tuple) else plain(value)
