@@ -21,10 +21,11 @@ from helpers import assert_trees_close, tiny_mlp, vector_batch
 from torch import Tensor, library
 from torch._inductor import config
 from torch._subclasses import fake_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
-from purestep import optim
-from purestep.compile import apart, calls, kept, kernels, native, products, recording, shortcuts, toolchain
+from purestep import optim, rng
+from purestep.compile import apart, calls, capture, kept, kernels, native, products, recording, shortcuts, toolchain
 from purestep.compile.alone import alone
 from purestep.errors import StepContractError
 
@@ -251,6 +252,77 @@ def test_how_code_may_be_called_is_kept_with_it(own_cache: Path):
     small, large = of(lambda x: [x.sin()], 300), of(lambda x: [torch.rand_like(x)], 1 << 25)
     assert small == [False, True, 1]
     assert large == [True, True, torch.get_num_threads()]
+
+
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "mlp": lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Dropout(0.1)),
+    "norms": lambda: torch.nn.Sequential(
+        torch.nn.BatchNorm1d(6, track_running_stats=False), torch.nn.LayerNorm(8), torch.nn.ReLU(inplace=True)
+    ),
+    "convolution": lambda: torch.nn.Sequential(torch.nn.Conv1d(6, 4, 3), torch.nn.MaxPool1d(2), torch.nn.Flatten()),
+    "recurrent": lambda: First(torch.nn.LSTM(8, 5, batch_first=True)),
+    "transformer": lambda: torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+    "attention": lambda: Twice(torch.nn.MultiheadAttention(8, 2, batch_first=True)),
+    "checkpointed": lambda: Checkpointed(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5))),
+}
+
+
+class First(torch.nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[0](x)[0]
+
+
+class Twice(torch.nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[0](x, x, x)[0]
+
+
+class Checkpointed(torch.nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self[0], x, use_reentrant=False)
+
+
+def graph_of(function: Callable[..., Any], inputs: list[Tensor]) -> list[str]:
+    """What is traced: operations without names, those that show a tensor as it is left out."""
+    with native.no_recurrent_kernel(), torch.no_grad():
+        graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs).graph
+    graph.eliminate_dead_code()
+    names, lines = dict[Any, str](), list[str]()
+
+    def text(value: Any) -> str:
+        if isinstance(value, list | tuple):
+            return f"({', '.join(map(text, value))})"
+        return names[value] if isinstance(value, torch.fx.Node) else repr(value)
+
+    for node in graph.nodes:
+        if node.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
+            names[node] = text(node.args[0])
+            continue
+        names[node] = f"%{len(lines)}"
+        lines.append(
+            f"{node.op} {node.target if node.op == 'call_function' else ''} {text(node.args)} {dict(node.kwargs)}"
+        )
+    return lines
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("mode", ["train", "eval", "autocast"])
+def test_the_graph_of_what_was_recorded_is_that_of_the_function(kind: str, mode: str):
+    net = LAYERS[kind]().train(mode != "eval")
+    names = [name for name, _ in net.named_parameters()]
+
+    def function(x: Tensor, *values: Tensor) -> list[Tensor]:
+        with torch.set_grad_enabled(mode != "eval"), torch.autocast("cpu", enabled=mode == "autocast"):
+            leaves = [value.detach().requires_grad_(mode != "eval") for value in values]
+            params = dict(zip(names, leaves, strict=True))
+            loss = torch.func.functional_call(net, params, (x,)).float().square().mean()
+        return [loss.detach()] if mode == "eval" else [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    inputs = [torch.randn(4, 6, 8), *(value.detach() for value in net.parameters())]
+    step = capture._recorded(function)
+    with torch.no_grad(), rng.capturing(), native.no_recurrent_kernel():
+        record = recording.record(step, inputs)
+    assert graph_of(record.function, inputs) == graph_of(step, inputs)
 
 
 class Impure(torch.nn.Module):

@@ -1,7 +1,7 @@
 """From a function of tensors to one graph: the only place that calls torch.compile.
 
-``"dynamo"`` is `torch.compile(fullgraph=True)`. ``"trace"`` runs the Python on fake tensors and compiles what it did,
-as `jax.jit` does: no guards are checked at call time, code that Dynamo cannot read is no obstacle, and a branch on
+``"dynamo"`` is `torch.compile(fullgraph=True)`. ``"trace"`` runs the Python once on fake tensors and compiles what it
+did, as `jax.jit` does: no guards are checked at call time, code that Dynamo cannot read is no obstacle, and a branch on
 the value of a tensor is an error. ``"auto"`` traces, and takes Dynamo where that does not work.
 """
 

@@ -30,9 +30,10 @@ def compile_step(
     the memory of their intermediates until it ends. Random numbers come from torch's generator of the device, which
     threads share: steps that draw some repeat themselves on one thread at a time.
 
-    Compiled code is kept in inductor's cache directory for the next process. ``TORCHINDUCTOR_CACHE_DIR`` says which,
-    and may lie beside the snapshots of a run: then whoever goes on with it finds both, on the same processor and with
-    the same installation (as in a container that is started again), wherever the directory has been moved to.
+    Compiled code is kept in inductor's cache directory for the next process, which finds it without loading the
+    compiler, by the operations that the step consists of. ``TORCHINDUCTOR_CACHE_DIR`` says which directory, and may lie
+    beside the snapshots of a run: then whoever goes on with it finds both, on the same processor and with the same
+    installation (as in a container that is started again), wherever the directory has been moved to.
 
     Args:
         step: ``(state, batch, *context) -> (state, metrics)``, a program's or one's own.
@@ -64,7 +65,8 @@ def compile_step(
         ConfigError: a program instead of a step; no such capture; a CUDA graph without donation; ``unroll`` of a step
             that accumulates.
         StepContractError: from a call: the step changes the structure, a shape or a dtype of its state, multiplies
-            tensors of two dtypes, branches on the value of a tensor, or cannot be recorded as a CUDA graph.
+            tensors of two dtypes, branches on the value of a tensor, keeps a tensor from one capture to the next (a
+            module's table made at its first forward pass), or cannot be recorded as a CUDA graph.
 
     Example:
         >>> import torch, purestep as ps

@@ -6,14 +6,17 @@ and Python that counts its calls, or draws numbers of its own, cannot make anoth
 
 from __future__ import annotations
 
+import importlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import PurestepError, StepContractError
@@ -62,7 +65,7 @@ def record(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Record:
         fakes = apart.fakes(mode, list(inputs))
         recorder = _Recorder(fakes)
         try:
-            with mode, recorder:
+            with mode, _as_traced(), recorder:
                 outputs = function(*fakes)
             lines += [*recorder.lines, f"output {recorder.text(outputs)}"]
         except Exception as error:  # the function's own errors come again
@@ -70,6 +73,27 @@ def record(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Record:
                 raise
             return Record(_watched(function), inputs, None)
     return Record(recorder.replay(outputs), inputs, None if recorder.untold else lines)
+
+
+@contextmanager
+def _as_traced() -> Generator[None]:
+    """What Python can see of a trace by `make_fx`: a mode for functions, for which torch's layers leave out their
+    kernels for whole layers; the flag of torch.fx; and casts under autocast that are made anew each time."""
+    flags: Any = importlib.import_module("torch.fx._symbolic_trace")
+    cached, traced = torch.is_autocast_cache_enabled(), flags._is_fx_tracing_flag
+    torch.set_autocast_cache_enabled(False)
+    flags._is_fx_tracing_flag = True
+    try:
+        with _Functions():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        flags._is_fx_tracing_flag = traced
+
+
+class _Functions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
