@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import gc
+import importlib
 import itertools
 import os
+import pkgutil
 import subprocess
 import sys
 import threading
@@ -184,6 +186,16 @@ def test_what_text_does_not_tell_has_no_name(function: Callable[..., Any]):
 )
 def test_what_is_set_otherwise_has_no_name(settings: dict[str, Any]):
     with config.patch(settings):
+        assert name_of(twice, torch.ones(4, 4)) is None
+    assert name_of(twice, torch.ones(4, 4)) is not None
+
+
+@pytest.mark.parametrize("table", ["torch._decomp.decomposition_table", "torch._inductor.lowering.lowerings"])
+def test_what_the_user_makes_of_an_operator_has_no_name(table: str, monkeypatch: pytest.MonkeyPatch):
+    importlib.import_module(table.rpartition(".")[0])
+    assert name_of(twice, torch.ones(4, 4)) is not None
+    with monkeypatch.context() as patch:
+        patch.setitem(pkgutil.resolve_name(table), torch.ops.aten.mul.Tensor, lambda x, y: x + y)
         assert name_of(twice, torch.ones(4, 4)) is None
     assert name_of(twice, torch.ones(4, 4)) is not None
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -123,6 +124,8 @@ def _surroundings(chosen: Mapping[str, Any]) -> Iterator[str]:
 
     if is_set("force_disable_caches") or not is_set("fx_graph_cache") or any(map(callable, map(is_set, ignored))):
         raise recording.Untold("inductor's settings")
+    if not all(map(_is_torchs, _tables())):
+        raise recording.Untold("a decomposition or a lowering of the user's")
     found = settings.save_config_portable(ignore_private_configs=False) | dict(chosen)
     yield from (f"{key} {recording.plain(value)}" for key, value in sorted(found.items()))
     yield _installed()
@@ -137,6 +140,23 @@ def _surroundings(chosen: Mapping[str, Any]) -> Iterator[str]:
             os.environ.get("ATEN_CPU_CAPABILITY"),
         )
     )
+
+
+def _tables() -> Iterator[tuple[Any, Any]]:
+    """What becomes of each operator, as far as it is loaded."""
+    for module, name in (
+        ("torch._decomp", "decomposition_table"),
+        ("torch._inductor.decomposition", "decompositions"),
+        ("torch._inductor.lowering", "lowerings"),
+    ):
+        yield from getattr(sys.modules.get(module), name, {}).items()
+
+
+def _is_torchs(entry: tuple[Any, Any]) -> bool:
+    target, becomes = entry
+    if isinstance(becomes, functools.partial):
+        becomes = becomes.func  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return not recording.known(target) or getattr(becomes, "__module__", "").partition(".")[0] in ("torch", "purestep")
 
 
 @functools.cache

@@ -105,7 +105,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Place(NamedTuple):
-    """Stands for a tensor: the how manieth it is."""
+    """Stands for a tensor, by the order that they came in."""
 
     number: int
 
