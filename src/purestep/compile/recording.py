@@ -80,15 +80,18 @@ def _as_traced() -> Generator[None]:
     """What Python can see of a trace by `make_fx`: a mode for functions, for which torch's layers leave out their
     kernels for whole layers; the flag of torch.fx; and casts under autocast that are made anew each time."""
     flags: Any = importlib.import_module("torch.fx._symbolic_trace")
-    cached, traced = torch.is_autocast_cache_enabled(), flags._is_fx_tracing_flag
+    owner, flag = flags, "_is_fx_tracing_flag"
+    if hasattr(flags, "_is_fx_tracing_tls"):  # torch 2.14
+        owner, flag = flags._is_fx_tracing_tls, "flag"
+    cached, traced = torch.is_autocast_cache_enabled(), getattr(owner, flag, False)
     torch.set_autocast_cache_enabled(False)
-    flags._is_fx_tracing_flag = True
+    setattr(owner, flag, True)
     try:
         with _Functions():
             yield
     finally:
         torch.set_autocast_cache_enabled(cached)
-        flags._is_fx_tracing_flag = traced
+        setattr(owner, flag, traced)
 
 
 class _Functions(TorchFunctionMode):
