@@ -88,8 +88,9 @@ def _made(record: Record, options: Mapping[str, Any] | None) -> kept.Made:
     # No Python is written for a graph that is changed a dozen times and never run.
     with config.patch(_chosen(options)), lazy._use_lazy_graph_module(True):
         graph = passes.finished(_captured(record.function, fakes, mode))
-        draws, threads = passes.draws(graph), _threads(graph)  # inductor changes the graph
-        with config.patch(_by_size(_work(graph)) | dict(options or {})):
+        work = _work(graph)
+        draws, threads = passes.draws(graph), _threads(graph, work)  # inductor changes the graph
+        with config.patch(_by_size(work) | dict(options or {})):
             run = _through_inductor(graph, fakes, mode)
             return kept.Made(calls.of(run), draws, arena.possible(), threads)
 
@@ -203,9 +204,9 @@ def _by_size(work: float) -> dict[str, Any]:
     return {"aot_inductor.compile_wrapper_opt_level": "O0"} if work > _LONG else {}
 
 
-def _threads(graph: GraphModule) -> int:
+def _threads(graph: GraphModule, work: float) -> int:
     """On how many threads the code may run; 0: on as many as there are."""
-    if _work(graph) < _ALONE:  # written for one
+    if work < _ALONE:  # written for one
         return 0 if _uses_onednn(graph) else 1
     return torch.get_num_threads()
 

@@ -149,7 +149,7 @@ class _Recorder(TorchDispatchMode):
             raise
         self._place(made)
         self._operations.append(_Operation(func, *taken, self._put(made)))
-        self.lines.append(f"{func} {asked} {self._told(made)}")
+        self.lines.append(f"{func} {asked} {self._told(made, _layout)}")
         return made
 
     def replay(self, outputs: Any) -> Callable[..., Any]:
@@ -166,22 +166,18 @@ class _Recorder(TorchDispatchMode):
 
     def text(self, value: Any) -> str:
         """Tensors by the order that they came in."""
-        if isinstance(value, Tensor):
-            place = self._places.get(id(value))
-            if place is None:
-                _check_real(value)
-                self.untold = self.untold or f"a tensor {list(value.shape)} from elsewhere"
-                return ""
-            return f"%{place.number}"
-        if isinstance(value, list | tuple):
-            return f"({', '.join(map(self.text, value))})"
-        if isinstance(value, dict):
-            return f"{{{', '.join(f'{key}: {self.text(item)}' for key, item in value.items())}}}"
-        return self._told(value)
+        return self._told(value, self._number)
 
-    def _told(self, value: Any) -> str:
+    def _number(self, leaf: Tensor) -> str:
+        place = self._places.get(id(leaf))
+        if place is not None:
+            return f"%{place.number}"
+        _check_real(leaf)
+        raise Untold(f"a tensor {list(leaf.shape)} from elsewhere")
+
+    def _told(self, value: Any, tensor: Callable[[Tensor], str]) -> str:
         try:
-            return _made(value)
+            return plain(value, tensor)
         except Untold as error:  # the function goes on: it may have a way of its own with errors
             self.untold = self.untold or str(error)
             return ""
@@ -232,14 +228,28 @@ def known(target: Any) -> bool:
     return target is operator.getitem or (isinstance(target, OpOverload) and target.namespace in _NAMESPACES)
 
 
-def plain(value: Any) -> str:
-    """A number, a word, a dtype, or several, as text that tells 1, 1.0 and True apart."""
+def _refused(leaf: Tensor) -> str:
+    raise Untold(f"a {type(leaf).__name__}")
+
+
+def plain(value: Any, tensor: Callable[[Tensor], str] = _refused) -> str:
+    """A number, a word, a dtype, or several, as text that tells 1, 1.0 and True apart.
+
+    Args:
+        value: also lists and dicts of such.
+        tensor: what a tensor is called.
+
+    Raises:
+        Untold: anything else.
+    """
     if type(value) in _PLAIN:
         return repr(value)
+    if isinstance(value, Tensor):
+        return tensor(value)
     if isinstance(value, list | tuple):
-        return f"({', '.join(map(plain, value))})"
+        return f"({', '.join(plain(item, tensor) for item in value)})"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{plain(key)}: {plain(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{plain(key)}: {plain(item, tensor)}' for key, item in value.items())}}}"
     raise Untold(f"a {type(value).__name__}")
 
 
@@ -255,9 +265,3 @@ def _layout(value: Tensor) -> str:
     if not all(type(size) is int for size in (*value.shape, *value.stride(), value.storage_offset())):
         raise Untold("a size that is not known")
     return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()}"
-
-
-def _made(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return _layout(value)
-    return f"({', '.join(map(_made, value))})" if isinstance(value, list | tuple) else plain(value)
