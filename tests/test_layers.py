@@ -125,14 +125,18 @@ IMPURE_CALLS = {"breakpoint", "exec", "input", "open", "print"}
 AT_THE_COMPILER = ("compile/apart.py", "compile/kept.py", "compile/toolchain.py")
 """What they read, write and start is the compiler's: its settings, files in its cache directory, g++. No step comes by
 there."""
-ALLOWED = (("compile/alone.py", "threading.RLock"), ("compile/arena.py", "threading.local"))
+ALLOWED = (
+    ("compile/alone.py", "threading.RLock"),
+    ("compile/arena.py", "threading.local"),
+    ("compile/native.py", "logging"),
+)
 
 
 def impurities(sources: Sources) -> list[str]:
     """I/O, clock, logging and state of a module's own in the modules up to `compile`.
 
-    The exceptions are the room that a thread's compiled steps work in, none of which reads what it has not written, and
-    the lock under which graphs are made.
+    The exceptions are the room that a thread's compiled steps work in, none of which reads what it has not written, the
+    lock under which graphs are made, and the word that one had to be made in a slower way.
     """
     found = []
     for path, text in sources.items():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import pure
 Flat = native.Flat
 
 CAPTURES = ("auto", "dynamo", "trace")
-_HERE = __file__.rpartition("compile")[0]
+_LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("compile")[0])
 
 
 class Uncaptured(StepContractError):
@@ -52,7 +52,16 @@ def trace(
     Raises:
         DataDependent: the Python branches on the value of a tensor.
     """
-    inputs, run = _each_its_own(inputs), _recorded(function)
+    run, draws = _made(_recorded(function), _each_its_own(inputs), backend, options)
+    core: Any = importlib.import_module("torch._C")
+    if core._is_any_autocast_enabled():  # and will be in every call of this graph
+        return _below_autocast(run), draws
+    return run, draws
+
+
+def _made(
+    run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None
+) -> tuple[native.Compiled, bool]:
     with rng.capturing(), torch.no_grad():
         if native.suits(inputs, backend):
             with native.no_recurrent_kernel():
@@ -62,12 +71,22 @@ def trace(
                 return native.compiled(record, options=options)
             except PurestepError:
                 raise
-            except Exception:  # what inductor's inner door does not take, its front door may
-                pass
+            except Exception as error:  # what inductor's inner door does not take, its front door may
+                native.given_up("native code", error)
     with with_compiler():
         with rng.capturing(), torch.no_grad():
             graph = passes.finished(passes.views_allowed(_traced(run, inputs)))
-        return _lowered(graph, inputs, backend, options), passes.draws(graph)
+        draws = passes.draws(graph)
+        with recording.below_autocast():
+            return _lowered(graph, inputs, backend, options), draws
+
+
+def _below_autocast(run: native.Compiled) -> native.Compiled:
+    def call(tensors: list[Tensor]) -> Any:
+        with recording.below_autocast():
+            return run(tensors)
+
+    return call
 
 
 def _each_its_own(inputs: list[Tensor]) -> list[Tensor]:
@@ -170,7 +189,7 @@ def _user_line(error: BaseException) -> str:
     step = error.__traceback__
     while step is not None:
         name = step.tb_frame.f_code.co_filename
-        if "/torch/" not in name and "/optree/" not in name and not name.startswith(_HERE):
+        if "/optree/" not in name and not name.startswith(_LIBRARIES):
             found = f"{name}:{step.tb_lineno}"
         step = step.tb_next
     return found or "step"

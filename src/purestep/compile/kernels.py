@@ -100,7 +100,7 @@ def _call_class() -> Any:
             layouts = [(each.get_size(), each.get_stride()) for each in tensors]
             plan = ", ".join(map(str, self.kernel.plan(*layouts)))
             wrapper.writeline(f"static constexpr int64_t plan_{self.get_name()}[] = {{{plan}}};")
-            pointers = ", ".join(f"({_c_type(each, each is self)})({_address(each)})" for each in tensors)
+            pointers = ", ".join(f"({_c_type(each, each is self)})({address(each)})" for each in tensors)
             wrapper.writeline(f"{function}({pointers}, plan_{self.get_name()});")
 
     return Call
@@ -111,7 +111,8 @@ def _c_type(buffer: Any, written: bool) -> str:
     return f"{name}*" if written else f"const {name}*"
 
 
-def _address(buffer: Any) -> str:
+def address(buffer: Any) -> str:
+    """Where a buffer, or a view of one, begins, in C++."""
     from torch._inductor import ir
 
     start = f"{buffer.get_name()}.data_ptr()"

@@ -9,8 +9,9 @@ is left to `standalone_compile`; see `capture.trace`.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.torch_version import TorchVersion
 from . import (
     arena,
     attention,
+    blocks,
     calls,
     elementary,
     kept,
@@ -27,6 +29,7 @@ from . import (
     passes,
     pieces,
     products,
+    recording,
     rows,
     shortcuts,
     toolchain,
@@ -49,6 +52,11 @@ _KNOWN = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 
 class NotFunctional(Exception):
     """The graph writes to tensors in a way that inductor does not take."""
+
+
+def given_up(what: str, error: Exception) -> None:
+    """Say why something is done in another way, which takes longer."""
+    logging.getLogger("purestep").debug("%s cannot be made: %r", what, error)
 
 
 def suits(inputs: list[Tensor], backend: Any) -> bool:
@@ -87,18 +95,27 @@ def _made(record: Record, options: Mapping[str, Any] | None) -> kept.Made:
     fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in record.inputs]
     # No Python is written for a graph that is changed a dozen times and never run.
     with config.patch(_chosen(options)), lazy._use_lazy_graph_module(True):
-        graph = passes.finished(_captured(record.function, fakes, mode))
-        work = _work(graph)
-        draws, threads = passes.draws(graph), _threads(graph, work)  # inductor changes the graph
-        with config.patch(_by_size(work) | dict(options or {})):
-            run = _through_inductor(graph, fakes, mode)
-            return kept.Made(calls.of(run), draws, arena.possible(), threads)
+        with mode:
+            graph = _traced(record.function, fakes)
+        with recording.below_autocast():
+            return _compiled(graph, fakes, mode, options)
 
 
-def _captured(function: Flat, fakes: Sequence[Tensor], mode: Any) -> GraphModule:
-    with mode:
-        graph = _traced(function, fakes)
-        if not passes.is_functional(graph):
+def _compiled(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, options: Mapping[str, Any] | None) -> kept.Made:
+    from torch._inductor import config
+
+    graph = passes.finished(_functional(graph, fakes, mode))
+    work = _work(graph)
+    draws, threads = passes.draws(graph), _threads(graph, work)  # inductor changes the graph
+    with config.patch(_by_size(work) | dict(options or {})):
+        run = _through_inductor(graph, fakes, mode)
+        return kept.Made(calls.of(run), draws, arena.possible(), threads)
+
+
+def _functional(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> GraphModule:
+    """The graph with all that it writes in place at its end."""
+    if not passes.is_functional(graph):
+        with mode:
             graph = _traced(torch.func.functionalize(graph, remove="mutations"), fakes)
     if not passes.is_functional(graph):
         raise NotFunctional
@@ -154,8 +171,9 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
         if in_arena:
             arena.taken(graph)
             fakes = [*fakes, mode.from_tensor(arena.header(), static_shapes=True)]
-        passes.output(graph).meta["user_visible_output_idxs"] = list(range(len(passes.output(graph).args[0])))
-        with _changed() if in_arena else nullcontext():
+
+        def compile_(graph: GraphModule) -> Compiled:
+            passes.output(graph).meta["user_visible_output_idxs"] = list(range(len(passes.output(graph).args[0])))
             made = inductor.compile_fx_inner(
                 graph,
                 fakes,
@@ -164,7 +182,18 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
                 is_inference=True,
                 cpp_wrapper=config.cpp_wrapper,
             )
-    return made.current_callable
+            return made.current_callable
+
+        if not in_arena:
+            return compile_(graph)
+        with _changed():
+            shorter = blocks.outlined(graph)
+            if shorter is not None:
+                try:
+                    return compile_(shorter)
+                except Exception as error:  # written out, it takes longer
+                    given_up("one function for equal layers", error)
+            return compile_(graph)
 
 
 @contextmanager
@@ -178,6 +207,8 @@ def _chosen(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Inductor's configuration, what depends on the graph apart."""
     chosen: dict[str, Any] = {
         "cpp_wrapper": True,
+        # torch's draws, in the order of the program: those of an eager step.
+        "fallback_random": True,
         # Kernels at -O3, the code that calls them at -O1: a third of the compile time, the same speed.
         "cpp_wrapper_build_separate": True,
     }

@@ -24,6 +24,9 @@ from . import apart
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
+_MEMORY = (Tensor, torch.nn.Parameter)
+"""Tensors that are their memory and nothing else."""
+
 _NAMESPACES = ("aten", "prims", "purestep")
 """Operators whose code changes with torch and with purestep, and with nothing else."""
 
@@ -46,7 +49,8 @@ def record(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Record:
     """Run a function once on tensors without memory.
 
     What cannot be written down (sizes that are values of tensors, operators that take functions, tensors that are more
-    than memory) is left to the function itself, which runs again where its graph is made.
+    than memory, what a mode of the caller's does to operators) is left to the function itself, which runs again where
+    its graph is made.
 
     Args:
         function: flat in, list of tensors out.
@@ -55,10 +59,13 @@ def record(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Record:
     Raises:
         StepContractError: the function uses a tensor that an earlier run on tensors without memory has left behind.
     """
+    itself = Record(_watched(function), inputs, None)
     try:
         lines = [_input(leaf) for leaf in inputs]
     except Untold:
-        return Record(_watched(function), inputs, None)
+        return itself
+    if _in_modes():
+        return itself
     with apart.unloaded():
         # No ShapeEnv, which would load Dynamo: sizes that are values of tensors are refused.
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -69,10 +76,26 @@ def record(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Record:
                 outputs = function(*fakes)
             lines += [*recorder.lines, f"output {recorder.text(outputs)}"]
         except Exception as error:  # the function's own errors come again
+            # Of an operator whose result has as many numbers as it finds, torch's refusal has been made a
+            # StepContractError by the caller; where sizes can be symbols, a graph is made of it all the same.
             if isinstance(error, PurestepError) and not recorder.is_sized:
                 raise
-            return Record(_watched(function), inputs, None)
-    return Record(recorder.replay(outputs), inputs, None if recorder.untold else lines)
+            return itself
+        again = recorder.replay(outputs)
+    if recorder.has_others:
+        return itself
+    return Record(again, inputs, None if recorder.untold else lines)
+
+
+def _in_modes() -> bool:
+    """Whether the caller has put something between functions and operators, which would see a replay too."""
+    from torch.utils._device import DeviceContext
+
+    functions: Any = importlib.import_module("torch.overrides")
+    operators: Any = importlib.import_module("torch.utils._python_dispatch")
+    # A default device, which a replay names anyway.
+    others = [mode for mode in functions._get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+    return bool(others or operators._get_current_dispatch_mode_stack())
 
 
 @contextmanager
@@ -100,6 +123,8 @@ class _Functions(TorchFunctionMode):
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself, which must not use what an earlier capture has left behind either."""
+
     def call(*inputs: Tensor) -> Any:
         with _Recorder(list(inputs)):
             return function(*inputs)
@@ -128,6 +153,7 @@ class _Recorder(TorchDispatchMode):
         self.lines: list[str] = []
         self.untold = ""
         self.is_sized = False  # sizes are values of tensors
+        self.has_others = False  # tensors of a class of their own, made on the way
         self._operations: list[_Operation] = []
         self._tensors: list[Tensor] = []  # kept: another tensor must not get the id of one that is gone
         self._places: dict[int, _Place] = {}
@@ -158,8 +184,9 @@ class _Recorder(TorchDispatchMode):
 
         def call(*inputs: Tensor) -> Any:
             found = dict(zip(map(_Place, range(len(inputs))), inputs, strict=True))
-            for function, args, kwargs, places in operations:
-                _found(places, function(*_filled(args, found), **_filled(kwargs, found)), found)
+            with below_autocast():  # its casts are among the operations
+                for function, args, kwargs, places in operations:
+                    _found(places, function(*_filled(args, found), **_filled(kwargs, found)), found)
             return _filled(wanted, found)
 
         return call
@@ -192,10 +219,17 @@ class _Recorder(TorchDispatchMode):
 
     def _put(self, value: Any) -> Any:
         if isinstance(value, Tensor):
+            self.has_others |= id(value) not in self._places and type(value) not in _MEMORY
             return self._places.get(id(value), value)
         if isinstance(value, list | tuple):
             return [self._put(item) for item in value]
         return {key: self._put(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def below_autocast() -> Any:
+    """Inside, operators are not cast, whatever the caller has asked for: in a graph its casts are written out."""
+    core: Any = importlib.import_module("torch._C")
+    return core._DisableAutocast()
 
 
 def _filled(value: Any, found: dict[_Place, Any]) -> Any:
@@ -254,7 +288,7 @@ def plain(value: Any, tensor: Callable[[Tensor], str] = _refused) -> str:
 
 
 def _input(leaf: Tensor) -> str:
-    plain_ = type(leaf) in (Tensor, torch.nn.Parameter) and leaf.layout is torch.strided
+    plain_ = type(leaf) in _MEMORY and leaf.layout is torch.strided
     if not plain_ or leaf.is_conj() or leaf.is_neg():
         raise Untold(f"a {type(leaf).__name__} that is not memory alone")
     return _layout(leaf)

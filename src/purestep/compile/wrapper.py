@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from . import arena, pieces, recording
+import torch
+
+from . import arena, blocks, kernels, pieces, recording
 
 _KEPT = r"""
 // A tensor in that memory, which costs nothing until an operator of torch asks for a handle.
@@ -96,9 +98,10 @@ def laid_out() -> Generator[None]:
 
 @functools.cache
 def _wrapper_class() -> Any:
+    from torch._inductor import ir
     from torch._inductor.codegen import cpp_wrapper_cpu
     from torch._inductor.codegen.common import DeferredLine
-    from torch._inductor.codegen.wrapper import ReuseLine
+    from torch._inductor.codegen.wrapper import EnterSubgraphLine, ExitSubgraphLine, ReuseLine, WrapperLine
     from torch._inductor.virtualized import V
 
     base: Any = cpp_wrapper_cpu.CppWrapperCpu
@@ -108,10 +111,18 @@ def _wrapper_class() -> Any:
 
         def __init__(self) -> None:
             super().__init__()
-            self.layout = arena.Layout()
+            self.layouts = [arena.Layout()]  # of the graph, and of the function in it that is being written
             self.places: dict[str, tuple[int, int]] = {}  # buffer -> (offset, bytes)
             self.returned: set[str] = set()
+            self.outputs: dict[str, int] = {}  # of functions, and which of each
+            self.delivered: dict[str, int] = {}  # buffers that lie where an output belongs
+            self.becomes: dict[str, str] = {}  # of buffers that kernels write over
+            self.sizes: dict[str, int] = {}  # of functions' memory, in bytes
             self.header.splice(arena.HEADER + pieces.HEADER + _KEPT)
+
+        @property
+        def layout(self) -> arena.Layout:
+            return self.layouts[-1]
 
         @staticmethod
         def create(*_: Any, **__: Any) -> Any:
@@ -145,8 +156,14 @@ def _wrapper_class() -> Any:
             self.prefix.writeline(f"const Arena arena((int64_t*)({arena.INPUT}.data_ptr()));")
             self.prefix.writeline("char* const memory = arena.at();")
 
+        def codegen_inplace_reuse(self, input_buffer: Any, output_buffer: Any) -> None:
+            self.becomes[input_buffer.get_name()] = output_buffer.get_name()
+            super().codegen_inplace_reuse(input_buffer, output_buffer)
+
         def make_buffer_allocation(self, buffer: Any) -> str:
             size = _bytes(buffer)
+            if self._destination(buffer.get_name()) is not None:
+                return self._delivered(buffer)
             if size is None or buffer.get_name() in self.returned:
                 return super().make_buffer_allocation(buffer)
             self.places[buffer.get_name()] = (self.layout.take(size), size)
@@ -160,6 +177,11 @@ def _wrapper_class() -> Any:
             return ""
 
         def make_buffer_reuse(self, old: Any, new: Any, delete_old: bool) -> str:
+            at = self._destination(new.get_name())
+            if at is not None and self.becomes.get(old.get_name()) != new.get_name():
+                return f"{self._delivered(new)} {self.make_buffer_free(old)}"
+            if at is not None and self.delivered.get(old.get_name()) == at:
+                return self._delivered(new)
             place = self.places.pop(old.get_name(), None)
             if place is None:
                 return super().make_buffer_reuse(old, new, delete_old)
@@ -173,6 +195,71 @@ def _wrapper_class() -> Any:
             address = f"(char*)({view.get_name()}.data_ptr()) + {start}"
             line = self._declared(name, address, view, self.wrapper_call.writeline)
             self.writeline(DeferredLine(name, line))
+
+        def codegen_invoke_subgraph(self, call: Any) -> None:
+            function = call.subgraph.graph
+            if function.name not in self.sizes:
+                self.sizes[function.name] = 0  # not known before it is written
+                self._write_function(function)
+            for made in call.outputs:
+                layout = made.get_output_spec()
+                if isinstance(layout, ir.NonOwningLayout):  # part of a vector, which has to be there
+                    self.codegen_allocation(V.graph.get_buffer(layout.view.get_name()))
+                    self.codegen_deferred_allocation(made.get_name(), layout.view)
+            self.writeline(Call(self, call))
+
+        def _write_function(self, function: Any) -> None:
+            """A layer that comes again, as a function of addresses; see `blocks.py`."""
+            self.writeline(f"const auto {function.name} = [](void* const* in, void* const* out, char* memory) {{")
+            self.writeline(Enter(self, function))
+            self.push_codegened_graph(function)
+            for at, (name, given) in enumerate(function.graph_inputs.items()):
+                self.writeline(self._declared(name, f"in[{at}]", given, self.writeline))
+            for at, output in enumerate(function.graph_outputs):
+                self.outputs.setdefault(output.get_name(), at)
+            outer = V.graph
+            with V.set_graph_handler(function):
+                function.codegen_subgraph(parent_graph=outer)
+            for at, output in enumerate(function.graph_outputs):
+                self.writeline(Output(self, _unboxed(output), at))
+            self.pop_codegened_graph()
+            self.writeline(Exit(self))
+            self.writeline("};")
+
+        def write_call(self, call: Any) -> None:
+            """A call of such a function; what it makes has places here."""
+            function, room, made = call.subgraph.graph, list[tuple[int, int]](), list[str]()
+
+            def borrowed(size: int) -> str:
+                """Memory for the time of the call."""
+                room.append((self.layout.take(size), size))
+                return f"memory + {room[-1][0]}"
+
+            for output in call.outputs:
+                if output.get_name() in V.graph.removed_buffers:
+                    made.append(borrowed(_bytes(output) or 0))
+                    continue
+                if not isinstance(output.get_output_spec(), ir.NonOwningLayout):
+                    self.wrapper_call.writeline(self.make_buffer_allocation(output))
+                made.append(f"{output.get_name()}.data_ptr()")
+            arrays = _array(map(kernels.address, call.inputs)), _array(made)
+            self.wrapper_call.writeline(f"{function.name}({', '.join(arrays)}, {borrowed(self.sizes[function.name])});")
+            for place in room:
+                self.layout.give(*place)
+
+        def _destination(self, name: str) -> int | None:
+            """Which output of a function this is, or what becomes it in its memory."""
+            while name in self.becomes:
+                name = self.becomes[name]
+            return self.outputs.get(name)
+
+        def _delivered(self, buffer: Any) -> str:
+            """A function's output in the memory that its caller has for it."""
+            name = buffer.get_name()
+            at = self._destination(name)
+            assert at is not None
+            self.delivered[name] = at
+            return self._declared(name, f"out[{at}]", buffer, self.wrapper_call.writeline)
 
         def _placed(self, buffer: Any) -> str:
             place = f"memory + {self.places[buffer.get_name()][0]}"
@@ -196,7 +283,57 @@ def _wrapper_class() -> Any:
                 result.splice(re.sub("INPUTS|OUTPUTS", lambda name: str(counts[name[0]]), _ENTRIES))
             super()._generate_end_jit(result)
 
+    class Enter(EnterSubgraphLine):
+        wrapper: Any
+
+        def codegen(self, code: Any) -> None:
+            super().codegen(code)
+            self.wrapper.layouts.append(arena.Layout())
+
+    class Exit(ExitSubgraphLine):
+        wrapper: Any
+
+        def codegen(self, code: Any) -> None:
+            wrapper = self.wrapper
+            wrapper.sizes[wrapper.get_codegened_graph().name] = wrapper.layouts.pop().size
+            super().codegen(code)
+
+    class Output(WrapperLine):
+        """What has not been made in its place is copied there."""
+
+        def __init__(self, wrapper: Any, made: Any, at: int) -> None:
+            self.wrapper, self.made, self.at = wrapper, made, at
+
+        def codegen(self, code: Any) -> None:
+            name, layout = self.made.get_name(), self.made.get_layout()
+            place = self.wrapper.delivered.get(name)
+            if place != self.at or isinstance(self.made, ir.ReinterpretView):
+                length = 1 + sum((size - 1) * stride for size, stride in zip(layout.size, layout.stride, strict=True))
+                size = int(length) * layout.dtype.itemsize
+                code.writeline(f"std::memcpy(out[{self.at}], {kernels.address(self.made)}, {size});")
+
+    class Call(WrapperLine):
+        def __init__(self, wrapper: Any, call: Any) -> None:
+            self.wrapper, self.call = wrapper, call
+
+        def codegen(self, code: Any) -> None:
+            self.wrapper.write_call(self.call)
+
     return Wrapper
+
+
+def _array(addresses: Iterable[str]) -> str:
+    found = [f"(void*)({address})" for address in addresses]
+    return f"std::array<void*, {len(found)}>{{{', '.join(found)}}}.data()"
+
+
+def _unboxed(made: Any) -> Any:
+    """A buffer, or a view of one."""
+    from torch._inductor import ir
+
+    while isinstance(made, ir.MutableBox):
+        made = made.data
+    return made
 
 
 def _by_address() -> bool:
@@ -208,8 +345,18 @@ def _by_address() -> bool:
     inputs = graph.graph_inputs
     plain = all(isinstance(given, ir.TensorBox) and _is_fixed(given) for given in inputs.values())
     returned = _returned([]) & set(inputs)
-    called = [node.target for node in graph.module.graph.nodes if node.op == "call_function"]
-    return plain and not graph.constants and not returned and all(map(recording.known, called))
+    return plain and not graph.constants and not returned and all(map(_is_ours, _called(graph.module)))
+
+
+def _called(module: Any) -> Iterator[Any]:
+    """What a graph calls, in the graphs that keep draws in order too."""
+    for part in module.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            yield from (node.target for node in part.graph.nodes if node.op == "call_function")
+
+
+def _is_ours(target: Any) -> bool:
+    return recording.known(target) or isinstance(target, blocks.Block) or target.__name__ == "control_deps"
 
 
 def _is_fixed(given: Any) -> bool:

@@ -1,0 +1,296 @@
+"""Equal layers of a graph as calls of one function, so that a model of many compiles as fast as one of two.
+
+A traced graph has every layer written out, forward and backward. Inductor lowers, schedules and writes each one anew;
+only g++ sees equal loops once (`pieces.py`). Here a stretch of a graph that comes again and again becomes a graph of
+its own, which is called with what differs: activations and weights. `wrapper.py` writes it as a function of addresses.
+
+A stretch comes again where operators, arguments and layouts repeat with one period, which a tally of the distances
+between equal nodes finds: a trace writes down equal layers in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from . import passes, recording
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule, Node
+
+_OFTEN = 3
+"""Times that a stretch comes, at least: what two share is not worth the loops that its borders keep apart."""
+_LONG = 24
+"""Nodes of a stretch, at least: a few loops are compiled faster than called."""
+_WITHIN = 8
+"""Times that the same operation may come in one stretch, for this to be found by it."""
+
+
+_ALIVE: WeakValueDictionary[str, Block] = WeakValueDictionary()
+
+
+def __getattr__(name: str) -> Block:
+    """A graph, written as text by torch, imports what it calls."""
+    try:
+        return _ALIVE[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__} has no attribute {name}") from None
+
+
+class Block:
+    """A function that a graph calls, as the target of its nodes."""
+
+    _inductor_lowering_function = True  # inductor calls it to lower a node, and asks nobody what it returns
+
+    def __init__(self, name: str, module: GraphModule) -> None:
+        """
+        Args:
+            name: another for every function: inductor's cache knows it by that.
+            module: what it does.
+        """
+        self.__name__ = self.__qualname__ = name
+        self.module = module
+        self._lowered: Any = None
+        _ALIVE[name] = self
+
+    def __call__(self, *args: Any) -> Any:
+        """On tensors without memory, more of such; on inductor's, a call."""
+        if all(isinstance(arg, Tensor) for arg in args):
+            return tuple(made.new_empty_strided(made.shape, made.stride()) for made in self.made())
+        from torch._inductor import ir
+
+        if self._lowered is None:
+            self._lowered = ir.Subgraph(name=self.__name__, graph_module=self._prepared())
+        kind: Any = ir.InvokeSubgraph
+        return [_box(made) for made in kind.create(self._lowered, *args)]
+
+    def made(self) -> list[Tensor]:
+        """What it returns, without memory."""
+        return [node.meta["val"] for node in passes.output(self.module).args[0]]
+
+    def _prepared(self) -> GraphModule:
+        """The function after what inductor does to a graph before it lowers it."""
+        from torch._inductor import compile_fx, config
+
+        inductor: Any = compile_fx
+        given = [node.meta["val"] for node in self.module.graph.nodes if node.op == "placeholder"]
+        inductor.record_original_output_strides(self.module)
+        inductor.view_to_reshape(self.module)
+        inductor.fake_tensor_prop(self.module, given)
+        # Nodes stay in their order: a sum that is moved to the end would compute again what it is a sum of.
+        with config.patch(reorder_for_locality=False):
+            inductor._recursive_post_grad_passes(self.module, is_inference=True)
+        return self.module
+
+
+def _box(made: Any) -> Any:
+    """Vectors may become part of longer ones, as a packed state's gradients do."""
+    from torch._inductor import ir
+
+    layout = made.layout
+    if len(layout.size) == 1 and list(layout.stride) == [1]:
+        made.layout = ir.FlexibleLayout(layout.device, layout.dtype, layout.size)
+    return ir.TensorBox.create(made)
+
+
+def outlined(graph: GraphModule) -> GraphModule | None:
+    """The graph with stretches that come again as calls; None where there are none."""
+    from torch.fx import Graph, GraphModule
+
+    made = GraphModule(graph, Graph())
+    made.graph.output(made.graph.graph_copy(graph.graph, {}))
+    passes.output(made).meta.update(passes.output(graph).meta)
+    nodes = [node for node in made.graph.nodes if node.op == "call_function"]
+    count = 0
+    for windows in _repeated(nodes):
+        count += _outlined(made, windows)
+    made.graph.lint()
+    made.recompile()
+    return made if count else None
+
+
+# --- stretches that repeat --------------------------------------------------------------------------------------------
+
+
+def _repeated(nodes: Sequence[Node]) -> Iterator[list[list[Node]]]:
+    """Stretches of nodes that look the same, one behind the other; the longest first."""
+    labels = [_label(node) for node in nodes]
+    runs = sorted(_runs(labels), key=lambda run: (run[0] - run[1], run[2]))
+    taken: set[int] = set()
+    for start, end, period in runs:
+        if taken.isdisjoint(range(start, end)):
+            taken |= set(range(start, end))
+            count = (end - start) // period
+            yield [list(nodes[at : at + period]) for at in range(start, start + count * period, period)]
+
+
+def _runs(labels: list[Any]) -> Iterator[tuple[int, int, int]]:
+    """Where labels repeat with a period: from, to, period."""
+    seen, distances = defaultdict[Any, deque[int]](functools.partial(deque, maxlen=_WITHIN)), Counter[int]()
+    for at, label in enumerate(labels):
+        distances.update(at - before for before in seen[label])
+        seen[label].append(at)
+    for period, times in distances.items():
+        # In such a run, nearly every label has come a period before.
+        if period < _LONG or times < _LONG:
+            continue
+        start = 0
+        for at in range(len(labels) - period + 1):
+            if at < len(labels) - period and labels[at] is not None and labels[at] == labels[at + period]:
+                continue
+            if at + period - start >= _OFTEN * period:
+                yield start, at + period, period
+            start = at + 1
+
+
+def _label(node: Node) -> Any:
+    """What a node does, and with what, tensors apart; None where it must be left alone."""
+    value, target = node.meta.get("val"), node.target
+    if not recording.known(target) or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        return None
+    if target is not operator.getitem and target._schema.is_mutable:  # type: ignore[union-attr]
+        return None
+    try:
+        return str(target), recording.plain([_plain(node.args), _plain(node.kwargs)]), _layouts(value)
+    except recording.Untold:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    return _mapped(value, lambda _: "%")
+
+
+def _mapped(value: Any, of: Callable[[Node], Any]) -> Any:
+    from torch.fx.node import map_arg
+
+    return map_arg(value, of)
+
+
+def _layouts(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return recording.plain([list(value.shape), list(value.stride()), value.dtype, value.device])
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_layouts, value))
+    raise recording.Untold(f"a {type(value).__name__}")
+
+
+# --- what becomes a function ------------------------------------------------------------------------------------------
+
+
+class _Form(NamedTuple):
+    """A stretch as a function."""
+
+    nodes: list[Node]
+    inputs: list[Node]
+    """from elsewhere, in the order that they are asked for"""
+    text: list[str]
+    """the same for the same function"""
+    outputs: set[int]
+    """which nodes are needed elsewhere"""
+
+
+def _form(nodes: list[Node]) -> _Form | None:
+    places = {node: at for at, node in enumerate(nodes)}
+    inputs: dict[Node, int] = {}
+
+    def name(node: Node) -> str:
+        return f"%{places[node]}" if node in places else f"input {inputs.setdefault(node, len(inputs))}"
+
+    text = [f"{node.target} {_mapped(node.args, name)} {_mapped(node.kwargs, name)}" for node in nodes]
+    if not all(isinstance(node.meta.get("val"), Tensor) for node in inputs):
+        return None
+    text += [_layouts(node.meta["val"]) for node in inputs]
+    shown = {_shown(node) for node in nodes if any(user not in places for user in node.users)}
+    return _Form(nodes, list(inputs), text, {places[node] for node in shown if node in places})
+
+
+def _shown(node: Node) -> Node:
+    """What a view is a view of: views are taken anew where they are needed."""
+    while _is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _is_view(node: Any) -> bool:
+    if node.target is operator.getitem:
+        node = node.args[0]
+    return getattr(node.target, "is_view", False) or node.target is torch.ops.aten._unsafe_view.default
+
+
+def _outlined(graph: GraphModule, windows: list[list[Node]]) -> int:
+    """One function for what most of these do, and calls of it; 0 where they are not worth it."""
+    forms = _same([form for form in map(_form, windows) if form is not None])
+    if len(forms) < _OFTEN:
+        return 0
+    outputs = sorted(set[int]().union(*(form.outputs for form in forms)))
+    first = forms[0]
+    if not outputs or not all(isinstance(first.nodes[at].meta["val"], Tensor) for at in outputs):
+        return 0
+    name = hashlib.sha256("\n".join([*first.text, str(outputs)]).encode()).hexdigest()[:16]
+    block = Block(f"purestep_block_{name}", _function(first, outputs))
+    made: dict[Node, Node] = {}
+    for form in forms:
+        _call(graph, form, outputs, block, made)
+    return 1
+
+
+def _same(forms: list[_Form]) -> list[_Form]:
+    """Those of the function that most of them are."""
+    usual = Counter("\n".join(form.text) for form in forms).most_common(1)
+    return [form for form in forms if "\n".join(form.text) == usual[0][0]]
+
+
+def _function(form: _Form, outputs: list[int]) -> GraphModule:
+    from torch.fx import Graph, GraphModule
+
+    made, copies = Graph(), dict[Any, Any]()
+    for at, source in enumerate(form.inputs):
+        copies[source] = made.placeholder(f"input_{at}")
+        copies[source].meta["val"] = source.meta["val"]
+    for node in form.nodes:
+        copies[node] = made.node_copy(node, copies.__getitem__)
+    last = made.output(tuple(copies[form.nodes[at]] for at in outputs))
+    last.meta["user_visible_output_idxs"] = list(range(len(outputs)))  # to come out laid out as they are here
+    return GraphModule(torch.nn.Module(), made)
+
+
+def _call(graph: GraphModule, form: _Form, outputs: list[int], block: Block, made: dict[Node, Node]) -> None:
+    of, inside = graph.graph, set(form.nodes)
+    with of.inserting_after(form.nodes[-1]):
+        call = of.call_function(block, tuple(made.get(each, each) for each in form.inputs))
+    call.meta["val"] = tuple(form.nodes[at].meta["val"] for at in outputs)
+    # Where inductor looks for the layouts that a function's inputs have; two others come first there.
+    call.meta["eager_input_vals"] = ((None, None, *(each.meta["val"] for each in form.inputs)), {})
+    last = call
+    for index, at in enumerate(outputs):
+        with of.inserting_after(last):
+            last = made[form.nodes[at]] = of.call_function(operator.getitem, (call, index))
+        last.meta.update(form.nodes[at].meta)
+    for node in form.nodes:
+        users = [user for user in node.users if user not in inside]
+        if not users:
+            continue
+        if node not in made:  # a view
+            last = _again(of, node, made, inside, last)
+        for user in users:
+            user.replace_input_with(node, made[node])
+    for node in reversed(form.nodes):
+        of.erase_node(node)
+
+
+def _again(graph: Any, node: Node, made: dict[Node, Node], inside: set[Node], last: Node) -> Node:
+    """A view taken anew, after `last`; the last node then."""
+    source: Any = node.args[0]
+    if source in inside and source not in made:
+        last = _again(graph, source, made, inside, last)
+    with graph.inserting_after(last):
+        made[node] = graph.node_copy(node, lambda each: made.get(each, each))
+    return made[node]

@@ -1,0 +1,340 @@
+"""Stretches of a graph that come again are compiled once; what a step computes stays the same but for rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import config
+from torch.nn import functional
+
+import purestep as ps
+from purestep.compile import blocks, kept, native, recording, wrapper
+
+pytestmark = pytest.mark.compile
+
+if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+    pytest.skip("graphs are written in C++ on processors with AVX2 or AVX-512", allow_module_level=True)
+if not native._KNOWN:
+    pytest.skip("native code is made with torch 2.13 and later", allow_module_level=True)
+
+Function = Callable[..., list[Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def made_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No code of an earlier test or run."""
+    monkeypatch.setattr(kept, "name", lambda *_: None)
+
+
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The functions that are written, by name; a graph that is compiled without them after all is an error."""
+    found: list[str] = []
+    true = wrapper._wrapper_class()._write_function
+    monkeypatch.setattr(
+        wrapper._wrapper_class(),
+        "_write_function",
+        lambda self, function: (found.append(function.name), true(self, function))[1],
+    )
+
+    def raised(what: str, error: Exception) -> None:
+        raise AssertionError(what) from error
+
+    monkeypatch.setattr(native, "given_up", raised)
+    return found
+
+
+def compiled(function: Function, *inputs: Tensor) -> Function:
+    """The function as native code."""
+    with torch.no_grad(), config.patch(fx_graph_cache=False):
+        run, _ = native.compiled(recording.record(function, list(inputs)), options=None)
+    return lambda *others: list(run(list(others)))
+
+
+def written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "outlined", lambda graph: None)
+
+
+def same(found: list[Tensor], expected: list[Tensor], rounding: float = 0.0) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=rounding, atol=rounding)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Attending(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.asked, self.told = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.asked(self.first(x)).chunk(3, -1))
+        x = x + self.told(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.narrow(functional.gelu(self.wide(self.second(x))))
+
+
+class Convolving(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.layers(x))
+
+
+class Remembering(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = cell = torch.zeros_like(x[:, 0])
+        for step in x.unbind(1):
+            hidden, cell = self.cell(step, (hidden, cell))
+        return hidden
+
+
+class Experts(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.gate, self.norm = nn.Linear(width, 4), nn.LayerNorm(width)
+        self.experts = nn.Parameter(torch.randn(4, width, width) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        found = torch.einsum("bti,eio->bteo", self.norm(x), self.experts)
+        found = found.gather(2, chosen[..., None].expand(*chosen.shape, x.shape[-1]))
+        return x + (weights[..., None] * torch.tanh(found)).sum(2)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, int]] = {
+    "attention": (lambda: nn.Sequential(nn.Linear(5, 16), *[Attending() for _ in range(4)]), torch.randn(3, 7, 5), 2),
+    "experts": (lambda: nn.Sequential(*[Experts() for _ in range(4)]), torch.randn(3, 7, 16), 2),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 1), *[Convolving() for _ in range(4)]),
+        torch.randn(2, 3, 6, 6),
+        1,
+    ),
+    "memory": (lambda: Remembering(), torch.randn(3, 9, 16), 2),
+}
+"""A model, a batch for it, and how many functions its step has, at least."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_of_calls_is_that_of_layers_written_out(
+    name: str, functions: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    make, x, least = MODELS[name]
+    torch.manual_seed(0)
+    program = ps.program(
+        make(),
+        ps.supervised(lambda y, _: (y**2).mean()),
+        ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(1e-2)),
+        ema=0.9,
+    )
+    batches = [(x * (1 + i), torch.zeros(len(x))) for i in range(3)]
+
+    def trained() -> list[Tensor]:
+        step, state = ps.compile_step(program.train_step, donate=True), program.init()
+        for batch in batches:
+            state, metrics = step(state, batch)
+        return ps.tree.leaves((state, dict(metrics)))
+
+    with config.patch(fx_graph_cache=False):
+        called = trained()
+        assert len(functions) >= least
+        written_out(monkeypatch)
+        count = len(functions)
+        same(called, trained(), rounding=1e-6)
+        assert len(functions) == count
+
+
+# --- anything that layers may do --------------------------------------------------------------------------------------
+
+
+def layer_of(seed: int) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, list[Tensor]]]:
+    """A layer of random operations on ``x`` (6, 8), its own vector (32,) and a matrix (8, 8) of all layers: what goes
+    on, and what is kept for later, views and several of one tensor among it."""
+    choose = torch.Generator().manual_seed(seed)
+
+    def pick(*options: Any) -> Any:
+        return options[int(torch.randint(len(options), (), generator=choose))]
+
+    steps: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
+        pick(
+            lambda x, v, w: torch.tanh(x @ w + v[:8]),
+            lambda x, v, w: x * v[8:16].sigmoid() + w[:6],
+            lambda x, v, w: torch.softmax(x + v[16:17], -1) @ w.t(),
+            lambda x, v, w: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1) * v[3:11],
+            lambda x, v, w: torch.where(x > v[0], x.sin(), x.flip(0)),
+            lambda x, v, w: torch.cumsum(x, 0) * 0.3 + v.view(4, 8)[1],
+            lambda x, v, w: x.sort(-1)[0] + x.amax(0),
+            lambda x, v, w: x.gather(-1, x.argsort(-1)) * 0.9,
+        )
+        for _ in range(9)
+    ]
+    kept = [
+        (
+            pick(*range(9)),
+            pick(
+                lambda x: x,
+                lambda x: x.t(),
+                lambda x: x[1:3, 2:],
+                lambda x: x.sum(),
+                lambda x: x.sum(0),
+                lambda x: x.sum(0, keepdim=True).expand(6, 8),
+                lambda x: x.reshape(-1),
+                lambda x: x > 0,
+                lambda x: x.argmax(-1),
+                lambda x: x.split(4, -1)[1],
+                lambda x: x.double().mean(-1),
+            ),
+        )
+        for _ in range(5)
+    ]
+
+    def layer(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, list[Tensor]]:
+        seen: list[Tensor] = []
+        for step in steps:
+            x = step(x, v, w)
+            seen.append(x)
+        return x, [view(seen[at]) for at, view in kept] + [v[5:9], w.t()]
+
+    return layer
+
+
+def function_of(seed: int, layers: int = 4) -> Function:
+    layer = layer_of(seed)
+
+    def function(x: Tensor, vector: Tensor, w: Tensor) -> list[Tensor]:
+        kept: list[list[Tensor]] = []
+        for piece in vector.split(32):
+            x, found = layer(x, piece, w)
+            kept.append(found)
+        total = x.sum()
+        for found in reversed(kept):  # as a backward pass reads what a forward pass has left
+            total = total * 0.5 + sum((each.double().cos().sum() for each in found), torch.zeros(())).float()
+        joined = torch.cat([found[0].reshape(-1).double() for found in kept])
+        vector.copy_(vector * 0.5 + total)
+        return [x, total, joined, *kept[0][:5], kept[1][0], *kept[-1]]
+
+    return function
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_of_whatever_layers_do(seed: int, functions: list[str], monkeypatch: pytest.MonkeyPatch):
+    x, vector, w = torch.randn(6, 8), torch.randn(4 * 32), torch.randn(8, 8)
+    inputs = [x, vector.clone(), w]
+    run = compiled(function_of(seed), *inputs)
+    assert functions
+    found = run(*inputs)
+    again = [x, vector.clone(), w]
+    repeated = run(*again)
+    same([*found, *inputs], [*repeated, *again])
+    written_out(monkeypatch)
+    others = [x, vector.clone(), w]
+    # Other loops are joined: what is computed in vectors of a loop here may be computed one by one there.
+    same([*found, *inputs], [*compiled(function_of(seed), *others)(*others), *others], rounding=1e-5)
+
+
+def twofold(x: Tensor, beside: Tensor, w: Tensor) -> Tensor:
+    for _ in range(7):
+        x = torch.tanh(x @ w + beside).flip(0) * 0.7
+    return x
+
+
+def wired(layers: int, odd: int) -> Function:
+    """Layers that read the first input too, but one, which reads its own twice."""
+
+    def function(x: Tensor, w: Tensor) -> list[Tensor]:
+        first = x
+        for at in range(layers):
+            x = twofold(x, x if at == odd else first, w)
+        return [x]
+
+    return function
+
+
+@pytest.mark.parametrize("odd", [-1, 0, 3, 5])
+def test_layers_that_are_wired_otherwise_are_written_out(
+    odd: int, functions: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    inputs = torch.randn(6, 8), torch.randn(8, 8) / 3
+    found = compiled(wired(6, odd), *inputs)(*inputs)
+    assert len(functions) == 1
+    same(found, wired(6, odd)(*inputs), rounding=1e-5)
+    monkeypatch.setattr(blocks, "_same", lambda forms: forms)
+    wrong = compiled(wired(6, odd), *inputs)(*inputs)
+    assert not torch.allclose(found[0], wrong[0], atol=1e-4)  # the first layer reads its own twice in any case
+
+
+def test_more_layers_are_no_more_functions_or_kernels(functions: list[str], monkeypatch: pytest.MonkeyPatch):
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    kernels: list[str] = []
+    true = PythonWrapperCodegen.define_kernel
+    monkeypatch.setattr(
+        PythonWrapperCodegen,
+        "define_kernel",
+        lambda self, name, *rest, **more: (kernels.append(name), true(self, name, *rest, **more))[1],
+    )
+    counts: list[tuple[int, int]] = []
+    for layers in (4, 9):
+        kernels.clear()
+        functions.clear()
+        vector = torch.randn(layers * 32)
+        compiled(function_of(0, layers), torch.randn(6, 8), vector, torch.randn(8, 8))
+        counts.append((len(functions), len([name for name in functions if "purestep" in name])))
+    assert counts[0] == counts[1]
+
+
+def test_few_layers_and_short_ones_are_written_out(functions: list[str]):
+    x, w = torch.randn(6, 8), torch.randn(8, 8) / 3
+    compiled(wired(2, -1), x, w)
+    assert not functions
+    compiled(lambda x, w: [twofold(x, x.cos(), w)], x, w)
+    assert not functions
+
+
+def test_layers_that_draw_are_written_out(functions: list[str]):
+    """Draws have an order, which nobody keeps between functions."""
+    net = nn.Sequential(*[nn.Sequential(Attending(), nn.Dropout(0.2)) for _ in range(3)])
+    program = ps.program(net, ps.supervised(lambda y, _: (y**2).mean()), ps.optim.sgd(1e-2))
+    batch = (torch.randn(3, 7, 16), torch.zeros(3))
+    state, _ = ps.compile_step(program.train_step)(program.init(), batch)
+    assert not functions
+    expected, _ = program.train_step(program.init(), batch)
+    for name, leaf in expected.params.items():
+        torch.testing.assert_close(state.params[name], leaf, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_compiled_in_calls_is_compiled_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(wrapper._wrapper_class(), "write_call", lambda self, call: 1 / 0)
+    inputs = torch.randn(6, 8), torch.randn(8, 8) / 3
+    with caplog.at_level("DEBUG", logger="purestep"):
+        same(compiled(wired(5, -1), *inputs)(*inputs), wired(5, -1)(*inputs), rounding=1e-5)
+    assert "one function for equal layers cannot be made" in caplog.text
+
+
+def test_a_result_that_is_not_where_it_belongs_is_seen(monkeypatch: pytest.MonkeyPatch, functions: list[str]):
+    """Whatever keeps results from being made in their places has them copied there."""
+    x, vector, w = torch.randn(6, 8), torch.randn(4 * 32), torch.randn(8, 8)
+    kind = wrapper._wrapper_class()
+    monkeypatch.setattr(kind, "_destination", lambda self, name: None)
+    inputs = [x, vector.clone(), w]
+    found = compiled(function_of(1), *inputs)(*inputs)
+    assert functions
+    written_out(monkeypatch)
+    others = [x, vector.clone(), w]
+    same([*found, *inputs], [*compiled(function_of(1), *others)(*others), *others], rounding=1e-5)
