@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -1070,3 +1072,122 @@ def test_ctrl_c_at_any_line_of_a_donated_call_leaves_no_state_that_seems_alive(w
 def test_what_is_no_step_is_refused_with_the_cure(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"the step is a (Program|str).*compile_program\(program\)"):
         ps.compile_step(given)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "read", [lambda kind: kind == "train", lambda kind: kind != "x", lambda kind: kind in ("a", "b")]
+)
+def test_text_of_a_batch_cannot_be_compared_in_a_compiled_step(read: Any) -> None:
+    def step(state: dict[str, Tensor], batch: dict[str, Any]) -> tuple[Any, Any]:
+        return {"w": state["w"] + batch["x"] if read(batch["kind"]) else state["w"]}, {}
+
+    found = compiled(step, capture="trace")
+    with pytest.raises(StepContractError, match="reads text of the batch"):
+        found({"w": torch.zeros(2)}, {"x": torch.ones(2), "kind": "train"})
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", [False, True, "init"])
+def test_what_torch_has_put_off_to_negate_is_negated(donate: Any) -> None:
+    """In a frozen weight, and in a state that is evaluated."""
+    negated = torch.complex(torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])).conj().imag
+    assert negated.is_neg()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.v = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.w + self.v
+
+    program = ps.program(Net(), ps.supervised(lambda y, _: (y**2).mean()), optim.sgd(0.1))
+    batch = (torch.ones(1, 3), torch.zeros(1, 3))
+    state = program.init()
+    state = state._replace(frozen={**state.frozen, "w": negated})
+    fast = ps.compile_program(program, donate=donate)
+    assert program.eval_step is not None
+    assert fast.eval_step is not None
+    expected, told = program.train_step(state, batch)
+    torch.testing.assert_close(fast.eval_step(state, batch)["loss"], program.eval_step(state, batch)["loss"])
+    found, metrics = fast.train_step(state, batch)
+    torch.testing.assert_close(metrics["loss"], told["loss"])
+    torch.testing.assert_close(found.params["v"], expected.params["v"])
+
+
+@pytest.mark.compile
+def test_a_step_of_ones_own_leaves_the_first_state_as_it_was() -> None:
+    """Also where it goes on with a state of a program's step, whose frozen weights are the caller's tensors."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    net[0].requires_grad_(False)
+    program = ps.program(net, ps.supervised(CRITERION), optim.from_torch(torch.optim.Adagrad, lr=0.1))
+
+    def own(state: Any, batch: Any) -> tuple[Any, Any]:
+        return state._replace(frozen={name: leaf + 1 for name, leaf in state.frozen.items()}), {}
+
+    init = program.init()
+    before = {name: leaf.clone() for name, leaf in init.frozen.items()}
+    batch = (torch.ones(4, 2), torch.ones(4, 1))
+    live, _ = compiled(program.train_step, donate=True)(init, batch)
+    new, _ = compiled(own, donate=True)(live, batch)
+    for name, leaf in init.frozen.items():
+        assert torch.equal(leaf, before[name])
+        assert torch.equal(new.frozen[name], before[name] + 1)
+
+
+@pytest.mark.compile
+def test_a_batch_that_failed_is_no_size() -> None:
+    found = compiled(mlp().train_step)
+    state = mlp().init()
+    x, y = vector_batch()
+    with pytest.raises(RuntimeError):
+        found(state, (x[:, :-1], y))
+    for size in (4, 3):
+        found(state, (x[:size], y[:size]))
+    assert found.graphs == 3  # the one that failed is counted, and none serves every size
+
+
+@pytest.mark.compile
+def test_other_sizes_do_not_wait_for_who_makes_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, state = compiled(mlp().train_step), mlp().init()
+    x, y = vector_batch()
+    for size in (4, 3, 2):
+        found(state, (x[:size], y[:size]))
+
+    def alone() -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(graphs, "alone", alone)
+    for size in (2, 5, 3, 2):
+        found(state, (x[:size], y[:size]))
+
+
+@pytest.mark.compile
+def test_a_step_that_only_dynamo_takes_does_not_hold_its_first_batch() -> None:
+    def step(state: dict[str, Tensor], batch: Tensor) -> tuple[Any, Any]:
+        return {"w": torch.cond(batch.sum() > 0, lambda w: w + 1, lambda w: w - 1, (state["w"],))}, {}
+
+    found, batch = compiled(step), torch.ones(3)
+    found({"w": torch.zeros(2)}, batch)
+    gone = weakref.ref(batch)
+    del batch
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_backend_that_a_trace_does_not_know_and_another_donate() -> None:
+    step = mlp().train_step
+    with pytest.raises(ConfigError, match="backend is 'inducter'"):
+        ps.compile_step(step, capture="trace", backend="inducter")
+    wrong: Any = "Init"
+    with pytest.raises(ConfigError, match="donate is 'Init'"):
+        ps.compile_step(step, donate=wrong)
+
+
+def test_a_batch_is_no_list_of_batches() -> None:
+    step = ps.compile_step(mlp().train_step, unroll=4)
+    with pytest.raises(StepContractError, match="called with a tuple of 2"):
+        step(mlp().init(), vector_batch())
+    with pytest.raises(StepContractError, match="called with a list of 5"):
+        step(mlp().init(), [vector_batch()] * 5)

@@ -831,9 +831,11 @@ def test_a_core_is_left_to_inductor_until_it_waits(monkeypatch: pytest.MonkeyPat
 def test_another_torch_is_no_error(monkeypatch: pytest.MonkeyPatch):
     from torch._inductor import codecache
 
+    header = codecache._precompile_header
     monkeypatch.delattr(codecache, "_worker_compile_cpp")
-    with toolchain.beside():
-        pass
+    with toolchain.beside() as ahead:
+        ahead("void nothing();")  # nobody waits for it
+        assert codecache._precompile_header is header
     assert not hasattr(codecache, "_worker_compile_cpp")
 
 

@@ -11,7 +11,10 @@ On the CPU `native` hands the traced graph straight to inductor. What differs fr
     arena       one piece of memory a thread for all intermediates
     wrapper     inductor's C++ round the kernels, with that memory and with addresses for inputs
     calls       how Python calls it
+    blocks      equal layers as calls of one function
+    pieces      pieces of packed vectors as pointers, so that equal loops are one kernel
     elementary  tanh in fewer operations
+    shortcuts   work of inductor's that changes nothing, left out
     toolchain   g++ runs beside inductor's Python
     kept        libraries of earlier runs, found by what the function does
     recording   that as text, and `apart`: without loading the compiler

@@ -31,9 +31,11 @@ def compile_step(
     threads share: steps that draw some repeat themselves on one thread at a time.
 
     Compiled code is kept in inductor's cache directory for the next process, which finds it without loading the
-    compiler, by the operations that the step consists of. ``TORCHINDUCTOR_CACHE_DIR`` says which directory, and may lie
-    beside the snapshots of a run: then whoever goes on with it finds both, on the same processor and with the same
-    installation (as in a container that is started again), wherever the directory has been moved to.
+    compiler, by the operations that the step consists of (on the CPU, with torch 2.13 or later; not where the step uses
+    a tensor that is neither in the state nor in the batch, as a loss with class weights does).
+    ``TORCHINDUCTOR_CACHE_DIR`` says which directory, and may lie beside the snapshots of a run: then whoever goes on
+    with it finds both, on the same processor and with the same installation (as in a container that is started again),
+    wherever the directory has been moved to.
 
     Args:
         step: ``(state, batch, *context) -> (state, metrics)``, a program's or one's own.
@@ -77,7 +79,7 @@ def compile_step(
         >>> int(state.step)
         1
     """
-    capture_.check(capture)
+    capture_.check(capture, backend)
     _check_function(step)
     static = cast(Static | None, getattr(step, "static", None))
     _check_launch(static, donate=donate, cuda_graph=cuda_graph, unroll=unroll)
@@ -107,7 +109,7 @@ def compile_program(
         >>> sorted(fast.eval_step(state, (torch.ones(4, 2), torch.ones(4, 1))))
         ['loss']
     """
-    capture_.check(capture)
+    capture_.check(capture, backend)
     _check_launch(program.static, donate=donate, cuda_graph=cuda_graph, unroll=1)
     chosen = Options(capture, backend, options)
     train = CompiledStep(program.train_step, program.static, donate=donate, options=chosen, cuda_graph=cuda_graph)
@@ -126,6 +128,8 @@ def _check_function(step: Any) -> None:
 
 
 def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool, unroll: int) -> None:
+    if donate not in (False, True, "init"):
+        raise ConfigError(f"donate is {donate!r}", where="donate", hint='True, False or "init"')
     if cuda_graph and not donate:
         raise ConfigError(
             "a CUDA graph replays on fixed memory, which only a donated state has",

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import rng, tree
 from ..types import Empty, Metrics, TrainState
 from . import live as live_
-from .graphs import Graphs, Options, check_untransformed, kinds, unstacked
+from .graphs import Graphs, Options, check_untransformed, kinds, resolved, unstacked
 from .runner import batch_leaves
 
 
@@ -34,7 +34,7 @@ class CompiledEval:
         parts = live_.states(given)
         old, state_def = tree.flatten(_without_optimizer(given))
         keys = {id(part.key) for part in parts}
-        inputs = [leaf for leaf in old if id(leaf) not in keys]
+        inputs = [resolved(leaf) for leaf in old if id(leaf) not in keys]
         places = [id(leaf) in keys for leaf in old]
         leaves, treedef = batch_leaves(batch)
         step = self.eager

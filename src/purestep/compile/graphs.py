@@ -103,22 +103,27 @@ class Graphs:
         known = self._exact.get(exact)
         if known is not None:
             return known
-        with alone():
-            return self._exact.get(exact) or self._found(exact, leaves, tensors, build)
-
-    def _found(self, exact: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]) -> Graph:
         ranks = tuple((x.dtype, x.device, x.dim()) if isinstance(x, Tensor) else _constant(x) for x in leaves)
         family = (exact[0], ranks)
         general = self._sizes.get(family)
         if general is not None:
             return general
+        with alone():
+            return self._exact.get(exact) or self._found(exact, family, leaves, tensors, build)
+
+    def _found(
+        self, exact: Any, family: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]
+    ) -> Graph:
+        general = self._sizes.get(family)
+        if general is not None:
+            return general
         seen = self._seen.setdefault(family, [])
-        seen.append([leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves])
-        if len(seen) > 2 and family not in self._sizes:
+        if len(seen) >= 2 and family not in self._sizes:
             general = self._sizes[family] = self._for_all_sizes(build(), leaves, tensors, seen[0])
             if general is not None:
                 return general
         graph = self._exact[exact] = self._make(build(), leaves, tensors)
+        seen.append([leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves])  # not of one that failed
         return graph
 
     def _make(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
@@ -170,6 +175,7 @@ class Graphs:
             # What is wrong with the batch shows now, on copies: the state that went in lives on.
             with rng.scoped(0):
                 graph.run([tensor.clone() for tensor in tensors], leaves)
+            _let_go(error)
             return graph
         return Graph(_caller(run, where, len(leaves), *found), draws)
 
@@ -254,6 +260,8 @@ class Text:
         )
 
     __len__ = __iter__ = __getitem__ = __contains__ = __add__ = __str__ = __bool__ = __getattr__ = _refuse
+    __eq__ = __ne__ = _refuse
+    __hash__ = object.__hash__  # it is part of what a graph is found by
 
 
 TEXT = Text()
@@ -327,11 +335,19 @@ def _or_raise(run: Callable[..., Any], cause: Exception) -> Callable[..., Any]:
             return run(*inputs)
         except Exception as error:
             if capture_.stopped(error):
-                cause.add_note(
-                    f"torch.compile cannot capture it either: {str(error).strip().splitlines()[0]} "
-                    "(cure: the step itself, which runs in eager mode)"
-                )
+                if not getattr(cause, "__notes__", ()):
+                    cause.add_note(
+                        f"torch.compile cannot capture it either: {str(error).strip().splitlines()[0]} "
+                        "(cure: the step itself, which runs in eager mode)"
+                    )
                 raise cause from error
             raise
 
     return call
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop what an error that is kept holds by its frames: the first state and the first batch."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

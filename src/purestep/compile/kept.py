@@ -85,11 +85,13 @@ def keep(known: str | None, made: Made) -> None:
         record = _record(known)
         record.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=record.parent, delete=False) as file:
-            file.write(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n")
-        try:
-            os.replace(file.name, record)
-        except OSError:
-            os.unlink(file.name)
+            try:
+                file.write(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n")
+                file.flush()
+                os.replace(file.name, record)
+            except BaseException:  # a full disk, Ctrl-C
+                os.unlink(file.name)
+                raise
 
 
 def _read(record: Path) -> list[Any]:

@@ -171,6 +171,7 @@ class Store:
         self.slots = place(packed)
         leaves = tree.leaves(packed)
         given = _shared(leaves) if adopt else {id(leaf) for leaf in tree.leaves(state)}
+        self.holds_callers = frozen  # leaves that no program writes are the tensors that were given
         if frozen:
             given -= _frozen(packed)
         self.buffers = self._fill(leaves, copied=given)
@@ -192,7 +193,8 @@ class Store:
             kind: [x for x, (k, _) in zip(leaves, self.slots.places, strict=True) if k == kind] for kind in _KINDS
         }
         device = next((x.device for x in leaves if x.device.type != "cpu"), torch.device("cpu"))
-        own = [x.detach().resolve_conj().clone() if id(x) in copied else x for x in chosen["own"]]
+        # Compiled code reads memory as it is: what torch has put off to conjugate or negate is a copy.
+        own = [x.detach().clone() if id(x) in copied or x.is_conj() or x.is_neg() else x for x in chosen["own"]]
         return [
             torch.stack(chosen["int64"]) if chosen["int64"] else torch.zeros(0, dtype=torch.int64, device=device),
             torch.stack(chosen["float32"]) if chosen["float32"] else torch.zeros(0, device=device),

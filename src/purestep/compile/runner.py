@@ -33,9 +33,6 @@ from .graphs import (
 )
 from .replay import Replays
 
-_UNMARKED: dict[int, tuple[type[Accum], ...]] = {count: (Accum,) * count for count in range(64)}
-
-
 Unlike: TypeAlias = Callable[[Any], None] | None
 """Told of a batch that differs from the one before."""
 
@@ -117,8 +114,9 @@ class CompiledStep:
         return self._donated(state, batch, unlike) if self.donate else self._pure(state, batch, unlike)
 
     def _check_batches(self, batch: tuple[Any, ...]) -> None:
-        if len(batch) != 1 or not isinstance(batch[0], list | tuple) or not 1 <= len(batch[0]) <= self.unroll:
-            found = f"{len(batch[0])} batches" if len(batch) == 1 and isinstance(batch[0], list) else "something else"
+        if len(batch) != 1 or not isinstance(batch[0], list) or not 1 <= len(batch[0]) <= self.unroll:
+            several = len(batch) == 1 and isinstance(batch[0], list | tuple)
+            found = f"a {type(batch[0]).__name__} of {len(batch[0])}" if several else "something else"
             raise StepContractError(
                 f"the unrolled step was called with {found}",
                 where="batch",
@@ -195,6 +193,8 @@ class CompiledStep:
             store = live_.store_of(state)
             if store is not None:
                 live_.check_alive(state)
+        if store is not None and store.holds_callers and self.static is None:
+            return None  # a step of one's own may write what a program's never does: it needs a copy
         if store is None or store.layout is None or store.layouts is self.layouts:
             return store
         return store if any(store.layout is layout for layout in self.layouts.values()) else None
@@ -238,11 +238,11 @@ class CompiledStep:
         """Which graph each accumulation window asks for. A program's windows are counted on the host; a step of one's
         own may advance a window as it likes, so its position is read where that costs nothing, else left open."""
         if self._flush or (self.static is not None and not self._windowed):
-            return _UNMARKED[len(store.hosts)]
+            return (Accum,) * len(store.hosts)
         if self.static is not None:
             return tuple(Accum if host.left is None else _mark(host.left) for host in store.hosts)
         if store.device.type != "cpu":
-            return _UNMARKED[len(store.hosts)]
+            return (Accum,) * len(store.hosts)
         parts = live_.states(store.named)
         return tuple(Accum if isinstance(s.accum, Empty) else _mark(int(s.accum.left)) for s in parts)
 

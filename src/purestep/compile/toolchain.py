@@ -40,15 +40,17 @@ def beside() -> Generator[Callable[[str], None]]:
     wrapper: Any = importlib.import_module("torch._inductor.codegen.wrapper")
     instructions: Any = importlib.import_module("torch._inductor.cpu_vec_isa")
     with ExitStack() as stack:
-        build: _Build | None = None
-        with suppress(Exception):  # another torch: nothing is made ahead
-            build = _Build(codecache, stack)
-            stack.enter_context(_replaced(codecache, "_precompile_header", build.header))
-            stack.enter_context(_replaced(codecache, "_worker_compile_cpp", build.objects))
-            stack.enter_context(_replaced(wrapper.PythonWrapperCodegen, "define_kernel", build.kernel))
-            stack.enter_context(_replaced(instructions.VecISA, "check_build", _unless_known))
+        ahead = _nothing
+        with suppress(Exception), ExitStack() as own:  # another torch: nothing is made ahead, or patched
+            build = _Build(codecache, own)
+            own.enter_context(_replaced(codecache, "_precompile_header", build.header))
+            own.enter_context(_replaced(codecache, "_worker_compile_cpp", build.objects))
+            own.enter_context(_replaced(wrapper.PythonWrapperCodegen, "define_kernel", build.kernel))
+            own.enter_context(_replaced(instructions.VecISA, "check_build", _unless_known))
             build.start()
-        yield build.ahead if build else _nothing
+            stack.push(own.pop_all())
+            ahead = build.ahead
+        yield ahead
 
 
 def _nothing(_: str) -> None:
