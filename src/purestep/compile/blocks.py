@@ -105,15 +105,14 @@ def outlined(graph: GraphModule) -> GraphModule | None:
     """The graph with stretches that come again as calls; None where there are none."""
     from torch.fx import Graph, GraphModule
 
-    made = GraphModule(graph, Graph())
-    made.graph.output(made.graph.graph_copy(graph.graph, {}))
-    passes.output(made).meta.update(passes.output(graph).meta)
-    nodes = [node for node in made.graph.nodes if node.op == "call_function"]
-    count = 0
-    for windows in _repeated(nodes):
-        count += _outlined(made, windows)
+    found = list(_repeated([node for node in graph.graph.nodes if node.op == "call_function"]))
+    if not found:
+        return None
+    copy, copies = Graph(), dict[Any, Any]()
+    copy.output(copy.graph_copy(graph.graph, copies)).meta.update(passes.output(graph).meta)
+    made = GraphModule(graph, copy)
+    count = sum(_outlined(made, [[copies[node] for node in window] for window in windows]) for windows in found)
     made.graph.lint()
-    made.recompile()
     return made if count else None
 
 

@@ -187,12 +187,12 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
         if not in_arena:
             return compile_(graph)
         with _changed():
-            shorter = blocks.outlined(graph)
-            if shorter is not None:
-                try:
+            try:
+                shorter = blocks.outlined(graph)
+                if shorter is not None:
                     return compile_(shorter)
-                except Exception as error:  # written out, it takes longer
-                    given_up("one function for equal layers", error)
+            except Exception as error:  # written out, it takes longer
+                given_up("one function for equal layers", error)
             return compile_(graph)
 
 
