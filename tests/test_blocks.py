@@ -338,3 +338,17 @@ def test_a_result_that_is_not_where_it_belongs_is_seen(monkeypatch: pytest.Monke
     written_out(monkeypatch)
     others = [x, vector.clone(), w]
     same([*found, *inputs], [*compiled(function_of(1), *others)(*others), *others], rounding=1e-5)
+
+
+def test_a_place_in_the_memory_around_a_piece_is_left_alone(functions: list[str]):
+    """By `as_strided`, which counts from where the whole begins: a function knows the piece alone."""
+
+    def function(vector: Tensor, x: Tensor) -> list[Tensor]:
+        for piece in vector.split(8):
+            for step in range(5):
+                x = torch.tanh(x + piece).flip(0) * (0.5 + step) + torch.as_strided(piece, (8,), (1,), 3)
+        return [x]
+
+    vector, x = torch.randn(6 * 8), torch.randn(3, 8)
+    same(compiled(function, vector, x)(vector, x), function(vector, x), rounding=1e-5)
+    assert not functions
