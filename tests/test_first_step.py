@@ -104,8 +104,8 @@ def test_functions_that_differ_have_two_names(one: Callable[..., Any], other: Ca
 
 def test_which_input_is_which_is_part_of_a_name():
     x, y = torch.ones(4, 4), torch.zeros(4, 4)
-    assert name_of(lambda x, y: x - y, x, y) != name_of(lambda x, y: y - x, x, y)
-    assert name_of(lambda x, y: x.copy_(y), x, y) != name_of(lambda x, y: y.copy_(x), x, y)
+    assert name_of(lambda x, y: x - y, x, y) not in (name_of(lambda x, y: y - x, x, y), None)
+    assert name_of(lambda x, y: x.copy_(y), x, y) not in (name_of(lambda x, y: y.copy_(x), x, y), None)
 
 
 def test_what_autograd_does_is_part_of_a_name():
@@ -116,8 +116,7 @@ def test_what_autograd_does_is_part_of_a_name():
 
 
 def test_one_and_true_are_two_names():
-    assert name_of(lambda x: x.sum(0, keepdim=True), torch.ones(4)) != name_of(lambda x: x.sum(0), torch.ones(4))
-    assert recording.plain(1) != recording.plain(True) != recording.plain(1.0)
+    assert len({recording.plain(1), recording.plain(True), recording.plain(1.0)}) == 3
     assert recording.plain(0.0) != recording.plain(-0.0)
 
 
@@ -135,7 +134,7 @@ def test_settings_are_part_of_a_name():
     with config.patch({"cpp.threads": 1}):
         assert name_of(twice, torch.ones(4, 4)) not in (plain, None)
     assert name_of(twice, torch.ones(4, 4), **{"cpp.threads": 1}) not in (plain, None)
-    assert _with_threads(1) != _with_threads(2)
+    assert _with_threads(1) not in (_with_threads(2), None)
 
 
 def test_the_machine_and_what_is_installed_are_part_of_a_name(monkeypatch: pytest.MonkeyPatch):
@@ -261,9 +260,14 @@ def test_how_code_may_be_called_is_kept_with_it(own_cache: Path):
         newest = max((own_cache / "purestep").iterdir(), key=lambda file: file.stat().st_mtime_ns)
         return kept._read(newest)[2:]
 
-    small, large = of(lambda x: [x.sin()], 300), of(lambda x: [torch.rand_like(x)], 1 << 25)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        small, large = of(lambda x: [x.sin()], 300), of(lambda x: [torch.rand_like(x)], 1 << 25)
+    finally:
+        torch.set_num_threads(before)
     assert small == [False, True, 1]
-    assert large == [True, True, torch.get_num_threads()]
+    assert large == [True, True, 2]
 
 
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
@@ -508,7 +512,7 @@ from purestep.compile import apart
 def told():
     settings = apart.module("torch._inductor.config")
     whole = settings.save_config_portable(ignore_private_configs=False)
-    return whole, settings._save_config_ignore, settings.cpp.threads
+    return whole, settings._save_config_ignore, settings.cpp.min_chunk_size
 def place():
     return apart.module("torch._inductor.runtime.cache_dir_utils").cache_dir()
 apart_, there = told(), place()
@@ -520,8 +524,8 @@ print(told() == apart_, place() == there, len(apart_[0]) > 300, apart_[2])
 
 
 def test_settings_are_the_same_before_the_compiler_is_loaded():
-    assert printed(_SETTINGS) == "True True True -1"
-    assert printed(_SETTINGS, TORCHINDUCTOR_FREEZING="1", TORCHINDUCTOR_CPP_THREADS="3").startswith("True True True")
+    assert printed(_SETTINGS, TORCHINDUCTOR_CPP_MIN_CHUNK_SIZE="512") == "True True True 512"
+    assert printed(_SETTINGS, TORCHINDUCTOR_FREEZING="1", TORCHINDUCTOR_CPP_MIN_CHUNK_SIZE="96") == "True True True 96"
 
 
 _FAKES = """
@@ -759,8 +763,14 @@ def test_a_compiler_that_fails_ahead_costs_time_alone(monkeypatch: pytest.Monkey
 def _patched() -> list[Any]:
     from torch._inductor import codecache
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.cpu_vec_isa import VecISA
 
-    return [codecache._precompile_header, codecache._worker_compile_cpp, PythonWrapperCodegen.define_kernel]
+    return [
+        codecache._precompile_header,
+        codecache._worker_compile_cpp,
+        PythonWrapperCodegen.define_kernel,
+        VecISA.check_build,
+    ]
 
 
 def test_inductor_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch):
@@ -931,6 +941,7 @@ def differs(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], size:
     return text_of(function, x) != expected
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("function", "size"),
     [*itertools.product((normed, turned, folded), SIZES), *((tiled, (rows, 64)) for rows in (8, 16, 20))],
@@ -941,6 +952,7 @@ def test_the_same_code_in_less_work(
     assert not differs(monkeypatch, function, size)
 
 
+@pytest.mark.compile
 def test_a_shortcut_that_changes_the_code_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(shortcuts, "_stride", lambda otherwise, index, var, vec_length=None: otherwise(index, var) * 2)
@@ -951,6 +963,7 @@ def test_a_shortcut_that_changes_the_code_is_seen(monkeypatch: pytest.MonkeyPatc
     assert differs(monkeypatch, tiled, (8, 64))
 
 
+@pytest.mark.compile
 def test_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import dtype_propagation, loop_body, sizevars
 

@@ -90,7 +90,8 @@ def unloaded() -> Generator[None]:
     """Inside, torch does not load Dynamo or inductor where it only has something to ask or to tell. Under `alone`."""
     owner: Any = fake_tensor
     view, thread = _torch(), get_ident()
-    before = true, _ = builtins.__import__, owner.torch
+    true = builtins.__import__
+    before = true, owner.torch
 
     def import_(
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0

@@ -141,7 +141,7 @@ class Graphs:
         capture_.mark_sizes(leaves, first)
         graph = self._dynamo(core)
         try:
-            with rng.scoped(0):
+            with rng.scoped(0, _device(tensors)):
                 graph.run([tensor.clone() for tensor in tensors], leaves)
         except Exception:  # whatever stops Dynamo: a graph a size does the same work
             return None
@@ -173,7 +173,7 @@ class Graphs:
                 raise
             graph = Graph(_or_raise(self._dynamo(core).run, error), draws=True)
             # What is wrong with the batch shows now, on copies: the state that went in lives on.
-            with rng.scoped(0):
+            with rng.scoped(0, _device(tensors)):
                 graph.run([tensor.clone() for tensor in tensors], leaves)
             _let_go(error)
             return graph
@@ -344,6 +344,11 @@ def _or_raise(run: Callable[..., Any], cause: Exception) -> Callable[..., Any]:
             raise
 
     return call
+
+
+def _device(tensors: list[Tensor]) -> torch.device | None:
+    """Of what a graph is tried out on, where that is not the CPU alone."""
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -229,7 +229,7 @@ class _Build:
         with FileLock(lock_path, timeout=self._codecache.LOCK_TIMEOUT):
             if _exists(whole):
                 return
-            self._room.release()  # from here on inductor waits; it comes by once a graph
+            self._room.release()  # from here on inductor's thread only waits; this runs once a graph
             known = not _exists(kernels) and self._hand_over_rest(Path(_source(kernels)).read_text())
             if not _exists(calls):
                 calls.build()
