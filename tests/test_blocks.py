@@ -84,7 +84,10 @@ class Convolving(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 1)
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 1),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,7 +141,7 @@ def test_a_step_of_calls_is_that_of_layers_written_out(
     program = ps.program(
         make(),
         ps.supervised(lambda y, _: (y**2).mean()),
-        ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(1e-2)),
+        ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.sgd(0.1, momentum=0.9)),
         ema=0.9,
     )
     batches = [(x * (1 + i), torch.zeros(len(x))) for i in range(3)]
@@ -154,7 +157,7 @@ def test_a_step_of_calls_is_that_of_layers_written_out(
         assert len(functions) >= least
         written_out(monkeypatch)
         count = len(functions)
-        same(called, trained(), rounding=1e-6)
+        same(called, trained(), rounding=1e-4)
         assert len(functions) == count
 
 

@@ -1146,6 +1146,11 @@ def test_a_batch_that_failed_is_no_size() -> None:
     for size in (4, 3):
         found(state, (x[:size], y[:size]))
     assert found.graphs == 3  # the one that failed is counted, and none serves every size
+    with pytest.raises(RuntimeError):
+        found(state, (x[:2, :-1], y[:2]))
+    for size in (6, 7, 8):
+        found(state, (x[:size], y[:size]))
+    assert found.graphs == 5
 
 
 @pytest.mark.compile

@@ -118,12 +118,17 @@ class Graphs:
         if general is not None:
             return general
         seen = self._seen.setdefault(family, [])
-        if len(seen) >= 2 and family not in self._sizes:
-            general = self._sizes[family] = self._for_all_sizes(build(), leaves, tensors, seen[0])
+        third = len(seen) >= 2 and family not in self._sizes
+        if third:
+            general = self._for_all_sizes(build(), leaves, tensors, seen[0])
             if general is not None:
+                self._sizes[family] = general
                 return general
         graph = self._exact[exact] = self._make(build(), leaves, tensors)
-        seen.append([leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves])  # not of one that failed
+        # A batch that fails is no size, and does not say that there is no graph for all.
+        seen.append([leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves])
+        if third:
+            self._sizes[family] = None
         return graph
 
     def _make(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
