@@ -470,13 +470,34 @@ def test_code_of_an_earlier_run_is_loaded_without_the_compiler_wherever_it_has_b
     assert printed(_WARM, TORCHINDUCTOR_CACHE_DIR=str(moved)) == "[]"
 
 
-def test_a_record_that_cannot_be_written_leaves_nothing_behind(own_cache: Path):
+@pytest.fixture
+def code(own_cache: Path) -> kept.Made:
     library = own_cache / "library.so"
     library.write_bytes(b"code")
+    return kept.Made(calls.Code(lambda tensors: tensors, str(library)), draws=False, in_arena=True, threads=1)
+
+
+def test_a_record_that_cannot_be_written_leaves_nothing_behind(own_cache: Path, code: kept.Made):
     (own_cache / "purestep" / "name" / "in the way").mkdir(parents=True)
-    code = calls.Code(lambda tensors: tensors, str(library))
-    kept.keep("name", kept.Made(code, draws=False, in_arena=True, threads=1))
+    kept.keep("name", code)
     assert [path.name for path in (own_cache / "purestep").iterdir()] == ["name"]
+
+
+_FULL = """
+import resource, signal, sys
+from purestep.compile import calls, kept
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
+code = calls.Code(lambda tensors: tensors, sys.argv[1])
+kept.keep("name", kept.Made(code, draws=False, in_arena=True, threads=1))
+"""
+
+
+@pytest.mark.slow
+def test_a_record_on_a_full_disk_leaves_nothing_behind(own_cache: Path, code: kept.Made):
+    """A limit on the size of files, which this record is longer than, fails in the middle of a write too."""
+    assert printed(_FULL.replace("sys.argv[1]", repr(code.code.file))) == ""
+    assert list((own_cache / "purestep").iterdir()) == []
 
 
 def test_only_what_inductor_calls_with_tensors_alone_is_kept(own_cache: Path):
@@ -831,10 +852,36 @@ def test_a_core_is_left_to_inductor_until_it_waits(monkeypatch: pytest.MonkeyPat
 def test_another_torch_is_no_error(monkeypatch: pytest.MonkeyPatch):
     from torch._inductor import codecache
 
+    header = codecache._precompile_header
     monkeypatch.delattr(codecache, "_worker_compile_cpp")
-    with toolchain.beside():
-        pass
+    _enter_and_leave()
     assert not hasattr(codecache, "_worker_compile_cpp")
+    assert codecache._precompile_header is header
+
+
+def test_a_start_that_fails_is_no_error(monkeypatch: pytest.MonkeyPatch):
+    def broken(_: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(toolchain._Build, "start", broken)
+    before = _patched()
+    _enter_and_leave(lambda: _patched() == before)
+
+
+def _enter_and_leave(holds: Callable[[], bool] = lambda: True) -> None:
+    """Where nothing can be made ahead, a kernel that is to be, and the end, wait for nothing."""
+    found: list[bool] = []
+
+    def ahead() -> None:
+        with toolchain.beside() as ahead:
+            ahead("int f();")
+            found.append(holds())
+
+    thread = threading.Thread(target=ahead, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found == [True]
+    assert not thread.is_alive()
 
 
 # --- what depends on size, and garbage --------------------------------------------------------------------------------

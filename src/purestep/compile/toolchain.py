@@ -41,13 +41,15 @@ def beside() -> Generator[Callable[[str], None]]:
     instructions: Any = importlib.import_module("torch._inductor.cpu_vec_isa")
     with ExitStack() as stack:
         build: _Build | None = None
-        with suppress(Exception):  # another torch: nothing is made ahead
-            build = _Build(codecache, stack)
-            stack.enter_context(_replaced(codecache, "_precompile_header", build.header))
-            stack.enter_context(_replaced(codecache, "_worker_compile_cpp", build.objects))
-            stack.enter_context(_replaced(wrapper.PythonWrapperCodegen, "define_kernel", build.kernel))
-            stack.enter_context(_replaced(instructions.VecISA, "check_build", _unless_known))
-            build.start()
+        with suppress(Exception), ExitStack() as own:  # another torch: all is taken back, and nothing is made ahead
+            made = _Build(codecache, own)
+            own.enter_context(_replaced(codecache, "_precompile_header", made.header))
+            own.enter_context(_replaced(codecache, "_worker_compile_cpp", made.objects))
+            own.enter_context(_replaced(wrapper.PythonWrapperCodegen, "define_kernel", made.kernel))
+            own.enter_context(_replaced(instructions.VecISA, "check_build", _unless_known))
+            made.start()
+            stack.enter_context(own.pop_all())
+            build = made
         yield build.ahead if build else _nothing
 
 
@@ -227,7 +229,7 @@ class _Build:
         with FileLock(lock_path, timeout=self._codecache.LOCK_TIMEOUT):
             if _exists(whole):
                 return
-            self._room.release()  # from here on inductor waits; it comes by once a graph
+            self._room.release()  # from here on inductor's thread only waits; this runs once a graph, so one release
             known = not _exists(kernels) and self._hand_over_rest(Path(_source(kernels)).read_text())
             if not _exists(calls):
                 calls.build()
