@@ -63,7 +63,7 @@ def compile_step(
 
     Raises:
         ConfigError: a program instead of a step; no such capture; a CUDA graph without donation; ``unroll`` of a step
-            that accumulates.
+            that accumulates; a backend that a trace does not have; ``donate`` that is none of the three.
         StepContractError: from a call: the step changes the structure, a shape or a dtype of its state, multiplies
             tensors of two dtypes, branches on the value of a tensor, keeps a tensor from one capture to the next (a
             module's table made at its first forward pass), or cannot be recorded as a CUDA graph.
@@ -78,6 +78,7 @@ def compile_step(
         1
     """
     capture_.check(capture)
+    _check_backend(backend, capture)
     _check_function(step)
     static = cast(Static | None, getattr(step, "static", None))
     _check_launch(static, donate=donate, cuda_graph=cuda_graph, unroll=unroll)
@@ -108,6 +109,7 @@ def compile_program(
         ['loss']
     """
     capture_.check(capture)
+    _check_backend(backend, capture)
     _check_launch(program.static, donate=donate, cuda_graph=cuda_graph, unroll=1)
     chosen = Options(capture, backend, options)
     train = CompiledStep(program.train_step, program.static, donate=donate, options=chosen, cuda_graph=cuda_graph)
@@ -125,7 +127,20 @@ def _check_function(step: Any) -> None:
         raise ConfigError(f"the step is a {type(step).__name__}", where="compile_step", hint=hint)
 
 
+def _check_backend(backend: Any, capture: str) -> None:
+    known = ("inductor", "aot_eager", "eager")  # any other name is one of Dynamo's
+    if callable(backend) or backend in known or (isinstance(backend, str) and capture != "trace"):
+        return
+    raise ConfigError(
+        f"backend is {backend!r}",
+        where="compile_step",
+        hint=f"one of {known} or a callable; others that torch.compile knows take capture='dynamo'",
+    )
+
+
 def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool, unroll: int) -> None:
+    if donate not in (False, True, "init"):
+        raise ConfigError(f"donate is {donate!r}", where="compile_step", hint='donate=True, False or "init"')
     if cuda_graph and not donate:
         raise ConfigError(
             "a CUDA graph replays on fixed memory, which only a donated state has",
