@@ -33,9 +33,6 @@ from .graphs import (
 )
 from .replay import Replays
 
-_UNMARKED: dict[int, tuple[type[Accum], ...]] = {count: (Accum,) * count for count in range(64)}
-
-
 Unlike: TypeAlias = Callable[[Any], None] | None
 """Told of a batch that differs from the one before."""
 
@@ -110,22 +107,25 @@ class CompiledStep:
                 before, before anything is done with it.
         """
         check_untransformed()
-        if self._flush and self._nothing_to_flush(state):
+        if self._flush and self._nothing_to_flush():
             return state, {}
         if self.unroll > 1:
             self._check_batches(batch)
         return self._donated(state, batch, unlike) if self.donate else self._pure(state, batch, unlike)
 
     def _check_batches(self, batch: tuple[Any, ...]) -> None:
-        if len(batch) != 1 or not isinstance(batch[0], list | tuple) or not 1 <= len(batch[0]) <= self.unroll:
-            found = f"{len(batch[0])} batches" if len(batch) == 1 and isinstance(batch[0], list) else "something else"
+        if len(batch) != 1 or not isinstance(batch[0], list) or not 1 <= len(batch[0]) <= self.unroll:
+            found = f"{len(batch)} arguments"
+            if len(batch) == 1:
+                size = f" of {len(batch[0])}" if isinstance(batch[0], list | tuple) else ""
+                found = f"a {type(batch[0]).__name__}{size}"
             raise StepContractError(
                 f"the unrolled step was called with {found}",
                 where="batch",
                 hint=f"step(state, [batch, ...]): a list of 1 to {self.unroll} batches",
             )
 
-    def _nothing_to_flush(self, state: Any) -> bool:
+    def _nothing_to_flush(self) -> bool:
         return self.static is None or self.static.accumulate == 1 or self.static.tail == "carry"
 
     # --- donated ------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class CompiledStep:
         return graph, leaves
 
     def _standing(self, state: Any) -> live_.Store | None:
-        """The store that a live state stands in, if it is one of this step's."""
+        """The store that a live state stands in, if it is one of this step's, and all of it the step may write."""
         if type(state) is live_.LiveState:
             state.alive()
             store = state.live_store
@@ -195,7 +195,9 @@ class CompiledStep:
             store = live_.store_of(state)
             if store is not None:
                 live_.check_alive(state)
-        if store is None or store.layout is None or store.layouts is self.layouts:
+        if store is None or (store.holds_callers and self.static is None):
+            return None
+        if store.layout is None or store.layouts is self.layouts:
             return store
         return store if any(store.layout is layout for layout in self.layouts.values()) else None
 
@@ -238,13 +240,12 @@ class CompiledStep:
         """Which graph each accumulation window asks for. A program's windows are counted on the host; a step of one's
         own may advance a window as it likes, so its position is read where that costs nothing, else left open."""
         if self._flush or (self.static is not None and not self._windowed):
-            return _UNMARKED[len(store.hosts)]
+            return (Accum,) * len(store.hosts)
         if self.static is not None:
             return tuple(Accum if host.left is None else _mark(host.left) for host in store.hosts)
         if store.device.type != "cpu":
-            return _UNMARKED[len(store.hosts)]
-        parts = live_.states(store.named)
-        return tuple(Accum if isinstance(s.accum, Empty) else _mark(int(s.accum.left)) for s in parts)
+            return (Accum,) * len(store.hosts)
+        return _read_phase(live_.states(store.named), flush=False)
 
     def _count_window(self, store: live_.Store) -> None:
         assert self.static is not None
@@ -291,8 +292,7 @@ class CompiledStep:
 
         graph = self._graphs.find(key, leaves, inputs, build)
         host = live_.Host(parts[0]) if parts else None
-        device = next((leaf.device for leaf in inputs if leaf.device.type != "cpu"), torch.device("cpu"))
-        with _seeded(graph.draws, host, device):
+        with _seeded(graph.draws, host, live_.device_of(inputs)):
             outputs, metrics = graph.run(inputs, leaves)
         for index, leaf in zip(positions, outputs, strict=True):
             old[index] = leaf
