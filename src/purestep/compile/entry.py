@@ -31,9 +31,11 @@ def compile_step(
     threads share: steps that draw some repeat themselves on one thread at a time.
 
     Compiled code is kept in inductor's cache directory for the next process, which finds it without loading the
-    compiler, by the operations that the step consists of. ``TORCHINDUCTOR_CACHE_DIR`` says which directory, and may lie
-    beside the snapshots of a run: then whoever goes on with it finds both, on the same processor and with the same
-    installation (as in a container that is started again), wherever the directory has been moved to.
+    compiler, by the operations that the step consists of (on the CPU, with torch 2.13 or later; not where the step uses
+    a tensor that is neither in the state nor in the batch, as class weights are). ``TORCHINDUCTOR_CACHE_DIR`` says
+    which directory, and may lie beside the snapshots of a run: then whoever goes on with it finds both, on the same
+    processor and with the same installation (as in a container that is started again), wherever the directory has been
+    moved to.
 
     Args:
         step: ``(state, batch, *context) -> (state, metrics)``, a program's or one's own.

@@ -30,7 +30,7 @@ class Host:
     __slots__ = ("_at", "_numbers", "key", "left", "seed")
 
     def __init__(self, state: TrainState, left: int | None = None) -> None:
-        self.key = state.key  # counts what others write into it, not what is written below
+        self.key = state.key  # its `_version` counts writes of others; ours go through numpy and do not count
         self._at, self._numbers = self.key.data_ptr(), self.key.numpy()
         self.seed = int(self._numbers[0])
         self.left = left  # calls until the window closes, where that is known
