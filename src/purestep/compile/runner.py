@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -157,8 +157,7 @@ class CompiledStep:
         try:
             if not graph.draws or not store.hosts:
                 return self._run(graph, store, leaves)
-            host = store.hosts[0]
-            with rng.scoped(rng.mix(host.seed, host.calls, "step"), store.device):
+            with _seeded(store.hosts[0], store.device):
                 return self._run(graph, store, leaves)
         except BaseException as error:
             # What an attempt to capture met has Dynamo's word as its cause.
@@ -291,8 +290,8 @@ class CompiledStep:
             return self._pure_core(state_def, len(old), positions, phase, treedef)
 
         graph = self._graphs.find(key, leaves, inputs, build)
-        host = live_.Host(parts[0]) if parts else None
-        with _seeded(graph.draws, host, live_.device_of(inputs)):
+        draws = graph.draws and parts
+        with _seeded(live_.Host(parts[0]), live_.device_of(inputs)) if draws else nullcontext():
             outputs, metrics = graph.run(inputs, leaves)
         for index, leaf in zip(positions, outputs, strict=True):
             old[index] = leaf
@@ -363,9 +362,7 @@ def _copied(metrics: Metrics | Stacked) -> Metrics | Stacked:
     return metrics._replace(numbers=metrics.numbers.clone()) if type(metrics) is Stacked else tree.clone(metrics)
 
 
-def _seeded(draws: bool, host: live_.Host | None, device: torch.device) -> Any:
-    if not draws or host is None:
-        return nullcontext()
+def _seeded(host: live_.Host, device: torch.device) -> AbstractContextManager[None]:
     return rng.scoped(rng.mix(host.seed, host.calls, "step"), device)
 
 
