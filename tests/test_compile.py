@@ -7,10 +7,10 @@ import gc
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -81,6 +81,21 @@ def test_an_unknown_capture_is_refused() -> None:
         ps.compile_step(mlp().train_step, capture="jit")
     with pytest.raises(ConfigError, match="capture is 'jit'"):
         ps.compile_program(mlp(), capture="jit")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda **more: ps.compile_step(mlp().train_step, **more), lambda **more: ps.compile_program(mlp(), **more)],
+    ids=["step", "program"],
+)
+def test_a_backend_that_a_trace_does_not_have_and_an_unknown_donation_are_refused(make: Callable[..., Any]) -> None:
+    for backend in ("inducter", "cudagraphs", 3):
+        with pytest.raises(ConfigError, match=rf"backend is {backend!r}.*'inductor', 'aot_eager', 'eager'.*callable"):
+            make(capture="trace", backend=backend)
+    for donate in ("Init", "true", None, 2):
+        with pytest.raises(ConfigError, match=rf"donate is {donate!r}.*donate=True, False or \"init\""):
+            make(donate=donate)
+    make(capture="auto", backend="cudagraphs", donate="init")  # for Dynamo
 
 
 @pytest.mark.compile
@@ -434,6 +449,67 @@ def test_frozen_weights_are_not_held_twice() -> None:
     assert_trees_close(state.frozen, program.init().frozen, exact=True)
 
 
+def frozen_first(tx: optim.Transform) -> Program:
+    """A program of two layers, the first of them frozen."""
+    module = tiny_mlp()
+    module[0].requires_grad_(False)
+    return ps.program(module, ps.supervised(CRITERION), tx)
+
+
+@pytest.mark.compile
+def test_a_step_of_ones_own_does_not_write_into_frozen_weights_of_the_caller() -> None:
+    program = frozen_first(optim.lamb(0.1))  # whose states keep their tree
+
+    def own(state: TrainState, batch: Any) -> tuple[Any, Any]:
+        return state._replace(frozen={name: value + 1 for name, value in state.frozen.items()}), {}
+
+    entry = program.init()
+    before = ps.clone(entry)
+    train, add = compiled(program.train_step, donate=True), compiled(own, donate=True)
+    state, _ = train(entry, vector_batch())
+    for count in (1, 2):
+        state, _ = add(state, None)
+        assert_trees_close(entry, before, exact=True)
+        assert_trees_close(state.frozen["0.weight"], before.frozen["0.weight"] + count)
+
+
+NEGATED = torch.complex(torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])).conj().imag
+"""-1, -2, -3, of which memory holds 1, 2, 3."""
+
+
+class Shifted(nn.Module):
+    """``((scale + 2 shift) x)^2``, the shift frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.shift = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.scale + 2 * self.shift) * x).square()
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("where", ["params/scale", "frozen/shift"])
+@pytest.mark.parametrize("donate", [False, True, "init"])
+def test_a_sign_that_torch_has_put_off_counts_wherever_a_state_holds_it(donate: Any, where: str) -> None:
+    def loss(model: Any, x: Tensor) -> ps.Loss:
+        return ps.Loss(model(x).sum(), torch.tensor(1.0), {})
+
+    field, name = where.split("/")
+    program = ps.program(Shifted(), loss, optim.lamb(0.1))  # whose states keep their tree
+    state, x = program.init()._replace(**{field: {name: NEGATED}}), torch.ones(3)
+    fast = ps.compile_program(program, donate=donate)
+    assert fast.eval_step is not None
+    assert program.eval_step is not None
+    assert_trees_close(fast.eval_step(state, x)["loss"], program.eval_step(state, x)["loss"])
+    expected, metrics = program.train_step(state, x)
+    found, told = fast.train_step(state, x)
+    assert_trees_close(told["loss"], metrics["loss"])
+    assert_trees_close(found.params, expected.params)
+    assert_trees_close(fast.eval_step(found, x)["loss"], program.eval_step(expected, x)["loss"])
+
+
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 
@@ -572,6 +648,99 @@ def test_a_batch_may_be_a_list_or_a_tuple_and_one_follow_the_other(donate: bool)
         step(state, [*vector_batch(), torch.ones(1)])
 
 
+@pytest.mark.compile
+def test_a_batch_that_cannot_be_trained_on_is_no_size() -> None:
+    """Of two good sizes each has a graph of its own, traced; of the third on there is one for all."""
+    program = mlp()
+    step, state = compiled(program.train_step), program.init()
+    wrong = torch.ones(8, 5), torch.zeros(8, dtype=torch.int64)
+    with count_graphs() as dynamo_graphs:
+        for rows in (8, 6):
+            with pytest.raises(RuntimeError):
+                step(state, wrong)
+            state, _ = step(state, vector_batch(rows))
+        assert dynamo_graphs() == 0
+        with pytest.raises(RuntimeError):
+            step(state, wrong)
+        for rows in (5, 4, 3):
+            state, _ = step(state, vector_batch(rows))
+        assert dynamo_graphs() == 1
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", FORMS)
+def test_a_known_graph_is_taken_without_waiting_for_those_who_make_one(
+    donate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = mlp()
+    step, state = compiled(program.train_step, donate=donate), program.init()
+    for rows in (8, 7, 6, 5):
+        state, _ = step(state, vector_batch(rows))
+    monkeypatch.setattr(graphs, "alone", lambda: pytest.fail("one thread at a time"))
+    for rows in (8, 4, 6, 9, 7, 3):
+        state, _ = step(state, vector_batch(rows))
+    assert step.graphs == 3
+
+
+FLAG = {"factor": 1.0}
+
+
+def branches(state: dict[str, Tensor], batch: Tensor) -> tuple[Any, Any]:
+    """What Dynamo captures, as long as the factor is not 2, and a trace does not."""
+    if FLAG["factor"] == 2.0:
+        torch._dynamo.graph_break()  # pyright: ignore[reportPrivateImportUsage]
+    if not torch.compiler.is_dynamo_compiling() and batch.sum() < 0:
+        raise ValueError
+    return {"w": state["w"] + batch * FLAG["factor"]}, {}
+
+
+@pytest.mark.compile
+def test_a_step_that_dynamo_has_captured_holds_neither_state_nor_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = compiled(branches)
+    state, batch = {"w": torch.zeros(2)}, torch.ones(2)
+    held = [weakref.ref(state["w"]), weakref.ref(batch)]
+    step(state, batch)
+    del state, batch
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+    monkeypatch.setitem(FLAG, "factor", 2.0)
+    for _ in range(2):
+        with pytest.raises(StepContractError, match="looks at the value") as caught:
+            step({"w": torch.zeros(2)}, torch.ones(2))
+        assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.compile
+def test_what_tries_a_graph_out_leaves_the_callers_random_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[Any] = []
+
+    @contextmanager
+    def scoped(seed: int, device: Any = None) -> Iterator[None]:
+        devices.append(device)
+        yield
+
+    monkeypatch.setattr("purestep.rng.scoped", scoped)
+    made = graphs.Graphs(graphs.Options("auto", "eager", None))
+    tried = graphs.Graph(lambda tensors, leaves: None, draws=True)
+    monkeypatch.setattr(made, "_dynamo", lambda core: tried)
+    tensors = [torch.ones(2), torch.ones(2, device="meta")]
+    monkeypatch.setattr("purestep.compile.capture.trace", lambda *_, **__: 1 / 0)
+    made._traced(None, [], tensors)
+    made._for_all_sizes(None, [torch.ones(3)], tensors, [torch.Size([2])])
+    assert devices == [torch.device("meta")] * 2
+
+
+@pytest.mark.compile
+def test_numbers_of_two_devices_are_returned_apart() -> None:
+    def step(state: dict[str, Tensor], batch: Tensor) -> tuple[Any, Any]:
+        return {"w": state["w"] + batch}, {"sum": Mean(batch.sum(), torch.tensor(16.0)), "n": Mean(batch[0], batch[1])}
+
+    found = ps.compile_step(step, capture="trace", backend="eager")
+    _, metrics = found({"w": torch.zeros(2, device="meta")}, torch.ones(2, device="meta"))
+    assert [leaf.device.type for leaf in tree.leaves(metrics)] == ["meta", "meta", "meta", "cpu"]
+    assert metrics["sum"].weight.item() == 16.0
+
+
 # --- steps of one's own -----------------------------------------------------------------------------------------------
 
 
@@ -695,6 +864,12 @@ def test_the_states_inside_a_tree_are_guarded_too() -> None:
     mixed = Gan(second.generator, ps.clone(second.discriminator))
     found, _ = run(step, mixed, gan_batches(1))
     assert [int(part.step) for part in found] == [3, 3]
+
+
+def test_any_number_of_states_may_be_in_a_tree() -> None:
+    """Where their windows cannot be read without waiting for the device."""
+    store: Any = SimpleNamespace(hosts=[None] * 70, device=torch.device("meta"))
+    assert len(compiled(lambda state, batch: (state, {}), donate=True)._phase(store)) == 70
 
 
 @pytest.mark.compile
@@ -902,6 +1077,26 @@ def test_text_in_a_batch_makes_no_graph_a_text(donate: bool) -> None:
     assert found.graphs == 1
 
 
+READ_TEXT: dict[str, Callable[[Any], Any]] = {
+    "equal": lambda text: text == "train",
+    "not equal": lambda text: text != "train",
+    "one of a tuple": lambda text: text in ("train", "valid"),
+    "one of a set": lambda text: text in {"train", "valid"},
+    "a key": lambda text: {"train": 1}.get(text),
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("read", READ_TEXT)
+@pytest.mark.parametrize("capture", ["trace", "auto", "dynamo"])
+def test_a_step_that_reads_text_of_a_batch_is_refused(capture: str, read: str) -> None:
+    def step(state: dict[str, Tensor], batch: dict[str, Any]) -> tuple[Any, Any]:
+        return {"w": state["w"] + batch["x"] if READ_TEXT[read](batch["kind"]) else state["w"]}, {}
+
+    with pytest.raises(StepContractError, match="the step reads text of the batch"):
+        compiled(step, capture=capture)({"w": torch.zeros(2)}, {"x": torch.ones(2), "kind": "train"})
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("donate", FORMS)
 @pytest.mark.parametrize("capture", ["trace", "dynamo"])
@@ -1072,127 +1267,3 @@ def test_ctrl_c_at_any_line_of_a_donated_call_leaves_no_state_that_seems_alive(w
 def test_what_is_no_step_is_refused_with_the_cure(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"the step is a (Program|str).*compile_program\(program\)"):
         ps.compile_step(given)
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize(
-    "read", [lambda kind: kind == "train", lambda kind: kind != "x", lambda kind: kind in ("a", "b")]
-)
-def test_text_of_a_batch_cannot_be_compared_in_a_compiled_step(read: Any) -> None:
-    def step(state: dict[str, Tensor], batch: dict[str, Any]) -> tuple[Any, Any]:
-        return {"w": state["w"] + batch["x"] if read(batch["kind"]) else state["w"]}, {}
-
-    found = compiled(step, capture="trace")
-    with pytest.raises(StepContractError, match="reads text of the batch"):
-        found({"w": torch.zeros(2)}, {"x": torch.ones(2), "kind": "train"})
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("donate", [False, True, "init"])
-def test_what_torch_has_put_off_to_negate_is_negated(donate: Any) -> None:
-    """In a frozen weight, and in a state that is evaluated."""
-    negated = torch.complex(torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])).conj().imag
-    assert negated.is_neg()
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w, self.v = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.w + self.v
-
-    program = ps.program(Net(), ps.supervised(lambda y, _: (y**2).mean()), optim.sgd(0.1))
-    batch = (torch.ones(1, 3), torch.zeros(1, 3))
-    state = program.init()
-    state = state._replace(frozen={**state.frozen, "w": negated})
-    fast = ps.compile_program(program, donate=donate)
-    assert program.eval_step is not None
-    assert fast.eval_step is not None
-    expected, told = program.train_step(state, batch)
-    torch.testing.assert_close(fast.eval_step(state, batch)["loss"], program.eval_step(state, batch)["loss"])
-    found, metrics = fast.train_step(state, batch)
-    torch.testing.assert_close(metrics["loss"], told["loss"])
-    torch.testing.assert_close(found.params["v"], expected.params["v"])
-
-
-@pytest.mark.compile
-def test_a_step_of_ones_own_leaves_the_first_state_as_it_was() -> None:
-    """Also where it goes on with a state of a program's step, whose frozen weights are the caller's tensors."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    net[0].requires_grad_(False)
-    program = ps.program(net, ps.supervised(CRITERION), optim.from_torch(torch.optim.Adagrad, lr=0.1))
-
-    def own(state: Any, batch: Any) -> tuple[Any, Any]:
-        return state._replace(frozen={name: leaf + 1 for name, leaf in state.frozen.items()}), {}
-
-    init = program.init()
-    before = {name: leaf.clone() for name, leaf in init.frozen.items()}
-    batch = (torch.ones(4, 2), torch.ones(4, 1))
-    live, _ = compiled(program.train_step, donate=True)(init, batch)
-    new, _ = compiled(own, donate=True)(live, batch)
-    for name, leaf in init.frozen.items():
-        assert torch.equal(leaf, before[name])
-        assert torch.equal(new.frozen[name], before[name] + 1)
-
-
-@pytest.mark.compile
-def test_a_batch_that_failed_is_no_size() -> None:
-    found = compiled(mlp().train_step)
-    state = mlp().init()
-    x, y = vector_batch()
-    with pytest.raises(RuntimeError):
-        found(state, (x[:, :-1], y))
-    for size in (4, 3):
-        found(state, (x[:size], y[:size]))
-    assert found.graphs == 3  # the one that failed is counted, and none serves every size
-    with pytest.raises(RuntimeError):
-        found(state, (x[:2, :-1], y[:2]))
-    for size in (6, 7, 8):
-        found(state, (x[:size], y[:size]))
-    assert found.graphs == 5
-
-
-@pytest.mark.compile
-def test_other_sizes_do_not_wait_for_who_makes_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, state = compiled(mlp().train_step), mlp().init()
-    x, y = vector_batch()
-    for size in (4, 3, 2):
-        found(state, (x[:size], y[:size]))
-
-    def alone() -> Any:
-        raise AssertionError
-
-    monkeypatch.setattr(graphs, "alone", alone)
-    for size in (2, 5, 3, 2):
-        found(state, (x[:size], y[:size]))
-
-
-@pytest.mark.compile
-def test_a_step_that_only_dynamo_takes_does_not_hold_its_first_batch() -> None:
-    def step(state: dict[str, Tensor], batch: Tensor) -> tuple[Any, Any]:
-        return {"w": torch.cond(batch.sum() > 0, lambda w: w + 1, lambda w: w - 1, (state["w"],))}, {}
-
-    found, batch = compiled(step), torch.ones(3)
-    found({"w": torch.zeros(2)}, batch)
-    gone = weakref.ref(batch)
-    del batch
-    gc.collect()
-    assert gone() is None
-
-
-def test_a_backend_that_a_trace_does_not_know_and_another_donate() -> None:
-    step = mlp().train_step
-    with pytest.raises(ConfigError, match="backend is 'inducter'"):
-        ps.compile_step(step, capture="trace", backend="inducter")
-    wrong: Any = "Init"
-    with pytest.raises(ConfigError, match="donate is 'Init'"):
-        ps.compile_step(step, donate=wrong)
-
-
-def test_a_batch_is_no_list_of_batches() -> None:
-    step = ps.compile_step(mlp().train_step, unroll=4)
-    with pytest.raises(StepContractError, match="called with a tuple of 2"):
-        step(mlp().init(), vector_batch())
-    with pytest.raises(StepContractError, match="called with a list of 5"):
-        step(mlp().init(), [vector_batch()] * 5)

@@ -8,11 +8,12 @@ import importlib
 import itertools
 import os
 import pkgutil
+import shutil
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,9 @@ def test_functions_that_differ_have_two_names(one: Callable[..., Any], other: Ca
 def test_which_input_is_which_is_part_of_a_name():
     x, y = torch.ones(4, 4), torch.zeros(4, 4)
     assert name_of(lambda x, y: x - y, x, y) not in (name_of(lambda x, y: y - x, x, y), None)
+    assert name_of(lambda x, y: y - x, x, y) is not None
     assert name_of(lambda x, y: x.copy_(y), x, y) not in (name_of(lambda x, y: y.copy_(x), x, y), None)
+    assert name_of(lambda x, y: y.copy_(x), x, y) is not None
 
 
 def test_what_autograd_does_is_part_of_a_name():
@@ -115,34 +118,63 @@ def test_what_autograd_does_is_part_of_a_name():
     assert name_of(slope(True), torch.ones(4)) not in (name_of(slope(False), torch.ones(4)), None)
 
 
-def test_one_and_true_are_two_names():
+def test_equal_numbers_of_other_types_are_written_otherwise():
     assert len({recording.plain(1), recording.plain(True), recording.plain(1.0)}) == 3
     assert recording.plain(0.0) != recording.plain(-0.0)
 
 
-def _with_threads(count: int) -> str | None:
+@pytest.fixture
+def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        return name_of(twice, torch.ones(4, 4))
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_settings_are_part_of_a_name():
     plain = name_of(twice, torch.ones(4, 4))
+    assert plain is not None
     with config.patch({"cpp.threads": 1}):
         assert name_of(twice, torch.ones(4, 4)) not in (plain, None)
     assert name_of(twice, torch.ones(4, 4), **{"cpp.threads": 1}) not in (plain, None)
-    assert _with_threads(1) not in (_with_threads(2), None)
 
 
-def test_the_machine_and_what_is_installed_are_part_of_a_name(monkeypatch: pytest.MonkeyPatch):
+def test_the_number_of_threads_is_part_of_a_name(request: pytest.FixtureRequest):
+    one = name_of(twice, torch.ones(4, 4))
+    request.getfixturevalue("two_threads")
+    assert name_of(twice, torch.ones(4, 4)) not in (one, None)
+
+
+@pytest.fixture
+def copied_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a copy of what turns a graph into a library."""
+    copy = shutil.copytree(Path(kept.__file__).parent, tmp_path / "compile")
+    kept._installed.cache_clear()
+    monkeypatch.setattr(kept, "__file__", str(copy / "kept.py"))
+    yield copy
+    kept._installed.cache_clear()
+
+
+@pytest.mark.parametrize("changed", ["native.py", "kernels.py", "another.py"])
+def test_what_is_installed_is_part_of_a_name(copied_sources: Path, changed: str):
     plain = name_of(twice, torch.ones(4, 4))
-    assert torch.__version__ in kept._installed()
-    assert "native.py" in kept._installed()
-    monkeypatch.setattr(kept, "_installed", lambda: "another torch")
+    kept._installed.cache_clear()
+    assert name_of(twice, torch.ones(4, 4)) == plain is not None
+    with (copied_sources / changed).open("a") as source:
+        source.write("# changed\n")
+    kept._installed.cache_clear()
     assert name_of(twice, torch.ones(4, 4)) not in (plain, None)
+
+
+def test_torch_and_the_machine_are_part_of_a_name(monkeypatch: pytest.MonkeyPatch):
+    plain = name_of(twice, torch.ones(4, 4))
+    for owner, value in ((torch, "__version__"), (kept, "_processor")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, value, "another" if owner is torch else lambda: "another")
+            kept._installed.cache_clear()
+            assert name_of(twice, torch.ones(4, 4)) not in (plain, None)
+    kept._installed.cache_clear()
+    assert name_of(twice, torch.ones(4, 4)) == plain
 
 
 @library.custom_op("test_first_step::triple", mutates_args=())
@@ -254,18 +286,13 @@ def test_a_step_that_is_found_again_trains_as_before(made: list[Any], rate: floa
 
 
 @pytest.mark.compile
-def test_how_code_may_be_called_is_kept_with_it(own_cache: Path):
+def test_how_code_may_be_called_is_kept_with_it(own_cache: Path, two_threads: None):
     def of(function: Callable[[Tensor], list[Tensor]], size: int) -> list[Any]:
         native.compiled(recording.record(function, [torch.ones(size)]), options=None)
         newest = max((own_cache / "purestep").iterdir(), key=lambda file: file.stat().st_mtime_ns)
         return kept._read(newest)[2:]
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        small, large = of(lambda x: [x.sin()], 300), of(lambda x: [torch.rand_like(x)], 1 << 25)
-    finally:
-        torch.set_num_threads(before)
+    small, large = of(lambda x: [x.sin()], 300), of(lambda x: [torch.rand_like(x)], 1 << 25)
     assert small == [False, True, 1]
     assert large == [True, True, 2]
 
@@ -474,13 +501,34 @@ def test_code_of_an_earlier_run_is_loaded_without_the_compiler_wherever_it_has_b
     assert printed(_WARM, TORCHINDUCTOR_CACHE_DIR=str(moved)) == "[]"
 
 
-def test_a_record_that_cannot_be_written_leaves_nothing_behind(own_cache: Path):
+@pytest.fixture
+def code(own_cache: Path) -> kept.Made:
     library = own_cache / "library.so"
     library.write_bytes(b"code")
+    return kept.Made(calls.Code(lambda tensors: tensors, str(library)), draws=False, in_arena=True, threads=1)
+
+
+def test_a_record_that_cannot_be_written_leaves_nothing_behind(own_cache: Path, code: kept.Made):
     (own_cache / "purestep" / "name" / "in the way").mkdir(parents=True)
-    code = calls.Code(lambda tensors: tensors, str(library))
-    kept.keep("name", kept.Made(code, draws=False, in_arena=True, threads=1))
+    kept.keep("name", code)
     assert [path.name for path in (own_cache / "purestep").iterdir()] == ["name"]
+
+
+_FULL = """
+import resource, signal, sys
+from purestep.compile import calls, kept
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
+code = calls.Code(lambda tensors: tensors, sys.argv[1])
+kept.keep("name", kept.Made(code, draws=False, in_arena=True, threads=1))
+"""
+
+
+@pytest.mark.slow
+def test_a_record_on_a_full_disk_leaves_nothing_behind(own_cache: Path, code: kept.Made):
+    """A limit on the size of files, which this record is longer than, fails in the middle of a write too."""
+    assert printed(_FULL.replace("sys.argv[1]", repr(code.code.file))) == ""
+    assert list((own_cache / "purestep").iterdir()) == []
 
 
 def test_only_what_inductor_calls_with_tensors_alone_is_kept(own_cache: Path):
@@ -524,8 +572,8 @@ print(told() == apart_, place() == there, len(apart_[0]) > 300, apart_[2])
 
 
 def test_settings_are_the_same_before_the_compiler_is_loaded():
-    assert printed(_SETTINGS, TORCHINDUCTOR_CPP_MIN_CHUNK_SIZE="512") == "True True True 512"
-    assert printed(_SETTINGS, TORCHINDUCTOR_FREEZING="1", TORCHINDUCTOR_CPP_MIN_CHUNK_SIZE="96") == "True True True 96"
+    assert printed(_SETTINGS, TORCHINDUCTOR_CPP_MIN_CHUNK_SIZE="128") == "True True True 128"
+    assert printed(_SETTINGS, TORCHINDUCTOR_FREEZING="1", TORCHINDUCTOR_CPP_MIN_CHUNK_SIZE="64") == "True True True 64"
 
 
 _FAKES = """
@@ -760,32 +808,50 @@ def test_a_compiler_that_fails_ahead_costs_time_alone(monkeypatch: pytest.Monkey
     assert any(name.endswith("optimized.cpp") for name in compiled_files)
 
 
-def _patched() -> list[Any]:
-    from torch._inductor import codecache
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-    from torch._inductor.cpu_vec_isa import VecISA
+def _patched() -> dict[str, Any]:
+    """All that is in the modules and classes of inductor's that something is replaced in."""
+    from torch._inductor import codecache, cpu_vec_isa, dtype_propagation, scheduler
+    from torch._inductor.codegen import common, cpp, wrapper
 
-    return [
-        codecache._precompile_header,
-        codecache._worker_compile_cpp,
-        PythonWrapperCodegen.define_kernel,
-        VecISA.check_build,
-    ]
+    owners: tuple[Any, ...] = (
+        codecache,
+        wrapper.PythonWrapperCodegen,
+        cpu_vec_isa.VecISA,
+        common.KernelTemplate,
+        dtype_propagation.DtypePropagationOpsHandler,
+        cpp,
+        scheduler.SchedulerNode,
+    )
+    return {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items()}
 
 
-def test_inductor_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch):
+PATCHES: dict[str, tuple[Callable[[], Any], set[str]]] = {
+    "built beside": (
+        toolchain.beside,
+        {"_precompile_header", "_worker_compile_cpp", "define_kernel", "check_build"},
+    ),
+    "loaded": (shortcuts.while_loading, {"_template_from_string"}),
+    "less work": (shortcuts.taken, {"__init__", "stride_at_vec_range", "codegen"}),
+}
+
+
+@pytest.mark.parametrize("kind", PATCHES)
+def test_inductor_is_left_as_it_was(kind: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(toolchain._Build, "start", lambda _: None)
-    before, inside = _patched(), list[Any]()
+    patches, names = PATCHES[kind]
+    before, inside = _patched(), dict[str, Any]()
 
     def fails() -> None:
-        with toolchain.beside():
-            inside.extend(_patched())
+        with patches():
+            inside.update(_patched())
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fails()
-    assert all(now is not then for now, then in zip(inside, before, strict=True))
-    assert _patched() == before
+    assert {name.rpartition(".")[2] for name in before if inside[name] is not before[name]} == names
+    after = _patched()
+    assert after.keys() == before.keys()
+    assert [name for name in before if after[name] is not before[name]] == []
 
 
 def test_instructions_that_torch_has_found_and_the_compiler_knows_are_not_tried_out():
@@ -843,20 +909,40 @@ def test_another_torch_is_no_error(monkeypatch: pytest.MonkeyPatch):
 
     header = codecache._precompile_header
     monkeypatch.delattr(codecache, "_worker_compile_cpp")
-    with toolchain.beside() as ahead:
-        ahead("void nothing();")  # nobody waits for it
-        assert codecache._precompile_header is header
+    _enter_and_leave()
     assert not hasattr(codecache, "_worker_compile_cpp")
+    assert codecache._precompile_header is header
+
+
+def test_a_start_that_fails_is_no_error(monkeypatch: pytest.MonkeyPatch):
+    def broken(_: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(toolchain._Build, "start", broken)
+    before = _patched()
+    _enter_and_leave(lambda: _patched() == before)
+
+
+def _enter_and_leave(holds: Callable[[], bool] = lambda: True) -> None:
+    """Where nothing can be made ahead, a kernel that is to be, and the end, wait for nothing."""
+    found: list[bool] = []
+
+    def ahead() -> None:
+        with toolchain.beside() as ahead:
+            ahead("int f();")
+            found.append(holds())
+
+    thread = threading.Thread(target=ahead, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found == [True]
+    assert not thread.is_alive()
 
 
 # --- what depends on size, and garbage --------------------------------------------------------------------------------
 
 
 def test_only_long_steps_are_called_by_slow_code():
-    level = "aot_inductor.compile_wrapper_opt_level"
-    assert native._by_size(1e6) == {"cpp.threads": 1}
-    assert native._by_size(1e8) == {}
-    assert native._by_size(1e10) == {level: "O0"}
     with config.patch(native._by_size(1e10)):
         assert config.aot_inductor.compile_wrapper_opt_level == "O0"
 
@@ -1007,5 +1093,6 @@ print(len(made), callable(mm_template.template.render), len(made))
 """
 
 
+@pytest.mark.compile
 def test_templates_of_kernels_for_gpus_wait_until_they_are_asked_for() -> None:
     assert printed(TEMPLATES).split() == ["0", "True", "1"]

@@ -395,12 +395,17 @@ def test_the_last_launch_may_be_shorter() -> None:
         _ = old.params
 
 
-@pytest.mark.parametrize("given", [[], [1, 2, 3], 7], ids=["none", "too many", "no list"])
-def test_an_unrolled_step_takes_a_list_of_batches(given: Any) -> None:
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [([[]], "a list of 0"), ([[1, 2, 3]], "a list of 3"), ([7], "a int"), ([vector_batch()], "a tuple of 2"),
+     ([(1, 2, 3)], "a tuple of 3"), ([[1], [2]], "2 arguments")],
+    ids=["none", "too many", "no list", "a batch", "a tuple", "two"],
+)  # fmt: skip
+def test_an_unrolled_step_takes_a_list_of_batches(given: list[Any], found: str) -> None:
     program = mlp()
     step = compiled(program.train_step, unroll=2)
-    with pytest.raises(StepContractError, match="a list of 1 to 2 batches"):
-        step(program.init(), given)
+    with pytest.raises(StepContractError, match=f"called with {found} .*a list of 1 to 2 batches"):
+        step(program.init(), *given)
 
 
 def test_what_cannot_be_unrolled_is_refused() -> None:

@@ -11,11 +11,11 @@ On the CPU `native` hands the traced graph straight to inductor. What differs fr
     arena       one piece of memory a thread for all intermediates
     wrapper     inductor's C++ round the kernels, with that memory and with addresses for inputs
     calls       how Python calls it
-    blocks      equal layers as calls of one function
-    pieces      pieces of packed vectors as pointers, so that equal loops are one kernel
+    pieces      weights of equal layers, of one packed vector, by pointers of their own: one kernel for all of them
+    blocks      equal layers of a graph as calls of one function
     elementary  tanh in fewer operations
-    shortcuts   work of inductor's that changes nothing, left out
     toolchain   g++ runs beside inductor's Python
+    shortcuts   what inductor does for nothing while it writes C++, left out
     kept        libraries of earlier runs, found by what the function does
     recording   that as text, and `apart`: without loading the compiler
     kernels     C++ functions of our own in inductor's code, for float32 on x86 with AVX2 or AVX-512:

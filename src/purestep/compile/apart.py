@@ -45,15 +45,15 @@ _ASK = ("torch._compile", "torch._subclasses.fake_tensor")
 
 def module(name: str) -> Any:
     """The module of that name, as it is in use; where it is not, and is one of `_ALONE`, a copy of its own."""
-    if name not in _ALONE or _is_loaded(name):
+    if name not in _ALONE or _package_is_loaded(name):
         return importlib.import_module(name)
     # What a file reads from the environment when it is loaded may be another thing later. Not where the cache is: that
-    # is read when it is asked for, and then written there.
-    read = os.environ.items() - {("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR"))}
-    return _copy(name, tuple(sorted(read)))
+    # is read when it is asked for, and `cache_dir()` itself writes it there.
+    read = {key: value for key, value in os.environ.items() if key != "TORCHINDUCTOR_CACHE_DIR"}
+    return _copy(name, tuple(sorted(read.items())))
 
 
-def _is_loaded(name: str) -> bool:
+def _package_is_loaded(name: str) -> bool:
     """Whether the package that this is, or lies in, has been loaded to its end."""
     spec = getattr(sys.modules.get(".".join(name.split(".")[:2])), "__spec__", None)
     return spec is not None and not getattr(spec, "_initializing", False)
@@ -90,8 +90,7 @@ def unloaded() -> Generator[None]:
     """Inside, torch does not load Dynamo or inductor where it only has something to ask or to tell. Under `alone`."""
     owner: Any = fake_tensor
     view, thread = _torch(), get_ident()
-    true = builtins.__import__
-    before = true, owner.torch
+    true, torch_ = builtins.__import__, owner.torch
 
     def import_(
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
@@ -99,7 +98,7 @@ def unloaded() -> Generator[None]:
         who = (globals or {}).get("__name__", "")
         if get_ident() != thread or not (who in _ASK or who.startswith(_COPIES)):
             return true(name, globals, locals, fromlist, level)
-        if not name.startswith(_PACKAGES) or _is_loaded(name):
+        if not name.startswith(_PACKAGES) or _package_is_loaded(name):
             found = true(name, globals, locals, fromlist, level)
             return view if found is torch else found
         return module(name) if fromlist else view
@@ -108,7 +107,7 @@ def unloaded() -> Generator[None]:
     try:
         yield
     finally:
-        builtins.__import__, owner.torch = before
+        builtins.__import__, owner.torch = true, torch_
 
 
 def _torch() -> types.ModuleType:
@@ -117,7 +116,7 @@ def _torch() -> types.ModuleType:
     view.__dict__.update(vars(torch))
     view.__dict__["__getattr__"] = functools.partial(getattr, torch)
     for package in _PACKAGES:
-        if not _is_loaded(package):
+        if not _package_is_loaded(package):
             view.__dict__[package.rpartition(".")[2]] = _Package(package)
     return view
 
@@ -130,7 +129,7 @@ class _Package:
 
     def __getattr__(self, name: str) -> Any:
         whole = f"{self._name}.{name}"
-        if whole == "torch._dynamo.disable" and not _is_loaded(whole):
+        if whole == "torch._dynamo.disable" and not _package_is_loaded(whole):
             return _disabled_later
         found = module(whole) if whole in _ALONE else getattr(importlib.import_module(self._name), name)
         self.__dict__[name] = found  # every operation asks
@@ -141,7 +140,7 @@ def _disabled_later(function: Any, recursive: bool = True, **more: Any) -> Calla
     """What `torch._dynamo.disable` makes of a function, as soon as there is a Dynamo to be kept from it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not _is_loaded("torch._dynamo"):
+        if not _package_is_loaded("torch._dynamo"):
             return function(*args, **kwargs)
         dynamo: Any = importlib.import_module("torch._dynamo")
         function.__dynamo_disable = made = dynamo.disable(function, recursive, **more)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import pure
 
 Flat = native.Flat
 
-_BACKENDS = ("inductor", "aot_eager", "eager")
 CAPTURES = ("auto", "dynamo", "trace")
 _LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("compile")[0])
 
@@ -225,13 +224,7 @@ def mark_sizes(leaves: list[Any], first: tuple[Any, ...]) -> None:
                     dynamo_.maybe_mark_dynamic(leaf, dim)
 
 
-def check(capture: str, backend: Any) -> None:
-    """Raise ConfigError for a capture that does not exist, or a backend that it does not have."""
+def check(capture: str) -> None:
+    """Raise ConfigError for a capture that does not exist."""
     if capture not in CAPTURES:
         raise ConfigError(f"capture is {capture!r}", where="compile_step", hint=f"one of {CAPTURES}")
-    if capture == "trace" and isinstance(backend, str) and backend not in _BACKENDS:
-        raise ConfigError(
-            f"backend is {backend!r}, which a trace does not know",
-            where="compile_step",
-            hint=f'one of {_BACKENDS}, a callable, or capture="dynamo" with a backend of its own',
-        )

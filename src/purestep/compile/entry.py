@@ -32,10 +32,10 @@ def compile_step(
 
     Compiled code is kept in inductor's cache directory for the next process, which finds it without loading the
     compiler, by the operations that the step consists of (on the CPU, with torch 2.13 or later; not where the step uses
-    a tensor that is neither in the state nor in the batch, as a loss with class weights does).
-    ``TORCHINDUCTOR_CACHE_DIR`` says which directory, and may lie beside the snapshots of a run: then whoever goes on
-    with it finds both, on the same processor and with the same installation (as in a container that is started again),
-    wherever the directory has been moved to.
+    a tensor that is neither in the state nor in the batch, as class weights are). ``TORCHINDUCTOR_CACHE_DIR`` says
+    which directory, and may lie beside the snapshots of a run: then whoever goes on with it finds both, on the same
+    processor and with the same installation (as in a container that is started again), wherever the directory has been
+    moved to.
 
     Args:
         step: ``(state, batch, *context) -> (state, metrics)``, a program's or one's own.
@@ -65,7 +65,7 @@ def compile_step(
 
     Raises:
         ConfigError: a program instead of a step; no such capture; a CUDA graph without donation; ``unroll`` of a step
-            that accumulates.
+            that accumulates; a backend that a trace does not have; ``donate`` that is none of the three.
         StepContractError: from a call: the step changes the structure, a shape or a dtype of its state, multiplies
             tensors of two dtypes, branches on the value of a tensor, keeps a tensor from one capture to the next (a
             module's table made at its first forward pass), or cannot be recorded as a CUDA graph.
@@ -79,7 +79,8 @@ def compile_step(
         >>> int(state.step)
         1
     """
-    capture_.check(capture, backend)
+    capture_.check(capture)
+    _check_backend(backend, capture)
     _check_function(step)
     static = cast(Static | None, getattr(step, "static", None))
     _check_launch(static, donate=donate, cuda_graph=cuda_graph, unroll=unroll)
@@ -109,7 +110,8 @@ def compile_program(
         >>> sorted(fast.eval_step(state, (torch.ones(4, 2), torch.ones(4, 1))))
         ['loss']
     """
-    capture_.check(capture, backend)
+    capture_.check(capture)
+    _check_backend(backend, capture)
     _check_launch(program.static, donate=donate, cuda_graph=cuda_graph, unroll=1)
     chosen = Options(capture, backend, options)
     train = CompiledStep(program.train_step, program.static, donate=donate, options=chosen, cuda_graph=cuda_graph)
@@ -127,9 +129,20 @@ def _check_function(step: Any) -> None:
         raise ConfigError(f"the step is a {type(step).__name__}", where="compile_step", hint=hint)
 
 
+def _check_backend(backend: Any, capture: str) -> None:
+    known = ("inductor", "aot_eager", "eager")  # any other name is one of Dynamo's
+    if callable(backend) or backend in known or (isinstance(backend, str) and capture != "trace"):
+        return
+    raise ConfigError(
+        f"backend is {backend!r}",
+        where="compile_step",
+        hint=f"one of {known} or a callable; others that torch.compile knows take capture='dynamo'",
+    )
+
+
 def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool, unroll: int) -> None:
     if donate not in (False, True, "init"):
-        raise ConfigError(f"donate is {donate!r}", where="donate", hint='True, False or "init"')
+        raise ConfigError(f"donate is {donate!r}", where="compile_step", hint='donate=True, False or "init"')
     if cuda_graph and not donate:
         raise ConfigError(
             "a CUDA graph replays on fixed memory, which only a donated state has",

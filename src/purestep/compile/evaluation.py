@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +33,9 @@ class CompiledEval:
         parts = live_.states(given)
         old, state_def = tree.flatten(_without_optimizer(given))
         keys = {id(part.key) for part in parts}
-        inputs = [resolved(leaf) for leaf in old if id(leaf) not in keys]
+        inputs = [leaf for leaf in old if id(leaf) not in keys]
+        if live_.store_of(state) is None:  # whose memory is what compiled code reads
+            inputs = [resolved(leaf) for leaf in inputs]
         places = [id(leaf) in keys for leaf in old]
         leaves, treedef = batch_leaves(batch)
         step = self.eager
@@ -50,10 +51,9 @@ class CompiledEval:
             return core
 
         graph = self._graphs.find((state_def, treedef, kinds(inputs)), leaves, inputs, build)
-        device = next((leaf.device for leaf in inputs if leaf.device.type != "cpu"), torch.device("cpu"))
-        with (
-            rng.scoped(rng.mix(int(parts[0].key[0]), "eval", index), device) if graph.draws and parts else nullcontext()
-        ):
+        if not graph.draws or not parts:
+            return unstacked(graph.run(inputs, leaves))
+        with rng.scoped(rng.mix(int(parts[0].key[0]), "eval", index), live_.device_of(inputs)):
             return unstacked(graph.run(inputs, leaves))
 
 

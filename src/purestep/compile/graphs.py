@@ -103,31 +103,26 @@ class Graphs:
         known = self._exact.get(exact)
         if known is not None:
             return known
-        ranks = tuple((x.dtype, x.device, x.dim()) if isinstance(x, Tensor) else _constant(x) for x in leaves)
-        family = (exact[0], ranks)
-        general = self._sizes.get(family)
-        if general is not None:
-            return general
-        with alone():
-            return self._exact.get(exact) or self._found(exact, family, leaves, tensors, build)
+        family = (exact[0], _ranks(leaves))
+        known = self._sizes.get(family)
+        if known is not None:
+            return known
+        with alone():  # another thread may have made it by now
+            return self._exact.get(exact) or self._sizes.get(family) or self._new(exact, family, leaves, tensors, build)
 
-    def _found(
+    def _new(
         self, exact: Any, family: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]
     ) -> Graph:
-        general = self._sizes.get(family)
-        if general is not None:
-            return general
         seen = self._seen.setdefault(family, [])
-        third = len(seen) >= 2 and family not in self._sizes
-        if third:
-            general = self._for_all_sizes(build(), leaves, tensors, seen[0])
-            if general is not None:
-                self._sizes[family] = general
-                return general
+        is_third = len(seen) >= 2 and family not in self._sizes
+        general = self._for_all_sizes(build(), leaves, tensors, seen[0]) if is_third else None
+        if general is not None:
+            self._sizes[family] = general
+            return general
         graph = self._exact[exact] = self._make(build(), leaves, tensors)
-        # A batch that fails is no size, and does not say that there is no graph for all.
+        # Here it is known that the batch can be trained on: one that cannot is no size, and says nothing of others.
         seen.append([leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves])
-        if third:
+        if is_third:
             self._sizes[family] = None
         return graph
 
@@ -146,8 +141,7 @@ class Graphs:
         capture_.mark_sizes(leaves, first)
         graph = self._dynamo(core)
         try:
-            with rng.scoped(0, _device(tensors)):
-                graph.run([tensor.clone() for tensor in tensors], leaves)
+            _try_out(graph, tensors, leaves)
         except Exception:  # whatever stops Dynamo: a graph a size does the same work
             return None
         self.count += 1
@@ -162,7 +156,7 @@ class Graphs:
             for index, leaf in zip(where, inputs[len(tensors) :], strict=True):
                 batch[index] = leaf
             outputs, treedef = tree.flatten(core(list(inputs[: len(tensors)]), batch))
-            stacked = [leaf.dim() == 0 and leaf.dtype == torch.float32 for leaf in outputs]
+            stacked = _numbers(outputs)
             found[:] = [treedef, stacked]
             scalars = [leaf for leaf, one in zip(outputs, stacked, strict=True) if one]
             rest = [leaf for leaf, one in zip(outputs, stacked, strict=True) if not one]
@@ -176,17 +170,41 @@ class Graphs:
             broken = isinstance(error, PurestepError) and not isinstance(error, capture_.DataDependent)
             if broken or self.options.capture == "trace":
                 raise
-            graph = Graph(_or_raise(self._dynamo(core).run, error), draws=True)
-            # What is wrong with the batch shows now, on copies: the state that went in lives on.
-            with rng.scoped(0, _device(tensors)):
-                graph.run([tensor.clone() for tensor in tensors], leaves)
-            _let_go(error)
-            return graph
+            return self._untraced(core, leaves, tensors, error)
         return Graph(_caller(run, where, len(leaves), *found), draws)
+
+    def _untraced(self, core: Any, leaves: list[Any], tensors: list[Tensor], cause: Exception) -> Graph:
+        """Dynamo's graph; where it cannot capture the step either, the error that the trace met."""
+        graph = self._dynamo(core)
+        try:
+            # What is wrong with the batch shows now, on copies: the state that went in lives on.
+            _try_out(graph, tensors, leaves)
+        except Exception as error:
+            if capture_.stopped(error):
+                cause.add_note(
+                    f"torch.compile cannot capture it either: {_first_line(error)} "
+                    "(cure: the step itself, which runs in eager mode)"
+                )
+                raise cause from error
+            raise
+        return graph._replace(run=_or_tell(graph.run, _first_line(cause)))
 
     def _dynamo(self, core: Any) -> Graph:
         run = capture_.dynamo(core, backend=self.options.backend, options=self.options.options)
         return Graph(run, draws=True)
+
+
+def _try_out(graph: Graph, tensors: list[Tensor], leaves: list[Any]) -> None:
+    """A call on copies, so that nothing of the caller's is written, nor is a generator moved."""
+    with rng.scoped(0, live_.device_of(tensors)):
+        graph.run([tensor.clone() for tensor in tensors], leaves)
+
+
+def _numbers(outputs: list[Tensor]) -> list[bool]:
+    """Which outputs go into the one vector: 0-d float32, on the device of the first such."""
+    found = [leaf.dim() == 0 and leaf.dtype == torch.float32 for leaf in outputs]
+    device = next((leaf.device for leaf, one in zip(outputs, found, strict=True) if one), None)
+    return [one and leaf.device == device for leaf, one in zip(outputs, found, strict=True)]
 
 
 def _caller(
@@ -265,8 +283,7 @@ class Text:
         )
 
     __len__ = __iter__ = __getitem__ = __contains__ = __add__ = __str__ = __bool__ = __getattr__ = _refuse
-    __eq__ = __ne__ = _refuse
-    __hash__ = object.__hash__  # it is part of what a graph is found by
+    __eq__ = __ne__ = __hash__ = _refuse  # sets and dicts compare too
 
 
 TEXT = Text()
@@ -281,12 +298,19 @@ def without_text(leaves: list[Any]) -> list[Any]:
 
 def resolved(leaf: Any) -> Any:
     """The leaf with a conjugation or negation that torch has put off: compiled code reads memory as it is."""
-    return leaf.resolve_conj().resolve_neg() if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor) and (leaf.is_neg() or leaf.is_conj()):
+        return leaf.resolve_conj().resolve_neg()
+    return leaf
 
 
 def kinds(leaves: list[Any]) -> tuple[Any, ...]:
     """What a compiled graph depends on: layout, dtype and device of tensors, the value of anything else."""
     return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else _constant(x) for x in leaves)
+
+
+def _ranks(leaves: list[Any]) -> tuple[Any, ...]:
+    """The same with every size left open."""
+    return tuple((x.dtype, x.device, x.dim()) if isinstance(x, Tensor) else _constant(x) for x in leaves)
 
 
 def _check_layouts(leaves: list[Any]) -> None:
@@ -301,6 +325,8 @@ def _check_layouts(leaves: list[Any]) -> None:
 
 def _constant(value: Any) -> Any:
     """What tells one value from another: 1, 1.0 and True are equal, as are 0.0 and -0.0, and give other results."""
+    if value is TEXT:
+        return Text  # which can neither be hashed nor compared
     if isinstance(value, float | complex):
         return type(value), repr(value)
     try:
@@ -332,32 +358,25 @@ def _same_kinds(known: tuple[Any, ...], *leaves: Any) -> bool:
     return True
 
 
-def _or_raise(run: Callable[..., Any], cause: Exception) -> Callable[..., Any]:
-    """``run``, and when Dynamo cannot capture the step either, the error that the trace met."""
+def _or_tell(run: Callable[..., Any], met: str) -> Callable[..., Any]:
+    """``run``, and when Dynamo has to capture the step anew and cannot, an error that says what a trace met. Only its
+    text is kept: an error holds all that was in use when it was raised, the state and the batch among it."""
 
     def call(*inputs: Any) -> Any:
         try:
             return run(*inputs)
         except Exception as error:
             if capture_.stopped(error):
-                if not getattr(cause, "__notes__", ()):
-                    cause.add_note(
-                        f"torch.compile cannot capture it either: {str(error).strip().splitlines()[0]} "
-                        "(cure: the step itself, which runs in eager mode)"
-                    )
-                raise cause from error
+                raise capture_.Uncaptured(
+                    f"torch.compile, which had captured the step, cannot any longer: {_first_line(error)}; a trace "
+                    f"meets: {met}",
+                    where="step",
+                    hint="the step itself, which runs in eager mode",
+                ) from error
             raise
 
     return call
 
 
-def _device(tensors: list[Tensor]) -> torch.device | None:
-    """Of what a graph is tried out on, where that is not the CPU alone."""
-    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Drop what an error that is kept holds by its frames: the first state and the first batch."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

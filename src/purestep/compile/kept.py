@@ -84,14 +84,10 @@ def keep(known: str | None, made: Made) -> None:
         text = json.dumps([str(library.relative_to(_directory())), _digest(library), *rest])
         record = _record(known)
         record.parent.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=record.parent, delete=False) as file:
-            try:
-                file.write(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n")
-                file.flush()
-                os.replace(file.name, record)
-            except BaseException:  # a full disk, Ctrl-C
-                os.unlink(file.name)
-                raise
+        with tempfile.TemporaryDirectory(dir=record.parent) as directory:
+            whole = Path(directory, known)
+            whole.write_text(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n")
+            os.replace(whole, record)
 
 
 def _read(record: Path) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The state of a donated step: a TrainState that knows whether its memory has been given away.
+"""The state of a compiled step: a TrainState that knows whether its memory has been given away.
 
 A `Store` owns the buffers that a compiled step writes in place. Each call starts a new generation; a `LiveState` of an
 older one raises when it is read.
@@ -6,7 +6,7 @@ older one raises when it is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ class Host:
     __slots__ = ("_at", "_numbers", "key", "left", "seed")
 
     def __init__(self, state: TrainState, left: int | None = None) -> None:
-        self.key = state.key  # counts what others write into it, not what is written below
+        self.key = state.key  # its `_version` counts writes of others; ours go through numpy and do not count
         self._at, self._numbers = self.key.data_ptr(), self.key.numpy()
         self.seed = int(self._numbers[0])
         self.left = left  # calls until the window closes, where that is known
@@ -115,6 +115,11 @@ def _taken(value: Tensor, buffers: list[Tensor]) -> Tensor:
     return held if held is value or torch.compiler.is_compiling() else _copied(value)
 
 
+def device_of(tensors: Iterable[Tensor]) -> torch.device:
+    """The first device that is not the CPU, if there is one."""
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
+
+
 def place(packed: Tree) -> Slots:
     """Assign every leaf of a packed tree to a buffer."""
     leaves, treedef = tree.flatten(packed)
@@ -171,9 +176,11 @@ class Store:
         self.slots = place(packed)
         leaves = tree.leaves(packed)
         given = _shared(leaves) if adopt else {id(leaf) for leaf in tree.leaves(state)}
-        self.holds_callers = frozen  # leaves that no program writes are the tensors that were given
-        if frozen:
-            given -= _frozen(packed)
+        # Never written by a program's step, so the caller's tensors serve as they are: a frozen backbone is not held
+        # twice. A step of one's own may write them.
+        callers = _frozen(packed) if frozen else set[int]()
+        given -= callers
+        self.holds_callers = bool(callers)
         self.buffers = self._fill(leaves, copied=given)
         self.kinds: tuple[Any, ...] = ()  # of the buffers, as graphs were made for them; see `graphs.kinds`
         keys = [found.key.to("cpu", copy=True) for found in states(packed)]
@@ -192,8 +199,8 @@ class Store:
         chosen = {
             kind: [x for x, (k, _) in zip(leaves, self.slots.places, strict=True) if k == kind] for kind in _KINDS
         }
-        device = next((x.device for x in leaves if x.device.type != "cpu"), torch.device("cpu"))
-        # Compiled code reads memory as it is: what torch has put off to conjugate or negate is a copy.
+        device = device_of(leaves)
+        # What is put off, a conjugation or a sign, a copy has in its memory; compiled code reads that alone.
         own = [x.detach().clone() if id(x) in copied or x.is_conj() or x.is_neg() else x for x in chosen["own"]]
         return [
             torch.stack(chosen["int64"]) if chosen["int64"] else torch.zeros(0, dtype=torch.int64, device=device),
@@ -268,7 +275,6 @@ def _shared(leaves: list[Tensor]) -> set[int]:
 
 
 def _frozen(state: Tree) -> set[int]:
-    # Never written by a program's step, so the caller's tensors serve as they are: a frozen backbone is not held twice.
     return {id(value) for found in states(state) for value in found.frozen.values()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -107,7 +107,7 @@ class CompiledStep:
                 before, before anything is done with it.
         """
         check_untransformed()
-        if self._flush and self._nothing_to_flush(state):
+        if self._flush and self._nothing_to_flush():
             return state, {}
         if self.unroll > 1:
             self._check_batches(batch)
@@ -115,15 +115,17 @@ class CompiledStep:
 
     def _check_batches(self, batch: tuple[Any, ...]) -> None:
         if len(batch) != 1 or not isinstance(batch[0], list) or not 1 <= len(batch[0]) <= self.unroll:
-            several = len(batch) == 1 and isinstance(batch[0], list | tuple)
-            found = f"a {type(batch[0]).__name__} of {len(batch[0])}" if several else "something else"
+            found = f"{len(batch)} arguments"
+            if len(batch) == 1:
+                size = f" of {len(batch[0])}" if isinstance(batch[0], list | tuple) else ""
+                found = f"a {type(batch[0]).__name__}{size}"
             raise StepContractError(
                 f"the unrolled step was called with {found}",
                 where="batch",
                 hint=f"step(state, [batch, ...]): a list of 1 to {self.unroll} batches",
             )
 
-    def _nothing_to_flush(self, state: Any) -> bool:
+    def _nothing_to_flush(self) -> bool:
         return self.static is None or self.static.accumulate == 1 or self.static.tail == "carry"
 
     # --- donated ------------------------------------------------------------------------------------------------------
@@ -155,8 +157,7 @@ class CompiledStep:
         try:
             if not graph.draws or not store.hosts:
                 return self._run(graph, store, leaves)
-            host = store.hosts[0]
-            with rng.scoped(rng.mix(host.seed, host.calls, "step"), store.device):
+            with _seeded(store.hosts[0], store.device):
                 return self._run(graph, store, leaves)
         except BaseException as error:
             # What an attempt to capture met has Dynamo's word as its cause.
@@ -183,7 +184,7 @@ class CompiledStep:
         return graph, leaves
 
     def _standing(self, state: Any) -> live_.Store | None:
-        """The store that a live state stands in, if it is one of this step's."""
+        """The store that a live state stands in, if it is one of this step's, and all of it the step may write."""
         if type(state) is live_.LiveState:
             state.alive()
             store = state.live_store
@@ -193,9 +194,9 @@ class CompiledStep:
             store = live_.store_of(state)
             if store is not None:
                 live_.check_alive(state)
-        if store is not None and store.holds_callers and self.static is None:
-            return None  # a step of one's own may write what a program's never does: it needs a copy
-        if store is None or store.layout is None or store.layouts is self.layouts:
+        if store is None or (store.holds_callers and self.static is None):
+            return None
+        if store.layout is None or store.layouts is self.layouts:
             return store
         return store if any(store.layout is layout for layout in self.layouts.values()) else None
 
@@ -243,8 +244,7 @@ class CompiledStep:
             return tuple(Accum if host.left is None else _mark(host.left) for host in store.hosts)
         if store.device.type != "cpu":
             return (Accum,) * len(store.hosts)
-        parts = live_.states(store.named)
-        return tuple(Accum if isinstance(s.accum, Empty) else _mark(int(s.accum.left)) for s in parts)
+        return _read_phase(live_.states(store.named), flush=False)
 
     def _count_window(self, store: live_.Store) -> None:
         assert self.static is not None
@@ -290,9 +290,8 @@ class CompiledStep:
             return self._pure_core(state_def, len(old), positions, phase, treedef)
 
         graph = self._graphs.find(key, leaves, inputs, build)
-        host = live_.Host(parts[0]) if parts else None
-        device = next((leaf.device for leaf in inputs if leaf.device.type != "cpu"), torch.device("cpu"))
-        with _seeded(graph.draws, host, device):
+        draws = graph.draws and parts
+        with _seeded(live_.Host(parts[0]), live_.device_of(inputs)) if draws else nullcontext():
             outputs, metrics = graph.run(inputs, leaves)
         for index, leaf in zip(positions, outputs, strict=True):
             old[index] = leaf
@@ -363,9 +362,7 @@ def _copied(metrics: Metrics | Stacked) -> Metrics | Stacked:
     return metrics._replace(numbers=metrics.numbers.clone()) if type(metrics) is Stacked else tree.clone(metrics)
 
 
-def _seeded(draws: bool, host: live_.Host | None, device: torch.device) -> Any:
-    if not draws or host is None:
-        return nullcontext()
+def _seeded(host: live_.Host, device: torch.device) -> AbstractContextManager[None]:
     return rng.scoped(rng.mix(host.seed, host.calls, "step"), device)
 
 

@@ -40,17 +40,17 @@ def beside() -> Generator[Callable[[str], None]]:
     wrapper: Any = importlib.import_module("torch._inductor.codegen.wrapper")
     instructions: Any = importlib.import_module("torch._inductor.cpu_vec_isa")
     with ExitStack() as stack:
-        ahead = _nothing
-        with suppress(Exception), ExitStack() as own:  # another torch: nothing is made ahead, or patched
-            build = _Build(codecache, own)
-            own.enter_context(_replaced(codecache, "_precompile_header", build.header))
-            own.enter_context(_replaced(codecache, "_worker_compile_cpp", build.objects))
-            own.enter_context(_replaced(wrapper.PythonWrapperCodegen, "define_kernel", build.kernel))
+        build: _Build | None = None
+        with suppress(Exception), ExitStack() as own:  # another torch: all is taken back, and nothing is made ahead
+            made = _Build(codecache, own)
+            own.enter_context(_replaced(codecache, "_precompile_header", made.header))
+            own.enter_context(_replaced(codecache, "_worker_compile_cpp", made.objects))
+            own.enter_context(_replaced(wrapper.PythonWrapperCodegen, "define_kernel", made.kernel))
             own.enter_context(_replaced(instructions.VecISA, "check_build", _unless_known))
-            build.start()
-            stack.push(own.pop_all())
-            ahead = build.ahead
-        yield ahead
+            made.start()
+            stack.enter_context(own.pop_all())
+            build = made
+        yield build.ahead if build else _nothing
 
 
 def _nothing(_: str) -> None:
@@ -229,7 +229,7 @@ class _Build:
         with FileLock(lock_path, timeout=self._codecache.LOCK_TIMEOUT):
             if _exists(whole):
                 return
-            self._room.release()  # from here on inductor's thread only waits; this runs once a graph
+            self._room.release()  # from here on inductor's thread only waits; this runs once a graph, so one release
             known = not _exists(kernels) and self._hand_over_rest(Path(_source(kernels)).read_text())
             if not _exists(calls):
                 calls.build()
