@@ -160,27 +160,22 @@ def _label(node: Node) -> Any:
     if target is torch.ops.aten.as_strided.default and len(node.args) > 3:
         return None  # counts from where the memory begins that this is a piece of, which a function does not know
     try:
-        return str(target), recording.plain([_plain(node.args), _plain(node.kwargs)]), _layouts(value)
+        given = [_named(part, lambda _: "%") for part in (node.args, node.kwargs)]
+        return str(target), recording.plain(given), recording.plain(value, _layout)
     except recording.Untold:
         return None
 
 
-def _plain(value: Any) -> Any:
-    return _mapped(value, lambda _: "%")
-
-
-def _mapped(value: Any, of: Callable[[Node], Any]) -> Any:
+def _named(given: Any, name: Callable[[Node], str]) -> Any:
+    """Arguments with names for nodes."""
     from torch.fx.node import map_arg
 
-    return map_arg(value, of)
+    return map_arg(given, name)
 
 
-def _layouts(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return recording.plain([list(value.shape), list(value.stride()), value.dtype, value.device])
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_layouts, value))
-    raise recording.Untold(f"a {type(value).__name__}")
+def _layout(leaf: Tensor) -> str:
+    """Not where in its memory a tensor begins: a function is given an address."""
+    return f"{leaf.dtype} {leaf.device} {tuple(leaf.shape)} {leaf.stride()}"
 
 
 # --- what becomes a function ------------------------------------------------------------------------------------------
@@ -192,7 +187,7 @@ class _Form(NamedTuple):
     nodes: list[Node]
     inputs: list[Node]
     """from elsewhere, in the order that they are asked for"""
-    text: list[str]
+    text: str
     """the same for the same function"""
     outputs: set[int]
     """which nodes are needed elsewhere"""
@@ -205,10 +200,10 @@ def _form(nodes: list[Node]) -> _Form | None:
     def name(node: Node) -> str:
         return f"%{places[node]}" if node in places else f"input {inputs.setdefault(node, len(inputs))}"
 
-    text = [f"{node.target} {_mapped(node.args, name)} {_mapped(node.kwargs, name)}" for node in nodes]
+    lines = [f"{node.target} {_named(node.args, name)} {_named(node.kwargs, name)}" for node in nodes]
     if not all(isinstance(node.meta.get("val"), Tensor) for node in inputs):
         return None
-    text += [_layouts(node.meta["val"]) for node in inputs]
+    text = "\n".join([*lines, *(_layout(node.meta["val"]) for node in inputs)])
     shown = {_shown(node) for node in nodes if any(user not in places for user in node.users)}
     return _Form(nodes, list(inputs), text, {places[node] for node in shown if node in places})
 
@@ -221,9 +216,9 @@ def _shown(node: Node) -> Node:
 
 
 def _is_view(node: Any) -> bool:
-    if node.target is operator.getitem:
+    if node.target is operator.getitem:  # of several
         node = node.args[0]
-    return getattr(node.target, "is_view", False) or node.target is torch.ops.aten._unsafe_view.default
+    return passes.is_view(node) or node.target is torch.ops.aten._unsafe_view.default
 
 
 def _outlined(graph: GraphModule, windows: list[list[Node]]) -> int:
@@ -235,7 +230,7 @@ def _outlined(graph: GraphModule, windows: list[list[Node]]) -> int:
     first = forms[0]
     if not outputs or not all(isinstance(first.nodes[at].meta["val"], Tensor) for at in outputs):
         return 0
-    name = hashlib.sha256("\n".join([*first.text, str(outputs)]).encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{first.text}\n{outputs}".encode()).hexdigest()[:16]
     block = Block(f"purestep_block_{name}", _function(first, outputs))
     made: dict[Node, Node] = {}
     for form in forms:
@@ -245,8 +240,8 @@ def _outlined(graph: GraphModule, windows: list[list[Node]]) -> int:
 
 def _same(forms: list[_Form]) -> list[_Form]:
     """Those of the function that most of them are."""
-    usual = Counter("\n".join(form.text) for form in forms).most_common(1)
-    return [form for form in forms if "\n".join(form.text) == usual[0][0]]
+    usual = Counter(form.text for form in forms).most_common(1)
+    return [form for form in forms if form.text == usual[0][0]]
 
 
 def _function(form: _Form, outputs: list[int]) -> GraphModule:
@@ -258,9 +253,8 @@ def _function(form: _Form, outputs: list[int]) -> GraphModule:
         copies[source].meta["val"] = source.meta["val"]
     for node in form.nodes:
         copies[node] = made.node_copy(node, copies.__getitem__)
-    last = made.output(tuple(copies[form.nodes[at]] for at in outputs))
-    last.meta["user_visible_output_idxs"] = list(range(len(outputs)))  # to come out laid out as they are here
-    return GraphModule(torch.nn.Module(), made)
+    made.output(tuple(copies[form.nodes[at]] for at in outputs))
+    return passes.as_laid_out(GraphModule(torch.nn.Module(), made))
 
 
 def _call(graph: GraphModule, form: _Form, outputs: list[int], block: Block, made: dict[Node, Node]) -> None:

@@ -155,8 +155,7 @@ def _through_inductor(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) ->
 def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Callable[[str], None]) -> Compiled:
     from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import TracingContext, tracing
-    from torch._inductor import compile_fx, config
-    from torch._inductor.utils import BoxedBool
+    from torch._inductor import compile_fx
     from torch._inductor.virtualized import V
 
     inductor: Any = compile_fx
@@ -171,29 +170,38 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
         if in_arena:
             arena.taken(graph)
             fakes = [*fakes, mode.from_tensor(arena.header(), static_shapes=True)]
-
-        def compile_(graph: GraphModule) -> Compiled:
-            passes.output(graph).meta["user_visible_output_idxs"] = list(range(len(passes.output(graph).args[0])))
-            made = inductor.compile_fx_inner(
-                graph,
-                fakes,
-                static_input_idxs=range(len(fakes)),
-                cudagraphs=BoxedBool(False),
-                is_inference=True,
-                cpp_wrapper=config.cpp_wrapper,
-            )
-            return made.current_callable
-
+        passes.as_laid_out(graph)
         if not in_arena:
-            return compile_(graph)
+            return _written(graph, fakes)
         with _changed():
-            try:
-                shorter = blocks.outlined(graph)
-                if shorter is not None:
-                    return compile_(shorter)
-            except Exception as error:  # written out, it takes longer
-                given_up("one function for equal layers", error)
-            return compile_(graph)
+            return _in_functions(graph, fakes) or _written(graph, fakes)
+
+
+def _in_functions(graph: GraphModule, fakes: Sequence[Tensor]) -> Compiled | None:
+    """A graph with equal layers as functions; None where it has none, or they cannot be made."""
+    try:
+        shorter = blocks.outlined(graph)
+        return None if shorter is None else _written(shorter, fakes)
+    except Exception as error:  # written out, it takes longer
+        given_up("one function for equal layers", error)
+        return None
+
+
+def _written(graph: GraphModule, fakes: Sequence[Tensor]) -> Compiled:
+    """As C++, compiled and loaded."""
+    from torch._inductor import compile_fx, config
+    from torch._inductor.utils import BoxedBool
+
+    inductor: Any = compile_fx
+    made = inductor.compile_fx_inner(
+        graph,
+        fakes,
+        static_input_idxs=range(len(fakes)),
+        cudagraphs=BoxedBool(False),
+        is_inference=True,
+        cpp_wrapper=config.cpp_wrapper,
+    )
+    return made.current_callable
 
 
 @contextmanager

@@ -356,7 +356,9 @@ def _called(module: Any) -> Iterator[Any]:
 
 
 def _is_ours(target: Any) -> bool:
-    return recording.known(target) or isinstance(target, blocks.Block) or target.__name__ == "control_deps"
+    from torch._inductor.fx_passes.control_dependencies import control_deps  # what keeps draws in order
+
+    return recording.known(target) or isinstance(target, blocks.Block) or target is control_deps
 
 
 def _is_fixed(given: Any) -> bool:
