@@ -280,6 +280,18 @@ def test_layers_that_are_wired_otherwise_are_written_out(
     assert not torch.allclose(found[0], wrong[0], atol=1e-4)  # the first layer reads its own twice in any case
 
 
+def test_layers_whose_weights_lie_otherwise_are_written_out(functions: list[str]):
+    def function(x: Tensor, w: Tensor) -> list[Tensor]:
+        first, turned = x, w.t()
+        for at in range(9):
+            x = twofold(x, first, turned if at > 5 else w)
+        return [x]
+
+    inputs = torch.randn(6, 8), torch.randn(8, 8) / 3
+    same(compiled(function, *inputs)(*inputs), function(*inputs), rounding=1e-5)
+    assert len(functions) == 1
+
+
 def test_more_layers_are_no_more_functions_or_kernels(functions: list[str], monkeypatch: pytest.MonkeyPatch):
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
