@@ -127,6 +127,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, int]] = {
         torch.randn(2, 3, 6, 6),
         1,
     ),
+    "dropout": (
+        lambda: nn.Sequential(*[nn.Sequential(Attending(), nn.Dropout(0.2)) for _ in range(4)]),
+        torch.randn(3, 7, 16),
+        2,
+    ),
     "memory": (lambda: Remembering(), torch.randn(3, 9, 16), 2),
 }
 """A model, a batch for it, and how many functions its step has, at least."""
@@ -321,16 +326,43 @@ def test_few_layers_and_short_ones_are_written_out(functions: list[str]):
     assert not functions
 
 
-def test_layers_that_draw_are_written_out(functions: list[str]):
-    """Draws have an order, which nobody keeps between functions."""
-    net = nn.Sequential(*[nn.Sequential(Attending(), nn.Dropout(0.2)) for _ in range(3)])
-    program = ps.program(net, ps.supervised(lambda y, _: (y**2).mean()), ps.optim.sgd(1e-2))
-    batch = (torch.randn(3, 7, 16), torch.zeros(3))
-    state, _ = ps.compile_step(program.train_step)(program.init(), batch)
-    assert not functions
-    expected, _ = program.train_step(program.init(), batch)
-    for name, leaf in expected.params.items():
-        torch.testing.assert_close(state.params[name], leaf, rtol=1e-4, atol=1e-5)
+def drawing(kind: str) -> Function:
+    """Layers that drop out; one of them may draw by numbers that are computed."""
+
+    def function(x: Tensor, w: Tensor) -> list[Tensor]:
+        first = torch.zeros_like(x) + 1.0
+        for at in range(7):
+            x = twofold(x + torch.rand(6, 8), functional.dropout(first, 0.3), w) * torch.randn(6, 8)
+            if kind == "by what was computed" and at == 3:
+                x = x * torch.bernoulli(x.sigmoid())
+        return [x, torch.rand(3)]
+
+    return function
+
+
+@pytest.mark.parametrize("kind", ["by nothing", "by what was computed"])
+def test_draws_of_layers_are_given_to_them_in_the_order_of_the_program(
+    kind: str, functions: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    inputs = torch.randn(6, 8), torch.randn(8, 8) / 3
+
+    def drawn(run: Function) -> list[Tensor]:
+        torch.manual_seed(1)
+        return run(*inputs)
+
+    run, expected = compiled(drawing(kind), *inputs), drawn(drawing(kind))
+    assert functions
+    same(drawn(run), expected, rounding=1e-5)
+    # All of them first, whatever comes between:
+    monkeypatch.setattr(blocks, "_early", lambda nodes: dict.fromkeys(without_an_end(nodes)))
+    wrong = drawn(compiled(drawing(kind), *inputs))
+    assert torch.allclose(wrong[0], expected[0], atol=1e-4) == (kind == "by nothing")
+
+
+def without_an_end(nodes: Any) -> list[Any]:
+    """Every draw that can be made first, those after one that cannot too."""
+    true = [node for node in nodes if blocks._draws(node) and not any(s.all_input_nodes for s in node.all_input_nodes)]
+    return [each for node in true for each in (*(s for s in node.all_input_nodes if s.op == "call_function"), node)]
 
 
 def test_what_cannot_be_compiled_in_calls_is_compiled_without(

@@ -105,15 +105,39 @@ def outlined(graph: GraphModule) -> GraphModule | None:
     """The graph with stretches that come again as calls; None where there are none."""
     from torch.fx import Graph, GraphModule
 
-    found = list(_repeated([node for node in graph.graph.nodes if node.op == "call_function"]))
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    early = _early(nodes)
+    found = list(_repeated([node for node in nodes if node not in early]))
     if not found:
         return None
     copy, copies = Graph(), dict[Any, Any]()
     copy.output(copy.graph_copy(graph.graph, copies)).meta.update(passes.output(graph).meta)
+    first = next(node for node in nodes if node not in early)
+    for node in early:
+        copies[first].prepend(copies[node])
     made = GraphModule(graph, copy)
     count = sum(_outlined(made, [[copies[node] for node in window] for window in windows]) for windows in found)
     made.graph.lint()
     return made if count else None
+
+
+def _early(nodes: Sequence[Node]) -> dict[Node, None]:
+    """Draws that need nothing computed before, and what they need: a layer is given the numbers that it drops out by.
+
+    Draws keep their order, so none is among them that comes after one that has to stay.
+    """
+    found: dict[Node, None] = {}
+    for node in nodes:
+        if not _draws(node):
+            continue
+        if any(source.all_input_nodes for source in node.all_input_nodes):
+            break
+        found |= dict.fromkeys([*(source for source in node.all_input_nodes if source.op == "call_function"), node])
+    return found
+
+
+def _draws(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 # --- stretches that repeat --------------------------------------------------------------------------------------------
@@ -153,7 +177,7 @@ def _runs(labels: list[Any]) -> Iterator[tuple[int, int, int]]:
 def _label(node: Node) -> Any:
     """What a node does, and with what, tensors apart; None where it must be left alone."""
     value, target = node.meta.get("val"), node.target
-    if not recording.known(target) or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+    if not recording.known(target) or _draws(node):
         return None
     if target is not operator.getitem and target._schema.is_mutable:  # type: ignore[union-attr]
         return None
