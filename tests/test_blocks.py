@@ -334,7 +334,7 @@ def drawing(kind: str) -> Function:
         for at in range(7):
             x = twofold(x + torch.rand(6, 8), functional.dropout(first, 0.3), w) * torch.randn(6, 8)
             if kind == "by what was computed" and at == 3:
-                x = x * torch.bernoulli(x.sigmoid())
+                x = x + torch.poisson(x.abs())
         return [x, torch.rand(3)]
 
     return function

@@ -54,6 +54,14 @@ def name(record: Record, chosen: Mapping[str, Any]) -> str | None:
         text = [*_surroundings(chosen), *record.lines]
     except Exception:  # untold, or names that another torch does not have
         return None
+    return f"{_hash(text)}.{_here()}"
+
+
+def _here() -> str:
+    return _hash([_installed()])
+
+
+def _hash(text: list[str]) -> str:
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 
@@ -82,20 +90,50 @@ def keep(known: str | None, made: Made) -> None:
     library = Path(code.file)
     with suppress(Exception):  # the next start takes longer
         text = json.dumps([str(library.relative_to(_directory())), _digest(library), *rest])
-        record = _record(known)
-        record.parent.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=record.parent) as directory:
-            whole = Path(directory, known)
-            whole.write_text(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n")
-            os.replace(whole, record)
+        _write(_record(known), f"{text}\n{_hash([text])}\n".encode())
+
+
+def stored(known: str) -> bytes:
+    """What is there of that name: the record, and the library."""
+    record = _record(known)
+    return record.read_bytes() + (_directory() / _read(record)[0]).read_bytes()
+
+
+def store(what: str, data: bytes) -> None:
+    """Put there what `stored` has returned elsewhere of a name that begins with `what`.
+
+    Raises:
+        ValueError: it is not as it was.
+    """
+    *lines, library = data.split(b"\n", 2)
+    record = b"".join(line + b"\n" for line in lines)
+    place, digest, *_ = _parsed(record.decode())
+    target = (_directory() / place).resolve()
+    if hashlib.sha256(library).hexdigest() != digest or not target.is_relative_to(_directory().resolve()):
+        raise ValueError
+    if not target.exists() or _digest(target) != digest:
+        _write(target, library)
+    _write(_record(f"{what}.{_here()}"), record)
 
 
 def _read(record: Path) -> list[Any]:
+    return _parsed(record.read_text())
+
+
+def _parsed(record: str) -> list[Any]:
     """What `keep` has written; ValueError where it is something else."""
-    text, digest = record.read_text().splitlines()
-    if hashlib.sha256(text.encode()).hexdigest() != digest:
+    text, digest = record.splitlines()
+    if _hash([text]) != digest:
         raise ValueError
     return json.loads(text)
+
+
+def _write(file: Path, data: bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as directory:
+        whole = Path(directory, file.name)
+        whole.write_bytes(data)
+        os.replace(whole, file)
 
 
 def _digest(file: Path) -> str:
@@ -126,7 +164,6 @@ def _surroundings(chosen: Mapping[str, Any]) -> Iterator[str]:
         raise recording.Untold("a decomposition or a lowering of the user's")
     found = settings.save_config_portable(ignore_private_configs=False) | dict(chosen)
     yield from (f"{key} {recording.plain(value)}" for key, value in sorted(found.items()))
-    yield _installed()
     yield recording.plain(
         (
             torch.get_num_threads(),
@@ -163,8 +200,13 @@ def _installed() -> str:
     roots = [Path(torch.__file__).parent / "_inductor", Path(__file__).parent]
     sources = sorted(file for root in roots for file in root.rglob("*.py"))
     stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in sources]
+    return repr((environment(), stats))
+
+
+def environment() -> str:
+    """This torch, this Python, this processor."""
     interpreter = (torch.__version__, torch.version.git_version, sysconfig.get_config_var("EXT_SUFFIX"))
-    return repr((interpreter, _processor(), torch.backends.cpu.get_cpu_capability(), stats))
+    return repr((interpreter, _processor(), torch.backends.cpu.get_cpu_capability()))
 
 
 def _processor() -> str:

@@ -23,6 +23,7 @@ from . import (
     attention,
     blocks,
     calls,
+    carried,
     elementary,
     kept,
     kernels,
@@ -78,13 +79,14 @@ def compiled(record: Record, *, options: Mapping[str, Any] | None) -> tuple[Comp
     made = kept.load(name)
     if made is None:
         with with_compiler():
-            made = _made(record, options)
+            made = _made(record, options, is_kept=name is not None)
         kept.keep(name, made)
+    carried.along(name)
     run = calls.in_arena(made.code, len(record.inputs)) if made.in_arena else made.code.run
     return on_threads(run, made.threads) if made.threads else run, made.draws
 
 
-def _made(record: Record, options: Mapping[str, Any] | None) -> kept.Made:
+def _made(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool) -> kept.Made:
     from torch._inductor import config
     from torch._subclasses import FakeTensorMode
     from torch.fx import _lazy_graph_module
@@ -93,8 +95,9 @@ def _made(record: Record, options: Mapping[str, Any] | None) -> kept.Made:
     lazy: Any = _lazy_graph_module
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in record.inputs]
+    caching = {"fx_graph_cache": False} if is_kept else {}  # there is nothing to ask inductor's cache for
     # No Python is written for a graph that is changed a dozen times and never run.
-    with config.patch(_chosen(options)), lazy._use_lazy_graph_module(True):
+    with config.patch(_chosen(options) | caching), lazy._use_lazy_graph_module(True):
         with mode:
             graph = _traced(record.function, fakes)
         with recording.below_autocast():

@@ -121,7 +121,8 @@ class _Build:
     def start(self) -> None:
         """Ask what instructions there are, and compile the headers, where that has not been done on this machine."""
         self._compile_header: Any = self._codecache._precompile_header.__wrapped__
-        self._submit(self._codecache.torch_key)  # a hash of all of torch's files, which inductor's cache asks for
+        if self._codecache.config.fx_graph_cache:
+            self._submit(self._codecache.torch_key)  # a hash of all of torch's files
         self._ready = self._submit(self._kernel_options)
         self._submit(self._wrapper_header)
 

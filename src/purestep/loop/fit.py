@@ -138,7 +138,7 @@ class _Run:
         self.ending: str | None = None
         self.unscored: Record | None = None  # at the end of an epoch: where to go on if it is not evaluated to the end
         self.begun = time.monotonic()
-        self.saver = Saver(snapshots, feeds.train, saved=self.record.calls if self.resumed else None)
+        self.saver = Saver(snapshots, feeds.train, config, saved=self.record.calls if self.resumed else None)
         if snapshots is not None and self.judge.monitor is not None:
             snapshots.track(self.judge.monitor, mode=self.judge.mode)
 

@@ -12,7 +12,7 @@ from .. import data
 from ..errors import ConfigError, Mismatch, NotFound
 from ..snapshot import Snapshot, Snapshots
 from ..types import Tree
-from . import setup
+from . import carrying, setup
 from .record import Record, from_json
 
 if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
@@ -22,26 +22,35 @@ log = logging.getLogger("purestep")
 
 
 def open_snapshots(snapshots: Any, config: FitConfig, feed: data.Feed) -> tuple[Snapshots | None, bool]:
-    """The snapshots to write, and whether fit opened them and so closes them.
+    """The snapshots to write, and whether fit opened them and so closes them. What was compiled and lies there, or
+    where the run goes on from, is put into the compiler's caches.
 
     Raises:
         ConfigError: something that is neither a Snapshots nor a path.
         DataError: a loader that a snapshot inside an epoch could not go on with.
         Locked, WriteFailed: the directory cannot be written.
     """
+    if snapshots is None and config.compile_cache:
+        raise ConfigError(
+            "compile_cache keeps what was compiled beside the snapshots, and there are none",
+            where="fit",
+            hint='snapshots="runs/name", or compile_cache=False',
+        )
     if snapshots is None or config.fast_dev_run:
         return None, False
     feed.require_resume()
-    if isinstance(snapshots, Snapshots):
-        snapshots.open()
-        return snapshots, False
-    if not isinstance(snapshots, str | os.PathLike):
+    opened, owned = snapshots, False
+    if isinstance(snapshots, str | os.PathLike):
+        opened, owned = Snapshots(snapshots), True
+    elif not isinstance(snapshots, Snapshots):
         raise ConfigError(
             f"snapshots is a {type(snapshots).__name__}", where="fit", hint='"runs/name" or Snapshots("runs/name")'
         )
-    opened = Snapshots(snapshots)
     opened.open()
-    return opened, True
+    if config.compile_cache:
+        for directory in {opened.directory, *([] if config.resume in (None, "auto") else [Path(config.resume)])}:
+            carrying.load(directory)
+    return opened, owned
 
 
 def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Snapshot | None:

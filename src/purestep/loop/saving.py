@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from .. import data, events, files
 from ..snapshot import Snapshots
 from ..types import Tree
+from .carrying import Carrier
 from .record import Cell, Record, to_json
+
+if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
+    from ..config import FitConfig
 
 
 class Saver:
@@ -16,13 +21,15 @@ class Saver:
     Args:
         snapshots: None where nothing is saved.
         feed: whose position is saved with the state.
+        config: says whether what has been compiled is kept beside them.
         saved: the call that the state comes from, where it was read from a snapshot.
     """
 
-    def __init__(self, snapshots: Snapshots | None, feed: data.Feed, *, saved: int | None) -> None:
+    def __init__(self, snapshots: Snapshots | None, feed: data.Feed, config: FitConfig, *, saved: int | None) -> None:
         self._snapshots = snapshots
         self._feed = feed
         self._saved = saved
+        self._carrier = Carrier(snapshots.directory if snapshots is not None and config.compile_cache else None)
 
     def due(self, record: Record, ahead: int) -> bool:
         """Whether the policy asks for one here; ``ahead`` updates may have been made since the record."""
@@ -43,6 +50,7 @@ class Saver:
         metrics = {name: float(value) for name, value in row.items() if value is not None}
         self._saved = record.calls
         self._snapshots.save(record.calls, state, loop=loop, metrics=metrics, overwrite=again)
+        self._carrier.save()
         return events.Saved(record.calls, self._snapshots.directory / str(record.calls))
 
     def wait(self) -> None:
