@@ -95,6 +95,7 @@ BAD = [
     ({"epochs": 1, "early_stopping": {"patience": 1, "min_delta": -1}}, r"min_delta=-1 is outside"),
     ({"epochs": 1, "log_every": -1}, r"log_every=-1: must be a whole number of at least 0"),
     ({"epochs": 1, "resume": 3}, r"resume=3: must be \"auto\", the path"),
+    ({"epochs": 1, "resume": torch.ones(2)}, r"resume=tensor\(.*\): must be \"auto\", the path"),
     ({"epochs": 1, "compile": "always"}, r"compile='always': must be \"auto\", True, False"),
     ({"epochs": 1, "donate": "all"}, r"donate='all': must be True or False or \"init\""),
     ({"epochs": 1, "device": "gpu"}, r"device='gpu': must be a torch device"),

@@ -94,9 +94,10 @@ def _finding(detail: Any, known: tuple[str, ...]) -> tuple[str, str]:
     if isinstance(cause, ConfigError):
         return f"{name}: {cause.what}", cause.hint
     reason = str(cause) if cause is not None else str(detail["msg"])[:1].lower() + str(detail["msg"])[1:]
-    if name == "resume" and not detail["input"]:
-        return f"resume={detail['input']!r}: {reason}", "resume=None"
-    return f"{name}={detail['input']!r}: {reason}", _EXAMPLES.get(name, f"{name}=True")
+    given = detail["input"]
+    is_empty = isinstance(given, str | int) and not given  # of a tensor nobody knows
+    cure = "resume=None" if name == "resume" and is_empty else _EXAMPLES.get(name, f"{name}=True")
+    return f"{name}={given!r}: {reason}", cure
 
 
 def _unknown(name: str, known: tuple[str, ...]) -> tuple[str, str]:
