@@ -33,6 +33,11 @@ def along(known: str | None) -> None:
         _torchs().CacheArtifactManager.record_artifact(_KIND, known.partition(".")[0], content)
 
 
+def count() -> int:
+    """How much there is to save; the same again: nothing new."""
+    return len(_torchs().CacheArtifactManager._seen_artifacts)
+
+
 def saved() -> bytes | None:
     """What has been compiled in this process, as `torch.compiler.save_cache_artifacts` returns it; None: nothing."""
     with alone():

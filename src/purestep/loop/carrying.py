@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from pathlib import Path
 
 from .. import files
 from ..compile import carried
-from ..errors import WriteFailed
 
 log = logging.getLogger("purestep")
 
@@ -24,20 +22,22 @@ class Carrier:
 
     def __init__(self, directory: Path | None) -> None:
         self._file = None if directory is None else directory / NAME
-        self._digest = b""
+        self._count = 0
 
     def save(self) -> None:
         """Write the file, where there is something new. A run goes on without it."""
-        if self._file is None or (found := carried.saved()) is None:
-            return
-        digest = hashlib.sha256(found).digest()
-        if digest == self._digest:
+        if self._file is None:
             return
         try:
-            files.write_bytes(self._file, found)
-        except WriteFailed as error:
+            count = carried.count()
+            if count == self._count:
+                return
+            self._count = count
+            found = carried.saved()
+            if found is not None:
+                files.write_bytes(self._file, found)
+        except Exception as error:
             log.warning("what was compiled is not kept: %s", error)
-        self._digest = digest
 
 
 def load(directory: Path) -> None:
