@@ -91,6 +91,7 @@ def _register() -> None:
             if made_for == _everywhere().encode():
                 with suppress(Exception):  # damaged, or no room: it is made here
                     kept.store(self.key, rest)
+                    torchs.CacheArtifactManager.record_artifact(_KIND, self.key, self.content)  # to be carried on
 
     torchs.CacheArtifactFactory.register(Native)
 

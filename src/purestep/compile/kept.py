@@ -73,11 +73,15 @@ def load(known: str | None) -> Made | None:
     try:
         place, digest, draws, in_arena, threads = _read(_record(known))
         library = _directory() / place
-        if _digest(library) != digest:
+        code = None
+        if _digest(library) == digest:
+            with suppress(OSError):  # made for another C library, it may have come from elsewhere
+                code = calls.loaded(str(library), digest)
+        if code is None:
             for part in (library, library.with_suffix(".o")):
                 part.unlink(missing_ok=True)
             return None
-        return Made(calls.loaded(str(library), digest), draws, in_arena, threads)
+        return Made(code, draws, in_arena, threads)
     except Exception:  # it is made anew, whatever is wrong with what is there
         return None
 
@@ -105,6 +109,8 @@ def store(what: str, data: bytes) -> None:
     Raises:
         ValueError: it is not as it was.
     """
+    if not (what.isalnum() and what.isascii()):
+        raise ValueError("not a name")
     *lines, library = data.split(b"\n", 2)
     record = b"".join(line + b"\n" for line in lines)
     place, digest, *_ = _parsed(record.decode())
