@@ -12,7 +12,7 @@ from torch._inductor import config
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import blocks, kept, native, recording, wrapper
+from purestep.compile import blocks, kept, native, passes, recording, wrapper
 
 pytestmark = pytest.mark.compile
 
@@ -361,7 +361,7 @@ def test_draws_of_layers_are_given_to_them_in_the_order_of_the_program(
 
 def without_an_end(nodes: Any) -> list[Any]:
     """Every draw that can be made first, those after one that cannot too."""
-    true = [node for node in nodes if blocks._draws(node) and not any(s.all_input_nodes for s in node.all_input_nodes)]
+    true = [node for node in nodes if passes.is_draw(node) and not any(s.all_input_nodes for s in node.all_input_nodes)]
     return [each for node in true for each in (*(s for s in node.all_input_nodes if s.op == "call_function"), node)]
 
 

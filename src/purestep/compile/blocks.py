@@ -128,16 +128,12 @@ def _early(nodes: Sequence[Node]) -> dict[Node, None]:
     """
     found: dict[Node, None] = {}
     for node in nodes:
-        if not _draws(node):
+        if not passes.is_draw(node):
             continue
         if any(source.all_input_nodes for source in node.all_input_nodes):
             break
         found |= dict.fromkeys([*(source for source in node.all_input_nodes if source.op == "call_function"), node])
     return found
-
-
-def _draws(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 # --- stretches that repeat --------------------------------------------------------------------------------------------
@@ -177,7 +173,7 @@ def _runs(labels: list[Any]) -> Iterator[tuple[int, int, int]]:
 def _label(node: Node) -> Any:
     """What a node does, and with what, tensors apart; None where it must be left alone."""
     value, target = node.meta.get("val"), node.target
-    if not recording.known(target) or _draws(node):
+    if not recording.known(target) or passes.is_draw(node):
         return None
     if target is not operator.getitem and target._schema.is_mutable:  # type: ignore[union-attr]
         return None

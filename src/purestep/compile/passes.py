@@ -146,8 +146,12 @@ def _kept_apart(graph: GraphModule, source: Any) -> None:
 
 def draws(graph: GraphModule) -> bool:
     """Whether a graph draws random numbers."""
-    tags = (getattr(node.target, "tags", ()) for node in graph.graph.nodes)
-    return any(torch.Tag.nondeterministic_seeded in found for found in tags)
+    return any(map(is_draw, graph.graph.nodes))
+
+
+def is_draw(node: Any) -> bool:
+    """Whether a node draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def as_laid_out(graph: GraphModule) -> GraphModule:
