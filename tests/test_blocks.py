@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor import config
+from torch._inductor import config, graph
 from torch.nn import functional
 
 import purestep as ps
@@ -34,10 +34,10 @@ def made_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def functions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The functions that are written, by name; a graph that is compiled without them after all is an error."""
     found: list[str] = []
-    true = wrapper._wrapper_class()._write_function
+    true = wrapper._wrapper_class().write_function
     monkeypatch.setattr(
         wrapper._wrapper_class(),
-        "_write_function",
+        "write_function",
         lambda self, function: (found.append(function.name), true(self, function))[1],
     )
 
@@ -316,6 +316,40 @@ def test_more_layers_are_no_more_functions_or_kernels(functions: list[str], monk
         counts.append((len(functions), len(kernels)))
     assert counts[0] == counts[1]
     assert all(map(all, counts))
+
+
+def test_functions_are_written_before_the_rest_is_scheduled(functions: list[str], monkeypatch: pytest.MonkeyPatch):
+    written: list[list[str]] = []  # when a graph begins to be
+    kind: Any = graph.GraphLowering
+    true = kind.codegen
+    monkeypatch.setattr(kind, "codegen", lambda self: (written.append(list(functions)), true(self))[1])
+    x, w = torch.randn(6, 8), torch.randn(8, 8) / 3
+    run = compiled(wired(5, -1), x, w)
+    same(run(x, w), wired(5, -1)(x, w), rounding=1e-5)
+    assert written == [functions]
+    assert len(functions) == len(set(functions)) >= 1
+
+
+@pytest.mark.parametrize("factor", [2.0, 3.0])
+def test_a_graph_with_functions_may_hold_constants(factor: float, functions: list[str]):
+    held = factor * torch.arange(48.0).view(6, 8)  # shorter ones are written into the code
+
+    def function(x: Tensor, w: Tensor) -> list[Tensor]:
+        return [wired(5, -1)(x, w)[0] + held]
+
+    x, w = torch.randn(6, 8), torch.randn(8, 8) / 3
+    same(compiled(function, x, w)(x, w), function(x, w), rounding=1e-5)
+    assert functions
+
+
+def test_the_same_layers_in_two_places_are_one_function(functions: list[str]):
+    def function(x: Tensor, w: Tensor) -> list[Tensor]:
+        (first,) = wired(4, -1)(x, w)
+        return wired(4, -1)(first.cumsum(0).sin().cumsum(1), w)
+
+    x, w = torch.randn(6, 8), torch.randn(8, 8) / 3
+    same(compiled(function, x, w)(x, w), function(x, w), rounding=1e-5)
+    assert len(functions) == len(set(functions)) == 1
 
 
 def test_few_layers_and_short_ones_are_written_out(functions: list[str]):

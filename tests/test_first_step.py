@@ -765,12 +765,12 @@ def test_kernels_are_compiled_apart_and_ahead(monkeypatch: pytest.MonkeyPatch, c
 
 @known
 @pytest.mark.compile
-def test_a_kernel_that_never_comes_is_left_out(monkeypatch: pytest.MonkeyPatch, compiled_files: list[str]):
+def test_a_kernel_that_never_comes_does_no_harm(monkeypatch: pytest.MonkeyPatch, compiled_files: list[str]):
     true = kernels.called
     other = products.KERNEL._replace(source='extern "C" int purestep_never() { return 0; }')
     monkeypatch.setattr(kernels, "called", lambda graph: [*true(graph), other])
     two_kernels(2.75)
-    assert {"ahead0.cpp", "ahead1.cpp"} <= set(compiled_files)
+    assert [name for name in compiled_files if name.startswith("ahead")] == ["ahead0.cpp"]
     assert not any(name.endswith("optimized.cpp") for name in compiled_files)
 
 
@@ -895,7 +895,7 @@ def test_a_core_is_left_to_inductor_until_it_waits(monkeypatch: pytest.MonkeyPat
     (tmp_path / "made").touch()
     with toolchain.beside() as ahead:
         for number in range(cores):
-            ahead(f"int kernel_{number}() {{ return {number}; }}")
+            ahead([f"int kernel_{number}() {{ return {number}; }}"])
         assert all(at_work.acquire(timeout=60) for _ in range(cores - 1))
         assert not at_work.acquire(timeout=0.5)
         made = _There(tmp_path / "made")
@@ -929,7 +929,7 @@ def _enter_and_leave(holds: Callable[[], bool] = lambda: True) -> None:
 
     def ahead() -> None:
         with toolchain.beside() as ahead:
-            ahead("int f();")
+            ahead(["int f();"])
             found.append(holds())
 
     thread = threading.Thread(target=ahead, daemon=True)

@@ -68,6 +68,42 @@ class Arena {
   bool own_;
   char* at_;
 };
+
+// A tensor in that memory, which costs nothing until an operator of torch asks for a handle.
+class Kept {
+ public:
+  Kept(void* at, int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype, int64_t width)
+      : at_(at), dims_(dims), sizes_(sizes), strides_(strides), dtype_(dtype), width_(width) {}
+  void* data_ptr() const { return at_; }
+  void reset() {}
+  AtenTensorHandle get() const {
+    if (!handle_.get()) {
+      AtenTensorHandle made;
+      AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
+          at_, dims_, sizes_, strides_, 0, dtype_, aoti_torch_device_type_cpu(), 0, &made));
+      handle_ = RAIIAtenTensorHandle(made);
+    }
+    return handle_.get();
+  }
+  operator AtenTensorHandle() const { return get(); }
+  Kept viewed(int64_t dims, const int64_t* sizes, const int64_t* strides, int64_t offset) const {
+    return Kept((char*)at_ + offset * width_, dims, sizes, strides, dtype_, width_);
+  }
+
+ private:
+  void* at_;
+  int64_t dims_;
+  const int64_t *sizes_, *strides_;
+  int32_t dtype_;
+  int64_t width_;
+  mutable RAIIAtenTensorHandle handle_;
+};
+
+static inline Kept reinterpret_tensor_wrapper(
+    const Kept& of, int64_t dims, const int64_t* sizes, const int64_t* strides, int64_t offset) {
+  return of.viewed(dims, sizes, strides, offset);
+}
+static inline Kept wrap_with_raii_handle_if_needed(Kept&& of) { return std::move(of); }
 """
 
 

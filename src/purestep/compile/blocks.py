@@ -66,11 +66,16 @@ class Block:
         if all(isinstance(arg, Tensor) for arg in args):
             return tuple(made.new_empty_strided(made.shape, made.stride()) for made in self.made())
         from torch._inductor import ir
+        from torch._inductor.virtualized import V
 
-        if self._lowered is None:
+        is_new = self._lowered is None
+        if is_new:
             self._lowered = ir.Subgraph(name=self.__name__, graph_module=self._prepared())
         kind: Any = ir.InvokeSubgraph
-        return [_box(made) for made in kind.create(self._lowered, *args)]
+        made = [_box(each) for each in kind.create(self._lowered, *args)]
+        if is_new:
+            _write(V.graph, self._lowered.graph)
+        return made
 
     def made(self) -> list[Tensor]:
         """What it returns, without memory."""
@@ -89,6 +94,14 @@ class Block:
         with config.patch(reorder_for_locality=False):
             inductor._recursive_post_grad_passes(self.module, is_inference=True)
         return self.module
+
+
+def _write(graph: Any, function: Any) -> None:
+    """The function as C++, ahead of the graph around it: its kernels are compiled while that is lowered."""
+    is_first = graph.wrapper_code is None
+    if is_first:
+        graph.init_wrapper_code()
+    graph.wrapper_code.write_function(function)
 
 
 def _box(made: Any) -> Any:
@@ -116,9 +129,11 @@ def outlined(graph: GraphModule) -> GraphModule | None:
     for node in early:
         copies[first].prepend(copies[node])
     made = GraphModule(graph, copy)
-    count = sum(_outlined(made, [[copies[node] for node in window] for window in windows]) for windows in found)
+    functions = dict[str, Block]()
+    for windows in found:
+        _outlined(made, [[copies[node] for node in window] for window in windows], functions)
     made.graph.lint()
-    return made if count else None
+    return made if functions else None
 
 
 def _early(nodes: Sequence[Node]) -> dict[Node, None]:
@@ -241,21 +256,21 @@ def _is_view(node: Any) -> bool:
     return passes.is_view(node) or node.target is torch.ops.aten._unsafe_view.default
 
 
-def _outlined(graph: GraphModule, windows: list[list[Node]]) -> int:
-    """One function for what most of these do, and calls of it; 0 where they are not worth it."""
+def _outlined(graph: GraphModule, windows: list[list[Node]], functions: dict[str, Block]) -> None:
+    """One function for what most of these do, and calls of it, where they are worth it."""
     forms = _same([form for form in map(_form, windows) if form is not None])
     if len(forms) < _OFTEN:
-        return 0
+        return
     outputs = sorted(set[int]().union(*(form.outputs for form in forms)))
     first = forms[0]
     if not outputs or not all(isinstance(first.nodes[at].meta["val"], Tensor) for at in outputs):
-        return 0
+        return
     name = hashlib.sha256(f"{first.text}\n{outputs}".encode()).hexdigest()[:16]
-    block = Block(f"purestep_block_{name}", _function(first, outputs))
+    if name not in functions:  # the same may come in two places
+        functions[name] = Block(f"purestep_block_{name}", _function(first, outputs))
     made: dict[Node, Node] = {}
     for form in forms:
-        _call(graph, form, outputs, block, made)
-    return 1
+        _call(graph, form, outputs, functions[name], made)
 
 
 def _same(forms: list[_Form]) -> list[_Form]:

@@ -155,7 +155,7 @@ def _through_inductor(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) ->
         return _lowered(graph, fakes, mode, ahead)
 
 
-def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Callable[[str], None]) -> Compiled:
+def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Callable[[list[str]], None]) -> Compiled:
     from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import TracingContext, tracing
     from torch._inductor import compile_fx
@@ -167,8 +167,7 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
         graph = inductor._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
         graph = products.placed(graph)
         rows.register()
-        for kernel in kernels.called(graph):
-            ahead(kernel.source)
+        ahead([kernel.source for kernel in kernels.called(graph)])
         in_arena = arena.possible()
         if in_arena:
             arena.taken(graph)

@@ -30,11 +30,11 @@ of them sooner, because a core has nothing else to do."""
 
 
 @contextmanager
-def beside() -> Generator[Callable[[str], None]]:
+def beside() -> Generator[Callable[[list[str]], None]]:
     """Whatever inductor compiles inside has its C++ built beside it. Under `alone`: this patches inductor.
 
     Returns:
-        What takes the text of a kernel that is certain to come, and compiles it at once.
+        What takes the text of kernels that are certain to come, and compiles them at once.
     """
     codecache: Any = importlib.import_module("torch._inductor.codecache")
     wrapper: Any = importlib.import_module("torch._inductor.codegen.wrapper")
@@ -53,7 +53,7 @@ def beside() -> Generator[Callable[[str], None]]:
         yield build.ahead if build else _nothing
 
 
-def _nothing(_: str) -> None:
+def _nothing(_: list[str]) -> None:
     pass
 
 
@@ -114,7 +114,7 @@ class _Build:
         self._kernels: list[str] = []  # bodies in the order that inductor has them in
         self._waiting: list[str] = []  # those that no part has yet
         self._parts: list[Future[Any]] = []
-        self._ahead: dict[str, Future[Any]] = {}  # parts of one kernel that may come
+        self._ahead: dict[str, Future[Any]] = {}  # parts of kernels that may come
         self._is_at_work = False  # on a part
         self._ready: Future[Any] = Future()  # options of a kernel's object, headers compiled
 
@@ -180,16 +180,19 @@ class _Build:
 
     # --- objects ------------------------------------------------------------------------------------------------------
 
-    def ahead(self, body: str) -> None:
-        """Compile a kernel that is going to come."""
-        if body not in self._ahead:
-            self._ahead[body] = self._submit(self._compiled_part, f"ahead{len(self._ahead)}", body)
+    def ahead(self, bodies: list[str]) -> None:
+        """Compile kernels that are going to come."""
+        new = [body for body in bodies if body not in self._ahead]
+        if new:
+            part = self._submit(self._compiled_part, f"ahead{len(self._ahead)}", "\n".join(new))
+            self._ahead |= dict.fromkeys(new, part)
 
     def kernel(self, true: Any) -> Any:
         def define(wrapper: Any, name: str, body: str, *rest: Any, **more: Any) -> Any:
             self._kernels.append(body)
             if body in self._ahead:
-                self._parts.append(self._ahead[body])
+                if self._ahead[body] not in self._parts:
+                    self._parts.append(self._ahead[body])
             else:
                 self._waiting.append(body)
             if sum(map(len, self._waiting)) >= (_PART if self._is_at_work else _FIRST):

@@ -19,44 +19,6 @@ import torch
 
 from . import arena, blocks, kernels, pieces, recording
 
-_KEPT = r"""
-// A tensor in that memory, which costs nothing until an operator of torch asks for a handle.
-class Kept {
- public:
-  Kept(void* at, int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype, int64_t width)
-      : at_(at), dims_(dims), sizes_(sizes), strides_(strides), dtype_(dtype), width_(width) {}
-  void* data_ptr() const { return at_; }
-  void reset() {}
-  AtenTensorHandle get() const {
-    if (!handle_.get()) {
-      AtenTensorHandle made;
-      AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
-          at_, dims_, sizes_, strides_, 0, dtype_, aoti_torch_device_type_cpu(), 0, &made));
-      handle_ = RAIIAtenTensorHandle(made);
-    }
-    return handle_.get();
-  }
-  operator AtenTensorHandle() const { return get(); }
-  Kept viewed(int64_t dims, const int64_t* sizes, const int64_t* strides, int64_t offset) const {
-    return Kept((char*)at_ + offset * width_, dims, sizes, strides, dtype_, width_);
-  }
-
- private:
-  void* at_;
-  int64_t dims_;
-  const int64_t *sizes_, *strides_;
-  int32_t dtype_;
-  int64_t width_;
-  mutable RAIIAtenTensorHandle handle_;
-};
-
-static inline Kept reinterpret_tensor_wrapper(
-    const Kept& of, int64_t dims, const int64_t* sizes, const int64_t* strides, int64_t offset) {
-  return of.viewed(dims, sizes, strides, offset);
-}
-static inline Kept wrap_with_raii_handle_if_needed(Kept&& of) { return std::move(of); }
-"""
-
 _BODY = "static void purestep_body(void* const* addresses, AtenTensorHandle* output_handles) {"
 
 _ENTRIES = r"""
@@ -89,11 +51,28 @@ extern "C" __attribute__((visibility("default"))) PyObject* purestep_call(void**
 @contextmanager
 def laid_out() -> Generator[None]:
     """Inductor's C++ wrapper puts intermediates into the memory named by a graph's last input."""
+    from torch._inductor import graph
     from torch._inductor.codegen import common
 
     common.init_backend_registration()
-    with mock.patch.object(common.device_codegens["cpu"], "cpp_wrapper_codegen", _wrapper_class()):
+    kind: Any = graph.GraphLowering
+    with (
+        mock.patch.object(common.device_codegens["cpu"], "cpp_wrapper_codegen", _wrapper_class()),
+        mock.patch.object(kind, "init_wrapper_code", _made_once(kind.init_wrapper_code)),
+    ):
         yield
+
+
+def _made_once(true: Callable[..., None]) -> Callable[..., None]:
+    """A graph whose functions have been written goes on with the wrapper that they are in."""
+
+    def init_wrapper_code(graph: Any, *of_part: Any, **more: Any) -> None:
+        if graph.wrapper_code is None or of_part or more:
+            return true(graph, *of_part, **more)
+        for constant in graph.constant_reprs.items():
+            graph.wrapper_code.write_constant(*constant)
+
+    return init_wrapper_code
 
 
 @functools.cache
@@ -118,7 +97,7 @@ def _wrapper_class() -> Any:
             self.delivered: dict[str, int] = {}  # buffers that lie where an output belongs
             self.becomes: dict[str, str] = {}  # of buffers that kernels write over
             self.sizes: dict[str, int] = {}  # of functions' memory, in bytes
-            self.header.splice(arena.HEADER + pieces.HEADER + _KEPT)
+            self.header.splice(arena.HEADER + pieces.HEADER)
 
         @property
         def layout(self) -> arena.Layout:
@@ -197,10 +176,6 @@ def _wrapper_class() -> Any:
             self.writeline(DeferredLine(name, line))
 
         def codegen_invoke_subgraph(self, call: Any) -> None:
-            function = call.subgraph.graph
-            if function.name not in self.sizes:
-                self.sizes[function.name] = 0  # not known before it is written
-                self._write_function(function)
             for made in call.outputs:
                 layout = made.get_output_spec()
                 if isinstance(layout, ir.NonOwningLayout):  # part of a vector, which has to be there
@@ -208,7 +183,7 @@ def _wrapper_class() -> Any:
                     self.codegen_deferred_allocation(made.get_name(), layout.view)
             self.writeline(Call(self, call))
 
-        def _write_function(self, function: Any) -> None:
+        def write_function(self, function: Any) -> None:
             """A layer that comes again, as a function of addresses; see `blocks.py`."""
             self.writeline(f"const auto {function.name} = [](void* const* in, void* const* out, char* memory) {{")
             self.writeline(Enter(self, function))
