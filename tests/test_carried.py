@@ -94,6 +94,31 @@ def test_code_is_found_on_another_machine(machine: Machine, made: list[Any], fac
 
 
 @pytest.mark.compile
+def test_code_is_read_when_it_is_saved(machine: Machine, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine("there")
+    read, true = list[str](), kept.stored
+    monkeypatch.setattr(kept, "stored", lambda file: (read.append(file.name), true(file))[1])
+    run(factor), run(factor)
+    assert not read
+    assert carried.saved()
+    assert len(read) == 1
+
+
+@pytest.mark.compile
+def test_code_that_is_gone_when_it_is_saved_is_left_out(machine: Machine, made: list[Any], factor: float) -> None:
+    there = machine("there")
+    run(factor), run(-factor)
+    (gone, _) = (there / "purestep").iterdir()
+    gone.unlink()
+    artifacts = carried.saved()
+    machine("here")
+    assert artifacts is not None
+    carried.taken(artifacts)
+    run(factor), run(-factor)
+    assert len(made) == 3
+
+
+@pytest.mark.compile
 def test_what_was_made_for_another_processor_or_package_is_left(
     machine: Machine, made: list[Any], factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import importlib
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ def along(known: str | None) -> None:
         return
     with suppress(Exception):  # another torch: it is not carried
         _register()
-        content = b"%b\n%b" % (_everywhere().encode(), kept.stored(known))
-        _torchs().CacheArtifactManager.record_artifact(_KIND, known.partition(".")[0], content)
+        _torchs().CacheArtifactManager.record_artifact(_KIND, known.partition(".")[0], _Later(kept.file_of(known)))
 
 
 def count() -> int:
@@ -75,16 +74,47 @@ def _parsed(artifacts: bytes) -> list[tuple[str, list[Any]]]:
     return torchs.AppendingByteSerializer.to_list(artifacts, deserialize_fn=torchs._deserialize_single_cache)
 
 
+class _Later(NamedTuple):
+    """Code that is read when it is saved, which few runs ask for."""
+
+    file: Path
+
+    def content(self) -> bytes:
+        """Where it holds, `kept`'s record, and the library; empty where they are gone."""
+        with suppress(OSError, ValueError):
+            return b"%b\n%b" % (_everywhere().encode(), kept.stored(self.file))
+        return b""
+
+
 @functools.cache
 def _register() -> None:
     torchs = _torchs()
 
     class Native(torchs.CacheArtifact):
-        """The code of one graph: key is what it does, content where that holds, `kept`'s record, and the library."""
+        """The code of one graph: key is what it does."""
+
+        def __init__(self, key: str, content: bytes | _Later) -> None:
+            object.__setattr__(self, "key", key)  # torch's are frozen
+            object.__setattr__(self, "given", content)
+
+        @property
+        def content(self) -> bytes:
+            given: bytes | _Later = self.given
+            return given.content() if isinstance(given, _Later) else given
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Native) and self.key == other.key
+
+        def __hash__(self) -> int:
+            return hash(self.key)
 
         @staticmethod
         def type() -> str:
             return _KIND
+
+        @staticmethod
+        def encode(content: bytes | _Later) -> bytes | _Later:
+            return content
 
         def populate_cache(self) -> None:
             made_for, _, rest = self.content.partition(b"\n")

@@ -71,7 +71,7 @@ def load(known: str | None) -> Made | None:
     if known is None:
         return None
     try:
-        place, digest, draws, in_arena, threads = _read(_record(known))
+        place, digest, draws, in_arena, threads = _read(file_of(known))
         library = _directory() / place
         code = None
         if _digest(library) == digest:
@@ -94,13 +94,13 @@ def keep(known: str | None, made: Made) -> None:
     library = Path(code.file)
     with suppress(Exception):  # the next start takes longer
         text = json.dumps([str(library.relative_to(_directory())), _digest(library), *rest])
-        _write(_record(known), f"{text}\n{_hash([text])}\n".encode())
+        _write(file_of(known), f"{text}\n{_hash([text])}\n".encode())
 
 
-def stored(known: str) -> bytes:
-    """What is there of that name: the record, and the library."""
-    record = _record(known)
-    return record.read_bytes() + (_directory() / _read(record)[0]).read_bytes()
+def stored(file: Path) -> bytes:
+    """What `keep` has remembered in that file, and the library."""
+    directory = file.parent.parent
+    return file.read_bytes() + (directory / _read(file)[0]).read_bytes()
 
 
 def store(what: str, data: bytes) -> None:
@@ -119,7 +119,7 @@ def store(what: str, data: bytes) -> None:
         raise ValueError
     if not target.exists() or _digest(target) != digest:
         _write(target, library)
-    _write(_record(f"{what}.{_here()}"), record)
+    _write(file_of(f"{what}.{_here()}"), record)
 
 
 def _read(record: Path) -> list[Any]:
@@ -146,7 +146,8 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _record(known: str) -> Path:
+def file_of(known: str) -> Path:
+    """Where it is remembered what has been made under that name."""
     return _directory() / "purestep" / known
 
 
