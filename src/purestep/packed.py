@@ -25,6 +25,11 @@ class Slot(NamedTuple):
     order: tuple[int, ...]  # dimensions from the slowest to the fastest in memory: channels_last survives packing
     size: int
 
+    @property
+    def is_turned(self) -> bool:
+        """Whether it lies in memory in another order than that of its dimensions."""
+        return self.order != tuple(range(len(self.order)))
+
 
 class Group(NamedTuple):
     """Parameters of one dtype that the transform treats alike."""
@@ -151,8 +156,18 @@ def _unpack_dict(layout: Layout, node: dict[str, Any]) -> dict[str, Any]:
     return layout.expand(node)
 
 
+# A vector is its own piece, and what lies in the order of its dimensions is not turned: a view less for every leaf of
+# the graph, and of the record that code is found by.
+
+
 def _concatenated(group: Group, named: Params) -> Tensor:
-    return torch.cat([named[slot.name].permute(slot.order).reshape(-1) for slot in group.slots])
+    return torch.cat([_flat(named[slot.name], slot) for slot in group.slots])
+
+
+def _flat(value: Tensor, slot: Slot) -> Tensor:
+    if slot.is_turned:
+        value = value.permute(slot.order)
+    return value if len(slot.shape) == 1 else value.reshape(-1)
 
 
 def _fits(slot: Slot | None, value: Any) -> bool:
@@ -177,8 +192,10 @@ def _slot(name: str, value: Tensor) -> Slot:
 
 
 def _shaped(part: Tensor, slot: Slot) -> Tensor:
+    if len(slot.shape) == 1:
+        return part
     stored = part.view([slot.shape[dim] for dim in slot.order])
-    if slot.order == tuple(range(len(slot.order))):
+    if not slot.is_turned:
         return stored
     back = sorted(range(len(slot.order)), key=lambda dim: slot.order[dim])
     return stored.permute(back)
