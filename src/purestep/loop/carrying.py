@@ -14,15 +14,19 @@ NAME = "compiled"
 
 
 class Carrier:
-    """Keeps one file in step with what the process has compiled.
+    """Starts with what was compiled, and keeps the file of that in step with what the process compiles.
 
     Args:
         directory: that of the snapshots; None: nothing is kept.
+        origin: that of the snapshots that a run goes on from, where it is another one.
     """
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(self, directory: Path | None, origin: Path | None = None) -> None:
         self._file = None if directory is None else directory / NAME
         self._count = 0
+        for place in {directory, origin}:
+            if place is not None:
+                _load(place / NAME)
 
     def save(self) -> None:
         """Write the file, where there is something new. A run goes on without it."""
@@ -40,11 +44,11 @@ class Carrier:
             log.warning("what was compiled is not kept: %s", error)
 
 
-def load(directory: Path) -> None:
-    """Put what lies beside the snapshots there, if anything, into the compiler's caches."""
+def _load(file: Path) -> None:
+    """Into the compiler's caches."""
     try:
-        carried.taken((directory / NAME).read_bytes())
+        carried.taken(file.read_bytes())
     except FileNotFoundError:
         return
     except Exception as error:  # it is compiled anew
-        log.warning("%s cannot be used: %r", directory / NAME, error)
+        log.warning("%s cannot be used: %r", file, error)

@@ -12,7 +12,7 @@ from .. import data
 from ..errors import ConfigError, Mismatch, NotFound
 from ..snapshot import Snapshot, Snapshots
 from ..types import Tree
-from . import carrying, setup
+from . import setup
 from .record import Record, from_json
 
 if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
@@ -22,8 +22,7 @@ log = logging.getLogger("purestep")
 
 
 def open_snapshots(snapshots: Any, config: FitConfig, feed: data.Feed) -> tuple[Snapshots | None, bool]:
-    """The snapshots to write, and whether fit opened them and so closes them. What was compiled and lies there, or
-    where the run goes on from, is put into the compiler's caches.
+    """The snapshots to write, and whether fit opened them and so closes them.
 
     Raises:
         ConfigError: something that is neither a Snapshots nor a path.
@@ -47,9 +46,6 @@ def open_snapshots(snapshots: Any, config: FitConfig, feed: data.Feed) -> tuple[
             f"snapshots is a {type(snapshots).__name__}", where="fit", hint='"runs/name" or Snapshots("runs/name")'
         )
     opened.open()
-    if config.compile_cache:
-        for directory in {opened.directory, *([] if config.resume in (None, "auto") else [Path(config.resume)])}:
-            carrying.load(directory)
     return opened, owned
 
 

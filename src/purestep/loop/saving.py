@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import data, events, files
@@ -29,7 +30,7 @@ class Saver:
         self._snapshots = snapshots
         self._feed = feed
         self._saved = saved
-        self._carrier = Carrier(snapshots.directory if snapshots is not None and config.compile_cache else None)
+        self._carrier = _carrier(snapshots, config)
 
     def due(self, record: Record, ahead: int) -> bool:
         """Whether the policy asks for one here; ``ahead`` updates may have been made since the record."""
@@ -57,3 +58,9 @@ class Saver:
         """Returns when everything is committed."""
         if self._snapshots is not None:
             self._snapshots.wait()
+
+
+def _carrier(snapshots: Snapshots | None, config: FitConfig) -> Carrier:
+    if snapshots is None or not config.compile_cache:
+        return Carrier(None)
+    return Carrier(snapshots.directory, None if config.resume in (None, "auto") else Path(config.resume))
