@@ -206,6 +206,30 @@ def test_code_that_cannot_be_loaded_here_does_not_stay(machine: Machine, factor:
     assert not (here / place).exists()
 
 
+@pytest.mark.compile
+def test_one_that_cannot_be_taken_leaves_the_others(
+    machine: Machine, made: list[Any], factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("there")
+    artifacts = compiled(factor, -factor)
+    here = machine("here")
+    kind = _cache.CacheArtifactFactory._get_artifact_type("purestep")
+    true, seen = kind.populate_cache, list[str]()
+
+    def first_fails(self: Any) -> None:
+        seen.append(self.key)
+        if len(seen) == 1:
+            raise OSError("no room")
+        true(self)
+
+    monkeypatch.setattr(kind, "populate_cache", first_fails)
+    with pytest.raises(OSError, match="no room"):
+        carried.taken(artifacts)
+    assert len(list((here / "purestep").iterdir())) == 1
+    run(factor), run(-factor)
+    assert len(made) == 3
+
+
 def test_a_name_is_no_path(machine: Machine, tmp_path: Path) -> None:
     machine("here")
     digest = hashlib.sha256(b"library").hexdigest()

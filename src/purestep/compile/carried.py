@@ -53,7 +53,7 @@ def taken(artifacts: bytes) -> None:
     It is code that will be run, and torch unpickles a part of it: only from where nobody else writes.
 
     Raises:
-        Exception: it is not as it was.
+        Exception: it is not as it was, or a part of it, without which it was taken.
     """
     _register()
     # Torch's own function loads the compiler, and takes of each kind only what was saved last.
@@ -64,9 +64,14 @@ def taken(artifacts: bytes) -> None:
         except AssertionError:  # there is more than native code
             torchs.CacheArtifactManager._ensure_cache_artifacts_registered()
             found = _parsed(artifacts)
-        for _, group in found:
-            for artifact in group:
+        failed: Exception | None = None
+        for artifact in (each for _, group in found for each in group):
+            try:
                 artifact.populate_cache()
+            except Exception as error:  # the others may be as they were
+                failed = error
+        if failed is not None:
+            raise failed
 
 
 def _parsed(artifacts: bytes) -> list[tuple[str, list[Any]]]:
