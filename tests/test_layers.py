@@ -346,9 +346,12 @@ print(*sorted(name for name in set(sys.modules) - before if name.startswith(("pu
 
 def loaded(body: str) -> set[str]:
     """Modules that are loaded on top of torch's."""
-    command = [sys.executable, "-c", LOADED.format(body=body)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    return set(done.stdout.split())
+    return set(printed(LOADED.format(body=body)).split())
+
+
+def printed(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent).stdout.strip()
 
 
 def test_an_import_loads_nothing_but_what_steps_are_made_of():
@@ -371,6 +374,22 @@ def test_an_import_loads_nothing_but_what_steps_are_made_of():
 )
 def test_what_comes_late_is_loaded_where_it_is_asked_for(use: str, expected: str):
     assert f"purestep.{expected}" in loaded(f"import purestep as ps; {use}") - loaded("import purestep as ps")
+
+
+def test_loading_compile_sets_off_no_look_at_all_that_is_loaded():
+    """Such a collection takes as long as the rest of it."""
+    code = """
+import gc
+import torch, purestep as ps
+{fault}
+for _ in range(11):
+    gc.collect(1)  # now one of everything is due
+before = gc.get_stats()[2]["collections"]
+import purestep.compile
+print(gc.get_stats()[2]["collections"] - before)
+"""
+    assert printed(code.format(fault="")) == "0"
+    assert printed(code.format(fault="gc.freeze = lambda: None")) == "1"
 
 
 def test_late_names_are_those_that_type_checkers_are_told(monkeypatch: pytest.MonkeyPatch):

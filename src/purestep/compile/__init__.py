@@ -26,6 +26,7 @@ On the CPU `native` hands the traced graph straight to inductor. What differs fr
 
 from __future__ import annotations
 
+from . import alone as alone  # first: see its end
 from .capture import Uncaptured as Uncaptured
 from .capture import stopped as stopped
 from .entry import compile_program as compile_program
