@@ -48,20 +48,23 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
+SIZE = 320
+"""Not what other files compile: inductor loads nothing twice in a process, wherever its cache lies."""
+
 _factors = itertools.count(1.5, 1 / 16)
 
 
 @pytest.fixture
 def factor() -> float:
-    """Another for each test: inductor loads nothing twice in a process, wherever its cache lies."""
+    """Another for each test, for the same reason."""
     return next(_factors)
 
 
 def run(factor: float) -> None:
-    record = recording.record(lambda x: [torch.sin(x) * factor], [torch.ones(300)])
+    record = recording.record(lambda x: [torch.sin(x) * factor], [torch.ones(SIZE)])
     call, _ = native.compiled(record, options=None)
-    (found,) = call([torch.full((300,), 2.0)])
-    torch.testing.assert_close(found, torch.full((300,), 2.0).sin() * factor)
+    (found,) = call([torch.full((SIZE,), 2.0)])
+    torch.testing.assert_close(found, torch.full((SIZE,), 2.0).sin() * factor)
 
 
 def compiled(*factors: float) -> bytes:
