@@ -325,15 +325,25 @@ def test_functions_are_written_before_the_rest_is_scheduled(functions: list[str]
     assert len(functions) == len(set(functions)) >= 1
 
 
-@pytest.mark.parametrize("factor", [2.0, 3.0])
-def test_a_graph_with_functions_may_hold_constants(factor: float, functions: list[str]):
-    held = factor * torch.arange(48.0).view(6, 8)  # shorter ones are written into the code
-
-    def function(x: Tensor, w: Tensor) -> list[Tensor]:
-        return [wired(5, -1)(x, w)[0] + held]
-
+def test_a_graph_with_functions_may_hold_constants(functions: list[str], monkeypatch: pytest.MonkeyPatch):
+    """The code tells them apart by a hash of each, whether it comes before the layers or after them."""
+    texts: list[str] = []
+    hashes: list[str] = []
+    kind: Any = graph.GraphLowering
+    true = kind.codegen
+    monkeypatch.setattr(kind, "save_output_code", staticmethod(texts.append))
+    monkeypatch.setattr(kind, "codegen", lambda self: (hashes.extend(self.constant_reprs.values()), true(self))[1])
     x, w = torch.randn(6, 8), torch.randn(8, 8) / 3
-    same(compiled(function, x, w)(x, w), function(x, w), rounding=1e-5)
+    for factor in (2.0, 3.0):
+        held = factor * torch.arange(96.0).view(2, 6, 8)  # shorter ones are written into the code
+        before, after = held[0].clone(), held[1].clone()
+
+        def function(x: Tensor, w: Tensor, before: Tensor = before, after: Tensor = after) -> list[Tensor]:
+            return [wired(5, -1)(x * before, w)[0] + after]
+
+        same(compiled(function, x, w)(x, w), function(x, w), rounding=1e-5)
+        assert [texts[-1].count(told) for told in hashes[-2:]] == [1, 1]
+    assert len(set(hashes)) == 4
     assert functions
 
 

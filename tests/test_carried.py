@@ -71,7 +71,12 @@ def compiled(*factors: float) -> bytes:
     """What is saved after each."""
     for factor in factors:
         run(factor)
-        found = carried.saved()
+        saved()
+    return saved()
+
+
+def saved() -> bytes:
+    found = carried.saved()
     assert found is not None
     return found
 
@@ -88,9 +93,8 @@ def test_code_is_found_on_another_machine(machine: Machine, made: list[Any], fac
     names = [sorted(file.name for file in (place / "purestep").iterdir()) for place in (there, here)]
     assert names[0] == names[1]
     # And what was found is carried on.
-    again = carried.saved()
+    again = saved()
     machine("further")
-    assert again is not None
     carried.taken(again)
     run(factor), run(-factor)
     assert len(made) == 2
@@ -103,7 +107,7 @@ def test_code_is_read_when_it_is_saved(machine: Machine, factor: float, monkeypa
     monkeypatch.setattr(kept, "stored", lambda file: (read.append(file.name), true(file))[1])
     run(factor), run(factor)
     assert not read
-    assert carried.saved()
+    assert saved()
     assert len(read) == 1
 
 
@@ -113,9 +117,8 @@ def test_code_that_is_gone_when_it_is_saved_is_left_out(machine: Machine, made: 
     run(factor), run(-factor)
     (gone, _) = (there / "purestep").iterdir()
     gone.unlink()
-    artifacts = carried.saved()
+    artifacts = saved()
     machine("here")
-    assert artifacts is not None
     carried.taken(artifacts)
     run(factor), run(-factor)
     assert len(made) == 3
@@ -182,9 +185,7 @@ def test_damaged_code_is_not_taken(
     (artifact,) = _cache.CacheArtifactManager._seen_artifacts
     here = machine("here")
     _cache.CacheArtifactManager.record_artifact("purestep", artifact.key, damage(artifact.content))
-    damaged = carried.saved()
-    assert damaged is not None
-    carried.taken(damaged)
+    carried.taken(saved())
     assert not here.exists() or not list(here.rglob("*.so"))
     assert not list(tmp_path.rglob("outside.so"))
     run(factor)
@@ -251,8 +252,7 @@ def test_what_was_taken_and_is_not_used_is_carried_on(machine: Machine, factor: 
     machine("here")
     carried.taken(artifacts)
     run(factor)
-    again = carried.saved()
-    assert again is not None
+    again = saved()
     assert sum(len(group) for _, group in carried._parsed(again)) == 2
 
 
@@ -325,8 +325,7 @@ def test_what_dynamo_has_captured_is_carried_too(machine: Machine) -> None:
 
     machine("there")
     assert hits() == 0
-    artifacts = carried.saved()
-    assert artifacts is not None
+    artifacts = saved()
     machine("elsewhere")
     assert hits() == 0
     machine("here")

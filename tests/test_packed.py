@@ -8,6 +8,7 @@ from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
 from purestep import ema, optim, packed, tree
@@ -138,6 +139,34 @@ def test_the_named_tree_is_views_of_the_buffers():
     assert not any(p.any() for p in back.params.values())
     back.ema.params["6.bias"].fill_(7)
     assert flat.ema.params["0.weight"][-3:].tolist() == [7, 7, 7]
+
+
+def test_no_view_is_taken_that_changes_nothing():
+    """Each is an operation of every graph: none of a vector, none of what lies in the order of its dimensions."""
+    plain = {"a.weight": torch.randn(3, 4), "a.bias": torch.randn(3), "b.bias": torch.randn(1)}
+    turned = {"t": torch.randn(4, 3).t()}
+    for params, there, back in (
+        (plain, ["split_with_sizes", "view"], ["view", "cat"]),
+        (turned, ["split_with_sizes", "view", "permute"], ["permute", "view", "cat"]),
+    ):
+        layout = packed.layout(params, dict.fromkeys(params, 0))
+        stored = layout.collect(params)
+        with Operations() as opened:
+            named = layout.expand(stored)
+        with Operations() as closed:
+            layout.collect(named)
+        assert (opened.names, closed.names) == (there, back)
+        assert_trees_close(named, params, exact=True)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def test_packing_copies():

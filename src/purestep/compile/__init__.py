@@ -16,7 +16,7 @@ On the CPU `native` hands the traced graph straight to inductor. What differs fr
     elementary  tanh in fewer operations
     toolchain   g++ runs beside inductor's Python
     shortcuts   what inductor does for nothing while it writes C++, left out
-    kept        libraries of earlier runs, found by what the function does
+    kept        libraries of earlier runs, found by what the function does; `carried` takes them to other machines
     recording   that as text, and `apart`: without loading the compiler
     kernels     C++ functions of our own in inductor's code, for float32 on x86 with AVX2 or AVX-512:
     products        matrix products

@@ -68,9 +68,7 @@ def _made_once(true: Callable[..., None]) -> Callable[..., None]:
 
     def init_wrapper_code(graph: Any, *of_part: Any, **more: Any) -> None:
         if graph.wrapper_code is None or of_part or more:
-            return true(graph, *of_part, **more)
-        for constant in graph.constant_reprs.items():
-            graph.wrapper_code.write_constant(*constant)
+            true(graph, *of_part, **more)
 
     return init_wrapper_code
 
@@ -107,7 +105,12 @@ def _wrapper_class() -> Any:
         def create(*_: Any, **__: Any) -> Any:
             return Wrapper()
 
+        def write_constant(self, name: str, hashed: str) -> None:
+            """Later: of a graph that is still being lowered, not all are known."""
+
         def write_wrapper_decl(self) -> None:
+            for constant in V.graph.constant_reprs.items():
+                super().write_constant(*constant)
             self.by_address = _by_address()
             if self.by_address:  # who calls has looked at sizes
                 self.lines = [line for line in self.lines if getattr(line, "op_name", None) != "input"]
