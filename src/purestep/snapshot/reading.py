@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .. import tree
@@ -129,8 +131,13 @@ def _load(folder: Path, stored: dict[str, Leaf], platforms: str | None) -> dict[
         values = store.read(folder, {path: leaf.dtype for path, leaf in stored.items()}, platforms=platforms)
     except Exception as error:
         raise manifests.unreadable(folder, error) from error
-    for path, leaf in stored.items():
-        manifests.check_values(path, leaf, values.get(path), where=str(folder))
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # a digest needs no lock of Python's
+        checks = [
+            threads.submit(manifests.check_values, path, leaf, values.get(path), where=str(folder))
+            for path, leaf in stored.items()
+        ]
+    for check in checks:
+        check.result()
     return values
 
 
