@@ -38,12 +38,14 @@ def saves_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Graphs of one test do not count in the next. Dynamo is not imported for it: that alone takes a second."""
+def fresh_compilers() -> Iterator[None]:
+    """What one test compiles does not count in the next. Nothing is imported for it: Dynamo alone takes a second."""
     yield
-    dynamo = sys.modules.get("torch._dynamo")
+    dynamo, inductor = (sys.modules.get(name) for name in ("torch._dynamo", "torch._inductor.utils"))
     if dynamo is not None:
         dynamo.reset()
+    if inductor is not None:  # which loads equal code once, wherever its cache lies
+        inductor.clear_caches()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import clear_caches
 from torch.compiler import _cache
 
 import purestep as ps
@@ -34,6 +34,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     def go(name: str) -> Path:
         _cache.CacheArtifactManager.clear()
+        clear_caches()
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / name))
         return tmp_path / name
 
@@ -48,23 +49,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-SIZE = 320
-"""Not what other files compile: inductor loads nothing twice in a process, wherever its cache lies."""
-
-_factors = itertools.count(1.5, 1 / 16)
-
-
-@pytest.fixture
-def factor() -> float:
-    """Another for each test, for the same reason."""
-    return next(_factors)
-
-
 def run(factor: float) -> None:
-    record = recording.record(lambda x: [torch.sin(x) * factor], [torch.ones(SIZE)])
+    record = recording.record(lambda x: [torch.sin(x) * factor], [torch.ones(300)])
     call, _ = native.compiled(record, options=None)
-    (found,) = call([torch.full((SIZE,), 2.0)])
-    torch.testing.assert_close(found, torch.full((SIZE,), 2.0).sin() * factor)
+    (found,) = call([torch.full((300,), 2.0)])
+    torch.testing.assert_close(found, torch.full((300,), 2.0).sin() * factor)
 
 
 def compiled(*factors: float) -> bytes:
@@ -82,13 +71,13 @@ def saved() -> bytes:
 
 
 @pytest.mark.compile
-def test_code_is_found_on_another_machine(machine: Machine, made: list[Any], factor: float) -> None:
+def test_code_is_found_on_another_machine(machine: Machine, made: list[Any]) -> None:
     there = machine("there")
     # Saved twice: torch's own function would take what was new the second time alone.
-    artifacts = compiled(factor, -factor)
+    artifacts = compiled(2.0, 3.0)
     here = machine("here")
     carried.taken(artifacts)
-    run(factor), run(-factor)
+    run(2.0), run(3.0)
     assert len(made) == 2
     names = [sorted(file.name for file in (place / "purestep").iterdir()) for place in (there, here)]
     assert names[0] == names[1]
@@ -96,45 +85,45 @@ def test_code_is_found_on_another_machine(machine: Machine, made: list[Any], fac
     again = saved()
     machine("further")
     carried.taken(again)
-    run(factor), run(-factor)
+    run(2.0), run(3.0)
     assert len(made) == 2
 
 
 @pytest.mark.compile
-def test_code_is_read_when_it_is_saved(machine: Machine, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_is_read_when_it_is_saved(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine("there")
     read, true = list[str](), kept.stored
     monkeypatch.setattr(kept, "stored", lambda file: (read.append(file.name), true(file))[1])
-    run(factor), run(factor)
+    run(2.0), run(2.0)
     assert not read
     assert saved()
     assert len(read) == 1
 
 
 @pytest.mark.compile
-def test_code_that_is_gone_when_it_is_saved_is_left_out(machine: Machine, made: list[Any], factor: float) -> None:
+def test_code_that_is_gone_when_it_is_saved_is_left_out(machine: Machine, made: list[Any]) -> None:
     there = machine("there")
-    run(factor), run(-factor)
+    run(2.0), run(3.0)
     (gone, _) = (there / "purestep").iterdir()
     gone.unlink()
     artifacts = saved()
     machine("here")
     carried.taken(artifacts)
-    run(factor), run(-factor)
+    run(2.0), run(3.0)
     assert len(made) == 3
 
 
 @pytest.mark.compile
 def test_what_was_made_for_another_processor_or_package_is_left(
-    machine: Machine, made: list[Any], factor: float, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, made: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine("there")
-    artifacts = compiled(factor)
+    artifacts = compiled(2.0)
     here = machine("here")
     monkeypatch.setattr(carried, "_everywhere", lambda: "another")
     carried.taken(artifacts)
     assert not here.exists() or not (here / "purestep").exists()
-    run(factor)
+    run(2.0)
     assert len(made) == 2
 
 
@@ -178,25 +167,25 @@ def _another_place(data: bytes) -> bytes:
 @pytest.mark.compile
 @pytest.mark.parametrize("damage", [_changed_library, _cut, _another_place])
 def test_damaged_code_is_not_taken(
-    damage: Callable[[bytes], bytes], machine: Machine, made: list[Any], factor: float, tmp_path: Path
+    damage: Callable[[bytes], bytes], machine: Machine, made: list[Any], tmp_path: Path
 ) -> None:
     machine("there")
-    compiled(factor)
+    compiled(2.0)
     (artifact,) = _cache.CacheArtifactManager._seen_artifacts
     here = machine("here")
     _cache.CacheArtifactManager.record_artifact("purestep", artifact.key, damage(artifact.content))
     carried.taken(saved())
     assert not here.exists() or not list(here.rglob("*.so"))
     assert not list(tmp_path.rglob("outside.so"))
-    run(factor)
+    run(2.0)
     assert len(made) == 2
 
 
 @pytest.mark.compile
-def test_code_that_cannot_be_loaded_here_does_not_stay(machine: Machine, factor: float) -> None:
+def test_code_that_cannot_be_loaded_here_does_not_stay(machine: Machine) -> None:
     """As of a newer C library: it is all as it was, and lies where inductor would take it from without a look."""
     machine("there")
-    compiled(factor)
+    compiled(2.0)
     (artifact,) = _cache.CacheArtifactManager._seen_artifacts
     here = machine("here")
     _, text, _, library = artifact.content.split(b"\n", 3)
@@ -212,10 +201,10 @@ def test_code_that_cannot_be_loaded_here_does_not_stay(machine: Machine, factor:
 
 @pytest.mark.compile
 def test_one_that_cannot_be_taken_leaves_the_others(
-    machine: Machine, made: list[Any], factor: float, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, made: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine("there")
-    artifacts = compiled(factor, -factor)
+    artifacts = compiled(2.0, 3.0)
     here = machine("here")
     kind = _cache.CacheArtifactFactory._get_artifact_type("purestep")
     true, seen = kind.populate_cache, list[str]()
@@ -230,7 +219,7 @@ def test_one_that_cannot_be_taken_leaves_the_others(
     with pytest.raises(OSError, match="no room"):
         carried.taken(artifacts)
     assert len(list((here / "purestep").iterdir())) == 1
-    run(factor), run(-factor)
+    run(2.0), run(3.0)
     assert len(made) == 3
 
 
@@ -246,20 +235,20 @@ def test_a_name_is_no_path(machine: Machine, tmp_path: Path) -> None:
 
 
 @pytest.mark.compile
-def test_what_was_taken_and_is_not_used_is_carried_on(machine: Machine, factor: float) -> None:
+def test_what_was_taken_and_is_not_used_is_carried_on(machine: Machine) -> None:
     machine("there")
-    artifacts = compiled(factor, -factor)
+    artifacts = compiled(2.0, 3.0)
     machine("here")
     carried.taken(artifacts)
-    run(factor)
+    run(2.0)
     again = saved()
     assert sum(len(group) for _, group in carried._parsed(again)) == 2
 
 
 @pytest.mark.compile
-def test_a_library_that_is_in_use_is_not_written_again(machine: Machine, factor: float) -> None:
+def test_a_library_that_is_in_use_is_not_written_again(machine: Machine) -> None:
     there = machine("there")
-    artifacts = compiled(factor)
+    artifacts = compiled(2.0)
     (library,) = there.rglob("*.so")
     before = library.stat()
     carried.taken(artifacts)
@@ -334,12 +323,12 @@ def test_what_dynamo_has_captured_is_carried_too(machine: Machine) -> None:
 
 
 @pytest.mark.compile
-def test_nothing_is_kept_or_read_where_it_is_not_asked_for(machine: Machine, factor: float, tmp_path: Path) -> None:
+def test_nothing_is_kept_or_read_where_it_is_not_asked_for(machine: Machine, tmp_path: Path) -> None:
     machine("here")
     file = tmp_path / "run" / carrying.NAME
     file.parent.mkdir()
     file.write_bytes(b"nonsense")
-    small(factor, snapshots=file.parent)
+    small(2.0, snapshots=file.parent)
     assert file.read_bytes() == b"nonsense"
 
 
@@ -352,13 +341,13 @@ def small(rate: float, **options: Any) -> ps.FitResult:
 
 @pytest.mark.compile
 def test_a_file_that_is_none_is_told_and_replaced(
-    machine: Machine, factor: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    machine: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine("here")
     file = tmp_path / "run" / carrying.NAME
     file.parent.mkdir()
     file.write_bytes(b"nonsense")
-    result = small(factor, snapshots=file.parent, compile_cache=True)
+    result = small(2.0, snapshots=file.parent, compile_cache=True)
     assert int(result.state.updates) == 1
     (told,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert str(file) in told.getMessage()
@@ -368,7 +357,6 @@ def test_a_file_that_is_none_is_told_and_replaced(
 @pytest.mark.compile
 def test_a_full_disk_is_told_once_and_the_run_goes_on(
     machine: Machine,
-    factor: float,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -381,11 +369,11 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(
     carrier = carrying.Carrier(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(carrying.files, "write_bytes", full)
-        run(factor)
+        run(2.0)
         carrier.save(), carrier.save()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "free space" in caplog.text
-    run(-factor)
+    run(3.0)
     carrier.save()
     assert (tmp_path / carrying.NAME).read_bytes() == carried.saved()
 
