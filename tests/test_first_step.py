@@ -123,14 +123,6 @@ def test_equal_numbers_of_other_types_are_written_otherwise():
     assert recording.plain(0.0) != recording.plain(-0.0)
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_settings_are_part_of_a_name():
     plain = name_of(twice, torch.ones(4, 4))
     assert plain is not None

@@ -330,14 +330,6 @@ def _threads_inside(width: int) -> int:
     return seen[0]
 
 
-@pytest.fixture
-def two_threads() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @needs_native
 @pytest.mark.compile
 @pytest.mark.usefixtures("two_threads")

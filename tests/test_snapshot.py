@@ -6,6 +6,8 @@ import json
 import math
 import re
 import sys
+import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,6 +108,29 @@ def test_every_leaf_comes_back_bit_for_bit(tmp_path, way, monkeypatch):
         fresh = [leaf.data_ptr() for leaf in tree.leaves(found.state) if isinstance(leaf, Tensor) and leaf.numel()]
         assert not kept & set(fresh)
         assert len(set(fresh)) == len(fresh)
+
+
+def test_digests_of_large_leaves_are_taken_side_by_side(tmp_path, two_threads, monkeypatch):
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, small())
+        snapshots.wait()
+        monkeypatch.setattr(reading, "_SMALL", 0)
+        both, true = threading.Barrier(2), host.digest
+        monkeypatch.setattr(host, "digest", lambda values: (both.wait(timeout=30), true(values))[1])
+        assert_same(snapshots.restore(small(1.0)).state, small())
+
+
+def test_the_first_damaged_leaf_is_told_and_the_others_are_not_looked_at(tmp_path, monkeypatch):
+    state = {str(name): torch.ones(3) for name in range(9)}
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, state)
+        snapshots.wait()
+        monkeypatch.setattr(reading, "_SMALL", 0)
+        seen = list[int]()
+        monkeypatch.setattr(host, "digest", lambda values: (time.sleep(0.2), seen.append(0))[0])
+        with pytest.raises(errors.Corrupt, match="the values of 0 are not"):
+            snapshots.restore(state)
+        assert len(seen) < 9
 
 
 @pytest.mark.parametrize("fault", ["other values", "too short", "nothing", "no such store"])

@@ -61,7 +61,8 @@ def read(
         {path: leaf for path, leaf in described.items() if path in chosen},
         where=str(folder),
     )
-    values = _values(folder, {path: manifest.leaves[path] for path in chosen}, platforms)
+    wanted = {path: leaf for path, leaf in manifest.leaves.items() if path in chosen}
+    values = _values(folder, wanted, platforms)
     made: list[Any] = []
     ties: dict[tuple[int, int | None], Tensor] = {}
     for path, leaf in leaves:
@@ -131,13 +132,12 @@ def _load(folder: Path, stored: dict[str, Leaf], platforms: str | None) -> dict[
         values = store.read(folder, {path: leaf.dtype for path, leaf in stored.items()}, platforms=platforms)
     except Exception as error:
         raise manifests.unreadable(folder, error) from error
+
+    def check(path: str) -> None:
+        manifests.check_values(path, stored[path], values.get(path), where=str(folder))
+
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # a digest needs no lock of Python's
-        checks = [
-            threads.submit(manifests.check_values, path, leaf, values.get(path), where=str(folder))
-            for path, leaf in stored.items()
-        ]
-    for check in checks:
-        check.result()
+        list(threads.map(check, stored))  # the first error cancels what has not begun
     return values
 
 
