@@ -50,9 +50,10 @@ def fresh_compilers() -> Iterator[None]:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
-    torch.set_num_threads(1)
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
