@@ -365,6 +365,36 @@ def test_few_layers_and_short_ones_are_written_out(functions: list[str]):
     assert not functions
 
 
+def test_an_update_by_leaves_is_written_out(functions: list[str], monkeypatch: pytest.MonkeyPatch):
+    """Loops alone: each writes the state where it lies; what a function returns is made elsewhere first."""
+    tx = ps.optim.adamw(0.1)
+    weights = nn.ParameterDict({f"w{at}": torch.randn(4, 4) for at in range(16)})
+    start = ps.program(weights, ps.supervised(nn.MSELoss()), tx, ema=0.9).init()
+    average = ps.ema.average(0.9)
+
+    def step(state: ps.TrainState, gradients: dict[str, Tensor]) -> tuple[ps.TrainState, ps.Metrics]:
+        updates, opt_state = tx.update(gradients, state.opt_state, state.params)
+        params = ps.optim.apply_updates(state.params, updates)
+        shadow = average.update(state.ema, params, {}, state.updates)
+        return state._replace(params=params, opt_state=opt_state, ema=shadow, updates=state.updates + 1), {}
+
+    gradients = {name: torch.randn(4, 4) for name in weights}
+
+    def updated() -> list[Tensor]:
+        with config.patch(fx_graph_cache=False):
+            return moved(ps.compile_step(step, donate=True)(start, gradients)[0])
+
+    def moved(state: ps.TrainState) -> list[Tensor]:
+        return ps.tree.leaves((state.params, state.opt_state, state.ema))
+
+    expected = moved(step(start, gradients)[0])
+    same(updated(), expected, rounding=1e-5)
+    assert not functions
+    monkeypatch.setattr(blocks, "_is_product", lambda node: True)
+    same(updated(), expected, rounding=1e-5)
+    assert functions
+
+
 def drawing(kind: str) -> Function:
     """Layers that drop out; one of them may draw by numbers that are computed."""
 

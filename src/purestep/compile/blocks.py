@@ -258,6 +258,8 @@ def _is_view(node: Any) -> bool:
 
 def _outlined(graph: GraphModule, windows: list[list[Node]], functions: dict[str, Block]) -> None:
     """One function for what most of these do, and calls of it, where they are worth it."""
+    if not any(map(_is_product, windows[0])):
+        return
     forms = _same([form for form in map(_form, windows) if form is not None])
     if len(forms) < _OFTEN:
         return
@@ -271,6 +273,15 @@ def _outlined(graph: GraphModule, windows: list[list[Node]], functions: dict[str
     made: dict[Node, Node] = {}
     for form in forms:
         _call(graph, form, outputs, functions[name], made)
+
+
+def _is_product(node: Node) -> bool:
+    """Whether a node is one of those that take a layer's time. A stretch without them is loops alone, which inductor
+    joins to those around them (an update by leaves is one loop a leaf then); a function keeps them apart."""
+    from torch.utils.flop_counter import flop_registry
+
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet is torch.ops.purestep.product or packet in flop_registry
 
 
 def _same(forms: list[_Form]) -> list[_Form]:
