@@ -54,8 +54,30 @@ def test_the_rule_is_that_of_torchs_kernel(
         found_inf = torch.tensor(0.0 if finite else 1.0)
         torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, every)
         theirs.append((scale.item(), int(tracker)))
-    chosen = scaler.dynamic(start, growth_factor=growth, backoff_factor=backoff, growth_interval=every)
+    chosen = scaler.dynamic(start, growth_factor=growth, backoff_factor=backoff, growth_interval=every, min_scale=0.0)
     assert follow(chosen, verdicts) == theirs
+
+
+def test_the_scale_stays_once_below_its_least_and_grows_from_there():
+    chosen = scaler.dynamic(8.0, growth_interval=2, min_scale=4.0)
+    assert follow(chosen, [False] * 3 + [True] * 2) == [(8, 0), (4, 0), (2, 0), (2, 0), (2, 1), (4, 0)]
+
+
+def test_skipped_windows_without_end_do_not_end_the_training():
+    """By torch's rule the scale is 0 after 166 of them, and no gradient is finite ever after."""
+    program = ps.program(
+        nn.Linear(2, 1),
+        ps.supervised(nn.MSELoss()),
+        optim.sgd(0.01),
+        nonfinite="skip",
+        scaler=scaler.dynamic(),
+    )
+    state = program.init()
+    for _ in range(170):
+        state, _ = program.train_step(state, (torch.full((4, 2), math.nan), torch.ones(4, 1)))
+    state, _ = program.train_step(state, (torch.ones(4, 2), torch.ones(4, 1)))
+    assert int(state.updates) == 1
+    assert numbers(state.scaler) == (2.0**-15, 1)
 
 
 def test_the_defaults_are_grad_scalers():
@@ -217,14 +239,14 @@ def test_below_the_smallest_scale_the_state_halts():
     assert numbers(state.scaler) == (0.5, 0)
 
 
-def test_with_skip_it_goes_on_below_the_smallest_scale():
+def test_with_skip_it_goes_on_just_below_the_smallest_scale():
     chosen = half_program(scaler.dynamic(4.0, min_scale=1.0), nonfinite="skip")
     state = chosen.init(device="cpu")
     x, y = vector_batch(8)
     for _ in range(5):
         state, _ = chosen.train_step(state, (x * INF, y))
     assert state.halted == Empty()
-    assert state.scaler.scale.item() == 4.0 / 2**5
+    assert state.scaler.scale.item() == 0.5
     _, metrics = chosen.train_step(state, (x, y))
     assert float(metrics["applied"]) == 1.0
 

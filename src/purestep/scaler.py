@@ -54,14 +54,16 @@ def dynamic(
 ) -> Scaler:
     """Multiply the loss by a scale that halves when a gradient overflows and doubles after a long finite stretch.
 
-    The rule is that of `torch.amp.GradScaler` (`aten::_amp_update_scale_`), step for step.
+    The rule is that of `torch.amp.GradScaler` (`aten::_amp_update_scale_`), step for step; but torch's scale falls to
+    0 in the end, where every gradient is nan for good, and this one falls no further than once below ``min_scale``.
 
     Args:
         init_scale: scale of the first step, > 0.
         growth_factor: > 1.
         backoff_factor: in (0, 1).
         growth_interval: finite optimizer updates between two growths, >= 1.
-        min_scale: below it the gradients are taken to be broken, not overflowing: the state halts.
+        min_scale: >= 0; below it the gradients are taken to be broken, not overflowing: the state halts. With
+            ``nonfinite="skip"`` nothing halts, and the scale waits there for finite ones.
 
     Example:
         >>> import torch
@@ -71,12 +73,13 @@ def dynamic(
         4.0
     """
     # nan is in no range.
-    if not (0 < init_scale < math.inf and growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval >= 1):
+    factors = growth_factor > 1 and 0 < backoff_factor < 1
+    if not (0 < init_scale < math.inf and factors and growth_interval >= 1 and min_scale >= 0):
         raise ConfigError(
             f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
-            f"growth_interval={growth_interval}",
+            f"growth_interval={growth_interval}, min_scale={min_scale}",
             where="scaler",
-            hint="init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1",
+            hint="init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1, min_scale >= 0",
         )
 
     def init(device: torch.device) -> ScalerState:
@@ -88,7 +91,9 @@ def dynamic(
         grown = _times(state.scale, growth_factor)
         # As torch does: a scale that would overflow float32 stays.
         grows = (run == growth_interval) & torch.isfinite(grown)
-        scale = torch.where(finite, torch.where(grows, grown, state.scale), _times(state.scale, backoff_factor))
+        lower = _times(state.scale, backoff_factor)
+        shrunk = torch.where(state.scale < min_scale, state.scale, lower)
+        scale = torch.where(finite, torch.where(grows, grown, state.scale), shrunk)
         tracker = torch.where(finite & (run < growth_interval), run, torch.zeros_like(run))
         return ScalerState(scale, tracker)
 
