@@ -955,6 +955,74 @@ def test_limit_cuts_every_epoch():
     assert values(limit(open_feed([1, 2, 3]), 1.0)) == [1, 2, 3]
 
 
+class Eager(Stateful):
+    """Takes its state up as soon as it is asked for an iterator, and begins anew without one."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.epoch, self.place = (self.epoch, self.place) if self.resumed else (self.epoch + 1, 0)
+        self.resumed = False
+        return self.batches()
+
+    def batches(self) -> Iterator[Tensor]:
+        while self.place < 4:
+            self.place += 1
+            yield torch.tensor([self.epoch, self.place, float(torch.rand(()))])
+
+
+class Endless(StatefulStream):
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.place += 1
+            yield torch.tensor(self.place)
+
+
+LIMITED: dict[str, Callable[[], Any]] = {
+    "stateful": Stateful,
+    "of known length": Counted,
+    "runs out": RunsOut,
+    "eager": Eager,
+    "endless": Endless,
+    "dataset": lambda: DataLoader(StatefulStream(), batch_size=2),
+    "iterator": lambda: iter(Endless()),
+    "iterable": Reiterable,
+}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("name", LIMITED)
+def test_limited_epochs_are_resumed_at_their_borders(name: str, count: int):
+    """Whatever a loader does after an epoch that was not run to its end, it does the same after a restart."""
+
+    def opened() -> Feed:
+        return limit(open_feed(LIMITED[name](), replay=True), count)
+
+    feed = opened()
+    whole: list[list[Any]] = []
+    places: list[tuple[int, int, str]] = []
+    for epoch in range(4):
+        places.append((epoch, 0, json.dumps(feed.position(epoch, 0))))
+        whole.append(values(feed, epoch))
+        if len(whole[epoch]) == count:  # else nobody knows there that it is the end
+            places.append((epoch, count, json.dumps(feed.position(epoch, count))))
+    for epoch, start, stored in places:
+        again = opened()
+        again.restore(json.loads(stored))
+        assert values(again, epoch, start) == whole[epoch][start:]
+        assert epoch == 3 or values(again, epoch + 1) == whole[epoch + 1]
+
+
+def test_an_iterator_whose_place_is_not_known_is_not_begun_anew():
+    feed = limit(open_feed(iter(Endless()), replay=True), 3)
+    with pytest.raises(DataError, match="an iterator cannot be put back to batch 1 of epoch 2"):
+        values(feed, 1)
+    values(feed, 0)
+    place = feed.position(1, 0)
+    other = limit(open_feed(iter(Endless())), 3)
+    other.restore(place)
+    with pytest.raises(DataError, match="replay=True"):
+        values(other, 1)
+
+
 @pytest.mark.parametrize("amount", [0, -1, 0.0, 1.5, True])
 def test_limit_refuses_other_amounts(amount: Any):
     with pytest.raises(ConfigError, match=f"train: {amount} batches"):

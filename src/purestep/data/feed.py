@@ -127,6 +127,10 @@ class Feed(ABC):
                 "loaded again and dropped",
             )
 
+    def left(self, epoch: int, consumed: int) -> None:
+        """An epoch has been ended after so many batches, with more to come; the next one is asked for next."""
+        return
+
     def close(self) -> None:
         """Stop what runs for this feed; it can be used again afterwards."""
         return
@@ -170,7 +174,16 @@ class _Limited(Feed):
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         assert self.length is not None
-        return islice(self._feed.epoch(epoch, start), self.length - start)
+        if self.length == self._feed.length:
+            yield from self._feed.epoch(epoch, start)  # to its end, where a loader may do something
+            return
+        consumed = start
+        if start < self.length:
+            for batch in islice(self._feed.epoch(epoch, start), self.length - start):
+                consumed += 1
+                yield batch
+        if consumed == self.length:
+            self._feed.left(epoch, consumed)
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         return self._feed.indices(epoch, batch)

@@ -96,19 +96,45 @@ class OneShotFeed(Feed):
         super().__init__(name=name, length=None, resume=resume, facts={"kind": "iterator", "seed": seed})
         self._batches_left = _scoped(iterator, mix(seed, "order", 0))
         self._given = 0
+        self._given_before: dict[int, int] = {}  # before the epoch that runs
+        self._restored: list[int] | None = None  # epoch, batch of it, batches given until then
+
+    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
+        before = self._given_before.get(epoch, self._given)
+        return {**super().position(epoch, consumed), "place": [epoch, consumed, before + consumed]}
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        super().restore(position)
+        self._restored = position.get("place")
+
+    def left(self, epoch: int, consumed: int) -> None:
+        if not self._given and self._restored is not None:  # the epoch was entered where it is left
+            self._restored = [epoch + 1, 0, self._restored[2]]
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        if start and (epoch or self._given):
+        drops = self._to_drop(epoch, start)
+        _tell_cost(self.name, epoch, drops)
+        self._given_before = {epoch: self._given + drops - start}
+        for number, batch in enumerate(self._batches_left):
+            self._given += 1
+            if number >= drops:
+                yield batch
+
+    def _to_drop(self, epoch: int, start: int) -> int:
+        """How many batches an iterator like this one had given before this place, where this one has given none."""
+        if self._given and not start:
+            return 0
+        if not self._given and self._restored is not None and self._restored[:2] == [epoch, start]:
+            if self._restored[2]:
+                self.require_resume()
+            return self._restored[2]
+        if epoch or self._given:
             raise DataError(
                 f"an iterator cannot be put back to batch {start + 1} of epoch {epoch + 1}",
                 where=self.name,
                 hint="pass a loader that can be iterated again: a DataLoader, a list, a class with __iter__",
             )
-        _tell_cost(self.name, epoch, start)
-        for number, batch in enumerate(self._batches_left):
-            self._given += 1
-            if number >= start:
-                yield batch
+        return start
 
     def _nothing(self, epoch: int) -> DataError:
         if not self._given:
@@ -148,16 +174,25 @@ class StatefulFeed(Feed):
         self._announce = announce
         self._states: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._restored: Any = None
+        self._after_left: int | None = None  # an epoch that follows one which was not run to its end
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         stored = self._states.get((epoch, consumed))
         if stored is None and consumed:
             raise DataError(f"no state is kept of batch {consumed} of epoch {epoch + 1}", where=self.name)
-        return {**super().position(epoch, consumed), "state": position.encode(stored, where=self.name)}
+        found = {**super().position(epoch, consumed), "state": position.encode(stored, where=self.name)}
+        return found if self._after_left is None else {**found, "after_left": self._after_left}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         super().restore(position)
         self._restored = position.get("state")
+        self._after_left = position.get("after_left")
+
+    def left(self, epoch: int, consumed: int) -> None:
+        if self._restored is not None:  # the epoch was entered where it is left: nobody has loaded the state
+            self._keep(epoch, consumed, position.decode(self._restored))
+        self._keep(epoch + 1, 0, self._states.get((epoch, consumed)))
+        self._after_left = epoch + 1
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         if start and start == self.length:
@@ -169,6 +204,9 @@ class StatefulFeed(Feed):
             return
         state = self._load(epoch, start)
         seed = mix(self._seed, "order", epoch)
+        if self._is_after_left(epoch, start):
+            with draws.scoped(seed):
+                self._source(epoch)  # what goes on with the epoch that was left, where a loader does so; dropped
         # A loader whose restored state is that of an end may have to run out before it begins anew.
         for _ in range(2 if state is not None and not start else 1):
             with draws.scoped(seed):
@@ -184,13 +222,18 @@ class StatefulFeed(Feed):
     def _load(self, epoch: int, start: int) -> Any:
         held, self._restored = self._restored, None
         self._announce(epoch)
-        state = position.decode(held) if held is not None else self._states.get((epoch, start)) if start else None
+        # After an epoch that was left the state is loaded in any case: so does a run that is resumed there.
+        is_known = start or self._is_after_left(epoch, start)
+        state = position.decode(held) if held is not None else self._states.get((epoch, start)) if is_known else None
         if start and state is None:
             raise DataError(f"no state of batch {start} was restored", where=self.name, hint="feed.restore(position)")
         if state is not None:
             self._owner.load_state_dict(copy.deepcopy(state))
             self._keep(epoch, start, state)
         return state
+
+    def _is_after_left(self, epoch: int, start: int) -> bool:
+        return not start and self._after_left == epoch
 
     def _keep(self, epoch: int, consumed: int, state: Any) -> None:
         self._states[epoch, consumed] = state
