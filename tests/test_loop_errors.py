@@ -285,6 +285,21 @@ def test_a_fresh_start_in_a_used_directory_takes_nothing_away(tmp_path: Path) ->
     assert int(first.state.updates) == 9
 
 
+@pytest.mark.parametrize("resume", [None, "elsewhere"])
+def test_a_fresh_start_sets_damaged_steps_aside_too(tmp_path: Path, resume: str | None) -> None:
+    """They would be taken for later steps when the run is saved, after an epoch of work."""
+    program, here = mlp(), tmp_path / "here"
+    with ps.Snapshots(here) as snapshots:
+        snapshots.save(20, program.init())
+    (here / "20" / "manifest.json").unlink()
+    if resume is not None:
+        fit(program.init(), batches(3), program, epochs=1, snapshots=tmp_path / resume)
+        resume = str(tmp_path / resume)
+    fit(program.init(), batches(3), program, epochs=2, snapshots=here, resume=resume)
+    assert (here / "20.archived").is_dir()
+    assert ps.Snapshots(here, writer=False).latest() is not None
+
+
 def test_an_error_of_the_step_saves_the_state_before_it_and_frees_the_directory(tmp_path: Path) -> None:
     calls = []
 

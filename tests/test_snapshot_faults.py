@@ -91,6 +91,25 @@ def test_a_step_retired_while_it_is_read_is_not_called_damaged(tmp_path, monkeyp
     assert Snapshots(tmp_path, writer=False).restore(state(0)).step == 1
 
 
+def test_a_step_saved_while_the_others_are_retired_is_found(tmp_path, monkeypatch):
+    writer = Snapshots(tmp_path, keep=1)
+    writer.save(1, state(1))
+    writer.wait()
+    real, reads = reading.read, []
+
+    def slow(folder, *args, **kwargs):
+        reads.append(folder.name)
+        if len(reads) == 1:
+            writer.save(2, state(2))
+            writer.wait()
+        return real(folder, *args, **kwargs)
+
+    monkeypatch.setattr(reading, "read", slow)
+    assert Snapshots(tmp_path, writer=False).restore(state(0)).step == 2
+    assert reads == ["1", "2"]
+    writer.close()
+
+
 # --- errors in the background -------------------------------------------------------------------------------------
 
 

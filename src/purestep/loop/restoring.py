@@ -119,6 +119,5 @@ def _warn_of_another_seed(given: Tree, found: Tree, *, source: str | None) -> No
 
 def _start_over(snapshots: Snapshots | None) -> None:
     """What is in the directory belongs to another run."""
-    if snapshots is not None and snapshots.steps():
-        log.info("fresh start: the steps %s in %s are set aside", snapshots.steps(), snapshots.directory)
-        snapshots.start_over()
+    if snapshots is not None and (aside := snapshots.start_over()):
+        log.info("fresh start: the steps %s in %s are set aside", aside, snapshots.directory)

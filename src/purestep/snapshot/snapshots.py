@@ -241,11 +241,14 @@ class Snapshots:
         ranked = directory.best(found, *monitor) if monitor else []
         return ranked[0] if ranked else None
 
-    def start_over(self) -> None:
-        """Sets aside what earlier runs left, as ``<step>.archived``, so that a fresh run does not mix with them."""
+    def start_over(self) -> list[int]:
+        """Sets aside what earlier runs left, whole or damaged, as ``<step>.archived``, so that a fresh run does not mix
+        with it; returns the steps."""
         self.open()
-        for step in directory.numbered(self.directory):
+        found = directory.numbered(self.directory)
+        for step in found:
             directory.set_aside(self.directory, step, "archived")
+        return found
 
     def check_space(self, state: Tree) -> None:
         """Warns when the disk has no room for the snapshots of this state that will be kept; for before the first step.
@@ -346,14 +349,13 @@ class Snapshots:
         """
         self._background.join()
         prefixes = None if only is None else {only} if isinstance(only, str) else set(only)
-        there = directory.numbered(self.directory)
         if step is not None:
-            if step not in there:
+            if step not in (there := directory.numbered(self.directory)):
                 hint = f"one of: {', '.join(map(str, there))}" if there else "another directory"
                 raise NotFound(f"no snapshot of step {step}", where=str(self.directory), hint=hint)
             found = self._read(template, step, prefixes)
         else:
-            found = self._newest_good(template, there, prefixes)
+            found = self._newest_good(template, prefixes)
         self._abandoned = {s for s in directory.numbered(self.directory) if s > found.step}
         return found
 
@@ -366,9 +368,11 @@ class Snapshots:
                 raise
         return self._read(template, step, prefixes)  # its writer has moved it meanwhile
 
-    def _newest_good(self, template: Tree, there: list[int], prefixes: set[str] | None) -> Snapshot:
+    def _newest_good(self, template: Tree, prefixes: set[str] | None) -> Snapshot:
         damaged: dict[int, Corrupt] = {}
-        for step in reversed(there):
+        seen: set[int] = set()
+        while there := [step for step in directory.numbered(self.directory) if step not in seen]:
+            seen.add(step := there[-1])  # the newest, also of those that a writer has saved while this one read
             try:
                 found = self._read(template, step, prefixes)
             except Corrupt as error:
@@ -378,8 +382,8 @@ class Snapshots:
                     raise
                 damaged[step] = error
                 continue
-            if damaged:
-                self._pass_over(damaged, found.step)
+            if newer := {s: error for s, error in damaged.items() if s > step}:
+                self._pass_over(newer, step)
             return found
         raise directory.nothing_good(self.directory, damaged)
 
