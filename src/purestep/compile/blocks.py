@@ -30,6 +30,8 @@ _OFTEN = 3
 """Times that a stretch comes, at least: what two share is not worth the loops that its borders keep apart."""
 _LONG = 24
 """Nodes of a stretch, at least: a few loops are compiled faster than called."""
+_SMALL = 1 << 20
+"""Bytes of a tensor, at most, in a stretch of loops alone."""
 _WITHIN = 8
 """Times that the same operation may come in one stretch, for this to be found by it."""
 
@@ -258,7 +260,7 @@ def _is_view(node: Any) -> bool:
 
 def _outlined(graph: GraphModule, windows: list[list[Node]], functions: dict[str, Block]) -> None:
     """One function for what most of these do, and calls of it, where they are worth it."""
-    if not any(map(_is_product, windows[0])):
+    if not _is_worth_calls(windows[0]):
         return
     forms = _same([form for form in map(_form, windows) if form is not None])
     if len(forms) < _OFTEN:
@@ -275,13 +277,17 @@ def _outlined(graph: GraphModule, windows: list[list[Node]], functions: dict[str
         _call(graph, form, outputs, functions[name], made)
 
 
-def _is_product(node: Node) -> bool:
-    """Whether a node is one of those that take a layer's time. A stretch without them is loops alone, which inductor
-    joins to those around them (an update by leaves is one loop a leaf then); a function keeps them apart."""
+def _is_worth_calls(nodes: list[Node]) -> bool:
+    """Whether a function of these is as fast. Loops alone, such as an update by leaves, inductor joins to those around
+    them, and has them write the state where it lies; a function keeps them apart, and what it returns is made
+    elsewhere first. Beside a product that is little, and of small tensors nothing: the second cache holds them."""
     from torch.utils.flop_counter import flop_registry
 
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet is torch.ops.purestep.product or packet in flop_registry
+    packets = {getattr(node.target, "overloadpacket", None) for node in nodes}
+    if torch.ops.purestep.product in packets or not packets.isdisjoint(flop_registry):
+        return True
+    values = [node.meta.get("val") for node in nodes]
+    return all(value.nbytes <= _SMALL for value in values if isinstance(value, Tensor))
 
 
 def _same(forms: list[_Form]) -> list[_Form]:
