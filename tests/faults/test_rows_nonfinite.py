@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import purestep as ps
 from purestep import incident, optim, testing
 from purestep.errors import ConfigError, Corrupt, Mismatch, NonFiniteError, NotFound, StateError, WriteFailed
+from purestep.events import Logged
 from purestep.types import Program, TrainState
 
 CRITERION = nn.CrossEntropyLoss()
@@ -136,6 +137,15 @@ def test_skipping_goes_on_as_if_the_batch_had_not_been_there() -> None:
     assert_trees_close(result.state.ema, expected.ema, exact=True)
     assert (int(result.state.updates), int(result.state.step)) == (3, 4)
     assert result.history["train_loss"][0] is not None  # a NaN poisons no mean
+
+
+@pytest.mark.parametrize("log_every", [1, 2])
+def test_a_skipped_update_is_no_line_of_the_log(log_every: int) -> None:
+    program, told = mlp(nonfinite="skip"), []
+    fit(program.init(), poisoned(6, 0, 1, 4), program, epochs=1, log_every=log_every, sinks=[told.append])
+    lines = [event for event in told if isinstance(event, Logged)]
+    assert [line.updates for line in lines] == [updates for updates in (1, 2, 3) if updates % log_every == 0]
+    assert all(math.isfinite(value) for line in lines for value in line.values.values())
 
 
 def test_a_run_may_go_back_and_leave_the_bad_batch_behind() -> None:

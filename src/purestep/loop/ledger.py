@@ -96,10 +96,10 @@ class Ledger:
                 if not tag.closing:
                     continue
                 self.pending -= 1
-                if applied:
-                    updates += 1
-                else:
+                if not applied:
                     self._refused(tag, rows.values(index), state)
+                    continue
+                updates += 1
                 if self._log_every and updates % self._log_every == 0:
                     self._sum(rows.part(begun, index + 1), interval, last)
                     begun = index + 1
