@@ -349,6 +349,8 @@ def test_due_at_multiples_and_ages(tmp_path):
     snapshots.save(9, small())
     assert snapshots.due(updates=10, epoch=2, now=119.0) == ()
     assert snapshots.due(updates=12, epoch=2, now=120.0) == ("every_steps", "every_seconds")
+    assert snapshots.due(updates=3, epoch=2, now=119.0) == ()  # the run has gone back
+    assert snapshots.due(updates=4, epoch=2, now=119.0) == ("every_steps",)
     snapshots.close()
 
 

@@ -171,6 +171,14 @@ def test_row_36_going_back_undoes_the_updates_that_led_there(caplog: pytest.LogC
     assert "went back to update 3: epoch 2, batch 3" in caplog.text
 
 
+def test_a_run_that_has_gone_back_is_saved_as_often_as_before(tmp_path: Path) -> None:
+    program = mlp()
+    with ps.Snapshots(tmp_path, every_steps=2, every_epochs=None, keep=None) as snapshots:
+        fit(program.init(), poisoned(12, 5), program, epochs=1, rollback=1, log_every=1, snapshots=snapshots)
+        # Six calls are undone; every second one of those that follow makes an even count of updates.
+        assert snapshots.steps() == [2, 4, 8, 10, 12]
+
+
 def test_row_36_a_tree_of_programs_goes_back_as_a_whole() -> None:
     left, right = mlp(), mlp(ema=0.9)
 

@@ -189,7 +189,8 @@ class Snapshots:
     def due(self, *, updates: int, epoch: int, now: float | None = None) -> tuple[str, ...]:
         """What asks for a snapshot at this boundary: some of ``every_steps``, ``every_epochs``, ``every_seconds``.
 
-        Several at once are one snapshot. The next `save` counts as the answer, whatever led to it.
+        Several at once are one snapshot. The next `save` counts as the answer, whatever led to it. Fewer updates
+        than at the last save are a run that has gone back: multiples are due again where it comes to them again.
 
         Args:
             updates: optimizer updates done so far.
@@ -202,6 +203,8 @@ class Snapshots:
             ((), ('every_steps', 'every_epochs'))
         """
         self._here = cadence.Mark(updates, epoch, time.monotonic() if now is None else now)
+        if updates < self._last.updates:
+            self._last = self._last._replace(updates=updates)
         return cadence.due(self._every, self._last, self._here)
 
     def track(self, monitor: str, *, mode: str = "min") -> None:
