@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from faults.runs import Told, at, batches, fit, mlp, poisoned
-from helpers import assert_trees_close, tiny_mlp, vector_batch
+from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, nn
 
 import purestep as ps
@@ -130,6 +130,24 @@ def test_a_state_from_a_callback_brings_its_own_accumulation_window() -> None:
     # Three calls, then a state whose window has two to come; the flush closes the last one.
     assert int(result.state.updates) == 2
     assert int(result.state.accum.left) == 3
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", ["init", True])
+def test_a_state_from_a_callback_is_still_the_callbacks(donate: Any) -> None:
+    """What ``donate="init"`` gives away is the state that went into fit, and no other."""
+    program, kept = ps.program(tiny_convnet(), ps.supervised(CRITERION), optim.sgd(0.1)), []
+
+    def answer(event: Any) -> Any:
+        kept.append(ps.clone(event.state))
+        kept.append(ps.clone(event.state))
+        return kept[0]
+
+    data, compiled = [image_batch()] * 2, {"backend": "aot_eager"}
+    callback = at(events.EpochEnd, 1, answer)
+    fit(program.init(), data, program, epochs=2, compile=compiled, donate=donate, callbacks=[callback])
+    assert kept[0].buffers  # which a step writes in place
+    assert_trees_close(*kept, exact=True)
 
 
 def test_a_live_hyperparameter_is_changed_by_a_callback() -> None:

@@ -381,7 +381,7 @@ class _Run:
         """What callbacks answer: an end, or another state."""
         for answer in answers:
             if not isinstance(answer, events.Stop):
-                self.state = setup.checked_answer(self.state, answer)
+                self.state = setup.checked_answer(self.state, answer, copied=self.config.donate == "init")
                 self.left = setup.window_left(self.state, self.window)
             elif not self._below_minimum():
                 self.ending = self.ending or answer.reason

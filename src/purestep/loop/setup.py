@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import data, rng, sinks, tree
+from ..compile import live
 from ..errors import ConfigError, DataError, StateError
 from ..snapshot import Snapshots
 from ..types import Empty, Program, TrainState, Tree
@@ -165,8 +166,13 @@ def window_left(state: Tree, window: int) -> int:
     return int(state.accum.left)
 
 
-def checked_answer(state: Tree, answer: Tree) -> Tree:
+def checked_answer(state: Tree, answer: Tree, *, copied: bool) -> Tree:
     """The state that a callback returned, if it is one of this run.
+
+    Args:
+        state: of the run.
+        answer: what was returned.
+        copied: steps write into the state that they are given, so they get a copy: the callback may hold its own.
 
     Raises:
         StateError: something else.
@@ -182,7 +188,7 @@ def checked_answer(state: Tree, answer: Tree) -> Tree:
             where="callbacks",
             hint="return None, a state of the same structure (event.state._replace(...)), or ps.Stop(reason)",
         )
-    return answer
+    return tree.clone(live.plain(answer)) if copied else answer
 
 
 def _paths_of(answer: Any) -> list[tuple[str, Any]]:
