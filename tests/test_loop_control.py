@@ -322,6 +322,23 @@ def test_the_last_state_is_always_saved(fields: Any, tmp_path: Path) -> None:
         assert_trees_close(snapshots.restore(program.init()).state, result.state, exact=True)
 
 
+@pytest.mark.parametrize("kind", [events.EpochEnd, events.EvalEnd])
+def test_a_callback_that_fails_behind_the_best_row_does_not_cost_its_snapshot(kind: type, tmp_path: Path) -> None:
+    """What is saved then has the row's numbers, by which it is kept."""
+    values, one = [0.1, 0.5, 0.4, 0.3, 0.2, 0.6], [torch.ones(1)]
+
+    def fail(event: Any) -> None:
+        raise OSError("a disk of the callback's")
+
+    with pytest.raises(OSError, match="of the callback's"):
+        play(values, snapshots=tmp_path, callbacks=[at(kind, 1, fail)])
+    with ps.Snapshots(tmp_path, keep=1, keep_best=1) as snapshots:
+        result = fit(script_state(), {"train": one, "val": one}, scripted(values), epochs=6, snapshots=snapshots)
+    assert result.best["step"] == 1
+    assert snapshots.steps() == [1, 6]
+    assert snapshots.best() == 1
+
+
 # --- what is not finite -----------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -130,9 +130,8 @@ class _Run:
         self.window = program.static.accumulate if program.static else 1
         self.left = setup.window_left(self.state, self.window)
         self.ledger = ledger.opened(config.log_every, self.state, self.record)
-        # The caller's own, so that it costs no memory to remember.
         whole = not self.resumed and config.donate != "init" and config.device is None
-        self.start = (self.state, self.record) if whole else None
+        self.start = (self.state, self.record) if whole else None  # the caller's own: it costs no memory to remember
         self.keeper = Keeper(config.rollback)
         self.keeper.keep(self.state, self.record)
         self.ending: str | None = None
@@ -152,7 +151,7 @@ class _Run:
             while self.ending is None:
                 self._epoch()
                 self.ending = self.ending or limit_reached(self.config, self.record) or self._timed_out()
-            self._save({}, wait=True)  # where no boundary has done it
+            self._save(wait=True)  # where no boundary has done it
         except BaseException as caught:
             error = caught
             if not self._salvaged(caught) and self.record.calls:
@@ -286,13 +285,14 @@ class _Run:
         self.judge = self.judge.check(record, self.feeds.evaluation)
         self.record, self.unscored = self.judge.judge(record, row), None
         improved = self.judge.improved(before, self.record)
+        self.saver.scored(self.record, row)
         self.keeper.keep(self.state, self.record)
         if self.judge.stops(self.record):
             self.ending = self.ending or "early_stopping"
         shown = {name: cell(value) for name, value in row.items()}
         self._tell(events.EpochEnd(self.state, self.record.epoch, before.updates, shown, improved, self._ends()))
         if improved or self._ends() or self.saver.due(self.record, self.ledger.pending):
-            self._save(row, boundary=True)
+            self._save()
         return True
 
     def _ends(self) -> str | None:
@@ -324,7 +324,7 @@ class _Run:
         self._settle(wait=True)
         if self.record.interval:
             self._boundary(list(self.feeds.evaluation))
-        self._save({})
+        self._save()
 
     def _timed_out(self) -> str | None:
         limit = self.config.max_time
@@ -344,22 +344,22 @@ class _Run:
             # The last batch of an epoch is followed by its boundary, whose snapshot has the metrics.
             if self.record.batch != self.feeds.train.length and self.saver.due(self.record, self.ledger.pending):
                 self._settle(wait=True)
-                self._save({})
+                self._save()
         if self.signals.pending is not None:
             self._signalled()
 
     def _signalled(self) -> None:
         wish = self.signals.pending
         self._settle(wait=True)
-        self._save({}, wait=wish != "snapshot")
+        self._save(wait=wish != "snapshot")
         self.signals.saved()
         if wish == "snapshot":
             return
         self.ending = "interrupted"
         raise Preempted(self.result()) if wish == "terminate" else interrupted(self.result())
 
-    def _save(self, row: Mapping[str, Cell], *, boundary: bool = False, wait: bool = False) -> None:
-        saved = self.saver.save(self.state, self.record, row, ahead=self.ledger.pending, boundary=boundary)
+    def _save(self, *, wait: bool = False) -> None:
+        saved = self.saver.save(self.state, self.record, ahead=self.ledger.pending)
         if saved is not None:
             self._tell(saved)
         if wait:
@@ -368,7 +368,7 @@ class _Run:
     def _save_what_is_done(self) -> None:
         self.record = self.unscored or self.record
         self.record, lines = self.ledger.settle(self.record, self.state, wait=True)
-        self._save({}, wait=True)
+        self._save(wait=True)
         for line in lines:
             self._tell(line)
 

@@ -30,6 +30,7 @@ class Saver:
         self._snapshots = snapshots
         self._feed = feed
         self._saved = saved
+        self._rows: dict[int, dict[str, float]] = {}  # of the last call that has one, until it is saved
         self._carrier = _carrier(snapshots, config)
 
     def due(self, record: Record, ahead: int) -> bool:
@@ -38,17 +39,19 @@ class Saver:
             return False
         return bool(self._snapshots.due(updates=record.updates + ahead, epoch=record.epoch))
 
-    def save(
-        self, state: Tree, record: Record, row: Mapping[str, Cell], *, ahead: int, boundary: bool = False
-    ) -> events.Saved | None:
-        """Hand a snapshot to the writer, unless this call has one; that of a boundary knows more, and replaces it."""
+    def scored(self, record: Record, row: Mapping[str, Cell]) -> None:
+        """This row of the history is that of this call. Whoever saves the call saves it too: it ranks the snapshot."""
+        self._rows = {record.calls: {name: float(value) for name, value in row.items() if value is not None}}
+
+    def save(self, state: Tree, record: Record, *, ahead: int) -> events.Saved | None:
+        """Hand a snapshot to the writer, unless this call has one; that with a row knows more, and replaces it."""
         again = self._saved == record.calls
-        if self._snapshots is None or (again and not boundary):
+        metrics = self._rows.pop(record.calls, {})
+        if self._snapshots is None or (again and not metrics):
             return None
         files.failpoint("loop.snapshot")
         self._snapshots.due(updates=record.updates + ahead, epoch=record.epoch)  # counts from here
         loop = {"record": to_json(record), "feed": self._feed.position(record.epoch, record.batch)}
-        metrics = {name: float(value) for name, value in row.items() if value is not None}
         self._saved = record.calls
         self._snapshots.save(record.calls, state, loop=loop, metrics=metrics, overwrite=again)
         self._carrier.save()
