@@ -35,6 +35,16 @@ def every(steps: int | None, epochs: int | None, seconds: float | None) -> Every
     return Every(steps, epochs, seconds)
 
 
+def gone_back(last: Mark, here: Mark) -> Mark:
+    """Where to count from: a run that has gone back comes to the same multiples again.
+
+    Example:
+        >>> gone_back(Mark(6, 2, 9.0), Mark(4, 2, 11.0))
+        Mark(updates=4, epoch=2, seconds=9.0)
+    """
+    return Mark(min(last.updates, here.updates), min(last.epoch, here.epoch), last.seconds)
+
+
 def due(rule: Every, last: Mark, here: Mark) -> tuple[str, ...]:
     """The parts of the rule that ask for a snapshot here, the last one having been at ``last``.
 

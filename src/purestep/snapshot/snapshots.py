@@ -189,8 +189,8 @@ class Snapshots:
     def due(self, *, updates: int, epoch: int, now: float | None = None) -> tuple[str, ...]:
         """What asks for a snapshot at this boundary: some of ``every_steps``, ``every_epochs``, ``every_seconds``.
 
-        Several at once are one snapshot. The next `save` counts as the answer, whatever led to it. Fewer updates
-        than at the last save are a run that has gone back: multiples are due again where it comes to them again.
+        Several at once are one snapshot. The next `save` counts as the answer, whatever led to it. A run that has gone
+        back comes to the same multiples again.
 
         Args:
             updates: optimizer updates done so far.
@@ -203,8 +203,7 @@ class Snapshots:
             ((), ('every_steps', 'every_epochs'))
         """
         self._here = cadence.Mark(updates, epoch, time.monotonic() if now is None else now)
-        if updates < self._last.updates:
-            self._last = self._last._replace(updates=updates)
+        self._last = cadence.gone_back(self._last, self._here)
         return cadence.due(self._every, self._last, self._here)
 
     def track(self, monitor: str, *, mode: str = "min") -> None:
@@ -245,11 +244,9 @@ class Snapshots:
         return ranked[0] if ranked else None
 
     def start_over(self) -> list[int]:
-        """Sets aside what earlier runs left, whole or damaged, as ``<step>.archived``, so that a fresh run does not mix
-        with it; returns the steps."""
+        """Sets the steps of earlier runs aside, whole or damaged, as ``<step>.archived``; returns which."""
         self.open()
-        found = directory.numbered(self.directory)
-        for step in found:
+        for step in (found := directory.numbered(self.directory)):
             directory.set_aside(self.directory, step, "archived")
         return found
 
