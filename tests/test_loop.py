@@ -276,6 +276,22 @@ def test_an_interval_waits_for_the_accumulation_window() -> None:
     assert [int(event.state.step) for event in heard.of(events.EvalStepEnd)] == [4]
 
 
+@pytest.mark.parametrize(
+    ("every", "tail", "updates"),
+    [
+        (0.25, "step", [1, 2, 3, 4, 5, 6]),  # the marks lie at batches 3, 5, 8 and 10, the windows end at 4, 8 and 10
+        (0.5, "step", [2, 3, 5, 6]),
+        (0.3, "drop", [1, 2, 2, 3, 4, 4]),
+        (0.5, "carry", [2, 2, 4, 5]),  # the windows of the second epoch end at 2, 6 and 10
+    ],
+)
+def test_a_fraction_waits_for_the_accumulation_window_too(every: float, tail: Any, updates: list[int]) -> None:
+    program, heard = mlp(accumulate=4, tail=tail), Heard()
+    loaders = {"train": batches(10), "val": batches(1)}
+    fit(program.init(), loaders, program, epochs=2, evaluate_every=every, callbacks=[heard])
+    assert [event.updates for event in heard.of(events.EvalEnd)] == updates
+
+
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 

@@ -159,13 +159,13 @@ def test_early_stopping_keeps_its_patience(tmp_path: Path) -> None:
     same(run(tmp_path, **fields), expected)
 
 
-@pytest.mark.parametrize("every", [0.3, 2])
-def test_intervals_inside_an_epoch_are_resumed(every: Any, tmp_path: Path) -> None:
-    expected = run(None, evaluate_every=every)
+@pytest.mark.parametrize(("every", "tail"), [(0.3, "step"), (0.6, "step"), (0.3, "carry"), (2, "step")])
+def test_intervals_inside_an_epoch_are_resumed(every: Any, tail: Any, tmp_path: Path) -> None:
+    expected = run(None, evaluate_every=every, tail=tail)
     assert len(expected.history["epoch"]) > EPOCHS
     for after in (3, 1, 5, 4, 2):
-        interrupted(tmp_path, after, evaluate_every=every)
-    same(run(tmp_path, evaluate_every=every), expected)
+        interrupted(tmp_path, after, evaluate_every=every, tail=tail)
+    same(run(tmp_path, evaluate_every=every, tail=tail), expected)
 
 
 def test_a_run_may_be_made_longer(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -126,8 +126,9 @@ class _Run:
         self.eager = compiling.in_eager(program)
         self.program = compiling.ready_program(program, self.state, config)
         self.call = caller(self.eager, self.program, self.state, config)
-        self.intervals = [every for name in feeds.evaluation if cadence.is_inside(every := config.interval(name))]
         self.window = program.static.accumulate if program.static else 1
+        intervals = {name: config.interval(name) for name in feeds.evaluation}
+        self.plan = cadence.Plan(intervals, feeds.train.length, self.window)
         self.left = setup.window_left(self.state, self.window)
         self.ledger = ledger.opened(config.log_every, self.state, self.record)
         whole = not self.resumed and config.donate != "init" and config.device is None
@@ -174,6 +175,7 @@ class _Run:
 
     def _epoch(self) -> None:
         """The batches of one epoch, with a boundary at its end and at every interval inside."""
+        self.plan.begin(self.record, self.left)
         if self.record.batch and self.record.interval:
             self._inside()  # the run was told to end in this evaluation
         fed = self.ledger.timed(self.feeds.train.epoch(self.record.epoch, self.record.batch))
@@ -191,7 +193,7 @@ class _Run:
         files.failpoint("loop.epoch")
         self.unscored = self.record
         self.record = self.record._replace(epoch=self.record.epoch + 1, batch=0)
-        if not self._boundary(self._due(cadence.due_at_end)):
+        if not self._boundary(self.plan.due_at_end(self.record)):
             self.record = self.unscored
         self._between()
 
@@ -258,18 +260,14 @@ class _Run:
 
     def _inside(self) -> None:
         """An evaluation inside the epoch, where an interval asks for one and no window is open."""
-        if not self.intervals or self.left != self.window:
+        if not self.plan.inside or self.left != self.window:
             return
-        ahead = self.ledger.pending
-        if any(isinstance(every, int) and cadence.crossed(every, self.record, ahead) for every in self.intervals):
+        if self.plan.crossed(self.record, self.ledger.pending):
             self._settle(wait=True)  # only now is it worth to ask how many updates were applied
-        due = self._due(lambda every, record: cadence.due_inside(every, record, self.feeds.train.length))
+        due = self.plan.due_inside(self.record)
         if due:
             self._settle(wait=True)
             self._boundary(due)
-
-    def _due(self, rule: Callable[[int | float, Record], bool]) -> list[str]:
-        return [name for name in self.feeds.evaluation if rule(self.config.interval(name), self.record)]
 
     def _boundary(self, due: list[str]) -> bool:
         """Evaluate, write the row, decide, tell, save, in this order; False where an evaluation was broken off, which
