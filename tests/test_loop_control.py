@@ -339,6 +339,31 @@ def test_a_callback_that_fails_behind_the_best_row_does_not_cost_its_snapshot(ki
     assert snapshots.best() == 1
 
 
+@pytest.mark.parametrize("has_length", [True, False])
+def test_an_interval_that_ends_with_the_epoch_makes_one_row(has_length: bool, tmp_path: Path) -> None:
+    """That of the epoch's end, also where only a look at the loader tells that it is the end."""
+
+    class WithoutLength:
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter([torch.ones(1)] * 4)
+
+    one: list[Tensor] = [torch.ones(1)]
+    heard: list[Any] = []
+    result = fit(
+        script_state(),
+        {"train": one * 4 if has_length else WithoutLength(), "val": one},
+        scripted([0.1 * left for left in range(8, 0, -1)]),
+        epochs=2,
+        evaluate_every=2,
+        snapshots=tmp_path,
+        callbacks=[lambda event: heard.append(event.epoch) if isinstance(event, events.EpochEnd) else None],
+    )
+    assert result.history["step"] == [2, 4, 6, 8]
+    assert None not in result.history["val_loss"]
+    assert heard == [0, 1, 1, 2]
+    assert ps.Snapshots(tmp_path, writer=False).best() == result.best["step"]
+
+
 # --- what is not finite -----------------------------------------------------------------------------------------------
 
 

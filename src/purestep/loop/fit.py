@@ -26,7 +26,7 @@ from . import meter as meter_
 from .calling import caller
 from .judging import Judge, below_minimum, ended_before, judge, limit_reached
 from .ledger import Tag
-from .pieces import scores
+from .pieces import Ahead, scores
 from .record import Cell, FitResult, Record, cell, with_row
 from .rescue import rescue
 from .rollback import Keeper
@@ -176,14 +176,15 @@ class _Run:
     def _epoch(self) -> None:
         """The batches of one epoch, with a boundary at its end and at every interval inside."""
         self.plan.begin(self.record, self.left)
-        if self.record.batch and self.record.interval:
-            self._inside()  # the run was told to end in this evaluation
         fed = self.ledger.timed(self.feeds.train.epoch(self.record.epoch, self.record.batch))
-        for batch in data.prefetch(self.signals.watch(fed), data.device_of(self.state), name="train"):
+        batches = Ahead(data.prefetch(self.signals.watch(fed), data.device_of(self.state), name="train"))
+        if self.record.batch and self.record.interval:
+            self._inside(batches)  # the run was told to end in this evaluation
+        for batch in batches:
             self._step(batch)
-            self._inside()
+            at_end = self._inside(batches) or self.record.batch == self.feeds.train.length
             self._between()
-            if self.record.batch != self.feeds.train.length and self._cut_off():
+            if not at_end and self._cut_off():
                 self._last_row()
                 self._between()
                 return
@@ -258,16 +259,18 @@ class _Run:
 
     # --- boundaries ---------------------------------------------------------------------------------------------------
 
-    def _inside(self) -> None:
-        """An evaluation inside the epoch, where an interval asks for one and no window is open."""
+    def _inside(self, batches: Ahead) -> bool:
+        """An evaluation where an interval asks for one and no window is open; True where the epoch has just ended."""
         if not self.plan.inside or self.left != self.window:
-            return
-        if self.plan.crossed(self.record, self.ledger.pending):
-            self._settle(wait=True)  # only now is it worth to ask how many updates were applied
-        due = self.plan.due_inside(self.record)
-        if due:
+            return False
+        if self.plan.crossed(self.record, self.ledger.pending):  # else it is not worth to ask how many were applied
+            self._settle(wait=True)
+        if due := self.plan.due_inside(self.record):
+            if self.feeds.train.length is None and not batches.more():
+                return True  # its boundary evaluates
             self._settle(wait=True)
             self._boundary(due)
+        return False
 
     def _boundary(self, due: list[str]) -> bool:
         """Evaluate, write the row, decide, tell, save, in this order; False where an evaluation was broken off, which
@@ -326,9 +329,8 @@ class _Run:
 
     def _timed_out(self) -> str | None:
         limit = self.config.max_time
-        if limit is None or time.monotonic() - self.begun < limit or self._below_minimum():
-            return None
-        return "max_time"
+        is_over = limit is not None and time.monotonic() - self.begun >= limit
+        return "max_time" if is_over and not self._below_minimum() else None
 
     def _below_minimum(self) -> bool:
         return below_minimum(self.config, self.record, ahead=self.ledger.pending)

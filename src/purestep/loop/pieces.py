@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .. import data, tree
 from ..errors import StepContractError
-from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
+from ..types import Batch, EvalStep, Mean, Metrics, TrainStep, Tree
 from . import meter as meter_
 from .alone import check_alone
 from .ledger import halted, thawed
@@ -19,6 +20,28 @@ from .meter import Meter
 from .record import Record
 
 Watch = Callable[[Any, Metrics, int], None]
+
+
+class Ahead(Iterator[Batch]):
+    """An iterator that can be asked whether there is more, for which it takes one element ahead.
+
+    Example:
+        >>> letters = Ahead(iter("ab"))
+        >>> letters.more(), list(letters), letters.more()
+        (True, ['a', 'b'], False)
+    """
+
+    def __init__(self, source: Iterator[Batch]) -> None:
+        self._source = source
+        self._held: list[Batch] = []
+
+    def __next__(self) -> Batch:
+        return self._held.pop() if self._held else next(self._source)
+
+    def more(self) -> bool:
+        """Whether there is another one."""
+        self._held = self._held or list(itertools.islice(self._source, 1))
+        return bool(self._held)
 
 
 def run_epoch(
