@@ -339,6 +339,27 @@ def test_a_callback_that_fails_behind_the_best_row_does_not_cost_its_snapshot(ki
     assert snapshots.best() == 1
 
 
+def test_a_loader_is_closed_when_a_step_fails_whoever_holds_the_error() -> None:
+    closed: list[int] = []
+
+    def batches_of_mine() -> Iterator[Tensor]:
+        try:
+            yield from [torch.ones(1)] * 4
+        finally:
+            closed.append(1)
+
+    class Mine:
+        def __iter__(self) -> Iterator[Tensor]:
+            return batches_of_mine()
+
+    def step(state: Any, batch: Tensor) -> Any:
+        raise OSError("no step")
+
+    with pytest.raises(OSError, match="no step"):  # holds the error, and with it the frames of the loop
+        fit(script_state(), {"train": Mine()}, Program(step), epochs=1, check_every=None)
+    assert closed
+
+
 @pytest.mark.parametrize("has_length", [True, False])
 def test_an_interval_that_ends_with_the_epoch_makes_one_row(has_length: bool, tmp_path: Path) -> None:
     """That of the epoch's end, also where only a look at the loader tells that it is the end."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 from .. import data, events, files
@@ -177,17 +177,18 @@ class _Run:
         """The batches of one epoch, with a boundary at its end and at every interval inside."""
         self.plan.begin(self.record, self.left)
         fed = self.ledger.timed(self.feeds.train.epoch(self.record.epoch, self.record.batch))
-        batches = Ahead(data.prefetch(self.signals.watch(fed), data.device_of(self.state), name="train"))
-        if self.record.batch and self.record.interval:
-            self._inside(batches)  # the run was told to end in this evaluation
-        for batch in batches:
-            self._step(batch)
-            at_end = self._inside(batches) or self.record.batch == self.feeds.train.length
-            self._between()
-            if not at_end and self._cut_off():
-                self._last_row()
+        fed = data.prefetch(self.signals.watch(fed), data.device_of(self.state), name="train")
+        with closing(Ahead(fed)) as batches:
+            if self.record.batch and self.record.interval:
+                self._inside(batches)  # the run was told to end in this evaluation
+            for batch in batches:
+                self._step(batch)
+                at_end = self._inside(batches) or self.record.batch == self.feeds.train.length
                 self._between()
-                return
+                if not at_end and self._cut_off():
+                    self._last_row()
+                    self._between()
+                    return
         self._between()  # the wait for a batch may have been broken off
         self._flush()
         self._settle(wait=True)
@@ -338,10 +339,9 @@ class _Run:
     # --- saving and signals -------------------------------------------------------------------------------------------
 
     def _between(self) -> None:
-        """After every call: the writer's errors, signals, snapshots that are due inside an epoch."""
+        """After every call: the writer's errors, signals, snapshots due inside an epoch (its end has a boundary's)."""
         if self.snapshots is not None:
             self.snapshots.check()
-            # The last batch of an epoch is followed by its boundary, whose snapshot has the metrics.
             if self.record.batch != self.feeds.train.length and self.saver.due(self.record, self.ledger.pending):
                 self._settle(wait=True)
                 self._save()

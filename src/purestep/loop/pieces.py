@@ -43,6 +43,12 @@ class Ahead(Iterator[Batch]):
         self._held = self._held or list(itertools.islice(self._source, 1))
         return bool(self._held)
 
+    def close(self) -> None:
+        """End the source, whoever still holds it."""
+        close = getattr(self._source, "close", None)
+        if close is not None:
+            close()
+
 
 def run_epoch(
     state: Tree, loader: Any, step: TrainStep, *, epoch: int = 0, start: int = 0, seed: int = 0
