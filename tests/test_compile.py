@@ -83,6 +83,11 @@ def test_an_unknown_capture_is_refused() -> None:
         ps.compile_program(mlp(), capture="jit")
 
 
+def test_a_step_is_no_program() -> None:
+    with pytest.raises(ConfigError, match=r"compile_program: the program is a function.*ps\.compile_step\(step\)"):
+        ps.compile_program(mlp().train_step)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "make",
     [lambda **more: ps.compile_step(mlp().train_step, **more), lambda **more: ps.compile_program(mlp(), **more)],

@@ -340,6 +340,27 @@ def test_settings_that_make_no_sense(tmp_path, kwargs, text):
 # --- when ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("step", "overwrite"), [(3, False), (5, True), (7, False), (5, False)])
+def test_the_cure_of_a_step_that_is_too_old_cures(tmp_path, step, overwrite):
+    with Snapshots(tmp_path, keep=None) as snapshots:
+        for there in (5, 10):
+            snapshots.save(there, small())
+        with pytest.raises(errors.SnapshotError) as caught:
+            snapshots.save(step, small(), overwrite=overwrite)
+        hint = caught.value.hint
+        if "start_over" in hint:
+            snapshots.start_over()
+        elif "overwrite=True" in hint:
+            with pytest.raises(errors.SnapshotError, match="older than step 10"):
+                snapshots.save(step, small(), overwrite=True)
+            return
+        else:
+            snapshots.restore(small(), step=5)
+        snapshots.save(step, small(), overwrite=overwrite)
+        snapshots.wait()
+        assert snapshots.steps()[-1] == step
+
+
 def test_due_at_multiples_and_ages(tmp_path):
     snapshots = Snapshots(tmp_path, every_steps=4, every_epochs=2, every_seconds=10)
     snapshots.begin(updates=6, epoch=1, now=100.0)

@@ -124,7 +124,7 @@ def _recorded(function: Flat) -> Flat:
 def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # Constants that a step closes over (class weights, tables) are real tensors beside fake ones.
+    # Constants that a step closes over (tables, masks) are real tensors beside fake ones.
     return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 

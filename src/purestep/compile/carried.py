@@ -53,7 +53,8 @@ def taken(artifacts: bytes) -> None:
     It is code that will be run, and torch unpickles a part of it: only from where nobody else writes.
 
     Raises:
-        Exception: it is not as it was, or a part of it, without which it was taken.
+        Exception: it cannot be parsed, and nothing was taken; or the last part that could not be taken, and the others
+            were.
     """
     _register()
     # Torch's own function loads the compiler, and takes of each kind only what was saved last.

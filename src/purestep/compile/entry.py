@@ -32,10 +32,10 @@ def compile_step(
 
     Compiled code is kept in inductor's cache directory for the next process, which finds it without loading the
     compiler, by the operations that the step consists of (on the CPU, with torch 2.13 or later; not where the step uses
-    a tensor that is neither in the state nor in the batch, as class weights are). ``TORCHINDUCTOR_CACHE_DIR`` says
-    which directory, and may lie beside the snapshots of a run: then whoever goes on with it finds both, on the same
-    processor and with the same installation (as in a container that is started again), wherever the directory has been
-    moved to.
+    a tensor that is neither in the state nor in the batch, as a table that an objective closes over is).
+    ``TORCHINDUCTOR_CACHE_DIR`` says which directory, and may lie beside the snapshots of a run: then whoever goes on
+    with it finds both, on the same processor and with the same installation (as in a container that is started again),
+    wherever the directory has been moved to.
 
     Args:
         step: ``(state, batch, *context) -> (state, metrics)``, a program's or one's own.
@@ -56,12 +56,14 @@ def compile_step(
             something of the state or the batch lies on the host.
         unroll: up to this many steps a call, for models whose launch costs more than their arithmetic. The callable
             then takes a list of at most ``unroll`` batches and returns the last state and the merged metrics. Random
-            numbers are seeded once a call, so a step that draws gives others than one step a call does.
+            numbers are seeded once a call, so a step that draws gives others than one step a call does. Takes no
+            context.
 
     Returns:
-        A callable like ``step``. Schedules and changed hyperparameters never compile anew; a batch of another size
-        makes one more graph, which then serves every size; so does a call inside `torch.autocast`, or with torch set
-        to another default dtype, precision of products or determinism.
+        A callable like ``step``. Schedules and changed hyperparameters never compile anew. The first two sizes of a
+        batch have a graph each; a third one makes a graph for all others, by torch.compile, or has its own where that
+        does not work. A call inside `torch.autocast`, or with torch set to another default dtype, precision of products
+        or determinism, has one more.
 
     Raises:
         ConfigError: a program instead of a step; no such capture; a CUDA graph without donation; ``unroll`` of a step
@@ -99,7 +101,11 @@ def compile_program(
 ) -> Program:
     """The program with train_step, flush and eval_step compiled over one set of buffers.
 
-    Args are those of `compile_step`. A state of the compiled train_step goes into flush and eval_step without a copy.
+    Args are those of `compile_step`, but for ``unroll``. A state of the compiled train_step goes into flush and
+    eval_step without a copy.
+
+    Raises:
+        ConfigError: no program, or a setting that does not exist or fit.
 
     Example:
         >>> import torch, purestep as ps
@@ -110,6 +116,9 @@ def compile_program(
         >>> sorted(fast.eval_step(state, (torch.ones(4, 2), torch.ones(4, 1))))
         ['loss']
     """
+    if not isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]  # a step, mostly
+        hint = "ps.compile_step(step), or ps.compile_program(program)"
+        raise ConfigError(f"the program is a {type(program).__name__}", where="compile_program", hint=hint)
     capture_.check(capture)
     _check_backend(backend, capture)
     _check_launch(program.static, donate=donate, cuda_graph=cuda_graph, unroll=1)

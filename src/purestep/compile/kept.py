@@ -116,7 +116,7 @@ def store(what: str, data: bytes) -> None:
     place, digest, *_ = _parsed(record.decode())
     target = (_directory() / place).resolve()
     if hashlib.sha256(library).hexdigest() != digest or not target.is_relative_to(_directory().resolve()):
-        raise ValueError
+        raise ValueError("the library is not the one that was saved, or would lie outside of the cache")
     if not target.exists() or _digest(target) != digest:
         _write(target, library)
     _write(file_of(f"{what}.{_here()}"), record)
@@ -130,7 +130,7 @@ def _parsed(record: str) -> list[Any]:
     """What `keep` has written; ValueError where it is something else."""
     text, digest = record.splitlines()
     if _hash([text]) != digest:
-        raise ValueError
+        raise ValueError("the digest of a record is not that of its text")
     return json.loads(text)
 
 

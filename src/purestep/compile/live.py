@@ -62,8 +62,8 @@ class Slots(NamedTuple):
     identity: object  # hashed once instead of the structure; stores of one structure share it
 
     def gather(self, buffers: list[Tensor], keys: list[Tensor] | None = None) -> list[Tensor]:
-        """The leaves: 0-d ones are elements of one buffer a dtype. Keys belong to the host: inside a graph they are
-        given as None and nothing may depend on them."""
+        """The leaves: 0-d ones are elements of one buffer a dtype. Keys belong to the host: inside a graph they
+        are zeros, and nothing may depend on them."""
         count = sum(kind == "key" for kind, _ in self.places)
         known = keys or [torch.zeros(2, dtype=torch.int64)] * count
         source = {"int64": buffers[0].unbind(), "float32": buffers[1].unbind(), "own": buffers[2:], "key": known}

@@ -33,7 +33,7 @@ of them sooner, because a core has nothing else to do."""
 def beside() -> Generator[Callable[[list[str]], None]]:
     """Whatever inductor compiles inside has its C++ built beside it. Under `alone`: this patches inductor.
 
-    Returns:
+    Yields:
         What takes the text of kernels that are certain to come, and compiles them at once.
     """
     codecache: Any = importlib.import_module("torch._inductor.codecache")
@@ -115,7 +115,7 @@ class _Build:
         self._waiting: list[str] = []  # those that no part has yet
         self._parts: list[Future[Any]] = []
         self._ahead: dict[str, Future[Any]] = {}  # parts of kernels that may come
-        self._is_at_work = False  # on a part
+        self._has_begun = False  # with a first part; later ones are larger
         self._ready: Future[Any] = Future()  # options of a kernel's object, headers compiled
 
     def start(self) -> None:
@@ -195,7 +195,7 @@ class _Build:
                     self._parts.append(self._ahead[body])
             else:
                 self._waiting.append(body)
-            if sum(map(len, self._waiting)) >= (_PART if self._is_at_work else _FIRST):
+            if sum(map(len, self._waiting)) >= (_PART if self._has_begun else _FIRST):
                 self._hand_over()
             return true(wrapper, name, body, *rest, **more)
 
@@ -203,7 +203,7 @@ class _Build:
 
     def _hand_over(self) -> None:
         if self._waiting:
-            text, self._waiting, self._is_at_work = "\n".join(self._waiting), [], True
+            text, self._waiting, self._has_begun = "\n".join(self._waiting), [], True
             self._parts.append(self._submit(self._compiled_part, f"part{len(self._parts)}", text))
 
     def _compiled_part(self, name: str, text: str) -> tuple[str, str]:

@@ -63,7 +63,8 @@ class FitConfig(BaseModel):
     metric has to say."""
 
     early_stopping: fields.Patience = None
-    """An `EarlyStopping`, its fields as a mapping, or its patience (epochs, at least 1). None: off."""
+    """An `EarlyStopping`, its fields as a mapping, or its patience: evaluations in a row without improvement
+    (epochs, where each is evaluated once), at least 1. None: off."""
 
     log_every: fields.AtLeast0 = 50
     """Updates between two lines of the log, at least 0; 0: only at the end of an epoch."""

@@ -44,14 +44,15 @@ class FitResult(NamedTuple):
         best: ``{"epoch", <monitor>, "step"}``, of which "step" is the name of the snapshot: calls, which are more than
             updates where batches are accumulated. None without a monitor.
         epochs: completed.
-        stop_reason: "epochs", "steps", "max_time", "early_stopping", "interrupted", or a callback's.
+        stop_reason: "epochs", "steps", "max_time", "early_stopping", "fast_dev_run", or a callback's; in the ``result``
+            of an exception also "interrupted" and "error".
     """
 
     state: Tree
     history: dict[str, list[Any]]  # "epoch", "step", "train_loss", "val_loss", "lr", ...: one entry a row
     best: dict[str, Any] | None  # {"epoch", <monitor>, "step"}, None without a monitor
     epochs: int  # completed
-    stop_reason: str  # "epochs", "steps", "max_time", "early_stopping", "interrupted", or a callback's
+    stop_reason: str  # see above
 
     def summary(self) -> dict[str, Any]:
         """``{"best": {"epoch", "val_loss"}, "epochs"}``.

@@ -71,7 +71,7 @@ def checked_step(root: Path, step: Any) -> int:
     except TypeError:
         number = -1
     if not 0 <= number < 10**18:
-        raise SnapshotError(f"step is {step!r}", where=str(root), hint="save(int(state.updates), state)")
+        raise SnapshotError(f"step is {step!r}", where=str(root), hint="save(int(state.step), state)")
     return number
 
 
@@ -113,9 +113,11 @@ def to_archive(root: Path, step: int, *, abandoned: set[int], overwrite: bool) -
         return ()
     if abandoned.issuperset(later):
         return tuple(s for s in there if s in abandoned)
-    if step in later:
+    if step in later and not overwrite:
         raise SnapshotError(f"step {step} is there already", where=str(root), hint="save(..., overwrite=True)")
-    hint = f"restore(template, step={max((s for s in there if s < step), default=later[0])}), or another directory"
+    older = [s for s in there if s < step]
+    hint = f"restore(template, step={older[-1]}) first" if older else "snapshots.start_over(), which sets all aside"
+    hint += ", or another directory"
     raise SnapshotError(f"step {step} is older than step {later[-1]}, which is there", where=str(root), hint=hint)
 
 

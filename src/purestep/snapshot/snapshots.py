@@ -27,13 +27,13 @@ class Snapshots:
 
     A step counts as saved when `steps` lists it: whole, flushed to the disk, read back once. A kill or a power cut at
     any moment leaves the steps listed before it. Use it as a context manager; a script that ends without one waits for
-    its last save as well. Nothing is read or written before the first call; reading takes no lock and deletes nothing.
+    its last save as well. To read beside a run that writes: ``Snapshots(directory, writer=False)``, without a lock.
 
     The first save, or restore of a leaf above 1 MB, imports orbax and JAX: a handler on the root logger (call
     `logging.basicConfig` before) and threads (Python 3.12 and JAX warn when a DataLoader forks workers; no harm done).
 
     Args:
-        directory: made on the first save.
+        directory: made by `open`: on entering ``with``, by `fit`, or on the first save.
         every_steps: a snapshot is due each time this many optimizer updates are done.
         every_epochs: a snapshot is due each time this many epochs are done.
         every_seconds: a snapshot is due when the last one is this old.
@@ -285,7 +285,7 @@ class Snapshots:
             loop: the loop's own record, as JSON: dicts, lists, texts, numbers.
             metrics: numbers by name; the monitored one among them decides which step is best.
             meta: notes, as JSON.
-            overwrite: replaces a step of that name.
+            overwrite: replaces the newest step, where it has that name.
 
         Raises:
             SnapshotError: the step is there already, or older than the newest one without a `restore` of an even older
@@ -333,7 +333,7 @@ class Snapshots:
     # --- restore --------------------------------------------------------------------------------------------------
 
     def restore(self, template: Tree, *, step: int | None = None, only: str | Iterable[str] | None = None) -> Snapshot:
-        """Reads a snapshot into new tensors; the template is neither read nor changed.
+        """Reads a snapshot into new tensors; the template is not changed.
 
         Args:
             template: a state of the structure, shapes, dtypes and devices that the result shall have.

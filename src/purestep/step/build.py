@@ -45,7 +45,8 @@ def program(
     Args:
         model: a template: never written to, its weights are read by ``init`` only. Training runs in train mode
             whatever mode it is in.
-        objective: ``(model, batch, *context) -> Loss``; see `supervised`, `hf_loss`, `masked_reconstruction`.
+        objective: ``(model, batch, *context) -> Loss``; see `supervised`, `hf_loss`, `masked_reconstruction`. Context
+            is what else train_step is called with, handed on as it is and not split; `fit` gives none.
         tx: from `purestep.optim`.
         precision: "32-true", "64-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
         ema: decay of the averaged weights in [0, 1), or an `ema.average(...)`; None for none.
