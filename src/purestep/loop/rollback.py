@@ -26,7 +26,7 @@ class Keeper:
     def keep(self, state: Tree, record: Record) -> None:
         """This is a good state: everything known about it has arrived and is finite."""
         if self._allowed and live.states(state):
-            self.kept = tree.clone(live.plain(state)), record
+            self.kept = tree.clone(state), record
 
     def back(self, state: Tree, record: Record) -> tuple[Tree, Record] | None:
         """The kept state with the counters of the present one, and a record that goes on behind the batches between.

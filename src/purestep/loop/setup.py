@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .. import data, rng, sinks, tree
-from ..compile import live
 from ..errors import ConfigError, DataError, StateError
 from ..snapshot import Snapshots
 from ..types import Empty, Program, TrainState, Tree
@@ -188,7 +187,7 @@ def checked_answer(state: Tree, answer: Tree, *, copied: bool) -> Tree:
             where="callbacks",
             hint="return None, a state of the same structure (event.state._replace(...)), or ps.Stop(reason)",
         )
-    return tree.clone(live.plain(answer)) if copied else answer
+    return tree.clone(answer) if copied else answer
 
 
 def _paths_of(answer: Any) -> list[tuple[str, Any]]:

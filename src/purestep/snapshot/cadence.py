@@ -42,6 +42,8 @@ def gone_back(last: Mark, here: Mark) -> Mark:
         >>> gone_back(Mark(6, 2, 9.0), Mark(4, 2, 11.0))
         Mark(updates=4, epoch=2, seconds=9.0)
     """
+    if here.updates >= last.updates and here.epoch >= last.epoch:
+        return last  # as after nearly every step
     return Mark(min(last.updates, here.updates), min(last.epoch, here.epoch), last.seconds)
 
 
