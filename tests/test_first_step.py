@@ -802,9 +802,12 @@ def _patched() -> dict[str, Any]:
     """All that is in the modules and classes of inductor's that something is replaced in."""
     from torch._inductor import codecache, cpu_vec_isa, dtype_propagation, scheduler
     from torch._inductor.codegen import common, cpp, wrapper
+    from torch._inductor.fx_passes import fuse_attention, joint_graph
 
     owners: tuple[Any, ...] = (
         codecache,
+        fuse_attention,
+        joint_graph,
         wrapper.PythonWrapperCodegen,
         cpu_vec_isa.VecISA,
         common.KernelTemplate,
@@ -822,6 +825,7 @@ PATCHES: dict[str, tuple[Callable[[], Any], set[str]]] = {
     ),
     "loaded": (shortcuts.while_loading, {"_template_from_string"}),
     "less work": (shortcuts.taken, {"__init__", "stride_at_vec_range", "codegen"}),
+    "no attention": (lambda: shortcuts.patterns_for(torch.fx.symbolic_trace(twice)), {"lazy_init"}),
 }
 
 
@@ -1086,3 +1090,57 @@ print(len(made), callable(mm_template.template.render), len(made))
 @pytest.mark.compile
 def test_templates_of_kernels_for_gpus_wait_until_they_are_asked_for() -> None:
     assert printed(TEMPLATES).split() == ["0", "True", "1"]
+
+
+ATTENTION = """
+import os, torch, purestep as ps
+from contextlib import nullcontext
+from torch._dynamo.utils import counters
+from purestep.compile import native, recording, shortcuts
+def attention(x):
+    return torch.softmax(x @ x.transpose(-1, -2) / 4.0, -1) @ x
+def patterns(function):
+    native.compiled(recording.record(lambda x: [function(x)], [torch.randn(2, 4, 8, 16)]), options=None)
+    from torch._inductor.fx_passes.fuse_attention import _sfdp_init
+    return _sfdp_init.cache_info().currsize
+if os.environ["FAULT"]:
+    shortcuts._has_batched_products = lambda graph: False
+without = patterns(lambda x: x * 2)
+print(without, patterns(attention), counters["inductor"]["fuse_attention"], end=" ")
+from torch._inductor.fx_passes import joint_graph
+before = sum(map(len, joint_graph.patterns.patterns.values()))
+patterns(lambda x: x * 3)
+joint_graph.lazy_init(torch.device("cpu"))
+print(before == sum(map(len, joint_graph.patterns.patterns.values())))
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_attention_is_looked_for_where_it_can_be(own_cache: Path) -> None:
+    assert printed(ATTENTION, FAULT="").split() == ["0", "1", "1", "True"]
+    assert printed(ATTENTION, FAULT="planted").split() == ["0", "0", "0", "False"]
+
+
+def test_batched_products_are_found_in_branches_too() -> None:
+    def either(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, torch.exp, lambda x: x @ x, (x,))
+
+    for function, found in ((either, True), (lambda x: x[0] @ x[0], False)):
+        graph = make_fx(function, tracing_mode="fake")(torch.ones(2, 4, 4))
+        assert shortcuts._has_batched_products(graph) is found
+
+
+def test_every_pattern_of_attention_has_a_batched_product() -> None:
+    from torch._inductor.fx_passes import serialized_patterns
+    from torch._inductor.pattern_matcher import PatternExpr, PatternPrettyPrinter
+
+    whole = 0
+    for path in sorted(Path(str(serialized_patterns.__file__)).parent.glob("_sfdp_pattern_*.py")):
+        module = importlib.import_module(f"{serialized_patterns.__name__}.{path.stem}")
+        found = {name: value for name, value in vars(module).items() if name.startswith("_sfdp_pattern_")}
+        whole += len(found)
+        for name, pattern in found.items():
+            assert isinstance(pattern, PatternExpr)
+            assert "aten.bmm.default" in PatternPrettyPrinter.run(pattern), name
+    assert whole > 100

@@ -164,7 +164,8 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
     inductor: Any = compile_fx
     passes.output(graph).args = (tuple(passes.output(graph).args[0]),)
     with tracing(TracingContext(mode)), V.set_fake_mode(mode), enable_python_dispatcher():
-        graph = inductor._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
+        with shortcuts.patterns_for(graph):
+            graph = inductor._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
         graph = products.placed(graph)
         rows.register()
         ahead([kernel.source for kernel in kernels.called(graph)])

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
 
 
 @contextmanager
@@ -22,6 +28,18 @@ def taken() -> Generator[None]:
     """Whatever inductor compiles inside takes them. Under `alone`: this patches inductor."""
     with _patched(_rules_once, _strides_read_off, _no_empty_tails):
         yield
+
+
+@contextmanager
+def patterns_for(graph: GraphModule) -> Generator[None]:
+    """Inductor looks for no attention in a graph without batched products. Under `alone`: this patches inductor."""
+    with _patched(*(() if _has_batched_products(graph) else (_no_attention,))):
+        yield
+
+
+def _has_batched_products(graph: GraphModule) -> bool:
+    graphs = (module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule))
+    return any(node.target is torch.ops.aten.bmm.default for each in graphs for node in each.nodes)
 
 
 @contextmanager
@@ -48,6 +66,28 @@ class _Late:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._make(), name)
+
+
+def _no_attention() -> Any:
+    """Some hundred patterns of attention, each with a ``bmm``, are neither loaded nor tried on every product."""
+    from torch._inductor.fx_passes import joint_graph
+
+    return mock.patch.object(joint_graph, "lazy_init", _other_patterns())
+
+
+@functools.cache
+def _other_patterns() -> Any:
+    """What makes the other patterns, once; those of attention are added where a later graph asks for all."""
+    from torch._inductor import pattern_matcher
+    from torch._inductor.fx_passes import fuse_attention, joint_graph
+
+    matcher, true = cast(Any, pattern_matcher), inspect.unwrap(cast(Any, joint_graph.lazy_init))
+
+    def lazy_init(input_device: Any = None) -> None:
+        with mock.patch.object(fuse_attention, "_sfdp_init"):
+            true(input_device)
+
+    return matcher.init_once_fakemode(lazy_init)
 
 
 def _rules_once() -> Any:
