@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch._inductor import config, graph
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import blocks, kept, native, passes, recording, wrapper
+from purestep.compile import blocks, kept, native, passes, recording
 
 pytestmark = pytest.mark.compile
 
@@ -20,6 +21,8 @@ if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
     pytest.skip("graphs are written in C++ on processors with AVX2 or AVX-512", allow_module_level=True)
 if not native._KNOWN:
     pytest.skip("native code is made with torch 2.13 and later", allow_module_level=True)
+
+wrapper: Any = importlib.import_module("purestep.compile.wrapper")  # loads inductor
 
 Function = Callable[..., list[Tensor]]
 
@@ -34,9 +37,9 @@ def made_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def functions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The functions that are written, by name; a graph that is compiled without them after all is an error."""
     found: list[str] = []
-    true = wrapper._wrapper_class().write_function
+    true = wrapper.Wrapper.write_function
     monkeypatch.setattr(
-        wrapper._wrapper_class(),
+        wrapper.Wrapper,
         "write_function",
         lambda self, function: (found.append(function.name), true(self, function))[1],
     )
@@ -438,7 +441,7 @@ def without_an_end(nodes: Any) -> list[Any]:
 def test_what_cannot_be_compiled_in_calls_is_compiled_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(wrapper._wrapper_class(), "write_call", lambda self, call: 1 / 0)
+    monkeypatch.setattr(wrapper.Wrapper, "write_call", lambda self, call: 1 / 0)
     inputs = torch.randn(6, 8), torch.randn(8, 8) / 3
     with caplog.at_level("DEBUG", logger="purestep"):
         same(compiled(wired(5, -1), *inputs)(*inputs), wired(5, -1)(*inputs), rounding=1e-5)
@@ -448,7 +451,7 @@ def test_what_cannot_be_compiled_in_calls_is_compiled_without(
 def test_a_result_that_is_not_where_it_belongs_is_seen(monkeypatch: pytest.MonkeyPatch, functions: list[str]):
     """Whatever keeps results from being made in their places has them copied there."""
     x, vector, w = torch.randn(6, 8), torch.randn(4 * 32), torch.randn(8, 8)
-    kind = wrapper._wrapper_class()
+    kind = wrapper.Wrapper
     monkeypatch.setattr(kind, "_destination", lambda self, name: None)
     inputs = [x, vector.clone(), w]
     found = compiled(function_of(1), *inputs)(*inputs)

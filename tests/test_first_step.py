@@ -22,6 +22,7 @@ import pytest
 import torch
 from helpers import assert_trees_close, tiny_mlp, vector_batch
 from torch import Tensor, library
+from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._subclasses import fake_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -156,6 +157,22 @@ def test_what_is_installed_is_part_of_a_name(copied_sources: Path, changed: str)
         source.write("# changed\n")
     kept._installed.cache_clear()
     assert name_of(twice, torch.ones(4, 4)) not in (plain, None)
+
+
+@pytest.mark.compile
+def test_inductors_own_cache_does_not_find_what_another_version_has_written(
+    copied_sources: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(kept, "name", lambda *_: None)
+    found = list[int]()
+    for text in ("", "", "# changed\n"):
+        with (copied_sources / "wrapper.py").open("a") as source:
+            source.write(text)
+        kept._installed.cache_clear()
+        before = counters["inductor"]["fxgraph_cache_hit"]
+        native.compiled(recording.record(lambda x: [x + 2], [torch.ones(3, 5)]), options=None)
+        found.append(counters["inductor"]["fxgraph_cache_hit"] - before)
+    assert found == [0, 1, 0]
 
 
 def test_torch_and_the_machine_are_part_of_a_name(monkeypatch: pytest.MonkeyPatch):

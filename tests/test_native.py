@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import random
@@ -35,7 +36,6 @@ from purestep.compile import (
     products,
     recording,
     rows,
-    wrapper,
 )
 from purestep.errors import StepContractError
 
@@ -43,6 +43,8 @@ if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
     pytest.skip("the kernels are for processors with AVX2 or AVX-512", allow_module_level=True)
 if not native._KNOWN:
     pytest.skip("native code is made with torch 2.13 and later", allow_module_level=True)
+
+wrapper: Any = importlib.import_module("purestep.compile.wrapper")  # loads inductor
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -697,13 +699,13 @@ def test_a_tensor_without_memory_is_refused():
 
 
 def test_an_address_that_is_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch):
-    true = wrapper._wrapper_class()._declared
+    true = wrapper.Wrapper._declared
 
     def moved(self: Any, name: str, address: str, *rest: Any) -> str:
         return true(self, name, f"(char*){address} + 4" if address == "addresses[0]" else address, *rest)
 
     x = torch.randn(30, 40)
-    monkeypatch.setattr(wrapper._wrapper_class(), "_declared", moved)
+    monkeypatch.setattr(wrapper.Wrapper, "_declared", moved)
     with config.patch(fx_graph_cache=False):
         (found,) = compiled(lambda x: [x[:-1] * 2], x)()
     assert found.flatten().equal(x.flatten()[1:1161] * 2)

@@ -21,8 +21,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-INPUT = "purestep_arena_8"
-"""The input that says where the memory is; part of every graph, so that inductor's cache knows such code apart."""
 ALIGNMENT = 64
 
 HEADER = r"""
@@ -134,11 +132,16 @@ def _free(header: Any) -> None:
     ctypes.CDLL(None).free(ctypes.c_void_p(int(header[0])))
 
 
-def taken(graph: GraphModule) -> None:
-    """Give the graph one more input, the last: the header."""
+def taken(graph: GraphModule, version: str) -> None:
+    """Give the graph one more input, the last: the header.
+
+    Args:
+        version: of the code that writes C++, a word. The input's name has it, so that inductor's own cache does not
+            take what another version has written.
+    """
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
     with graph.graph.inserting_after(last):
-        graph.graph.placeholder(INPUT)
+        graph.graph.placeholder(f"purestep_arena_{version}")
 
 
 def possible() -> bool:

@@ -54,10 +54,11 @@ def name(record: Record, chosen: Mapping[str, Any]) -> str | None:
         text = [*_surroundings(chosen), *record.lines]
     except Exception:  # untold, or names that another torch does not have
         return None
-    return f"{_hash(text)}.{_here()}"
+    return f"{_hash(text)}.{here()}"
 
 
-def _here() -> str:
+def here() -> str:
+    """A word for this machine, with torch and purestep as they are installed."""
     return _hash([_installed()])
 
 
@@ -119,7 +120,7 @@ def store(what: str, data: bytes) -> None:
         raise ValueError("the library is not the one that was saved, or would lie outside of the cache")
     if not target.exists() or _digest(target) != digest:
         _write(target, library)
-    _write(file_of(f"{what}.{_here()}"), record)
+    _write(file_of(f"{what}.{here()}"), record)
 
 
 def _read(record: Path) -> list[Any]:

@@ -34,7 +34,6 @@ from . import (
     rows,
     shortcuts,
     toolchain,
-    wrapper,
 )
 from .alone import with_compiler
 from .calls import Compiled
@@ -87,6 +86,7 @@ def compiled(record: Record, *, options: Mapping[str, Any] | None) -> tuple[Comp
 
 
 def _made(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool) -> kept.Made:
+    """Traced, then compiled, inductor set for both."""
     from torch._inductor import config
     from torch._subclasses import FakeTensorMode
     from torch.fx import _lazy_graph_module
@@ -101,17 +101,19 @@ def _made(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool) -
         with mode:
             graph = _traced(record.function, fakes)
         with recording.below_autocast():
-            return _compiled(graph, fakes, mode, options)
+            return _made_of(graph, fakes, mode, options)
 
 
-def _compiled(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, options: Mapping[str, Any] | None) -> kept.Made:
+def _made_of(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, options: Mapping[str, Any] | None) -> kept.Made:
+    """The graph, changed as a step may be, compiled; and how its code is called."""
     from torch._inductor import config
 
     graph = passes.finished(_functional(graph, fakes, mode))
     work = _work(graph)
     draws, threads = passes.draws(graph), _threads(graph, work)  # inductor changes the graph
     with config.patch(_by_size(work) | dict(options or {})):
-        run = _through_inductor(graph, fakes, mode)
+        with shortcuts.while_loading(), toolchain.beside() as ahead, shortcuts.taken():
+            run = _lowered(graph, fakes, mode, ahead)
         return kept.Made(calls.of(run), draws, arena.possible(), threads)
 
 
@@ -150,12 +152,8 @@ def no_recurrent_kernel() -> Generator[None]:
         core._set_mkldnn_enabled(was_on)
 
 
-def _through_inductor(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
-    with shortcuts.while_loading(), toolchain.beside() as ahead, shortcuts.taken():
-        return _lowered(graph, fakes, mode, ahead)
-
-
 def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Callable[[list[str]], None]) -> Compiled:
+    """Through inductor: its passes, our products, rows and memory, then its C++, with equal layers as functions."""
     from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import TracingContext, tracing
     from torch._inductor import compile_fx
@@ -171,7 +169,7 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
         ahead([kernel.source for kernel in kernels.called(graph)])
         in_arena = arena.possible()
         if in_arena:
-            arena.taken(graph)
+            arena.taken(graph, kept.here())
             fakes = [*fakes, mode.from_tensor(arena.header(), static_shapes=True)]
         passes.as_laid_out(graph)
         if not in_arena:
@@ -210,6 +208,8 @@ def _written(graph: GraphModule, fakes: Sequence[Tensor]) -> Compiled:
 @contextmanager
 def _changed() -> Generator[None]:
     """Inductor writes other C++; only of graphs with the arena's input, which its cache tells apart."""
+    from . import wrapper
+
     with wrapper.laid_out(), elementary.shorter(), pieces.apart():
         yield
 
