@@ -103,8 +103,8 @@ class CompiledStep:
         Args:
             state: as the step takes it.
             batch: the same.
-            unlike: called with a batch that is not of the same structure, shapes, dtypes and devices as the one
-                before, before anything is done with it.
+            unlike: called with the batch, before anything is done with it, where it is not known to be of the same
+                structure, shapes, dtypes and devices as the one before.
         """
         check_untransformed()
         if self._flush and self._nothing_to_flush():

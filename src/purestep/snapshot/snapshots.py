@@ -333,7 +333,7 @@ class Snapshots:
     # --- restore --------------------------------------------------------------------------------------------------
 
     def restore(self, template: Tree, *, step: int | None = None, only: str | Iterable[str] | None = None) -> Snapshot:
-        """Reads a snapshot into new tensors; the template is not changed.
+        """Reads a `Snapshot` (step, state, loop, metrics, meta) into new tensors; the template is not changed.
 
         Args:
             template: a state of the structure, shapes, dtypes and devices that the result shall have.
