@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from . import passes, recording
+from . import passes, recording, sources
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -259,7 +259,7 @@ def _shown(node: Node) -> Node:
 def _is_view(node: Any) -> bool:
     if node.target is operator.getitem:  # of several
         node = node.args[0]
-    return passes.is_view(node) or node.target is torch.ops.aten._unsafe_view.default
+    return sources.is_view(node) or node.target is torch.ops.aten._unsafe_view.default
 
 
 def _outlined(graph: GraphModule, windows: list[list[Node]], functions: dict[str, Block]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import rng
 from ..errors import ConfigError, PurestepError, StepContractError
-from . import native, passes, recording
+from . import native, passes, recording, sources
 from .alone import with_compiler
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -167,7 +167,8 @@ def _lowered(
     # Documented, not yet public; torch.compile stands behind it.
     inductor: Any = importlib.import_module("torch._inductor")
     chosen = dict(options) if options else None
-    graph = passes.sources_apart(graph)
+    sources.register()
+    graph = sources.apart(graph)
     graph.recompile()
     made = inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=chosen)
     return native.on_threads(_unpacking(made), torch.get_num_threads())
@@ -197,7 +198,7 @@ def _user_line(error: BaseException) -> str:
 
 def dynamo(function: types.FunctionType, *, backend: Any, options: Mapping[str, Any] | None) -> Flat:
     """`torch.compile(function, fullgraph=True)`."""
-    chosen: Any = dict(options) if options and backend == "inductor" else None
+    chosen: Any = sources.as_option(options or {}) if backend == "inductor" else None
     # Dynamo counts graphs by code object and stops at eight: every function gets a code object of its own.
     own = types.FunctionType(
         function.__code__.replace(),

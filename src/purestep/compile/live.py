@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import packed as packed_
 from .. import tree
 from ..errors import StateError
 from ..types import Empty, TrainState, Tree
+from . import sources
 
 
 def is_state(node: Any) -> bool:
@@ -95,24 +96,12 @@ def apart(value: Tensor, buffers: list[Tensor]) -> Tensor:
     return value.clone() if taken else value
 
 
-@library.custom_op("purestep::taken", mutates_args=(), schema="(Tensor value) -> Tensor")
-def _copied(value: Tensor) -> Tensor:
-    """A copy that inductor cannot see through: it drops a clone of an input although that is written before the copy
-    is read."""
-    return value.clone()
-
-
-@_copied.register_fake
-def _(value: Tensor) -> Tensor:
-    return torch.empty_like(value)
-
-
 def _taken(value: Tensor, buffers: list[Tensor]) -> Tensor:
     """The value as it is before any buffer is written."""
     if any(value is buffer for buffer in buffers):
-        return _copied(value)
+        return sources.taken(value)
     held = apart(value, buffers)
-    return held if held is value or torch.compiler.is_compiling() else _copied(value)
+    return held if held is value or torch.compiler.is_compiling() else sources.taken(value)
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device:

@@ -33,6 +33,7 @@ from . import (
     recording,
     rows,
     shortcuts,
+    sources,
     toolchain,
 )
 from .alone import with_compiler
@@ -166,6 +167,7 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
             graph = inductor._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
         graph = products.placed(graph)
         rows.register()
+        sources.register()
         ahead([kernel.source for kernel in kernels.called(graph)])
         in_arena = arena.possible()
         if in_arena:

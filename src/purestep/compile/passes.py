@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StepContractError
+from . import sources
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
     from torch.fx import GraphModule
@@ -98,50 +99,17 @@ def is_functional(graph: GraphModule) -> bool:
             if node.target is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":
                 return False
             written |= {node, node.args[0]}
-        elif node.target is operator.getitem or is_view(node):
+        elif node.target is operator.getitem or sources.is_view(node):
             of[node] = of.get(node.args[0], node.args[0])
     return True
-
-
-def is_view(node: Any) -> bool:
-    """Whether a node shows memory of another one."""
-    return node.op == "call_function" and getattr(node.target, "is_view", False)
 
 
 def writing_last(graph: GraphModule) -> GraphModule:
     """The graph with every write at its end: inductor reads a view, or what it takes for one, where it is used."""
     last = output(graph)
-    for node in _writes(sources_apart(graph)):
+    for node in sources.writes(sources.apart(graph).graph):
         last.prepend(node)
     return graph
-
-
-def _writes(graph: GraphModule) -> list[Any]:
-    return [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]
-
-
-def sources_apart(graph: GraphModule) -> GraphModule:
-    """The graph with whatever is written through a view of it in memory of its own."""
-    for node in _writes(graph):
-        _kept_apart(graph, node.args[1])
-    return graph
-
-
-def _kept_apart(graph: GraphModule, source: Any) -> None:
-    """What an input becomes through a view in memory of its own: inductor computes it while it writes the input, of
-    what it has written already."""
-    view = None
-    while is_view(source) or source.target is torch.ops.aten._unsafe_view.default:
-        view, source = source, source.args[0]
-    if view is None or source.op != "call_function" or source.target is operator.getitem:
-        return
-    from torch._inductor import inductor_prims
-
-    own: Any = inductor_prims.force_stride_order
-    with graph.graph.inserting_after(source):
-        apart = graph.graph.call_function(own, (source, source.meta["val"].stride()))
-    apart.meta.update(source.meta)
-    view.replace_input_with(source, apart)
 
 
 def draws(graph: GraphModule) -> bool:

@@ -1,0 +1,188 @@
+"""What a donated step writes into its buffers, in memory of its own where inductor would read a buffer too late.
+
+A step returns ``{"weights": new, "before": weights.clone()}``. In the graph, ``new`` and the clone are computed, then
+both are written. But inductor drops what changes no number (a clone, ``x * 1``, a cast there and back), and does not
+see that what is left is a buffer, which has been written by then: ``before`` becomes ``new``. `torch.compile` of such a
+function is wrong in the same way. Here such a source goes through an operator that none of its passes knows.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, library
+
+if TYPE_CHECKING:
+    from torch.fx import Graph, GraphModule, Node
+
+
+@library.custom_op("purestep::taken", mutates_args=(), schema="(Tensor value) -> Tensor")
+def taken(value: Tensor) -> Tensor:
+    """A copy that inductor makes, whatever it is a copy of."""
+    return value.clone()
+
+
+@taken.register_fake
+def _(value: Tensor) -> Tensor:
+    return torch.empty_like(value)
+
+
+@functools.cache
+def register() -> None:
+    """Let inductor make that copy in a loop of its own. Loads it."""
+    from torch._inductor import ir, lowering
+
+    def lowered(value: Any) -> Any:
+        return kind.copy_input(value)
+
+    kind: Any = ir.ExternKernel
+    decorator: Any = lowering.register_lowering(torch.ops.purestep.taken.default, type_promotion_kind=None)
+    decorator(lowered)
+
+
+def writes(graph: Graph) -> list[Node]:
+    """Where a graph writes its inputs, in order."""
+    return [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+
+
+def apart(module: GraphModule) -> GraphModule:
+    """The graph with such sources in memory of their own, and whatever is written through a view of it."""
+    held(module.graph)
+    for node in writes(module.graph):
+        _computed_apart(module, node.args[1])
+    return module
+
+
+def held(graph: Graph) -> None:
+    """Have every source that may turn out to be a written buffer taken before the first write."""
+    found = writes(graph)
+    written = {cast(Any, node.args[0]) for node in found}
+    shown = _Shown(graph)
+    for node in found:
+        buffer, source, *_ = node.args
+        if any(each in written and (each is not buffer or moved) for each, moved in shown(source)):
+            _take(graph, node, source)
+
+
+def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Inductor's options, with `held` before the passes that it ends with: for graphs that Dynamo has made."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    register()
+    name, settings = "post_grad_custom_pre_pass", cast(Any, config)
+    theirs: Any = options.get(name, settings.post_grad_custom_pre_pass)
+
+    class Held(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            if theirs is not None:
+                theirs(graph)
+            held(graph)
+
+        def uuid(self) -> Any:
+            """For inductor's cache."""
+            found = None if theirs is None else theirs.uuid()
+            return None if theirs is not None and found is None else (Path(__file__).read_bytes(), found)
+
+    return {**options, name: Held()}
+
+
+def _take(graph: Graph, write: Node, source: Any) -> None:
+    is_computed = source.op != "placeholder"
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_after(source) if is_computed else graph.inserting_before(first):
+        made = graph.call_function(torch.ops.purestep.taken.default, (source,))
+    made.meta.update(source.meta)
+    write.update_arg(1, made)
+
+
+def is_view(node: Any) -> bool:
+    """Whether a node shows memory of another one."""
+    return node.op == "call_function" and getattr(node.target, "is_view", False)
+
+
+def _computed_apart(module: GraphModule, source: Any) -> None:
+    """What an input becomes through a view in memory of its own: inductor computes it while it writes the input, of
+    what it has written already."""
+    view = None
+    while is_view(source) or source.target is torch.ops.aten._unsafe_view.default:
+        view, source = source, source.args[0]
+    if view is None or source.op != "call_function" or source.target is operator.getitem:
+        return
+    from torch._inductor import inductor_prims
+
+    own: Any = inductor_prims.force_stride_order
+    with module.graph.inserting_after(source):
+        made = module.graph.call_function(own, (source, source.meta["val"].stride()))
+    made.meta.update(source.meta)
+    view.replace_input_with(source, made)
+
+
+# --- what may turn out to be an input ---------------------------------------------------------------------------------
+
+_SAME = {
+    *("alias", "clone", "copy", "detach", "lift_fresh", "lift_fresh_copy", "_to_copy", "convert_element_type"),
+    *("_unsafe_view", "reshape", "view_copy", "constant_pad_nd", "repeat", "cat", "getitem"),
+    *("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter"),
+}
+"""Operators whose result can be one of their inputs, number by number, or a view of one."""
+
+_NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1, "true_divide": 1, "pow": 1}
+"""What changes nothing: a sum by this, a product by that. Of any other number the result is computed."""
+
+
+class _Shown:
+    """Which inputs of a graph a node may show, and whether at other places than they have.
+
+    Says so of some that are computed after all: those are copied once more.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._depends = set[Any]()  # on inputs; what does not is a constant, which inductor computes beforehand
+        for node in graph.nodes:
+            if node.op == "placeholder" or any(each in self._depends for each in node.all_input_nodes):
+                self._depends.add(node)
+
+    def __call__(self, source: Any) -> Iterator[tuple[Any, bool]]:
+        seen, waiting = set[tuple[Any, bool]](), [(source, False)]
+        while waiting:
+            node, moved = one = waiting.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            if node.op == "placeholder":
+                yield one
+            waiting += [(each, moved or _moves(each, node)) for each in self._of(node)]
+
+    def _of(self, node: Any) -> list[Any]:
+        """Those of a node's inputs that it may be the same as."""
+        if node.op != "call_function":
+            return []
+        name = getattr(node.target, "__name__", "").partition(".")[0]
+        inputs = [each for each in node.all_input_nodes if each in self._depends]
+        if name == "cat" and len(node.args[0]) > 1:  # memory of its own
+            return []
+        if is_view(node) or name in _SAME:
+            return inputs
+        if torch.Tag.pointwise in getattr(node.target, "tags", ()) and len(inputs) == 1:
+            numbers = [each for each in node.args if isinstance(each, int | float)]
+            if all(name in _NEUTRAL and each == _NEUTRAL[name] for each in numbers):
+                return inputs
+        return []
+
+
+def _moves(before: Any, after: Any) -> bool:
+    """Whether numbers may have other places in one node than in the other; not where there is only one number."""
+    shown = [node.meta.get("val") for node in (before, after)]
+    if all(isinstance(value, Tensor) for value in shown):
+        one, other = shown
+        if one.numel() == other.numel() == 1:
+            return False
+        name = getattr(after.target, "__name__", "").partition(".")[0]
+        return (is_view(after) and name not in ("alias", "detach")) or one.shape != other.shape
+    return True

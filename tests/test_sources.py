@@ -1,0 +1,169 @@
+"""What a donated step writes: of the state as it was, whatever inductor makes of a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_trees_close
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import purestep as ps
+from purestep.compile import sources
+
+pytestmark = pytest.mark.compile
+
+Pair = tuple[Tensor, Tensor]
+
+
+def overwritten(old: Tensor, new: Tensor) -> Tensor:
+    copy = old.clone()
+    copy[:] = new
+    return copy
+
+
+LATER: dict[str, Callable[[Tensor, Tensor], Pair]] = {
+    "clone": lambda a, b: (a * 0.5, a.clone()),
+    "detached": lambda a, b: (a * 0.5, a.detach()),
+    "itself": lambda a, b: (a * 0.5, a),
+    "by one": lambda a, b: (a * 0.5, a * 1.0 + 0),
+    "by ones": lambda a, b: (a * 0.5, a * torch.ones_like(a)),
+    "cast there and back": lambda a, b: (a * 0.5, a.double().float()),
+    "viewed and back": lambda a, b: (a * 0.5, a.view(16).clone().view(4, 4)),
+    "all of it written": lambda a, b: (a * 0.5, overwritten(b, a)),
+    "scattered": lambda a, b: (a * 0.5, torch.slice_scatter(b, a, 0, 0, 4)),
+    "turned": lambda a, b: (a * 0.5, a.t().clone()),
+    "turned in place": lambda a, b: (a.t().clone(), b + 1),
+    "a queue": lambda a, b: (a * 0.5, torch.cat([b[1:].clone(), a[:1].clone()])),
+    "exchanged": lambda a, b: (b.clone(), a.clone()),
+}
+"""What becomes of two leaves; the second is the first one as it was."""
+
+
+def as_in_eager(
+    function: Callable[[Tensor, Tensor], Pair], names: tuple[str, str], **settings: Any
+) -> tuple[ps.Tree, ps.Tree]:
+    """Two donated steps, and the same in eager."""
+
+    def step(state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        first, second = names
+        return dict(zip(names, function(state[first], state[second]), strict=True)), {"loss": x.sum()}
+
+    generator = torch.Generator().manual_seed(0)
+    state: Any = {name: torch.randn(4, 4, generator=generator) for name in ("a", "b")}
+    compiled = ps.compile_step(step, donate=True, **settings)
+    found, expected, x = ps.clone(state), state, torch.ones(3)
+    for _ in range(2):
+        (found, _), (expected, _) = compiled(found, x), step(expected, x)
+    return ps.clone(found), expected
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize("kind", LATER)
+def test_a_copy_of_the_state_as_it_was(kind: str, names: tuple[str, str]) -> None:
+    found, expected = as_in_eager(LATER[kind], names, capture="trace")
+    assert_trees_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["clone", "detached", "itself", "cast there and back", "turned in place", "exchanged"])
+def test_a_copy_of_the_state_as_it_was_with_dynamo(kind: str) -> None:
+    found, expected = as_in_eager(LATER[kind], ("a", "b"), capture="dynamo")
+    assert_trees_close(found, expected)
+
+
+def test_a_copy_of_the_state_as_it_was_by_inductors_front_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    from purestep.compile import native
+
+    monkeypatch.setattr(native, "suits", lambda inputs, backend: False)
+    found, expected = as_in_eager(LATER["clone"], ("a", "b"), capture="trace")
+    assert_trees_close(found, expected)
+
+
+@pytest.mark.parametrize("capture", ["trace", "dynamo"])
+def test_without_it_a_copy_is_of_the_state_as_it_becomes(capture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch no longer does this, `sources.held` can go."""
+    monkeypatch.setattr(sources, "held", lambda graph: None)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        found, expected = as_in_eager(LATER["clone"], ("a", "b"), capture=capture)
+    assert not torch.equal(found["b"], expected["b"])
+    assert torch.equal(found["b"], found["a"])
+
+
+def test_a_pass_of_the_users_is_run_too() -> None:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    seen: list[bool] = []
+
+    class Theirs(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            seen.append(torch.ops.purestep.taken.default in [node.target for node in graph.nodes])
+
+        def uuid(self) -> Any:
+            return None
+
+    options = {"post_grad_custom_pre_pass": Theirs()}
+    found, expected = as_in_eager(LATER["clone"], ("a", "b"), capture="dynamo", options=options)
+    assert_trees_close(found, expected)
+    assert seen == [False]
+
+
+# --- what is left as it is --------------------------------------------------------------------------------------------
+
+
+def taken_in(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
+    """How many copies there are after `held`."""
+    graph = make_fx(function, tracing_mode="fake")(*(torch.ones(shape) for shape in shapes)).graph
+    sources.held(graph)
+    graph.lint()
+    return sum(node.target is torch.ops.purestep.taken.default for node in graph.nodes)
+
+
+def average(weights: Tensor, mean: Tensor, count: Tensor) -> None:
+    new, later = weights - 0.1 * mean, mean * 0.9 + weights * 0.1
+    weights.copy_(new)
+    mean.copy_(later)
+    count.copy_(torch.stack([count[0] + 1]))
+
+
+def unchanged(weights: Tensor, mean: Tensor, count: Tensor) -> None:
+    new, same = weights * 0.5, mean.clone()
+    weights.copy_(new)
+    mean.copy_(same)
+    count.copy_(torch.stack([count[0]]))
+
+
+def halves(weights: Tensor, mean: Tensor, count: Tensor) -> None:
+    new = torch.cat([weights[2:] * 0.5, mean[:2].clone()])
+    mean.copy_(mean + 1)
+    weights.copy_(new)
+
+
+def scaled(weights: Tensor, mean: Tensor, count: Tensor) -> None:
+    new, other = weights + 1, weights * 0.5
+    weights.copy_(new)
+    mean.copy_(other)
+
+
+@pytest.mark.parametrize("function", [average, unchanged, halves, scaled])
+def test_what_is_computed_is_not_copied(function: Callable[..., Any]) -> None:
+    assert taken_in(function, (4, 4), (4, 4), (1,)) == 0
+
+
+def test_the_steps_of_a_program_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[Any] = []
+    true = sources._take
+    monkeypatch.setattr(sources, "_take", lambda *given: (copies.append(given), true(*given)))
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.1))
+    for accumulate in (1, 2):
+        program = ps.program(
+            net, ps.supervised(torch.nn.MSELoss()), ps.optim.adamw(1e-2), ema=0.9, accumulate=accumulate
+        )
+        step = ps.compile_step(program.train_step, donate=True)
+        state = program.init()
+        for _ in range(2):
+            state, _ = step(state, (torch.ones(5, 3), torch.ones(5, 4)))
+    assert copies == []
