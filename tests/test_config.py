@@ -149,11 +149,12 @@ def test_intervals_and_limits_of_one_loader():
     assert (both.interval("val"), both.limit("train"), both.limit("val")) == (1.0, 3, 3)
 
 
-def test_a_share_of_epochs_needs_a_number_of_epochs_before_the_run_begins():
+def test_a_share_of_the_run_needs_its_length_before_it_begins():
     late = EarlyStopping(patience=2, start_ratio=0.5)
-    assert FitConfig(epochs=4, early_stopping=late).early_stopping == late
-    for limit in ({"steps": 100}, {"epochs": -1}):
-        with pytest.raises(ConfigError, match=r"start_ratio=0\.5 is a share of the planned epochs"):
+    for limit in ({"epochs": 4}, {"steps": 100}, {"epochs": -1, "steps": 100}):
+        assert FitConfig(early_stopping=late, **limit).early_stopping == late
+    for limit in ({"max_time": 60}, {"epochs": -1}, {"epochs": -1, "steps": -1}):
+        with pytest.raises(ConfigError, match=r"start_ratio=0\.5 is a share of the run, and neither epochs nor steps"):
             FitConfig(early_stopping=late, **limit)
 
 

@@ -259,6 +259,66 @@ def test_patience_counts_evaluations_and_not_epochs() -> None:
     assert (result.epochs, result.stop_reason) == (4, "early_stopping")
 
 
+class Endless:
+    """A loader that does not know its length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.ones(1)] * 4)
+
+
+FOUR = [torch.ones(1)] * 4
+
+
+@pytest.mark.parametrize(
+    ("train", "fields", "updates"),
+    [
+        (FOUR, {"epochs": 8}, 16),
+        (FOUR, {"epochs": 5, "evaluate_every": {"test": 0.25}}, 8),  # whole epochs: 2 of 5
+        (FOUR, {"epochs": 8, "evaluate_every": 2.0}, 16),
+        (FOUR, {"epochs": 8, "evaluate_every": 0.5}, 16),
+        (FOUR, {"epochs": 3, "evaluate_every": 0.25}, 6),
+        (FOUR, {"epochs": 8, "evaluate_every": 6}, 18),
+        (FOUR, {"epochs": 1, "evaluate_every": 1, "early_stopping": {"patience": 1, "start_ratio": 0.75}}, 3),
+        (FOUR, {"epochs": 3, "evaluate_every": 0.25, "monitor": "test_loss"}, 6),
+        (FOUR, {"steps": 20, "evaluate_every": 2}, 10),
+        (FOUR, {"steps": 20, "epochs": 100, "evaluate_every": 2}, 10),  # the limit that is nearer
+        (FOUR, {"steps": 1000, "epochs": 4, "evaluate_every": 2}, 8),
+        (Endless(), {"epochs": 4, "evaluate_every": 1}, 8),
+        (Endless(), {"epochs": -1, "steps": 20, "evaluate_every": 1}, 10),
+    ],
+)
+def test_a_start_is_a_share_of_the_run_however_often_it_is_evaluated(train: Any, fields: Any, updates: int) -> None:
+    loaders = {"train": train, "val": FOUR[:1], "test": FOUR[:1]}
+    early = {"early_stopping": {"patience": 1, "start_ratio": 0.5}}
+    result = fit(script_state(), loaders, scripted([1.0] * 99), **(early | fields))
+    assert result.stop_reason == "early_stopping"
+    assert result.history["step"][-1] == updates
+
+
+@pytest.mark.parametrize("end", range(5, 17))
+def test_a_start_inside_an_epoch_is_where_it_was_after_a_resume(end: int, tmp_path: Path) -> None:
+    made = scripted([1.0] * 99)
+
+    def train_step(state: Any, batch: Tensor) -> Any:
+        return made.train_step(state, batch)[0], {"seen": Mean(batch.sum(), torch.ones(()))}
+
+    def run(snapshots: Path | None, callbacks: Any = ()) -> Any:
+        rule = ps.EarlyStopping(4, start_ratio=0.3)  # 9 of 32 updates: at 10, 12, 14 and 16
+        fields = {"epochs": 8, "evaluate_every": 2, "early_stopping": rule}
+        program, loaders = made._replace(train_step=train_step), {"train": FOUR, "val": FOUR[:1]}
+        return fit(script_state(), loaders, program, snapshots=snapshots, callbacks=callbacks, **fields)
+
+    def leave(event: Any) -> None:
+        raise ZeroDivisionError
+
+    whole = run(None)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, [at(events.StepEnd, end, leave)])
+    resumed = run(tmp_path)
+    assert (resumed.history, resumed.stop_reason) == (whole.history, "early_stopping")
+    assert whole.history["step"][-1] == 16
+
+
 def test_a_metric_whose_direction_is_not_said_is_refused_before_anything_is_trained() -> None:
     taken = []
 

@@ -70,6 +70,16 @@ def test_epochs_before_the_start_do_not_count_as_bad():
     assert stopped_at(flat, EarlyStopping(patience=3), total_epochs=20) == 4
 
 
+def test_the_start_may_be_in_a_smaller_unit_than_what_is_counted():
+    rule, record = EarlyStopping(patience=2, start_ratio=0.5), stopping.init()
+    counted: list[int] = []
+    for count in range(1, 6):  # an evaluation every three batches, of 20 in all
+        record = stopping.observe(record, 1.0, epoch=count, mode="min", rule=rule, total_epochs=20, passed=3 * count)
+        counted.append(record.bad_epochs)
+    assert counted == [0, 0, 0, 1, 2]
+    assert (record.best_epoch, record.start_epoch) == (1, 10)
+
+
 def test_the_start_is_worked_out_anew_when_the_number_of_epochs_changes():
     rule = EarlyStopping(patience=2, start_ratio=0.5)
     record = run([1.0, 1.0, 1.0], rule=rule, total_epochs=4)[-1]
@@ -84,7 +94,7 @@ def test_the_start_epoch_is_at_least_the_first(total: int, ratio: float, start: 
 
 
 def test_a_start_ratio_of_unknown_epochs_is_refused():
-    with pytest.raises(ConfigError, match=r"EarlyStopping: start_ratio=0\.5 is a share of the planned epochs"):
+    with pytest.raises(ConfigError, match=r"EarlyStopping: start_ratio=0\.5 is a share of the run, and neither"):
         stopping.start_epoch(EarlyStopping(patience=1, start_ratio=0.5), None)
 
 

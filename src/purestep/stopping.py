@@ -26,7 +26,9 @@ class EarlyStopping:
             many in a row were no improvement.
         min_delta: by how much a value must beat the last one that reset the patience, at least 0, in the units of the
             monitored value. It never decides what is the best value: that is any strict improvement.
-        start_ratio: share of the planned epochs that pass before epochs are counted, in [0, 1].
+        start_ratio: share of the run (of its epochs or updates, whichever limit is nearer) that passes before any is
+            counted, in [0, 1]. It is rounded down: to whole epochs where the metric is not measured inside them, or
+            nobody knows how many batches they have.
 
     Raises:
         ConfigError: a number out of its range.
@@ -53,7 +55,7 @@ class Record(NamedTuple):
     best_epoch: int | None  # when it was seen, from 1
     reference: float | None  # the last value that beat its predecessor by more than min_delta
     bad_epochs: int  # epochs in a row, from start_epoch on, that did not
-    start_epoch: int  # the first epoch that may count as bad, from 1
+    start_epoch: int  # the first epoch that may count as bad, from 1; in the unit of `observe`'s total_epochs
 
 
 def init() -> Record:
@@ -74,6 +76,7 @@ def observe(
     mode: Mode,
     rule: EarlyStopping | None = None,
     total_epochs: int | None = None,
+    passed: int | None = None,
 ) -> Record:
     """The record after one more value.
 
@@ -85,6 +88,8 @@ def observe(
         rule: early stopping, or None to track the best alone.
         total_epochs: epochs planned in all; only ``start_ratio`` needs it. It may differ from what it was before a
             resume: the start is worked out anew each time.
+        passed: of ``total_epochs``, where ``epoch`` counts something else: evaluations. Both of them may then be in a
+            smaller unit, batches or updates, so that a start inside an epoch can be told. None: ``epoch``.
 
     Raises:
         ConfigError: ``start_ratio`` is set and the number of epochs is not known.
@@ -98,7 +103,8 @@ def observe(
     best = is_better(value, record.best, mode=mode)
     start = start_epoch(rule, total_epochs)
     progress = is_better(value, record.reference, mode=mode, min_delta=rule.min_delta if rule else 0.0)
-    bad_epochs = 0 if progress or epoch < start else record.bad_epochs + 1
+    waits = (epoch if passed is None else passed) < start
+    bad_epochs = 0 if progress or waits else record.bad_epochs + 1
     return Record(
         best=float(value) if best else record.best,
         best_epoch=epoch if best else record.best_epoch,
@@ -151,7 +157,7 @@ def start_epoch(rule: EarlyStopping | None, total_epochs: int | None) -> int:
         return 1
     if total_epochs is None:
         raise ConfigError(
-            f"start_ratio={rule.start_ratio} is a share of the planned epochs, and no number of epochs is planned",
+            f"start_ratio={rule.start_ratio} is a share of the run, and neither epochs nor steps say how long it is",
             where="EarlyStopping",
             hint="fit(..., epochs=100), or start_ratio=0.0",
         )

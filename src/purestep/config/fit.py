@@ -167,7 +167,8 @@ class FitConfig(BaseModel):
             raise ConfigError("anomalies are detected in eager mode only", hint='compile=False, or compile="auto"')
         if self.monitor is not None and self.mode is None:
             stopping.default_mode(self.monitor)
-        stopping.start_epoch(self.early_stopping, None if self.epochs == -1 else self.epochs)
+        planned = [limit for limit in (self.epochs, self.steps) if limit not in (None, -1)]
+        stopping.start_epoch(self.early_stopping, planned[0] if planned else None)
         return self
 
     def interval(self, loader: str) -> int | float:

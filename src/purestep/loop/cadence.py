@@ -23,7 +23,7 @@ class Plan:
         self._length = length
         self._window = window
         self._seen = 0  # batches of the epoch up to which the marks of fractions have been looked at
-        self.inside = any(isinstance(every, int) or every < 1 for every in intervals.values())
+        self.inside = any(map(inside, intervals.values()))
         """Whether any of them may be due inside an epoch."""
 
     def begin(self, record: Record, left: int) -> None:
@@ -59,6 +59,11 @@ class Plan:
     def due_at_end(self, record: Record) -> list[str]:
         """The loaders to evaluate at the end of an epoch (``record.epoch`` counts it already)."""
         return [name for name, every in self._intervals.items() if _is_due_at_end(every, record)]
+
+
+def inside(every: int | float) -> bool:
+    """Whether an evaluation may be due inside an epoch."""
+    return isinstance(every, int) or every < 1
 
 
 def _is_due_at_end(every: int | float, record: Record) -> bool:

@@ -121,7 +121,7 @@ class _Run:
         self.audience = audience
         self.signals = signals
         self.view = setup.view_to_evaluate(state, config)
-        self.judge: Judge = judge(config, feeds.evaluation)
+        self.judge: Judge = judge(config, feeds.evaluation, feeds.train.length)
         self.state, self.record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
         self.eager = compiling.in_eager(program)
         self.program = compiling.ready_program(program, self.state, config)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import stopping
 from ..errors import ConfigError
+from . import cadence
 from .record import Cell, Record
 
 if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
@@ -24,6 +25,7 @@ class Judge(NamedTuple):
     monitor: str | None
     mode: stopping.Mode
     config: FitConfig
+    parts: int = 1  # of an epoch that can be told apart: its batches, where the metric is measured inside of it
 
     def judge(self, record: Record, row: Mapping[str, Cell]) -> Record:
         """The record after this row: best value, patience."""
@@ -31,17 +33,32 @@ class Judge(NamedTuple):
             return record
         value = row[self.monitor]
         count = record.evaluations + 1
-        planned = self.config.epochs
+        passed, planned = self._progress(record) or (count, None)
         best = stopping.observe(
             record.best,
             math.nan if value is None else float(value),
             epoch=count,
             mode=self.mode,
             rule=self.config.early_stopping,
-            total_epochs=None if planned == -1 else planned,
+            total_epochs=planned,
+            passed=passed,
         )
         step = record.calls if stopping.improved(best, epoch=count) else record.best_step
         return record._replace(best=best, evaluations=count, best_step=step)
+
+    def _progress(self, record: Record) -> tuple[int, int] | None:
+        """How much of how much has passed, by the limit that is nearer to where counting starts; None where counting
+        has no start."""
+        rule = self.config.early_stopping
+        if rule is None or not rule.start_ratio:
+            return None
+        epochs, steps = self.config.epochs, self.config.steps
+        found: list[tuple[int, int]] = []
+        if epochs not in (None, -1):
+            found.append((record.epoch * self.parts + min(record.batch, self.parts - 1), epochs * self.parts))
+        if steps not in (None, -1):
+            found.append((record.updates, steps))
+        return max(found, key=lambda place: place[0] / stopping.start_epoch(rule, place[1]))
 
     def improved(self, before: Record, after: Record) -> bool:
         """Whether the last row is the best so far."""
@@ -80,8 +97,13 @@ class Judge(NamedTuple):
         return {"epoch": epoch, self.monitor: record.best.best, "step": record.best_step}
 
 
-def judge(config: FitConfig, loaders: Iterable[str]) -> Judge:
+def judge(config: FitConfig, loaders: Collection[str], length: int | None) -> Judge:
     """The judge of a run: what is monitored, and in which direction it is good.
+
+    Args:
+        config: of the run.
+        loaders: the names of those that are evaluated.
+        length: batches an epoch; None where the loader cannot say.
 
     Raises:
         ConfigError: early stopping with nothing to look at.
@@ -89,7 +111,11 @@ def judge(config: FitConfig, loaders: Iterable[str]) -> Judge:
     monitor = config.monitor or ("val_loss" if "val" in loaders else None)
     if monitor is None:
         _need_monitor(config, {"train_loss"})
-    return Judge(monitor, config.mode or stopping.default_mode(monitor or "loss"), config)
+    mode = config.mode or stopping.default_mode(monitor or "loss")
+    own = [name for name in loaders if monitor and monitor.startswith(f"{name}_")]
+    # What is measured in training has a value in every row, whichever loader it is for.
+    inside = any(cadence.inside(config.interval(name)) for name in own or loaders)
+    return Judge(monitor, mode, config, parts=length if inside and length else 1)
 
 
 def ended_before(judge: Judge, record: Record) -> str | None:
