@@ -523,6 +523,7 @@ def test_records_go_through_json() -> None:
         calls=9,
         updates=4,
         interval={"loss": (float("inf"), 3.0), "x": (float("nan"), 1.0)},
+        line={"loss": (0.1, 2.0)},
         last={"lr": 0.1},
         history=with_row(with_row({}, {"epoch": 1, "a": 1.0}), {"epoch": 2, "b": float("nan")}),
     )
@@ -530,6 +531,8 @@ def test_records_go_through_json() -> None:
     found = from_json({**stored, "of a later version": 1})
     assert repr(found._replace(history=dict(found.history))) == repr(record)
     assert found.history == {"epoch": [1, 2], "a": [1.0, None], "b": [None, None]}
+    del stored["line"]  # as earlier versions wrote it
+    assert repr(from_json(stored)) == repr(found._replace(line={}))
 
 
 # --- which weights ----------------------------------------------------------------------------------------------------

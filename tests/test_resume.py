@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import operator
 import os
 import signal
 import subprocess
 import sys
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import purestep as ps
-from purestep import metrics, optim, schedules
+from purestep import events, metrics, optim, schedules
 from purestep.types import Program
 
 fit = partial(ps.fit, progress=False)
@@ -157,6 +160,31 @@ def test_early_stopping_keeps_its_patience(tmp_path: Path) -> None:
     for after in (BATCHES + 2, BATCHES, 3):
         interrupted(tmp_path, after, **fields)
     same(run(tmp_path, **fields), expected)
+
+
+def lines(directory: Path | None, after: int | None = None, **fields: Any) -> dict[int, events.Logged]:
+    """The lines of the log by their updates, but for the clock, of a run that ends after that many batches."""
+    found: dict[int, events.Logged] = {}
+
+    def keep(event: Any) -> None:
+        if isinstance(event, events.Logged):
+            found[event.updates] = dataclasses.replace(event, steps_per_second=0.0, wait_fraction=0.0)
+
+    stop = None if after is None else Stop(after)
+    with contextlib.suppress(KeyboardInterrupt):
+        run(directory, stop=stop, sinks=[keep], **fields)
+    return found
+
+
+@pytest.mark.parametrize("fields", [{}, {"log_every": 4}, {"log_every": 3, "evaluate_every": 0.3, "tail": "carry"}])
+def test_lines_of_the_log_are_those_of_the_whole_run(fields: Any, tmp_path: Path) -> None:
+    expected = lines(None, **fields)
+    assert len(expected) == 9 // fields.get("log_every", 2) - (fields.get("tail") == "carry")
+    for after in range(2, EPOCHS * BATCHES, 4):
+        where = tmp_path / str(after)
+        assert lines(where, after, **fields) | lines(where, **fields) == expected, after
+    often = [lines(tmp_path / "often", after, **fields) for after in (2, 1, 5, 3, 1, 4)]
+    assert {**reduce(operator.or_, often), **lines(tmp_path / "often", **fields)} == expected
 
 
 @pytest.mark.parametrize(("every", "tail"), [(0.3, "step"), (0.6, "step"), (0.3, "carry"), (2, "step")])

@@ -54,7 +54,8 @@ class StepEnd:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """Every ``log_every`` updates: means since the last one, read back late so that no step waits."""
+    """Every ``log_every`` updates: means since the last one, read back late so that no step waits. A run that was
+    interrupted and goes on has the values of the whole one."""
 
     epoch: int
     updates: int

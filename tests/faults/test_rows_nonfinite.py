@@ -171,6 +171,19 @@ def test_row_36_going_back_undoes_the_updates_that_led_there(caplog: pytest.LogC
     assert "went back to update 3: epoch 2, batch 3" in caplog.text
 
 
+def test_a_line_of_the_log_leaves_out_what_is_undone() -> None:
+    program, told, losses = mlp(), list[Any](), list[float]()
+    feed = Later(poisoned(3, 2), epoch=1)
+    fit(program.init(), feed, program, epochs=3, rollback=1, log_every=4, sinks=[told.append])
+    state = program.init()
+    for batch in [*batches(3), *batches(1)]:  # back to the end of epoch 1, and on with epoch 3
+        state, measured = program.train_step(state, batch)
+        losses.append(float(measured["loss"]))
+    lines = [event for event in told if isinstance(event, Logged)]
+    assert [(line.epoch, line.updates) for line in lines] == [(1, 4), (2, 4)]
+    assert lines[1].values["train_loss"] == pytest.approx(sum(losses) / 4)
+
+
 def test_a_run_that_has_gone_back_is_saved_as_often_as_before(tmp_path: Path) -> None:
     program = mlp()
     with ps.Snapshots(tmp_path, every_steps=2, every_epochs=None, keep=None) as snapshots:

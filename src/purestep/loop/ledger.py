@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +55,6 @@ class Ledger:
         self._log_every = log_every
         self._meter = Meter()
         self._held: deque[tuple[Tag, Any]] = deque()
-        self._logged: Totals = {}
         self._timer = Timer()
 
     @property
@@ -87,7 +86,9 @@ class Ledger:
         if not arrived:
             return record, []
         lines: list[Logged] = []
-        updates, interval, last = record.updates, dict(record.interval), dict(record.last)
+        updates, last = record.updates, dict(record.last)
+        interval, line = dict(record.interval), dict(record.line)
+        sums = (interval, line) if self._log_every else (interval,)
         for rows in arrived:
             self._warn_of_loss(rows)
             begun = 0
@@ -101,12 +102,13 @@ class Ledger:
                     continue
                 updates += 1
                 if self._log_every and updates % self._log_every == 0:
-                    self._sum(rows.part(begun, index + 1), interval, last)
+                    _sum(rows.part(begun, index + 1), sums, last)
                     begun = index + 1
-                    lines.append(self._line(tag, updates, last))
-            self._sum(rows.part(begun), interval, last)
+                    lines.append(self._line(tag, updates, line, last))
+                    line.clear()
+            _sum(rows.part(begun), sums, last)
         self._let_go(arrived, state)
-        return record._replace(updates=updates, interval=interval, last=last), lines
+        return record._replace(updates=updates, interval=interval, line=line, last=last), lines
 
     def _warn_of_loss(self, rows: Rows) -> None:
         """A step of a user's own that does not stop at a loss is told of, once: who wrote it may want it so."""
@@ -122,15 +124,6 @@ class Ledger:
                     *(total / weight, tag.epoch + 1, tag.batch + 1),
                 )
                 return
-
-    def _sum(self, rows: Rows, interval: Totals, rates: dict[str, float]) -> None:
-        meter_.add_to(interval, rows)
-        meter_.add_to(self._logged, rows)
-        for name, total, weight in rows.columns:
-            if _is_rate(name):
-                known = next((row for row in reversed(rows.numbers) if row[weight]), None)
-                if known is not None:
-                    rates[name] = known[total] / known[weight]
 
     def forget(self) -> None:
         """What is on its way belongs to calls that are undone."""
@@ -160,10 +153,9 @@ class Ledger:
         _check_rates(tag, values)
         self._check_halted(state)
 
-    def _line(self, tag: Tag, updates: int, rates: Mapping[str, float]) -> Logged:
-        values = named(meter_.means(self._logged, self.kinds), rates)
+    def _line(self, tag: Tag, updates: int, sums: Totals, rates: Mapping[str, float]) -> Logged:
+        values = named(meter_.means(sums, self.kinds), rates)
         numbers = {name: value for name, value in values.items() if value is not None}
-        self._logged = {}
         speed, waiting = self._timer.rates()
         return Logged(tag.epoch, updates, numbers, speed, waiting)
 
@@ -190,6 +182,17 @@ class Ledger:
 
 _END = object()
 CURE = 'a smaller learning rate, optim.clip_by_global_norm(1.0), or ps.program(..., nonfinite="skip")'
+
+
+def _sum(rows: Rows, sums: Iterable[Totals], rates: dict[str, float]) -> None:
+    """Add the rows to each of the sums, and take the rates as they are in the last of them."""
+    for one in sums:
+        meter_.add_to(one, rows)
+    for name, total, weight in rows.columns:
+        if _is_rate(name):
+            known = next((row for row in reversed(rows.numbers) if row[weight]), None)
+            if known is not None:
+                rates[name] = known[total] / known[weight]
 
 
 def _calls_to_hold(batch: Any) -> int:

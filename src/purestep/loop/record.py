@@ -21,6 +21,7 @@ class Record(NamedTuple):
     calls: int = 0  # of train_step and flush
     updates: int = 0  # optimizer updates applied
     interval: Mapping[str, tuple[float, float]] = MappingProxyType({})  # sums since the last row of the history
+    line: Mapping[str, tuple[float, float]] = MappingProxyType({})  # sums since the last line of the log
     last: Mapping[str, float] = MappingProxyType({})  # last learning rates
     best: stopping.Record = stopping.init()
     best_step: int | None = None  # the snapshot that holds it
@@ -71,16 +72,19 @@ def to_json(record: Record) -> dict[str, Any]:
     return found | {
         "history": dict(record.history),
         "best": stopping.to_json(record.best),
-        "interval": {name: [_bits(total), _bits(weight)] for name, (total, weight) in record.interval.items()},
+        "interval": _sums_to_json(record.interval),
+        "line": _sums_to_json(record.line),
         "last": {name: _bits(value) for name, value in record.last.items()},
     }
 
 
 def from_json(found: Mapping[str, Any]) -> Record:
-    """The way back; fields that a later version adds keep their defaults."""
+    """The way back: fields that a later version adds are left out, and those that an earlier one lacks keep their
+    defaults."""
     known = {name: value for name, value in found.items() if name in Record._fields}
     known["best"] = stopping.from_json(known["best"])
-    known["interval"] = {name: (_number(t), _number(w)) for name, (t, w) in known["interval"].items()}
+    known["interval"] = _sums_from_json(known["interval"])
+    known["line"] = _sums_from_json(known.get("line", {}))
     known["last"] = {name: _number(value) for name, value in known["last"].items()}
     return Record(**known)
 
@@ -95,6 +99,14 @@ def with_row(history: Mapping[str, list[Cell]], row: Mapping[str, Cell]) -> dict
 def cell(value: Cell) -> Cell:
     """A number for JSON."""
     return None if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
+
+
+def _sums_to_json(sums: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
+    return {name: [_bits(total), _bits(weight)] for name, (total, weight) in sums.items()}
+
+
+def _sums_from_json(found: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    return {name: (_number(total), _number(weight)) for name, (total, weight) in found.items()}
 
 
 def _bits(value: float) -> float | str:

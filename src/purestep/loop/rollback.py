@@ -46,5 +46,9 @@ class Keeper:
             return node._replace(step=torch.full_like(node.step, int(key[1])), key=key.clone())
 
         return tree.map(one, tree.clone(good), is_leaf=live.is_state), record._replace(
-            updates=then.updates, interval=then.interval, last=then.last, rollbacks=record.rollbacks + 1
+            updates=then.updates,
+            interval=then.interval,
+            line=then.line,
+            last=then.last,
+            rollbacks=record.rollbacks + 1,
         )
