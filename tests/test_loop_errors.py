@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import assert_trees_close, tiny_mlp, vector_batch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.data import TensorDataset
 
 import purestep as ps
@@ -156,7 +157,13 @@ def test_fit_needs_a_program() -> None:
 
 
 def test_what_an_eval_step_must_return() -> None:
-    for answer, message in ((None, "returned a NoneType"), ({"loss": 1.0}, "metric 'loss' is a float")):
+    with FakeTensorMode():
+        torn = {"hits": Mean(torch.ones((), device="cuda"), torch.ones(()))}
+    for answer, message in (
+        (None, "returned a NoneType"),
+        ({"loss": 1.0}, "metric 'loss' is a float"),
+        (torn, "metrics are on several devices: the total of 'hits' on cuda:0, the weight of 'hits' on cpu"),
+    ):
         program = mlp()._replace(eval_step=lambda state, batch, answer=answer: answer)
         refused(
             StepContractError,

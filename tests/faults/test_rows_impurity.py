@@ -17,6 +17,7 @@ import torch
 from faults.plants import CHANGES, PLANTS, Plant, Step, batch, changed, clean, fresh, later
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import purestep as ps
 from purestep import optim, purity, testing
@@ -234,6 +235,15 @@ def test_row_46_a_compiled_step_is_held_to_it_while_its_graph_is_made() -> None:
 
 # --- row 47: what a step returns --------------------------------------------------------------------------------------
 
+ONE = ps.Mean(torch.ones(()), torch.ones(()))
+
+
+def elsewhere() -> torch.Tensor:
+    """A number on a device that this machine need not have."""
+    with FakeTensorMode():
+        return torch.ones((), device="cuda:0")
+
+
 ANSWERS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "nothing": (lambda s, b: None, "returned a NoneType"),
     "the state alone": (lambda s, b: s, "returned a dict"),
@@ -241,6 +251,14 @@ ANSWERS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "the other order": (lambda s, b: ({}, torch.ones(1)), "returned a "),
     "a metric that is a float": (lambda s, b: (s, {"loss": 1.0}), "metric 'loss' is a float.*ps.Mean"),
     "a metric that is a tensor": (lambda s, b: (s, {"loss": torch.ones(())}), "metric 'loss' is a Tensor"),
+    "a weight elsewhere": (
+        lambda s, b: (s, {"loss": ONE, "hits": ps.Mean(torch.ones(()), elsewhere())}),
+        r"metrics are on several devices: the total of 'loss' on cpu, the weight of 'hits' on cuda:0.*total\.device",
+    ),
+    "a metric elsewhere": (
+        lambda s, b: (s, {"loss": ONE, "hits": ps.Mean(elsewhere(), elsewhere())}),
+        "metrics are on several devices: the total of 'loss' on cpu, the total of 'hits' on cuda:0",
+    ),
 }
 
 
@@ -252,6 +270,15 @@ def test_row_47_what_a_step_must_return(answer: str, every: int | None) -> None:
     with pytest.raises(StepContractError, match=rf"^train_step: {message}") as caught:
         train(step, check_every=every)
     assert caught.value.hint
+
+
+@pytest.mark.compile
+def test_row_47_a_compiled_step_returns_its_metrics_on_one_device() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        return state, {"loss": ONE, "hits": ps.Mean(torch.ones(()), torch.ones((), device="meta"))}
+
+    with pytest.raises(StepContractError, match=r"^metrics: .*'loss' on cpu, the weight of 'hits' on meta \(cure: "):
+        train(step, compile=AOT, check_every=None)
 
 
 def test_row_47_memory_is_flat_over_1000_steps() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..compile.graphs import Stacked, unstacked
+from ..errors import StepContractError
 from ..types import Mean, Metrics
 
 Totals = dict[str, tuple[float, float]]
@@ -98,6 +99,7 @@ class Meter:
         self._shipped.append(_Shipment(tags, columns, *_to_host(packed)))
 
     def _packed(self, waiting: list[Metrics]) -> tuple[Tensor, list[Columns]]:
+        check_devices(waiting, where="metrics")  # what a compiled step returns has not been looked at
         for metrics in waiting:
             self.kinds |= {name: type(mean) for name, mean in metrics.items() if type(mean) is not Mean}
         parts = [part for metrics in waiting for mean in metrics.values() for part in (mean[0], mean[1])]
@@ -121,6 +123,25 @@ class Meter:
                 shipment.event.synchronize()
             found += _rows(shipment)
         return found
+
+
+def check_devices(calls: Sequence[Metrics], *, where: str) -> None:
+    """Nothing, where all totals and weights are on one device: they travel to the host together.
+
+    Raises:
+        StepContractError: with a metric on each of the devices.
+    """
+    if len({part.device for found in calls for mean in found.values() for part in (mean[0], mean[1])}) < 2:
+        return
+    places: dict[torch.device, str] = {}
+    for name, mean in (item for found in calls for item in found.items()):
+        places.setdefault(mean.total.device, f"the total of {name!r}")
+        places.setdefault(mean.weight.device, f"the weight of {name!r}")
+    raise StepContractError(
+        f"metrics are on several devices: {', '.join(f'{what} on {device}' for device, what in places.items())}",
+        where=where,
+        hint="make all of them on the device of the batch: ps.Mean(total, torch.tensor(8.0, device=total.device))",
+    )
 
 
 def _columns(sizes: Iterable[tuple[str, int]]) -> Columns:

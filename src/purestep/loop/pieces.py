@@ -184,7 +184,7 @@ def check_metrics(found: Any, *, where: str) -> Metrics:
     """What a step measured, if it is a dict of Means.
 
     Raises:
-        StepContractError: it is not.
+        StepContractError: it is not, or they are on several devices.
     """
     wrong = {"": found} if not isinstance(found, dict) else {k: v for k, v in found.items() if not _is_mean(v)}
     for name, value in wrong.items():
@@ -198,6 +198,7 @@ def check_metrics(found: Any, *, where: str) -> Metrics:
             where=where,
             hint="{name: ps.Mean(total, weight)}, two tensors",
         )
+    meter_.check_devices([found], where=where)
     return found
 
 
