@@ -32,6 +32,8 @@ def table(work: str, device: str = "cpu", only: list[str] | None = None, repeats
         rows.append({"name": name, "unit": "B", "values": found})
     what = "allocated on the device" if device == "cuda" else "resident, libraries and all"
     note = f"High-water mark over three steps after three others, {what}; one process each."
+    if device == "cuda":
+        note += " JAX's is of the whole process: it cannot be put back."
     return {"title": chosen.about, "threads": torch.get_num_threads(), "rows": rows, "absent": absent, "note": note}
 
 

@@ -202,3 +202,19 @@ def test_a_draw_may_give_more_than_tensors() -> None:
         out = torch.ops.aten._scaled_dot_product_flash_attention(inputs, inputs, inputs)
     assert out[0].shape == inputs.shape
     assert out[2] is None
+
+
+def test_what_draws() -> None:
+    aten = torch.ops.aten
+    attention = aten._scaled_dot_product_efficient_attention.default
+    q = torch.empty(1, 1, 4, 8, device="meta")
+    assert rng.is_draw(aten.rand.default, ([3],), {})
+    assert rng.is_draw(aten.native_dropout.default, (q, 0.5, True), {})
+    assert not rng.is_draw(aten.add.Tensor, (q, q), {})
+    assert rng.is_draw(attention, (q, q, q, None, True, 0.1), {})
+    assert rng.is_draw(attention, (q, q, q, None, True), {"dropout_p": 0.1})
+    assert not rng.is_draw(attention, (q, q, q, None, True, 0.0), {})
+    assert not rng.is_draw(attention, (q, q, q, None, True), {})
+    assert not rng.is_draw(aten._scaled_dot_product_cudnn_attention.default, (q, q, q, None, True, 0.0), {})
+    assert rng.is_draw(aten._scaled_dot_product_flash_attention.default, (q, q, q, 0.5), {})
+    assert not rng.is_draw(aten._scaled_dot_product_flash_attention.default, (q, q, q), {})

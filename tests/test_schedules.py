@@ -413,3 +413,18 @@ def test_on_cuda_no_schedule_waits_for_the_device():
     assert {name: float(value) for name, value in found.items()} == pytest.approx(
         {name: float(schedule(3)) for name, schedule in MANY.items()}
     )
+
+
+def test_a_table_of_torchs_is_copied_to_the_device_once() -> None:
+    """Inside of a graph it could not be: a CUDA graph takes no copies from the host."""
+    table = schedules.from_torch_scheduler(torch_schedulers.StepLR, 1.0, steps=3, step_size=1, gamma=0.5)
+
+    def copies() -> int:
+        graph = make_fx(table, tracing_mode="fake", _allow_non_fake_inputs=True)(torch.empty((), device="meta")).graph
+        return sum(node.target is torch.ops.aten._to_copy.default for node in graph.nodes)
+
+    count = torch.empty((), dtype=torch.int64, device="meta")
+    assert copies() == 1
+    assert table(count).device.type == "meta"  # as `init` asks
+    assert copies() == 0
+    assert float(table(2)) == 0.25

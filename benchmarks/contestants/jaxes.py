@@ -78,6 +78,8 @@ def _jax(work: Work, device: torch.device) -> Contestant:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax, jnp = (importlib.import_module(name) for name in ("jax", "jax.numpy"))
     flax_models = importlib.import_module("benchmarks.contestants.flax_models")
+    if not work.bf16:
+        jax.config.update("jax_default_matmul_precision", "highest")  # float32 as torch's, on a GPU too
     place = _place(device)
     module = works.seeded_model(work)
     model = flax_models.like(module, bf16=work.bf16, cuda=device.type == "cuda")

@@ -8,7 +8,7 @@ index), evaluation from a fixed stream with the batch index.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -158,13 +158,24 @@ def replaying() -> AbstractContextManager[Any]:
     return _Replaying()
 
 
+def is_draw(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of torch's operator draws random numbers; attention that drops nothing out does not."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    for at, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            rate = args[at] if at < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return rate != 0
+    return True
+
+
 class _Replaying(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._drawn: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if not is_draw(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         position = torch.default_generator.initial_seed()
         torch.default_generator.manual_seed(position + 1)

@@ -28,7 +28,8 @@ def compile_step(
     Results are those of the eager step but for rounding: operations are fused, and on the CPU products of float32 are
     a kernel of purestep's own where the processor has AVX2 or AVX-512. There a thread that calls compiled steps keeps
     the memory of their intermediates until it ends. Random numbers come from torch's generator of the device, which
-    threads share: steps that draw some repeat themselves on one thread at a time.
+    threads share: steps that draw some repeat themselves on one thread at a time. On CUDA they are drawn inside of
+    kernels: others than those of the eager step, and the same at every run.
 
     Compiled code is kept in inductor's cache directory for the next process, which finds it without loading the
     compiler, by the operations that the step consists of (on the CPU, with torch 2.13 or later; not where the step uses

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
+from .. import rng
 from ..errors import StepContractError
 from . import sources
 
@@ -39,7 +41,12 @@ def finished(graph: GraphModule) -> GraphModule:
                 where="step",
                 hint=ONE_DTYPE,
             )
-    return _scalars_apart(graph)
+    return _scalars_apart(graph) if _OFFSETS_STAY else graph
+
+
+_OFFSETS_STAY = TorchVersion(torch.__version__) >= TorchVersion("2.13")
+"""Inductor of torch 2.11 folds ``1 * view``, and loses the view's offset where another one is taken of it: in a step
+with a loss scale, the learning rate beside it was read."""
 
 
 def views_allowed(graph: GraphModule) -> GraphModule:
@@ -119,7 +126,7 @@ def draws(graph: GraphModule) -> bool:
 
 def is_draw(node: Any) -> bool:
     """Whether a node draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return hasattr(node.target, "tags") and rng.is_draw(node.target, node.args, node.kwargs)
 
 
 def as_laid_out(graph: GraphModule) -> GraphModule:

@@ -10,6 +10,7 @@ each replay, and the host seeds it before.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -49,10 +50,14 @@ class _Recorded:
                 # DataLoader's, pinning memory) is none of a graph's business.
                 with torch.cuda.graph(graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"):
                     self.outputs = run(tensors, self.leaves)
-            except torch.OutOfMemoryError:
-                raise
+            except torch.OutOfMemoryError as error:
+                raise StepContractError(
+                    f"no memory is left to record it as a CUDA graph: {str(error).splitlines()[0]}",
+                    where="step",
+                    hint="a smaller batch; or cuda_graph=False: a recorded step has intermediates of its own",
+                ) from error
             except RuntimeError as error:
-                _mend(device, before)
+                _mend(device, before, pool)
                 raise StepContractError(
                     f"cannot be recorded as a CUDA graph: {str(error).strip().splitlines()[0]}",
                     where="step",
@@ -86,10 +91,19 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _mend(device: torch.device, stream: torch.cuda.Stream) -> None:
-    """After a recording that was broken off torch's generator waits for its end; the end of another one will do."""
+def _mend(device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
+    """After a recording that was broken off torch's allocator and generator wait for its end, which torch does not tell
+    them of where the end itself fails. The generator takes the end of another one for it."""
     torch.cuda.set_stream(stream)
-    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=_stream(device)):
+    core: Any = importlib.import_module("torch._C")
+    with suppress(RuntimeError, AttributeError):  # where torch has told them, there is no such recording
+        core._cuda_endAllocateToPool(device.index, pool)
+        core._cuda_releasePool(device.index, pool)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        suppress(RuntimeError),
+        torch.cuda.graph(graph, stream=_stream(device), capture_error_mode="thread_local"),
+    ):
         torch.zeros((), device=device)
 
 

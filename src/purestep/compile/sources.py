@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -72,7 +71,7 @@ def held(graph: Graph) -> None:
 def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
     """Inductor's options, with `held` before the passes that it ends with: for graphs that Dynamo has made."""
     from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     register()
     name, settings = "post_grad_custom_pre_pass", cast(Any, config)
@@ -87,7 +86,7 @@ def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
         def uuid(self) -> Any:
             """For inductor's cache."""
             found = None if theirs is None else theirs.uuid()
-            return None if theirs is not None and found is None else (Path(__file__).read_bytes(), found)
+            return None if theirs is not None and found is None else (get_hash_for_files((__file__,)), found)
 
     return {**options, name: Held()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -170,7 +171,7 @@ class _Copied(NamedTuple):
 
 
 def _ahead(batches: Iterator[Batch], device: Device, depth: int) -> Iterator[Batch]:
-    stream = torch.cuda.Stream(device)
+    stream = _stream(device)
     ready: deque[_Copied] = deque()
     failed: Exception | None = None
     more = True
@@ -191,6 +192,12 @@ def _ahead(batches: Iterator[Batch], device: Device, depth: int) -> Iterator[Bat
             yield to_device(batch, device)  # what is neither tensor nor array could not be recorded: it moves here
     if failed is not None:
         raise failed
+
+
+@functools.cache
+def _stream(device: Device) -> torch.cuda.Stream:
+    """One a device for all loaders: memory that one stream has given back, torch gives to no other."""
+    return torch.cuda.Stream(device)
 
 
 def _copied(batch: Batch, device: Device, stream: torch.cuda.Stream) -> _Copied:

@@ -261,7 +261,14 @@ def _cudnn_benchmark(wanted: bool) -> Generator[None]:
 
 @contextmanager
 def _tf32(allowed: bool) -> Generator[None]:
-    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    except RuntimeError as error:  # set by `fp32_precision`, of which torch lets nobody ask in both ways
+        found = str(error).splitlines()[0]
+        hint = "leave tf32 out: torch.backends.fp32_precision, which is set already, says it"
+        raise ConfigError(
+            f"tf32={allowed}, and torch does not tell what it is: {found}", where="fit", hint=hint
+        ) from error
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
     try:
         yield
