@@ -86,7 +86,7 @@ def test_a_copy_of_the_state_as_it_was_by_inductors_front_door(monkeypatch: pyte
 @pytest.mark.parametrize("capture", ["trace", "dynamo"])
 def test_without_it_a_copy_is_of_the_state_as_it_becomes(capture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch no longer does this, `sources.held` can go."""
-    monkeypatch.setattr(sources, "held", lambda graph: None)
+    monkeypatch.setattr(sources, "held", lambda graph, **_: None)
     with torch._inductor.config.patch(fx_graph_cache=False):
         found, expected = as_in_eager(LATER["clone"], ("a", "b"), capture=capture)
     assert not torch.equal(found["b"], expected["b"])
@@ -109,6 +109,52 @@ def test_a_pass_of_the_users_is_run_too() -> None:
     found, expected = as_in_eager(LATER["clone"], ("a", "b"), capture="dynamo", options=options)
     assert_trees_close(found, expected)
     assert seen == [False]
+
+
+# --- what is returned -------------------------------------------------------------------------------------------------
+
+OLD: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
+    "a leaf": lambda s: s["a"],
+    "a copy": lambda s: s["a"].clone(),
+    "one of several": lambda s: s["v"].clone()[1],
+    "by one": lambda s: s["a"] * 1.0,
+    "a count": lambda s: s["n"].clone(),
+}
+
+
+def losses(kind: str, capture: str) -> tuple[list[float], list[float]]:
+    """A number of the old state as the only metric, in three donated steps and in eager."""
+
+    def step(s: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return {"a": s["a"] * 0.5 + 1, "v": s["v"] * 0.5 + x.sum(), "n": s["n"] + 1}, {"old": OLD[kind](s)}
+
+    state: Any = {"a": torch.tensor(3.0), "v": torch.arange(1.0, 5.0), "n": torch.tensor(7)}
+    compiled, live, x = ps.compile_step(step, donate=True, capture=capture), ps.clone(state), torch.ones(3)
+    metrics: list[tuple[Any, Any]] = []
+    for _ in range(3):
+        (live, found), (state, expected) = compiled(live, x), step(state, x)
+        metrics.append((found["old"], expected["old"]))
+    return [float(found) for found, _ in metrics], [float(expected) for _, expected in metrics]
+
+
+@pytest.mark.parametrize("kind", OLD)
+def test_a_metric_of_the_state_as_it_was(kind: str) -> None:
+    found, expected = losses(kind, "trace")
+    assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a leaf", "one of several"])
+def test_a_metric_of_the_state_as_it_was_with_dynamo(kind: str) -> None:
+    found, expected = losses(kind, "dynamo")
+    assert found == expected
+
+
+def test_without_it_a_metric_is_of_the_state_as_it_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "held", lambda graph, **_: None)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        found, expected = losses("a copy", "trace")
+    assert found != expected
 
 
 # --- what is left as it is --------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""What a donated step writes into its buffers, in memory of its own where inductor would read a buffer too late.
+"""What a donated step writes and returns, in memory of its own where inductor would read a buffer too late.
 
 A step returns ``{"weights": new, "before": weights.clone()}``. In the graph, ``new`` and the clone are computed, then
 both are written. But inductor drops what changes no number (a clone, ``x * 1``, a cast there and back), and does not
 see that what is left is a buffer, which has been written by then: ``before`` becomes ``new``. `torch.compile` of such a
-function is wrong in the same way. Here such a source goes through an operator that none of its passes knows.
+function is wrong in the same way. A metric that is a number of the old state would become one of the new. Here such a
+source, or result, goes through an operator that none of its passes knows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, library
@@ -57,15 +58,27 @@ def apart(module: GraphModule) -> GraphModule:
     return module
 
 
-def held(graph: Graph) -> None:
-    """Have every source that may turn out to be a written buffer taken before the first write."""
+def held(graph: Graph, *, is_simplified: bool = False) -> None:
+    """Have what is written, or returned, and may turn out to be a written buffer, taken before the first write.
+
+    Args:
+        graph: changed.
+        is_simplified: inductor has dropped copies already, so that a result that is a buffer was a copy of it. Before
+            that it is the buffer, as it becomes.
+    """
     found = writes(graph)
     written = {cast(Any, node.args[0]) for node in found}
+    if not written:
+        return
     shown = _Shown(graph)
     for node in found:
         buffer, source, *_ = node.args
-        if any(each in written and (each is not buffer or moved) for each, moved in shown(source)):
+        if any(at.place in written and (at.place is not buffer or at.moved) for at in shown(source)):
             _take(graph, node, source)
+    last = next(node for node in reversed(graph.nodes) if node.op == "output")
+    for source in last.all_input_nodes:
+        if any(at.place in written and (at.copied or is_simplified) for at in shown(source)):
+            _take(graph, last, source)
 
 
 def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +94,7 @@ def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
         def __call__(self, graph: Graph) -> None:
             if theirs is not None:
                 theirs(graph)
-            held(graph)
+            held(graph, is_simplified=True)
 
         def uuid(self) -> Any:
             """For inductor's cache."""
@@ -91,13 +104,16 @@ def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, name: Held()}
 
 
-def _take(graph: Graph, write: Node, source: Any) -> None:
+def _take(graph: Graph, user: Node, source: Any) -> None:
     is_computed = source.op != "placeholder"
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_after(source) if is_computed else graph.inserting_before(first):
         made = graph.call_function(torch.ops.purestep.taken.default, (source,))
     made.meta.update(source.meta)
-    write.update_arg(1, made)
+    if user.op == "output":
+        user.replace_input_with(source, made)
+    else:
+        user.update_arg(1, made)  # what is written; where it is written to stays
 
 
 def is_view(node: Any) -> bool:
@@ -135,8 +151,16 @@ _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1, "true_divide": 1, "pow": 1}
 """What changes nothing: a sum by this, a product by that. Of any other number the result is computed."""
 
 
+class _At(NamedTuple):
+    """What a node may show."""
+
+    place: Any
+    moved: bool  # its numbers have other places
+    copied: bool  # it was memory of its own before inductor saw that nothing changes
+
+
 class _Shown:
-    """Which inputs of a graph a node may show, and whether at other places than they have.
+    """Which inputs of a graph a node may show.
 
     Says so of some that are computed after all: those are copied once more.
     """
@@ -147,16 +171,17 @@ class _Shown:
             if node.op == "placeholder" or any(each in self._depends for each in node.all_input_nodes):
                 self._depends.add(node)
 
-    def __call__(self, source: Any) -> Iterator[tuple[Any, bool]]:
-        seen, waiting = set[tuple[Any, bool]](), [(source, False)]
+    def __call__(self, source: Any) -> Iterator[_At]:
+        seen, waiting = set[_At](), [_At(source, moved=False, copied=False)]
         while waiting:
-            node, moved = one = waiting.pop()
+            node, moved, copied = one = waiting.pop()
             if one in seen:
                 continue
             seen.add(one)
             if node.op == "placeholder":
                 yield one
-            waiting += [(each, moved or _moves(each, node)) for each in self._of(node)]
+            own = copied or not (is_view(node) or node.target is operator.getitem)
+            waiting += [_At(each, moved or _moves(each, node), own) for each in self._of(node)]
 
     def _of(self, node: Any) -> list[Any]:
         """Those of a node's inputs that it may be the same as."""
