@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import assert_trees_close
 from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
@@ -93,22 +94,63 @@ def test_without_it_a_copy_is_of_the_state_as_it_becomes(capture: str, monkeypat
     assert torch.equal(found["b"], found["a"])
 
 
-def test_a_pass_of_the_users_is_run_too() -> None:
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+class Theirs(CustomGraphPass):
+    """A pass of the user's: whether ours had run before it."""
 
-    seen: list[bool] = []
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
 
-    class Theirs(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            seen.append(torch.ops.purestep.taken.default in [node.target for node in graph.nodes])
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.seen.append(torch.ops.purestep.taken.default in [node.target for node in graph.nodes])
 
-        def uuid(self) -> Any:
-            return None
+    def uuid(self) -> Any:
+        return None
 
-    options = {"post_grad_custom_pre_pass": Theirs()}
-    found, expected = as_in_eager(LATER["clone"], ("a", "b"), capture="dynamo", options=options)
+
+class Told(CustomInferenceAwareGraphPass):
+    """One that wants to know whether there is a backward pass."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+        self.seen.append(torch.ops.purestep.taken.default in [node.target for node in graph.nodes])
+
+    def uuid(self) -> Any:
+        return "told"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [lambda one: one, lambda one: [one], lambda one: (one,), lambda one: one.__call__],
+    ids=["one", "a list", "a tuple", "a function"],
+)
+def test_a_pass_of_the_users_is_run_too(given: Callable[[Any], Any]) -> None:
+    one = Theirs()
+    found, expected = as_in_eager(
+        LATER["clone"], ("a", "b"), capture="dynamo", options={"post_grad_custom_pre_pass": given(one)}
+    )
     assert_trees_close(found, expected)
-    assert seen == [False]
+    assert one.seen == [False]
+
+
+def test_a_pass_that_wants_to_know_more_is_told() -> None:
+    one, settings = Told(), torch._inductor.config
+    with settings.patch(post_grad_custom_pre_pass=one, fx_graph_cache=False):
+        found, expected = as_in_eager(LATER["clone"], ("a", "b"), capture="dynamo")
+    assert_trees_close(found, expected)
+    assert one.seen == [False]
+
+
+def test_inductors_cache_knows_all_passes() -> None:
+    def uuid(given: Any) -> Any:
+        return sources.as_option({"post_grad_custom_pre_pass": given})["post_grad_custom_pre_pass"].uuid()
+
+    assert uuid(None) is not None
+    assert uuid(Told()) not in (None, uuid(None))
+    assert uuid([Told(), Told()]) not in (None, uuid(Told()))
+    for unknown in (Theirs(), print, [Told(), print]):
+        assert uuid(unknown) is None
 
 
 # --- what is returned -------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from .. import packed as packed_
 from .. import tree
 from ..errors import StateError
 from ..types import Empty, TrainState, Tree
-from . import sources
 
 
 def is_state(node: Any) -> bool:
@@ -83,7 +82,7 @@ class Slots(NamedTuple):
             if kind == "own" and after is not before
         ]
         # A leaf may be another one's old value: all are taken before the first is written.
-        for buffer, after in scalars + [(buffer, _taken(after, buffers)) for buffer, after in own]:
+        for buffer, after in scalars + [(buffer, apart(after, buffers)) for buffer, after in own]:
             buffer.copy_(after)
 
 
@@ -94,14 +93,6 @@ def apart(value: Tensor, buffers: list[Tensor]) -> Tensor:
     memory = StorageWeakRef(value.untyped_storage())
     taken = any(StorageWeakRef(buffer.untyped_storage()) == memory for buffer in buffers)
     return value.clone() if taken else value
-
-
-def _taken(value: Tensor, buffers: list[Tensor]) -> Tensor:
-    """The value as it is before any buffer is written."""
-    if any(value is buffer for buffer in buffers):
-        return sources.taken(value)
-    held = apart(value, buffers)
-    return held if held is value or torch.compiler.is_compiling() else sources.taken(value)
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device:

@@ -31,7 +31,7 @@ def finished(graph: GraphModule) -> GraphModule:
         StepContractError: a product of two dtypes, which torch refuses when it is computed, and fake tensors let pass.
     """
     for node in graph.graph.nodes:
-        if getattr(node.target, "__name__", "").partition(".")[0] not in _PRODUCTS:
+        if sources.name_of(node) not in _PRODUCTS:
             continue
         values = [source.meta.get("val") for source in node.all_input_nodes]
         dtypes = {value.dtype: None for value in values if isinstance(value, Tensor)}

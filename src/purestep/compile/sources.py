@@ -84,22 +84,24 @@ def held(graph: Graph, *, is_simplified: bool = False) -> None:
 def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
     """Inductor's options, with `held` before the passes that it ends with: for graphs that Dynamo has made."""
     from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass, get_hash_for_files
 
     register()
     name, settings = "post_grad_custom_pre_pass", cast(Any, config)
-    theirs: Any = options.get(name, settings.post_grad_custom_pre_pass)
+    given: Any = options.get(name, settings.post_grad_custom_pre_pass)
+    theirs: tuple[Any, ...] = tuple(given) if isinstance(given, list | tuple) else (given,) if given else ()
 
-    class Held(CustomGraphPass):
-        def __call__(self, graph: Graph) -> None:
-            if theirs is not None:
-                theirs(graph)
+    class Held(CustomInferenceAwareGraphPass):
+        def __call__(self, graph: Graph, is_inference: bool) -> None:
+            for each in theirs:
+                known = {"is_inference": is_inference} if isinstance(each, CustomInferenceAwareGraphPass) else {}
+                each(graph, **known)
             held(graph, is_simplified=True)
 
         def uuid(self) -> Any:
-            """For inductor's cache."""
-            found = None if theirs is None else theirs.uuid()
-            return None if theirs is not None and found is None else (get_hash_for_files((__file__,)), found)
+            """For inductor's cache, which keeps nothing that was made with a pass it cannot tell from others."""
+            found = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in theirs]
+            return (get_hash_for_files((__file__,)), *found) if all(found) else None
 
     return {**options, name: Held()}
 
@@ -119,6 +121,11 @@ def _take(graph: Graph, user: Node, source: Any) -> None:
 def is_view(node: Any) -> bool:
     """Whether a node shows memory of another one."""
     return node.op == "call_function" and getattr(node.target, "is_view", False)
+
+
+def name_of(node: Any) -> str:
+    """An operator's name, whichever of its overloads a node calls."""
+    return getattr(node.target, "__name__", "").partition(".")[0]
 
 
 def _computed_apart(module: GraphModule, source: Any) -> None:
@@ -187,7 +194,7 @@ class _Shown:
         """Those of a node's inputs that it may be the same as."""
         if node.op != "call_function":
             return []
-        name = getattr(node.target, "__name__", "").partition(".")[0]
+        name = name_of(node)
         inputs = [each for each in node.all_input_nodes if each in self._depends]
         if name == "cat" and len(node.args[0]) > 1:  # memory of its own
             return []
@@ -207,6 +214,5 @@ def _moves(before: Any, after: Any) -> bool:
         one, other = shown
         if one.numel() == other.numel() == 1:
             return False
-        name = getattr(after.target, "__name__", "").partition(".")[0]
-        return (is_view(after) and name not in ("alias", "detach")) or one.shape != other.shape
+        return (is_view(after) and name_of(after) not in ("alias", "detach")) or one.shape != other.shape
     return True
