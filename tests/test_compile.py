@@ -983,9 +983,13 @@ def test_memory_of_another_layout_given_to_a_tensor_of_the_state_is_refused(chan
 @pytest.mark.compile
 def test_a_layout_that_is_not_looked_at_is_seen_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("purestep.compile.live.Store.check", lambda self, kinds: None)
-    new, eager = step_after(given(lambda: torch.randn(16)[::2]))
-    with pytest.raises(AssertionError):
+
+    def looked_at() -> None:
+        new, eager = step_after(given(lambda: torch.randn(16)[::2]))  # with torch 2.11 the step itself looks
         assert_trees_close(new.buffers, eager.buffers)
+
+    with pytest.raises(AssertionError):
+        looked_at()
 
 
 @pytest.mark.compile

@@ -340,7 +340,8 @@ def test_a_language_model_repeats_itself_to_the_bit_on_two_threads():
         assert_trees_close(ends[0], end, exact=True)
 
 
-def test_a_recurrent_model_trains():
+@pytest.mark.parametrize("door", ["native", "inductor's"])
+def test_a_recurrent_model_trains(monkeypatch: pytest.MonkeyPatch, door: str):
     """torch's kernel for an LSTM cannot be traced: its workspace has no size before it is called."""
 
     class Model(nn.Module):
@@ -351,6 +352,8 @@ def test_a_recurrent_model_trains():
         def forward(self, x: Tensor) -> Tensor:
             return self.out(self.inner(x)[0][:, -1])
 
+    if door != "native":
+        monkeypatch.setattr(native, "suits", lambda *_: False)
     program = ps.program(Model(), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
     batch = (torch.randn(4, 6, 5), torch.randn(4, 1))
     step = ps.compile_step(program.train_step, capture="trace")
@@ -898,16 +901,3 @@ def test_an_input_written_from_itself_through_a_view(turn: int):
 def test_without_memory_of_its_own_it_is_overwritten_while_it_is_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sources, "_computed_apart", lambda graph, source: None)
     assert not is_written_whole(TURNS[1])
-
-
-@pytest.mark.parametrize("door", ["native", "inductor's"])
-def test_a_donated_state_that_is_a_view_of_itself(monkeypatch: pytest.MonkeyPatch, door: str):
-    def step(state: dict[str, Tensor], batch: Tensor) -> tuple[Any, Any]:
-        turned = (state["q"].view(64, -1).t() * 2).reshape(-1)
-        return {"q": turned, "r": state["r"].flip(0)}, {"m": ps.Mean(batch.sum(), torch.ones(()))}
-
-    if door != "native":
-        monkeypatch.setattr(native, "suits", lambda *_: False)
-    state, batch = {"q": torch.randn(4096), "r": torch.randn(100)}, torch.ones(3)
-    found, _ = ps.compile_step(step, donate=True, capture="trace")(state, batch)
-    assert_trees_close(found, step(state, batch)[0], rtol=1e-6, atol=1e-6)

@@ -74,7 +74,7 @@ def _made(
             except Exception as error:  # what inductor's inner door does not take, its front door may
                 native.given_up("native code", error)
     with with_compiler():
-        with rng.capturing(), torch.no_grad():
+        with rng.capturing(), torch.no_grad(), native.no_recurrent_kernel():
             graph = passes.finished(passes.views_allowed(_traced(run, inputs)))
         draws = passes.draws(graph)
         with recording.below_autocast():
@@ -166,10 +166,7 @@ def _lowered(
         return _unpacking(backend(graph, inputs))
     # Documented, not yet public; torch.compile stands behind it.
     inductor: Any = importlib.import_module("torch._inductor")
-    chosen = dict(options) if options else None
-    sources.register()
-    graph = sources.apart(graph)
-    graph.recompile()
+    chosen = {"config_patches": sources.as_option(options or {})}
     made = inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=chosen)
     return native.on_threads(_unpacking(made), torch.get_num_threads())
 

@@ -113,8 +113,9 @@ def is_functional(graph: GraphModule) -> bool:
 
 def writing_last(graph: GraphModule) -> GraphModule:
     """The graph with every write at its end: inductor reads a view, or what it takes for one, where it is used."""
+    sources.apart(graph.graph)
     last = output(graph)
-    for node in sources.writes(sources.apart(graph).graph):
+    for node in sources.writes(graph.graph):
         last.prepend(node)
     return graph
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, library
 
 if TYPE_CHECKING:
-    from torch.fx import Graph, GraphModule, Node
+    from torch.fx import Graph, Node
 
 
 @library.custom_op("purestep::taken", mutates_args=(), schema="(Tensor value) -> Tensor")
@@ -50,12 +50,19 @@ def writes(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
 
 
-def apart(module: GraphModule) -> GraphModule:
-    """The graph with such sources in memory of their own, and whatever is written through a view of it."""
-    held(module.graph)
-    for node in writes(module.graph):
-        _computed_apart(module, node.args[1])
-    return module
+def apart(graph: Graph, *, is_simplified: bool = False) -> None:
+    """Put such sources into memory of their own, and whatever is written through a view of it.
+
+    Args:
+        graph: changed.
+        is_simplified: inductor has dropped copies already.
+    """
+    held(graph, is_simplified=is_simplified)
+    shown = _Shown(graph)
+    for node in writes(graph):
+        for at in list(shown(node.args[1])):
+            if at.moved and at.node.op == "call_function" and at.node.target is not operator.getitem:
+                _computed_apart(graph, at)
 
 
 def held(graph: Graph, *, is_simplified: bool = False) -> None:
@@ -73,35 +80,35 @@ def held(graph: Graph, *, is_simplified: bool = False) -> None:
     shown = _Shown(graph)
     for node in found:
         buffer, source, *_ = node.args
-        if any(at.place in written and (at.place is not buffer or at.moved) for at in shown(source)):
+        if any(at.node in written and (at.node is not buffer or at.moved) for at in shown(source)):
             _take(graph, node, source)
     last = next(node for node in reversed(graph.nodes) if node.op == "output")
     for source in last.all_input_nodes:
-        if any(at.place in written and (at.copied or is_simplified) for at in shown(source)):
+        if any(at.node in written and (at.copied or is_simplified) for at in shown(source)):
             _take(graph, last, source)
 
 
 def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Inductor's options, with `held` before the passes that it ends with: for graphs that Dynamo has made."""
-    from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass, get_hash_for_files
+    """Inductor's options, with `apart` before the passes that it ends with: for graphs that Dynamo has made."""
+    from torch._inductor import config, custom_graph_pass
 
     register()
-    name, settings = "post_grad_custom_pre_pass", cast(Any, config)
+    name, settings, passes = "post_grad_custom_pre_pass", cast(Any, config), cast(Any, custom_graph_pass)
     given: Any = options.get(name, settings.post_grad_custom_pre_pass)
     theirs: tuple[Any, ...] = tuple(given) if isinstance(given, list | tuple) else (given,) if given else ()
+    aware: Any = getattr(passes, "CustomInferenceAwareGraphPass", None)  # since torch 2.12
 
-    class Held(CustomInferenceAwareGraphPass):
-        def __call__(self, graph: Graph, is_inference: bool) -> None:
+    class Held(aware or passes.CustomGraphPass):
+        def __call__(self, graph: Graph, is_inference: bool = False) -> None:
             for each in theirs:
-                known = {"is_inference": is_inference} if isinstance(each, CustomInferenceAwareGraphPass) else {}
+                known = {"is_inference": is_inference} if aware and isinstance(each, aware) else {}
                 each(graph, **known)
-            held(graph, is_simplified=True)
+            apart(graph, is_simplified=True)
 
         def uuid(self) -> Any:
             """For inductor's cache, which keeps nothing that was made with a pass it cannot tell from others."""
-            found = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in theirs]
-            return (get_hash_for_files((__file__,)), *found) if all(found) else None
+            found = [each.uuid() if isinstance(each, passes.CustomGraphPass) else None for each in theirs]
+            return (passes.get_hash_for_files((__file__,)), *found) if all(found) else None
 
     return {**options, name: Held()}
 
@@ -128,27 +135,22 @@ def name_of(node: Any) -> str:
     return getattr(node.target, "__name__", "").partition(".")[0]
 
 
-def _computed_apart(module: GraphModule, source: Any) -> None:
+def _computed_apart(graph: Graph, at: _At) -> None:
     """What an input becomes through a view in memory of its own: inductor computes it while it writes the input, of
     what it has written already."""
-    view = None
-    while is_view(source) or source.target is torch.ops.aten._unsafe_view.default:
-        view, source = source, source.args[0]
-    if view is None or source.op != "call_function" or source.target is operator.getitem:
-        return
     from torch._inductor import inductor_prims
 
     own: Any = inductor_prims.force_stride_order
-    with module.graph.inserting_after(source):
-        made = module.graph.call_function(own, (source, source.meta["val"].stride()))
-    made.meta.update(source.meta)
-    view.replace_input_with(source, made)
+    with graph.inserting_after(at.node):
+        made = graph.call_function(own, (at.node, at.node.meta["val"].stride()))
+    made.meta.update(at.node.meta)
+    at.reader.replace_input_with(at.node, made)
 
 
 # --- what may turn out to be an input ---------------------------------------------------------------------------------
 
 _SAME = {
-    *("alias", "clone", "copy", "detach", "lift_fresh", "lift_fresh_copy", "_to_copy", "convert_element_type"),
+    *("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "_to_copy", "convert_element_type"),
     *("_unsafe_view", "reshape", "view_copy", "constant_pad_nd", "repeat", "cat", "getitem"),
     *("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter"),
 }
@@ -159,15 +161,16 @@ _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1, "true_divide": 1, "pow": 1}
 
 
 class _At(NamedTuple):
-    """What a node may show."""
+    """What a node may show: an input, or something computed."""
 
-    place: Any
+    node: Any
+    reader: Any  # on the way to it; None where it is the node itself
     moved: bool  # its numbers have other places
     copied: bool  # it was memory of its own before inductor saw that nothing changes
 
 
 class _Shown:
-    """Which inputs of a graph a node may show.
+    """What the nodes of a graph may show.
 
     Says so of some that are computed after all: those are copied once more.
     """
@@ -179,23 +182,27 @@ class _Shown:
                 self._depends.add(node)
 
     def __call__(self, source: Any) -> Iterator[_At]:
-        seen, waiting = set[_At](), [_At(source, moved=False, copied=False)]
+        seen, waiting = set[_At](), [_At(source, None, moved=False, copied=False)]
         while waiting:
-            node, moved, copied = one = waiting.pop()
+            one = waiting.pop()
             if one in seen:
                 continue
             seen.add(one)
-            if node.op == "placeholder":
+            node, _, moved, copied = one
+            same = self._same_as(node)
+            if not same:
                 yield one
             own = copied or not (is_view(node) or node.target is operator.getitem)
-            waiting += [_At(each, moved or _moves(each, node), own) for each in self._of(node)]
+            waiting += [_At(each, node, moved or _moves(each, node), own) for each in same]
 
-    def _of(self, node: Any) -> list[Any]:
+    def _same_as(self, node: Any) -> list[Any]:
         """Those of a node's inputs that it may be the same as."""
         if node.op != "call_function":
             return []
         name = name_of(node)
         inputs = [each for each in node.all_input_nodes if each in self._depends]
+        if name == "copy":  # of its second argument, into a tensor like the first
+            return [each for each in inputs if each is node.args[1]]
         if name == "cat" and len(node.args[0]) > 1:  # memory of its own
             return []
         if is_view(node) or name in _SAME:

@@ -59,7 +59,7 @@ def compute(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
     """What they come to, as Python numbers; nan where nothing was counted. Waits for the device, once.
 
     Args:
-        metrics: name -> Mean.
+        metrics: name -> Mean, on any device, or several.
         prefix: put before each name (``"val_"``).
 
     Example:
@@ -70,12 +70,22 @@ def compute(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
 
 
 def _on_host(metrics: Metrics) -> Metrics:
-    """The same on the CPU, in one copy."""
+    """The same on the CPU, in one copy: of each device and dtype, where there are several."""
     found, treedef = tree.flatten(metrics)
-    if all(leaf.device.type == "cpu" for leaf in found):
-        return metrics
-    parts = torch.cat([leaf.reshape(-1) for leaf in found]).cpu().split([leaf.numel() for leaf in found])
-    return tree.unflatten(treedef, [part.reshape(leaf.shape) for part, leaf in zip(parts, found, strict=True)])
+    together: dict[Any, list[int]] = {}
+    for at, leaf in enumerate(found):
+        if _is_elsewhere(leaf):
+            together.setdefault((leaf.device, leaf.dtype), []).append(at)
+    for places in together.values():
+        leaves = [found[at] for at in places]
+        parts = torch.cat([leaf.reshape(-1) for leaf in leaves]).cpu().split([leaf.numel() for leaf in leaves])
+        for at, leaf, part in zip(places, leaves, parts, strict=True):
+            found[at] = part.reshape(leaf.shape)
+    return tree.unflatten(treedef, found)
+
+
+def _is_elsewhere(leaf: Tensor) -> bool:
+    return leaf.device.type != "cpu"
 
 
 def as_mean(value: Tensor | float, weight: Tensor | float = 1.0) -> Mean:
