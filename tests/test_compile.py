@@ -7,6 +7,7 @@ import gc
 import pickle
 import sys
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -391,6 +392,50 @@ def test_a_step_may_move_leaves_to_each_others_places(capture: str, donate: bool
         state, _ = step(state, torch.full((2,), float(number)))
         eager, _ = shift(eager, torch.full((2,), float(number)))
         assert_trees_close(state, eager, exact=True)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("capture", "donate"), CAPTURES)
+def test_an_ordered_dict_keeps_its_numbers_at_their_keys(capture: str, donate: bool) -> None:
+    """Its leaves come in the order of its keys, not in sorted order."""
+
+    def grow(state: dict[str, Any], batch: Tensor) -> tuple[Any, Any]:
+        return {"doubled": tree.map(lambda x: 2 * x, state["doubled"]), "kept": state["kept"]}, {}
+
+    start = OrderedDict(z=torch.ones(3), a=torch.zeros(3))
+    state = eager = {"doubled": start, "kept": tree.clone(start)}
+    step = compiled(grow, donate=donate, capture=capture)
+    for _ in range(3):
+        state, _ = step(state, torch.ones(3))
+        eager, _ = grow(eager, torch.ones(3))
+    assert_trees_close(state, eager, exact=True)
+    assert type(state["kept"]) is OrderedDict
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", FORMS)
+def test_a_dict_of_another_kind_and_keys_in_another_order_are_named(donate: bool) -> None:
+    def sort(state: dict[str, Any], kind: Any) -> tuple[Any, Any]:
+        return {"w": type(kind)(sorted(state["w"].items()))}, {}
+
+    step = compiled(sort, donate=donate)
+    state = {"w": OrderedDict(z=torch.ones(3), a=torch.zeros(3))}
+    with pytest.raises(StepContractError, match="state/w goes in as OrderedDict and comes out as dict"):
+        step(state, {})
+    with pytest.raises(StepContractError, match="state/w comes out with its keys in another order"):
+        step(state, OrderedDict())
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("capture", ["trace", "auto"])
+def test_a_dict_with_defaults_is_one_inside_a_step_too(capture: str) -> None:
+    def count(state: defaultdict[str, Any], batch: Any) -> tuple[Any, Any]:
+        return defaultdict(state.default_factory, a=state["a"] + 1), {}
+
+    state, _ = compiled(count, capture=capture)(defaultdict(list, a=torch.zeros(3)), None)
+    assert type(state) is defaultdict
+    assert state.default_factory is list
+    assert state["a"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.compile

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -55,11 +56,21 @@ def fill(positions: Tree, children: Sequence[Any]) -> Tree:
     if isinstance(positions, str):
         return children[int(positions)]
     if isinstance(positions, dict):
-        return {key: fill(node, children) for key, node in cast(dict[Any, Any], positions).items()}
+        filled = {key: fill(node, children) for key, node in cast(dict[Any, Any], positions).items()}
+        return _of_kind(positions, filled)
     if isinstance(positions, tuple | list):
         nodes = [fill(node, children) for node in cast(Sequence[Any], positions)]
         return type(positions)(*nodes) if hasattr(type(positions), "_fields") else type(positions)(nodes)
     return map(lambda index: children[int(index)], positions)
+
+
+def _of_kind(node: Any, items: dict[Any, Any]) -> dict[Any, Any]:
+    # Of an OrderedDict the leaves come in the order of its keys, of others in sorted order.
+    if isinstance(node, OrderedDict):
+        return OrderedDict(items)
+    if isinstance(node, defaultdict):
+        return defaultdict(cast(Any, node).default_factory, items)
+    return items
 
 
 def collect(positions: Tree, tree: Tree) -> list[Any]:

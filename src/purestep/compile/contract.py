@@ -49,7 +49,7 @@ def same_structure(positions: tree.Tree, old: Any, new: Any) -> list[Tensor]:
     after, new_def = tree.flatten(new)
     if old_def != new_def:
         raise StepContractError(
-            f"the structure of the state changes: {_difference(old, new)}",
+            f"the structure of the state changes: {_difference(old, new) or _other_node(old_def, new_def)}",
             where="step",
             hint="return a state of the structure that went in",
         )
@@ -68,4 +68,16 @@ def same_structure(positions: tree.Tree, old: Any, new: Any) -> list[Tensor]:
 def _difference(old: Any, new: Any) -> str:
     before, after = set(tree.paths(old)), set(tree.paths(new))
     gone, come = sorted(before - after)[:3], sorted(after - before)[:3]
-    return f"without {gone}, with {come}" if gone or come else "other node types"
+    return f"without {gone}, with {come}" if gone or come else ""
+
+
+def _other_node(old: tree.TreeDef, new: tree.TreeDef, path: str = "state") -> str:
+    """Where two structures whose leaves have the same paths differ."""
+    if old.type is not new.type:
+        before, after = (getattr(found.type, "__name__", "leaf") for found in (old, new))
+        return f"{path} goes in as {before} and comes out as {after}"
+    if old.entries() == new.entries():
+        for entry, one, other in zip(old.entries(), old.children(), new.children(), strict=True):
+            if one != other:
+                return _other_node(one, other, f"{path}/{entry}")
+    return f"{path} comes out with its keys in another order, or made with something else"
