@@ -395,6 +395,44 @@ def test_a_step_may_move_leaves_to_each_others_places(capture: str, donate: bool
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("donate", [True, "init"])
+def test_a_number_in_double_precision_is_written(donate: Any) -> None:
+    """The third size of a batch is Dynamo's, which takes a 0-d float64 for a number of Python's."""
+
+    def add(state: dict[str, Tensor], batch: Tensor) -> tuple[Any, Any]:
+        return {"sum": state["sum"] + batch.double().sum(), "before": state["sum"]}, {}
+
+    step = compiled(add, donate=donate)
+    state = {"sum": torch.zeros((), dtype=torch.float64), "before": torch.zeros((), dtype=torch.float64)}
+    for size in range(1, 6):
+        state, _ = step(state, torch.ones(size))
+    assert (state["sum"].item(), state["before"].item()) == (15, 10)
+    assert state["sum"].shape == ()
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", FORMS)
+def test_a_scalar_weight_and_buffer_in_double_precision_are_trained(donate: bool) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.0))
+            self.fixed = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+            self.register_buffer("seen", torch.tensor(0.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(x.sum())
+            return self.scale * self.fixed * x
+
+    # Not elementwise, so that the weight is a leaf of its own.
+    program = ps.program(Scaled(), ps.supervised(nn.MSELoss()), optim.lamb(0.1), precision="64-true")
+    rows = [torch.arange(1.0, n + 1, dtype=torch.float64) for n in (1, 2, 3, 4)]
+    found, _ = run(compiled(program.train_step, donate=donate), program.init(), [(x, x) for x in rows])
+    expected, _ = run(program.train_step, program.init(), [(x, x) for x in rows])
+    assert_trees_close(found, expected)
+
+
+@pytest.mark.compile
 @pytest.mark.parametrize(("capture", "donate"), CAPTURES)
 def test_an_ordered_dict_keeps_its_numbers_at_their_keys(capture: str, donate: bool) -> None:
     """Its leaves come in the order of its keys, not in sorted order."""

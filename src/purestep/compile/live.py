@@ -58,7 +58,7 @@ class Slots(NamedTuple):
     """How the leaves of a packed tree lie in a store's buffers."""
 
     treedef: tree.TreeDef
-    places: tuple[tuple[str, int], ...]  # per leaf: ("int64" | "float32" | "key" | "own", index)
+    places: tuple[tuple[str, int], ...]  # per leaf: ("int64" | "float32" | "key" | "own" | "one", index); see `_kind`
     identity: object  # hashed once instead of the structure; stores of one structure share it
 
     def gather(self, buffers: list[Tensor], keys: list[Tensor] | None = None) -> list[Tensor]:
@@ -67,7 +67,7 @@ class Slots(NamedTuple):
         count = sum(kind == "key" for kind, _ in self.places)
         known = keys or [torch.zeros(2, dtype=torch.int64)] * count
         source = {"int64": buffers[0].unbind(), "float32": buffers[1].unbind(), "own": buffers[2:], "key": known}
-        return [source[kind][index] for kind, index in self.places]
+        return [source[kind][index] if kind != "one" else buffers[2 + index][0] for kind, index in self.places]
 
     def scatter(self, buffers: list[Tensor], old: list[Tensor], new: list[Tensor]) -> None:
         """Write the leaves that changed back, in place."""
@@ -79,7 +79,7 @@ class Slots(NamedTuple):
         own = [
             (buffers[2 + index], after)
             for before, after, (kind, index) in zip(old, new, self.places, strict=True)
-            if kind == "own" and after is not before
+            if kind in ("own", "one") and after is not before
         ]
         # A leaf may be another one's old value: all are taken before the first is written.
         for buffer, after in scalars + [(buffer, apart(after, buffers)) for buffer, after in own]:
@@ -108,8 +108,9 @@ def place(packed: Tree) -> Slots:
     places: list[tuple[str, int]] = []
     for leaf in leaves:
         kind = _kind(leaf, keys)
-        places.append((kind, counts[kind]))
-        counts[kind] += 1
+        counted = "own" if kind == "one" else kind
+        places.append((kind, counts[counted]))
+        counts[counted] += 1
     return Slots(treedef, tuple(places), object())
 
 
@@ -122,7 +123,8 @@ def _kind(leaf: Any, keys: set[int]) -> str:
         return "key"
     if leaf.dim() == 0 and leaf.dtype in (torch.int64, torch.float32):
         return str(leaf.dtype).removeprefix("torch.")
-    return "own"
+    # Dynamo takes a 0-d float64 for a number of Python's and loses what is written into it: it lies in a vector of one.
+    return "one" if leaf.dim() == 0 and leaf.dtype == torch.float64 else "own"
 
 
 def plain(state: Tree) -> Tree:
@@ -176,16 +178,20 @@ class Store:
         self.single = isinstance(self.named, TrainState)  # else a tree of several
 
     def _fill(self, leaves: list[Tensor], *, copied: set[int]) -> list[Tensor]:
-        chosen = {
-            kind: [x for x, (k, _) in zip(leaves, self.slots.places, strict=True) if k == kind] for kind in _KINDS
-        }
+        chosen: dict[str, list[Tensor]] = {"int64": [], "float32": [], "own": [], "key": []}
         device = device_of(leaves)
-        # What is put off, a conjugation or a sign, a copy has in its memory; compiled code reads that alone.
-        own = [x.detach().clone() if id(x) in copied or x.is_conj() or x.is_neg() else x for x in chosen["own"]]
+        for leaf, (kind, _) in zip(leaves, self.slots.places, strict=True):
+            if kind in ("own", "one"):
+                # What is put off, a conjugation or a sign, a copy has in its memory; compiled code reads that alone.
+                put_off = leaf.is_conj() or leaf.is_neg()
+                mine = leaf.detach().clone() if id(leaf) in copied or put_off else leaf
+                chosen["own"].append(mine if kind == "own" else mine.detach().reshape(1))
+            else:
+                chosen[kind].append(leaf)
         return [
             torch.stack(chosen["int64"]) if chosen["int64"] else torch.zeros(0, dtype=torch.int64, device=device),
             torch.stack(chosen["float32"]) if chosen["float32"] else torch.zeros(0, device=device),
-            *own,
+            *chosen["own"],
         ]
 
     def live(self) -> Tree:
@@ -237,9 +243,6 @@ class Store:
         told = f"donated at step {self.hosts[index].calls - (self.calls - calls) + 1}"
         last = self.failed and generation == self.generation - 1
         return f"{told}, which failed and may have written half of it" if last else told
-
-
-_KINDS = ("int64", "float32", "own", "key")
 
 
 def _shared(leaves: list[Tensor]) -> set[int]:
