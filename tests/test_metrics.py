@@ -190,6 +190,12 @@ def test_counts_by_hand():
     assert [field.tolist() for field in ignored] == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
 
 
+def test_more_answers_of_one_class_than_a_float32_counts_to():
+    n = 2**24 + 64
+    outputs, targets = torch.tensor([1.0, 0.0]).expand(n, 2), torch.zeros((), dtype=torch.int64).expand(n)
+    assert metrics.counts(outputs, targets).tp.tolist() == [n, 0]
+
+
 def test_several_labels_are_counted_each():
     outputs = torch.tensor([[0.9, 0.9, 0.1], [0.9, 0.1, 0.1]])
     targets = torch.tensor([[1, 0, 1], [1, 1, 0]])

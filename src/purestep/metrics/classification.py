@@ -93,14 +93,16 @@ def _counts(where: str, outputs: Any, targets: Tensor, options: CountOptions) ->
     if threshold is not None:
         return _counts_of_labels(one_a_target(where, logits, wanted) > threshold, wanted == 1, valid)
     last = classes_last(where, logits, wanted, options.get("class_dim"))
-    guessed, zeros = last.argmax(-1), torch.zeros(last.shape[-1], device=last.device)
+    # Whole numbers: a float32 that ones are added to stays at 2^24, and a volume has more voxels of a class.
+    guessed, zeros = last.argmax(-1), torch.zeros(last.shape[-1], dtype=torch.int32, device=last.device)
     wanted = torch.where(valid, wanted, torch.zeros_like(wanted))
 
     def number(classes: Tensor, these: Tensor) -> Tensor:
-        return zeros.index_add(0, classes.reshape(-1), these.reshape(-1).float())
+        return zeros.index_add(0, classes.reshape(-1), these.reshape(-1).int())
 
     tp = number(wanted, valid & (guessed == wanted))
-    return Counts(tp, number(guessed, valid) - tp, number(wanted, valid) - tp)
+    found = tp, number(guessed, valid) - tp, number(wanted, valid) - tp
+    return Counts(*(count.float() for count in found))
 
 
 def _counts_of_labels(guessed: Tensor, positive: Tensor, valid: Tensor) -> Counts:
