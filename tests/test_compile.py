@@ -190,6 +190,21 @@ def test_a_step_that_breaks_the_contract_is_named(fault: str, capture: str, dona
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("donate", FORMS)
+@pytest.mark.parametrize("capture", ["trace", "dynamo", "auto"])
+def test_a_metric_of_a_number_of_pythons_is_named(capture: str, donate: bool) -> None:
+    def counted(state: Tensor, batch: Tensor) -> tuple[Any, Any]:
+        return state + 1, {"seen": Mean(batch.sum(), len(batch))}  # pyright: ignore[reportArgumentType]
+
+    with pytest.raises(StepContractError, match="metric 'seen/weight' is a int, not a tensor"):
+        compiled(counted, donate=donate, capture=capture)(torch.ones(3), torch.ones(2))
+    program = Program(counted, eval_step=lambda state, batch, index=0: counted(state, batch)[1])
+    evaluate: Any = ps.compile_program(program, capture=capture, backend="aot_eager").eval_step
+    with pytest.raises(StepContractError, match="metric 'seen/weight' is a int, not a tensor"):
+        evaluate(torch.ones(3), torch.ones(2))
+
+
+@pytest.mark.compile
 def test_a_state_with_a_leaf_that_is_no_tensor_is_refused() -> None:
     with pytest.raises(StateError, match="a float is no tensor"):
         compiled(lambda state, batch: (state, {}), donate=True)({"w": torch.ones(1), "lr": 0.1}, None)

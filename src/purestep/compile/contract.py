@@ -27,7 +27,25 @@ def checked(result: Any) -> tuple[Any, Metrics]:
         raise StepContractError(
             f"returned metrics of type {type(metrics).__name__}", where="step", hint="return (state, {name: ps.Mean})"
         )
-    return state, cast(Metrics, metrics)
+    return state, tensors_alone(cast(Metrics, metrics))
+
+
+def tensors_alone(metrics: Metrics) -> Metrics:
+    """The metrics, if they are tensors.
+
+    Raises:
+        StepContractError: one has a number of Python's, which a graph does not return.
+    """
+    if torch.compiler.is_compiling():
+        return metrics  # a run on fake tensors has asked
+    for path, leaf in tree.with_paths(metrics):
+        if not isinstance(leaf, Tensor):
+            raise StepContractError(
+                f"metric {path!r} is a {type(leaf).__name__}, not a tensor",
+                where="step",
+                hint="{name: ps.Mean(total, weight)}, two tensors; ps.metrics.as_mean(value) of a number",
+            )
+    return metrics
 
 
 def same_structure(positions: tree.Tree, old: Any, new: Any) -> list[Tensor]:
