@@ -448,6 +448,26 @@ def test_a_scalar_weight_and_buffer_in_double_precision_are_trained(donate: bool
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("donate", FORMS)
+def test_a_key_that_is_a_leaf_elsewhere_too_is_that_leaf_there(donate: bool) -> None:
+    program = mlp()
+
+    def keep(state: dict[str, Any], batch: Any) -> tuple[Any, Any]:
+        trained, metrics = program.train_step(state["model"], batch)
+        return {"first": state["first"], "model": trained}, metrics
+
+    start = program.init(seed=3)
+    state, _ = run(compiled(keep, donate=donate), {"first": start.key, "model": start}, batches(2))
+    assert state["first"].tolist() == [3, 0]
+    assert state["model"].key.tolist() == [3, 2]
+    evaluate: Any = ps.compile_program(
+        Program(keep, eval_step=lambda state, batch, index=0: {"first": ps.metrics.as_mean(state["first"][0])}),
+        backend="aot_eager",
+    ).eval_step
+    assert float(evaluate({"first": start.key, "model": start}, None)["first"]) == 3
+
+
+@pytest.mark.compile
 @pytest.mark.parametrize(("capture", "donate"), CAPTURES)
 def test_an_ordered_dict_keeps_its_numbers_at_their_keys(capture: str, donate: bool) -> None:
     """Its leaves come in the order of its keys, not in sorted order."""

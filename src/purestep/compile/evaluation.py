@@ -32,12 +32,13 @@ class CompiledEval:
         check_untransformed()
         given = live_.plain(state)
         parts = live_.states(given)
-        old, state_def = tree.flatten(_without_optimizer(given))
-        keys = {id(part.key) for part in parts}
-        inputs = [leaf for leaf in old if id(leaf) not in keys]
+        read = _without_optimizer(given)
+        old, state_def = tree.flatten(read)
+        keys = live_.key_positions(read)
+        inputs = [leaf for index, leaf in enumerate(old) if index not in keys]
         if live_.store_of(state) is None:  # whose memory is what compiled code reads
             inputs = [resolved(leaf) for leaf in inputs]
-        places = [id(leaf) in keys for leaf in old]
+        places = [index in keys for index in range(len(old))]
         leaves, treedef = batch_leaves(batch)
         step = self.eager
 

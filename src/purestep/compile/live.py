@@ -7,7 +7,7 @@ older one raises when it is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -103,24 +103,22 @@ def device_of(tensors: Iterable[Tensor]) -> torch.device:
 def place(packed: Tree) -> Slots:
     """Assign every leaf of a packed tree to a buffer."""
     leaves, treedef = tree.flatten(packed)
-    keys = {id(state.key) for state in states(packed)}
+    keys = key_positions(packed)
     counts = {"int64": 0, "float32": 0, "own": 0, "key": 0}
     places: list[tuple[str, int]] = []
-    for leaf in leaves:
-        kind = _kind(leaf, keys)
+    for position, leaf in enumerate(leaves):
+        kind = "key" if position in keys else _kind(leaf)
         counted = "own" if kind == "one" else kind
         places.append((kind, counts[counted]))
         counts[counted] += 1
     return Slots(treedef, tuple(places), object())
 
 
-def _kind(leaf: Any, keys: set[int]) -> str:
+def _kind(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
         raise StateError(
             f"a {type(leaf).__name__} is no tensor", where="state", hint="torch.tensor(value): state is tensors only"
         )
-    if id(leaf) in keys:
-        return "key"
     if leaf.dim() == 0 and leaf.dtype in (torch.int64, torch.float32):
         return str(leaf.dtype).removeprefix("torch.")
     # Dynamo takes a 0-d float64 for a number of Python's and loses what is written into it: it lies in a vector of one.
@@ -137,6 +135,16 @@ def states(state: Tree) -> list[TrainState]:
     found: list[TrainState] = []
     tree.map(lambda node: found.append(node) if is_state(node) else None, state, is_leaf=is_state)
     return found
+
+
+def key_positions(state: Tree) -> set[int]:
+    """Which leaves of a tree are the keys of TrainStates; the same tensor may be a leaf elsewhere too."""
+    without = cast(Any, _KEY)
+    marked = tree.map(lambda node: node._replace(key=without) if is_state(node) else node, state, is_leaf=is_state)
+    return {position for position, leaf in enumerate(tree.leaves(marked)) if leaf is _KEY}
+
+
+_KEY = object()
 
 
 class Store:

@@ -280,8 +280,8 @@ class CompiledStep:
         parts = live_.states(given)
         phase = _read_phase(parts, flush=self._flush)
         old, state_def = tree.flatten(given)
-        keys = {id(part.key) for part in parts}
-        positions = [index for index, leaf in enumerate(old) if id(leaf) not in keys]
+        keys = live_.key_positions(given)
+        positions = [index for index in range(len(old)) if index not in keys]
         leaves, treedef = batch_leaves(batch)
         inputs = [resolved(old[index]) for index in positions]
         key = (state_def, phase, treedef, kinds(inputs))
@@ -296,9 +296,8 @@ class CompiledStep:
         for index, leaf in zip(positions, outputs, strict=True):
             old[index] = leaf
         calls = 1 if self.unroll == 1 else len(batch[0])
-        for index, leaf in enumerate(old):
-            if id(leaf) in keys:
-                old[index] = rng.advance(leaf, calls)
+        for index in keys:
+            old[index] = rng.advance(old[index], calls)
         return tree.unflatten(state_def, old), metrics
 
     def _forked(self, state: TrainState) -> live_.Store:
