@@ -166,6 +166,16 @@ def test_a_branch_on_a_value_names_its_line(capture: str) -> None:
         step({"w": torch.ones(3)}, None)
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("donate", FORMS)
+def test_what_dynamo_cannot_capture_is_refused_and_the_state_lives_on(donate: bool) -> None:
+    step, start = compiled(branching, capture="dynamo", donate=donate), {"w": torch.ones(3)}
+    with pytest.raises(StepContractError, match="torch.compile cannot capture it: Data-dependent") as found:
+        step(start, None)
+    assert f"line {LINE}" in str(found.value.__cause__)
+    assert start["w"].tolist() == [1, 1, 1]
+
+
 BROKEN: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "shape": (lambda s: ({"a": s["a"], "b": s["b"][:1]}, {}), r"^b: goes in as \[3\] .*comes out as \[1\]"),
     "dtype": (lambda s: ({"a": s["a"].double(), "b": s["b"]}, {}), r"^a: .*float32 and comes out as .*float64"),

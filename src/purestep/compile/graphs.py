@@ -134,7 +134,8 @@ class Graphs:
             return self._traced(core, leaves, tensors)
         # Dynamo checks nothing of what a step has to keep to; a run on fake tensors does.
         capture_.rehearse(core, tensors, leaves)
-        return self._dynamo(core)
+        graph = self._dynamo(core)
+        return graph._replace(run=_or_refuse(graph.run))
 
     def _for_all_sizes(self, core: Any, leaves: list[Any], tensors: list[Tensor], first: Any) -> Graph | None:
         """One graph for batches of any size, tried out on copies of the buffers."""
@@ -372,6 +373,23 @@ def _or_tell(run: Callable[..., Any], met: str) -> Callable[..., Any]:
                     f"meets: {met}",
                     where="step",
                     hint="the step itself, which runs in eager mode",
+                ) from error
+            raise
+
+    return call
+
+
+def _or_refuse(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, and what Dynamo cannot capture as a StepContractError."""
+
+    def call(*inputs: Any) -> Any:
+        try:
+            return run(*inputs)
+        except Exception as error:
+            # Of what an operator itself refuses (shapes that do not fit), torch says all there is to say.
+            if capture_.stopped(error) and type(error).__name__ != "TorchRuntimeError":
+                raise capture_.Uncaptured(
+                    f"torch.compile cannot capture it: {_first_line(error)}", where="step", hint="capture='trace'"
                 ) from error
             raise
 
