@@ -215,9 +215,10 @@ def test_a_metric_of_a_number_of_pythons_is_named(capture: str, donate: bool) ->
 
 
 @pytest.mark.compile
-def test_a_state_with_a_leaf_that_is_no_tensor_is_refused() -> None:
+@pytest.mark.parametrize("donate", FORMS)
+def test_a_state_with_a_leaf_that_is_no_tensor_is_refused(donate: bool) -> None:
     with pytest.raises(StateError, match="a float is no tensor"):
-        compiled(lambda state, batch: (state, {}), donate=True)({"w": torch.ones(1), "lr": 0.1}, None)
+        compiled(lambda state, batch: (state, {}), donate=donate)({"w": torch.ones(1), "lr": 0.1}, None)
 
 
 @pytest.mark.compile

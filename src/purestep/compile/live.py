@@ -103,6 +103,7 @@ def device_of(tensors: Iterable[Tensor]) -> torch.device:
 def place(packed: Tree) -> Slots:
     """Assign every leaf of a packed tree to a buffer."""
     leaves, treedef = tree.flatten(packed)
+    check_tensors(leaves)
     keys = key_positions(packed)
     counts = {"int64": 0, "float32": 0, "own": 0, "key": 0}
     places: list[tuple[str, int]] = []
@@ -114,11 +115,18 @@ def place(packed: Tree) -> Slots:
     return Slots(treedef, tuple(places), object())
 
 
-def _kind(leaf: Any) -> str:
-    if not isinstance(leaf, Tensor):
-        raise StateError(
-            f"a {type(leaf).__name__} is no tensor", where="state", hint="torch.tensor(value): state is tensors only"
-        )
+def check_tensors(leaves: list[Any]) -> None:
+    """Raise StateError for a leaf of a state that is no tensor."""
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise StateError(
+                f"a {type(leaf).__name__} is no tensor",
+                where="state",
+                hint="torch.tensor(value): state is tensors only",
+            )
+
+
+def _kind(leaf: Tensor) -> str:
     if leaf.dim() == 0 and leaf.dtype in (torch.int64, torch.float32):
         return str(leaf.dtype).removeprefix("torch.")
     # Dynamo takes a 0-d float64 for a number of Python's and loses what is written into it: it lies in a vector of one.

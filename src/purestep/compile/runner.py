@@ -280,6 +280,7 @@ class CompiledStep:
         parts = live_.states(given)
         phase = _read_phase(parts, flush=self._flush)
         old, state_def = tree.flatten(given)
+        live_.check_tensors(old)
         keys = live_.key_positions(given)
         positions = [index for index in range(len(old)) if index not in keys]
         leaves, treedef = batch_leaves(batch)
