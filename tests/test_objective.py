@@ -197,7 +197,7 @@ class TestBatches:
         with pytest.raises(DataError, match=message):
             ps.supervised(nn.MSELoss())(Sum(), batch)
 
-    @pytest.mark.parametrize("targets", ["text", None, 3, []])
+    @pytest.mark.parametrize("targets", ["text", None, 3, [], {}])
     def test_examples_that_cannot_be_counted(self, targets: Any):
         with pytest.raises(DataError, match="targets: cannot count the examples of a"):
             ps.supervised(lambda o, t: o.sum())(identity, (X, targets))
@@ -226,7 +226,7 @@ class TestMetrics:
         found = run(identity, (draw(6, 3), classes(6))).metrics["m"]
         assert (float(found.total), float(found.weight)) == (total, weight)
 
-    @pytest.mark.parametrize("value", [1.0, None, torch.ones(2), "0.5"])
+    @pytest.mark.parametrize("value", [1.0, None, torch.ones(2), "0.5", (1.0, 2.0, 3.0)])
     def test_others_are_refused(self, value: Any):
         run = ps.supervised(nn.CrossEntropyLoss(), metrics={"m": lambda o, t: value})
         with pytest.raises(

@@ -1,0 +1,12 @@
+"""Objectives: what is differentiated, what it weighs, and what is measured on the way."""
+
+from __future__ import annotations
+
+from .hf import hf_loss as hf_loss
+from .masked import masked_mse as masked_mse
+from .masked import masked_reconstruction as masked_reconstruction
+from .masked import masked_sse as masked_sse
+from .measuring import Metric as Metric
+from .supervised import call_model as call_model
+from .supervised import split_batch as split_batch
+from .supervised import supervised as supervised
