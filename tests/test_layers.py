@@ -16,6 +16,8 @@ from types import ModuleType
 
 import pytest
 
+from purestep import errors
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "purestep"
 SOURCES = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
@@ -232,6 +234,39 @@ def too_long(sources: Sources) -> list[str]:
     return [f"{path}: {n} lines" for path, text in sources.items() if (n := len(text.splitlines())) > MAX_LINES]
 
 
+CHECKS = {"require", "require_rate", "check_finite", "check_positive", "check_count"}
+"""They raise a ConfigError for the function that calls them."""
+
+
+def unsaid_errors(sources: Sources) -> list[str]:
+    """Errors that a public function raises itself, or by one of the checks of arguments, without a word about it."""
+    found = []
+    for path, text in sources.items():
+        public = [
+            node
+            for scope in ast.walk(ast.parse(text))
+            if isinstance(scope, ast.Module) or (isinstance(scope, ast.ClassDef) and not scope.name.startswith("_"))
+            for node in scope.body
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+        ]
+        for function in public:
+            said = ast.get_docstring(function) or ""
+            found += [f"{path}:{function.lineno}: {function.name} raises {error}"
+                      for error in sorted(_raised(function)) if error not in said]  # fmt: skip
+    return found
+
+
+def _raised(function: ast.FunctionDef) -> set[str]:
+    """The library's errors, also of functions inside: what they are raised by is what the function has made."""
+    found = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            found.add(_dotted(node.exc.func).split(".")[-1])
+        elif isinstance(node, ast.Call) and _dotted(node.func) in CHECKS:
+            found.add("ConfigError")
+    return found & {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+
+
 def attics(sources: Sources) -> list[str]:
     """Folders and files named for nothing in particular."""
     names = {"utils", "util", "common", "helpers", "misc", "core", "_src", "contrib", "experimental"}
@@ -273,6 +308,10 @@ RULES: list[tuple[Rule, str, str]] = [
     (out_of_place, "export.py", "import torch\ntorch.load(path)"),
     (eager_heavy_imports, "snapshot.py", "from orbax.checkpoint import v1"),
     (too_long, "loop.py", "\n" * 401),
+    (unsaid_errors, "step.py", 'def f():\n    """Does."""\n    raise ConfigError("x")'),
+    (unsaid_errors, "step.py", "class C:\n    def f(self):\n        raise errors.ConfigError('x')"),
+    (unsaid_errors, "optim/adam.py", "def f(x):\n    require('f', x=x)"),
+    (unsaid_errors, "optim/adam.py", "def f():\n    def update():\n        raise StateError('x')"),
     (attics, "utils.py", ""),
     (attics, "core/step.py", ""),
 ]
@@ -299,6 +338,8 @@ def test_what_is_allowed_is_not_flagged():
         "loop.py": "import time\nfrom .step import program\nprint(time.time())",
         "snapshot.py": "def save():\n    from orbax.checkpoint import v1",
         "__init__.py": "from .loop import fit as fit",
+        "ema.py": 'def f(x):\n    """Raises:\n        ConfigError: for x."""\n    require("f", x=x)',
+        "bench.py": "def _f():\n    raise ConfigError('x')\ndef g():\n    raise\ndef h():\n    raise KeyError('x')",
     }
     assert [violation for rule, _, _ in RULES for violation in rule(allowed)] == []
 

@@ -80,7 +80,7 @@ def weights(
 ) -> Params:
     """The module's ``state_dict`` of a state: on the CPU, each entry contiguous and in memory of its own.
 
-    Arguments and errors as for `export_weights`.
+    Arguments as for `export_weights`, and its ConfigError and StateError.
     """
     static = program.static
     if static is None:

@@ -65,6 +65,9 @@ def dynamic(
         min_scale: >= 0; below it the gradients are taken to be broken, not overflowing: the state halts. With
             ``nonfinite="skip"`` nothing halts, and the scale waits there for finite ones.
 
+    Raises:
+        ConfigError: for numbers out of range.
+
     Example:
         >>> import torch
         >>> scaler = dynamic(8.0)

@@ -142,7 +142,10 @@ def replay(path: str | Path, program: Program, *, like: Tree = None) -> Replay:
         like: a state of the same structure, for a program without ``init``.
 
     Raises:
-        NotFound, Corrupt, Mismatch: no such file, a damaged one, or one of another program.
+        NotFound: no such file.
+        Corrupt: a damaged one.
+        Mismatch: one of another program, or of a later version.
+        ConfigError: a program without ``init``, and no ``like``.
 
     Example:
         >>> import tempfile, torch, purestep as ps

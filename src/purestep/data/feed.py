@@ -48,6 +48,7 @@ class Feed(ABC):
             DataError: the loader is empty, exhausted, raises, or cannot be entered in the middle. Epochs and batches
                 are counted from 1 in messages.
             Mismatch: ``start`` lies behind the end of the epoch.
+            ConfigError: a negative number.
         """
         if epoch < 0 or start < 0:
             raise ConfigError(f"epoch={epoch}, start={start}: both are at least 0", where=self.name)
@@ -244,7 +245,11 @@ class _Fixed(Feed):
 
 
 def hold(feed: Feed, count: int) -> Feed:
-    """The first ``count`` batches of the first epoch, loaded once and the same in every epoch."""
+    """The first ``count`` batches of the first epoch, loaded once and the same in every epoch.
+
+    Raises:
+        ConfigError: a ``count`` below 1.
+    """
     if count < 1:
         raise ConfigError(f"{count} batches to overfit", where=feed.name, hint="overfit_batches=1")
     return _Fixed(feed, count)

@@ -177,6 +177,11 @@ class StatefulFeed(Feed):
         self._after_left: int | None = None  # an epoch that follows one which was not run to its end
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
+        """As of any feed, with the loader's own state.
+
+        Raises:
+            DataError: of a place whose state is not kept, or cannot be stored.
+        """
         stored = self._states.get((epoch, consumed))
         if stored is None and consumed:
             raise DataError(f"no state is kept of batch {consumed} of epoch {epoch + 1}", where=self.name)

@@ -11,7 +11,11 @@ from ..errors import StepContractError
 
 
 def logits_of(where: str, outputs: Any) -> Tensor:
-    """The tensor itself, or ``.logits`` or ``["logits"]`` of a model output."""
+    """The tensor itself, or ``.logits`` or ``["logits"]`` of a model output.
+
+    Raises:
+        StepContractError: there is no such tensor.
+    """
     found = outputs
     if isinstance(outputs, Mapping):
         found = cast(Mapping[str, Any], outputs).get("logits")
@@ -34,6 +38,9 @@ def aligned(where: str, outputs: Any, targets: Tensor, *, shift: bool) -> tuple[
         outputs: [N, d..., C] or any other shape without ``shift``.
         targets: [N, d...].
         shift: whether output t predicts target t + 1.
+
+    Raises:
+        StepContractError: no logits, or with ``shift`` other shapes than [N, T, C] and [N, T].
     """
     logits = logits_of(where, outputs)
     if not shift:
@@ -55,6 +62,9 @@ def classes_last(where: str, logits: Tensor, targets: Tensor, class_dim: int | N
         logits: [N, C, d...] or [N, d..., C].
         targets: [N, d...].
         class_dim: 1 or -1; None: whichever fits.
+
+    Raises:
+        StepContractError: both places fit, or neither does.
     """
     last = logits.movedim(class_dim, -1) if class_dim is not None else logits
     second = logits.movedim(1, -1) if logits.dim() > 1 else logits
@@ -77,7 +87,11 @@ def classes_last(where: str, logits: Tensor, targets: Tensor, class_dim: int | N
 
 
 def one_a_target(where: str, logits: Tensor, targets: Tensor) -> Tensor:
-    """Logits in the targets' shape, where there is one for each."""
+    """Logits in the targets' shape, where there is one for each.
+
+    Raises:
+        StepContractError: there is not.
+    """
     if logits.shape == targets.shape:
         return logits
     if logits.shape == (*targets.shape, 1):

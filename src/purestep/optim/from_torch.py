@@ -54,7 +54,9 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
 
     Raises:
         ConfigError: for an optimizer that needs a closure or sparse gradients, or whose state cannot be kept as
-            tensors under fixed keys; when compiling, for one that cannot be traced.
+            tensors under fixed keys; for a rate out of range; when compiling, for one that cannot be traced.
+        StateError: at update, for an optimizer whose state changes its keys or shapes.
+        StepContractError: at update, inside of a transform of `torch.func`.
 
     Example:
         >>> tx = from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -52,14 +52,22 @@ def through(t: Tensor, points: list[tuple[float, float]], between: Callable[[flo
 
 
 def check_finite(where: str, **numbers: Any) -> None:
-    """Each is a finite real number."""
+    """Each is a finite real number.
+
+    Raises:
+        ConfigError: for another value, with its name.
+    """
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(f"{name}={value!r} is no finite number", where=where, hint=f"{name}=1e-3")
 
 
 def check_positive(where: str, **numbers: Any) -> None:
-    """Each is a finite number > 0."""
+    """Each is a finite number > 0.
+
+    Raises:
+        ConfigError: for another value, with its name.
+    """
     check_finite(where, **numbers)
     for name, value in numbers.items():
         if value <= 0:
@@ -67,7 +75,11 @@ def check_positive(where: str, **numbers: Any) -> None:
 
 
 def check_count(where: str, *, least: int, **counts: Any) -> None:
-    """Each is a whole number of at least ``least``."""
+    """Each is a whole number of at least ``least``.
+
+    Raises:
+        ConfigError: for another value, with its name.
+    """
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(

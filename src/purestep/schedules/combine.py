@@ -28,7 +28,7 @@ def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedul
         boundaries: the count at which each but the first begins: rising, one fewer than schedules.
 
     Raises:
-        ConfigError: boundaries that do not fit.
+        ConfigError: boundaries that are no rising counts of at least 1, or another number of them.
 
     Example:
         >>> from purestep.schedules import constant, linear
@@ -63,6 +63,9 @@ def per_epoch(schedule: AnySchedule, *, updates_per_epoch: int) -> Schedule:
     Args:
         schedule: of the count of epochs.
         updates_per_epoch: at least 1; with accumulation, the number of windows.
+
+    Raises:
+        ConfigError: for numbers out of range.
 
     Example:
         >>> from purestep.schedules import step

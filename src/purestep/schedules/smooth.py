@@ -17,6 +17,9 @@ def constant(value: float) -> Schedule:
     Args:
         value: finite.
 
+    Raises:
+        ConfigError: for numbers out of range.
+
     Example:
         >>> float(constant(0.1)(7))
         0.1
@@ -32,6 +35,9 @@ def linear(init_value: float, end_value: float, *, transition_steps: int) -> Sch
         init_value: a, finite.
         end_value: b, finite.
         transition_steps: T, updates, at least 1.
+
+    Raises:
+        ConfigError: for numbers out of range.
 
     Example:
         >>> [float(linear(0.0, 1.0, transition_steps=4)(t)) for t in (0, 1, 4, 9)]
@@ -50,6 +56,9 @@ def polynomial(init_value: float, end_value: float, *, transition_steps: int, po
         end_value: b, finite.
         transition_steps: T, updates, at least 1.
         power: p > 0.
+
+    Raises:
+        ConfigError: for numbers out of range.
 
     Example:
         >>> [float(polynomial(1.0, 0.0, transition_steps=4, power=2.0)(t)) for t in (0, 2, 4)]
@@ -70,6 +79,9 @@ def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Sc
         init_value: a, finite.
         decay_steps: T, updates, at least 1.
         end_value: b, finite.
+
+    Raises:
+        ConfigError: for numbers out of range.
 
     References:
         Loshchilov and Hutter, 2017, SGDR (without the restarts).
@@ -99,6 +111,9 @@ def exponential(
         transition_steps: T, updates, at least 1.
         staircase: whether the exponent is rounded down.
         end_value: where it stops: a lower bound for gamma < 1, else an upper one. None: it goes on.
+
+    Raises:
+        ConfigError: for numbers out of range.
 
     Example:
         >>> [float(exponential(1.0, 0.5, end_value=0.2)(t)) for t in (0, 1, 2, 3)]
@@ -131,7 +146,7 @@ def warmup_cosine(peak: float, warmup: int, *, total: int, end: float = 0.0, sta
         start: finite.
 
     Raises:
-        ConfigError: a warm-up that does not end before ``total``.
+        ConfigError: for numbers out of range, such as a warm-up that does not end before ``total``.
 
     Example:
         >>> [round(float(warmup_cosine(1.0, 2, total=6)(t)), 4) for t in (0, 1, 2, 4, 6)]
@@ -180,7 +195,7 @@ def warmup_stable_decay(
             ``"cosine"`` half a wave, ``"sqrt"`` 1 - sqrt(s).
 
     Raises:
-        ConfigError: parts that do not fit into ``total``, or another shape.
+        ConfigError: for numbers out of range, parts that do not fit into ``total``, or no such shape.
 
     References:
         Hu et al., 2024, MiniCPM; ``"sqrt"``: Hägele et al., 2024, Scaling laws and compute-optimal training beyond

@@ -21,6 +21,9 @@ def step(init_value: float, step_size: int, *, gamma: float = 0.1) -> Schedule:
         step_size: n, updates, at least 1.
         gamma: > 0.
 
+    Raises:
+        ConfigError: for numbers out of range.
+
     Example:
         >>> [round(float(step(1.0, 10)(t)), 4) for t in (9, 10, 20)]
         [1.0, 0.1, 0.01]
@@ -38,6 +41,9 @@ def multistep(init_value: float, milestones: Iterable[int], *, gamma: float = 0.
         init_value: a, finite.
         milestones: updates, each at least 1; one that is there twice counts twice.
         gamma: > 0.
+
+    Raises:
+        ConfigError: for numbers out of range.
 
     Example:
         >>> [round(float(multistep(1.0, [10, 15])(t)), 4) for t in (9, 10, 15)]
@@ -83,7 +89,7 @@ def one_cycle(
         three_phase: down to the first value in the time that it took to go up, and only then to the last.
 
     Raises:
-        ConfigError: a phase without a length.
+        ConfigError: for numbers out of range, a phase without an update, or no such strategy.
 
     References:
         Smith and Topin, 2017, Super-convergence.
@@ -121,6 +127,9 @@ def piecewise(
         init_value: finite.
         boundaries_and_scales: update -> factor >= 0; updates of at least 1.
         interpolate_type: how it goes from one boundary's value to the next one's. None: it jumps at the boundary.
+
+    Raises:
+        ConfigError: for numbers out of range, or no such interpolation.
 
     Example:
         >>> [float(piecewise(1.0, {10: 0.5, 20: 0.5})(t)) for t in (9, 10, 20)]

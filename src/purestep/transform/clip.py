@@ -19,6 +19,9 @@ def clip_by_global_norm(max_norm: Scalar) -> Transform:
     Args:
         max_norm: in [0, inf).
 
+    Raises:
+        ConfigError: for numbers out of range.
+
     References:
         Pascanu et al., 2013, On the difficulty of training recurrent neural networks.
 
@@ -43,6 +46,9 @@ def clip_by_value(max_value: Scalar) -> Transform:
 
     Args:
         max_value: in [0, inf).
+
+    Raises:
+        ConfigError: for numbers out of range.
 
     Example:
         >>> tx = clip_by_value(1.0)
@@ -73,6 +79,9 @@ def adaptive_grad_clip(clipping: Scalar, *, eps: float = 1e-3) -> Transform:
     Args:
         clipping: in [0, inf); 0.01 in the paper.
         eps: in [0, inf): the least norm of weights, so that those at zero can move.
+
+    Raises:
+        ConfigError: for numbers out of range.
 
     References:
         Brock et al., 2021, High-Performance Large-Scale Image Recognition Without Normalization, equation 3.

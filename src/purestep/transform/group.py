@@ -39,6 +39,7 @@ def masked(inner: Transform, mask: Mask) -> Transform:
 
     Raises:
         ConfigError: at init, for parameters that the mask does not mention, or an expression that matches nothing.
+        StateError: at update, for a state of other parameters.
 
     Example:
         >>> from purestep.transform import scale
@@ -72,6 +73,10 @@ def freeze(mask: Mask) -> Transform:
 
     Args:
         mask: which parameters stay as they are, as in `masked`.
+
+    Raises:
+        ConfigError: at init, for a mask that does not fit, as in `masked`.
+        StateError: at update, for a state of other parameters.
 
     Example:
         >>> tx = freeze("encoder")
@@ -108,6 +113,7 @@ def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
 
     Raises:
         ConfigError: at init, for a parameter without label or a label without transform.
+        StateError: at update, for a state of other parameters.
 
     Example:
         >>> from purestep.transform import scale

@@ -47,6 +47,7 @@ def scale_by_muon(
         eps: the least Frobenius norm to divide by.
 
     Raises:
+        ConfigError: for numbers out of range.
         StateError: at init, for a parameter that is no matrix.
 
     References:
@@ -170,6 +171,9 @@ def scale_by_factored_rms(decay_rate: float = 0.8, *, eps: float | None = None) 
         decay_rate: in [0, inf); torch's ``-beta2_decay``.
         eps: the least root mean square; None: the machine epsilon of each parameter's dtype.
 
+    Raises:
+        ConfigError: for numbers out of range.
+
     References:
         Shazeer and Stern, 2018, Adafactor; torch applies eps to the ratio, they to both factors.
 
@@ -222,6 +226,9 @@ def clip_by_block_rms(threshold: Scalar = 1.0) -> Transform:
     Args:
         threshold: in [0, inf).
 
+    Raises:
+        ConfigError: for numbers out of range.
+
     References:
         Shazeer and Stern, 2018, Adafactor, section 6.
 
@@ -243,6 +250,9 @@ def scale_by_param_block_rms(min_scale: Scalar = 1e-3) -> Transform:
 
     Args:
         min_scale: in [0, inf).
+
+    Raises:
+        ConfigError: for numbers out of range.
 
     References:
         Shazeer and Stern, 2018, Adafactor, section 8.
@@ -269,6 +279,9 @@ def scale_by_relative_step(learning_rate: Rate) -> Transform:
 
     Args:
         learning_rate: :math:`\gamma`, the one that `scale_by_learning_rate` is given too.
+
+    Raises:
+        ConfigError: for a number out of range, or one of torch's schedulers.
 
     References:
         `torch.optim.Adafactor`; Shazeer and Stern, 2018, section 9.

@@ -57,6 +57,9 @@ def scale_by_adam(
             anything below 2e-4 is 0. In bfloat16 it stands still once it is near its value, since 1 - b2 is below the
             rounding.
 
+    Raises:
+        ConfigError: for numbers out of range.
+
     References:
         Kingma and Ba, 2015, Adam; Reddi et al., 2018, On the Convergence of Adam and Beyond.
 
@@ -122,6 +125,9 @@ def scale_by_nadam(
         eps: in [0, inf), outside the root.
         momentum_decay: :math:`\psi` in [0, inf).
 
+    Raises:
+        ConfigError: for numbers out of range.
+
     References:
         Dozat, 2016, Incorporating Nesterov Momentum into Adam.
 
@@ -171,6 +177,9 @@ def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) 
         b2: decay of the mean of squares, in [0, 1).
         eps: in [0, inf), added before the correction of bias.
 
+    Raises:
+        ConfigError: for numbers out of range.
+
     References:
         Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
 
@@ -219,6 +228,9 @@ def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8)
         b2: decay of the maximum, in [0, 1).
         eps: in [0, inf).
 
+    Raises:
+        ConfigError: for numbers out of range.
+
     References:
         Kingma and Ba, 2015, Adam, section 7.1.
 
@@ -264,6 +276,9 @@ def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, *, mu_dtype: torch.dtype 
         b1: weight of the mean in the direction, in [0, 1).
         b2: decay of the mean, :math:`m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t`, in [0, 1).
         mu_dtype: of the mean; None: each parameter's.
+
+    Raises:
+        ConfigError: for numbers out of range.
 
     References:
         Chen et al., 2023, Symbolic Discovery of Optimization Algorithms.

@@ -46,6 +46,9 @@ def scale_by_learning_rate(learning_rate: Rate) -> Transform:
         learning_rate: in [0, inf): a number, a 0-d tensor, or a schedule of the count of updates done, so that the
             first update sees ``schedule(0)``.
 
+    Raises:
+        ConfigError: for a number out of range, or one of torch's schedulers.
+
     Example:
         >>> tx = scale_by_learning_rate(lambda count: 1.0 / (count + 1))
         >>> params = {"w": torch.ones(1)}
@@ -87,6 +90,10 @@ def add_decayed_weights(weight_decay: Scalar, *, mask: Mask | None = None) -> Tr
     Args:
         weight_decay: in [0, inf).
         mask: which parameters decay, as in `masked`; None: all. See `decay_mask`.
+
+    Raises:
+        ConfigError: for numbers out of range; at init, for a mask that does not fit, as in `masked`.
+        StateError: at update, for a state of other parameters.
 
     References:
         Loshchilov and Hutter, 2019, Decoupled Weight Decay Regularization.
@@ -137,7 +144,7 @@ def trace(
         accumulator_dtype: of the sum; None: the parameter's.
 
     Raises:
-        ConfigError: for Nesterov momentum that is dampened.
+        ConfigError: for numbers out of range, or Nesterov momentum that is dampened.
 
     Example:
         >>> tx = trace(0.5)

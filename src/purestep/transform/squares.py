@@ -38,6 +38,9 @@ def scale_by_rms(decay: Scalar = 0.99, *, eps: Scalar = 1e-8, centered: bool = F
         eps: in [0, inf), outside the root.
         centered: divide by the standard deviation, :math:`\sqrt{v_t - \bar g_t^2}`.
 
+    Raises:
+        ConfigError: for numbers out of range.
+
     References:
         Hinton, 2012, Neural Networks for Machine Learning, lecture 6e; Graves, 2013 (centered).
 
@@ -80,6 +83,9 @@ def scale_by_rss(initial_accumulator_value: float = 0.0, *, eps: Scalar = 1e-10)
         initial_accumulator_value: what the sum starts from, in [0, inf).
         eps: in [0, inf), outside the root.
 
+    Raises:
+        ConfigError: for numbers out of range.
+
     References:
         Duchi et al., 2011, Adaptive Subgradient Methods.
 
@@ -119,6 +125,9 @@ def scale_by_inverse_time(decay: Scalar) -> Transform:
     Args:
         decay: in [0, inf).
 
+    Raises:
+        ConfigError: for numbers out of range.
+
     Example:
         >>> params = {"w": torch.ones(1)}
         >>> tx = scale_by_inverse_time(1.0)
@@ -155,6 +164,9 @@ def scale_by_adadelta(rho: Scalar = 0.9, *, eps: Scalar = 1e-6) -> Transform:
     Args:
         rho: decay of both means, in [0, 1).
         eps: in [0, inf), inside the roots.
+
+    Raises:
+        ConfigError: for numbers out of range.
 
     References:
         Zeiler, 2012, ADADELTA: An Adaptive Learning Rate Method.

@@ -13,7 +13,12 @@ from .signature import HERE, checked
 
 
 def check_one_process(args: Mapping[str, Any]) -> None:
-    """A strategy or number of nodes that means several processes is refused."""
+    """A strategy or number of nodes that means several processes is refused.
+
+    Raises:
+        RankError: several processes.
+        ConfigError: no such strategy, or no number of nodes.
+    """
     strategy, nodes = args["strategy"], args["num_nodes"]
     several = ("ddp", "fsdp", "deepspeed", "dp", "model_parallel", "xla", "horovod")
     if isinstance(strategy, str) and strategy.startswith(several):
@@ -27,7 +32,12 @@ def check_one_process(args: Mapping[str, Any]) -> None:
 
 
 def read_device(args: Mapping[str, Any]) -> str | None:
-    """A torch device, or None where Lightning would choose one itself."""
+    """A torch device, or None where Lightning would choose one itself.
+
+    Raises:
+        ConfigError: no such accelerator or device.
+        RankError: more than one device.
+    """
     accelerator = args["accelerator"]
     kinds: dict[Any, str | None] = {"auto": None, "cpu": "cpu", "cuda": "cuda", "gpu": _gpu(), "mps": "mps"}
     if not isinstance(accelerator, str) or accelerator not in kinds:
@@ -75,7 +85,11 @@ def _index(devices: Any, accelerator: str) -> int | None:
 
 
 def read_precision(value: Any) -> str:
-    """The precision by the name that it has here, from any of Lightning's spellings."""
+    """The precision by the name that it has here, from any of Lightning's spellings.
+
+    Raises:
+        ConfigError: none that there is here.
+    """
     names = {
         "None": "32-true",
         "64": "64-true",

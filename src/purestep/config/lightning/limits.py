@@ -19,7 +19,11 @@ def read_accumulate(args: Mapping[str, Any]) -> int:
 
 
 def read_fit(args: Mapping[str, Any]) -> FitConfig:
-    """The settings of the run. A debugging mode replaces the limits and intervals that it overrides in Lightning."""
+    """The settings of the run. A debugging mode replaces the limits and intervals that it overrides in Lightning.
+
+    Raises:
+        ConfigError: a value out of its range, or two that contradict each other.
+    """
     dev_run = checked("fast_dev_run", args["fast_dev_run"], _batches_of_dev_run)
     overfit = checked("overfit_batches", args["overfit_batches"], values.share)
     fields: dict[str, Any] = {

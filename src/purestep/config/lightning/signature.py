@@ -72,7 +72,11 @@ EXAMPLES = {
 
 
 def checked(name: str, value: Any, check: Callable[[Any], Any]) -> Any:
-    """``check(value)``, its complaint with the argument's name and an example."""
+    """``check(value)``, its complaint with the argument's name and an example.
+
+    Raises:
+        ConfigError: what ``check`` raised as a ValueError.
+    """
     try:
         return check(value)
     except ValueError as error:
