@@ -162,6 +162,11 @@ def test_a_decay_out_of_range_is_refused(decay: float):
         program(tiny_mlp(), ema=decay)
 
 
+def test_other_words_for_the_buffers_are_refused():
+    with pytest.raises(ConfigError, match=r"ema: buffers='avg' .*\"copy\" or \"average\""):
+        ema.average(0.9, buffers="avg")  # pyright: ignore[reportArgumentType]  # the point of the test
+
+
 def test_off_is_empty():
     off = ema.none()
     state = off.init({"w": torch.ones(1)}, {})

@@ -261,6 +261,12 @@ def test_the_positive_class_can_be_the_other_one():
         (lambda: metrics.accuracy(LOGITS, TARGETS.float()), StepContractError, r"float32.* and class indices"),
         (lambda: metrics.accuracy(LOGITS, TARGETS, threshold=0.0), StepContractError, r"needs one output a target"),
         (lambda: metrics.accuracy(LOGITS, TARGETS, shift=True), StepContractError, r"shift=True is for logits \[N, T"),
+        (
+            lambda: metrics.accuracy(LOGITS, TARGETS, treshold=0.5),
+            ConfigError,
+            r"metrics\.accuracy: no option 'treshold'",
+        ),  # pyright: ignore[reportCallIssue]  # the point of the test
+        (lambda: metrics.recall(LOGITS, TARGETS, k=2), ConfigError, r"metrics\.recall: no option 'k'"),  # pyright: ignore[reportCallIssue]  # the point of the test
         (lambda: metrics.accuracy(LOGITS, TARGETS, k=4), ConfigError, r"metrics\.accuracy: k=4 of 3 classes"),
         (lambda: metrics.f1(LOGITS, TARGETS), ConfigError, r"average=\"binary\" of class 1 among 3.*average=\"macro\""),
         (lambda: metrics.f1(LOGITS, TARGETS, average="mean"), ConfigError, r"average='mean'"),  # pyright: ignore[reportArgumentType]  # the point of the test

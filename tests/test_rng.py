@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from purestep import rng
 from purestep.data import draws
+from purestep.errors import ConfigError
 
 PARTS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.text(max_size=8))
 
@@ -218,3 +219,14 @@ def test_what_draws() -> None:
     assert not rng.is_draw(aten._scaled_dot_product_cudnn_attention.default, (q, q, q, None, True, 0.0), {})
     assert rng.is_draw(aten._scaled_dot_product_flash_attention.default, (q, q, q, 0.5), {})
     assert not rng.is_draw(aten._scaled_dot_product_flash_attention.default, (q, q, q), {})
+
+
+@pytest.mark.parametrize("seed", [1.5, "0", None, 2**63, -(2**63) - 1])
+def test_a_seed_that_is_none_is_refused(seed: Any):
+    with pytest.raises(ConfigError, match=r"rng.key: seed is .*, no int in"):
+        rng.key(seed)
+
+
+def test_any_whole_number_is_a_seed():
+    assert rng.key(-(2**63)).tolist() == [-(2**63), 0]
+    assert rng.key(np.int32(7)).tolist() == [7, 0]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import optim, testing
-from purestep.errors import StepContractError
+from purestep.errors import ConfigError, StepContractError
 
 
 class TestAssertPure:
@@ -132,3 +133,26 @@ class TestAssertAccumulates:
             StepContractError, match=r"params/\S+: differs by \S+ from the update .*cure: the weight of a"
         ):
             testing.assert_accumulates(many, one, *self.parts(), rtol=1e-12)
+
+    def test_the_parameter_that_differs_most_is_named(self):
+        many, one = self.programs(ps.supervised(nn.CrossEntropyLoss()))
+        spoilt = {"0.weight": 1.0, "2.weight": math.nan, "2.bias": 2.0}
+
+        def train_step(state: Any, batch: Any) -> Any:
+            new, told = many.train_step(state, batch)
+            added = {name: p + spoilt.get(name, 0.0) for name, p in new.params.items()}
+            return new._replace(params=added), told
+
+        with pytest.raises(StepContractError, match=r"params/2.weight: differs by"):
+            testing.assert_accumulates(many._replace(train_step=train_step), one, *self.parts(), rtol=1e-12)
+        del spoilt["2.weight"]
+        with pytest.raises(StepContractError, match=r"params/2.bias: differs by"):
+            testing.assert_accumulates(many._replace(train_step=train_step), one, *self.parts(), rtol=1e-12)
+
+    def test_another_number_of_parts_is_refused(self):
+        many, one = self.programs(ps.supervised(nn.CrossEntropyLoss()))
+        whole, parts = self.parts()
+        with pytest.raises(ConfigError, match=r"no program that accumulates 2 .*accumulate=2"):
+            testing.assert_accumulates(many, one, whole, parts[:2], rtol=1e-12)
+        with pytest.raises(ConfigError, match="no program that accumulates 1"):
+            testing.assert_accumulates(many, ps.Program(one.train_step), whole, parts, rtol=1e-12)

@@ -671,10 +671,14 @@ def test_the_relative_step_is_a_bound_by_the_learning_rate() -> None:
         (lambda: transform.scale_by_learning_rate(-0.1), "learning_rate is -0.1"),
         (
             lambda: transform.scale_by_learning_rate("0.1"),
-            "learning_rate is '0.1', outside [0.0, inf) (cure: learning_rate=0.001)",
+            "learning_rate is '0.1', a str, no int, float or tensor (cure: learning_rate=0.001)",
         ),  # type: ignore[arg-type]
         (lambda: transform.scale_by_learning_rate(math.nan), "learning_rate is nan"),
         (lambda: transform.trace(-0.1), "trace: decay is -0.1"),
+        (lambda: transform.trace(0.9, dampening=math.nan), "trace: dampening is nan, outside [0.0, inf)"),
+        (lambda: transform.scale(math.inf), "scale: factor is inf, outside [-inf, inf) (cure: factor=1.0)"),
+        (lambda: transform.scale("2"), "scale: factor is '2', a str, no int, float"),  # type: ignore[arg-type]
+        (lambda: transform.scale(lambda count: 2.0), "optim.inject(optim.scale)(..., factor=schedule)"),  # type: ignore[arg-type]
         (lambda: transform.trace(0.9, nesterov=True, dampening=0.1), "trace: nesterov with dampening=0.1"),
         (lambda: transform.scale_by_adam(1.0), "adam: b1 is 1.0, outside [0.0, 1.0)"),
         (lambda: transform.scale_by_adam(b2=-0.1), "adam: b2 is -0.1"),

@@ -55,7 +55,7 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
             (integers are copied).
 
     Raises:
-        ConfigError: a decay outside [0, 1).
+        ConfigError: a decay outside [0, 1), or another word for the buffers.
 
     Example:
         >>> import torch
@@ -68,6 +68,8 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
     """
     if not 0 <= decay < 1:
         raise ConfigError(f"decay is {decay}", where="ema", hint="0.999, in [0, 1)")
+    if buffers not in ("copy", "average"):
+        raise ConfigError(f"buffers={buffers!r}", where="ema", hint='"copy" or "average"')
     keep_buffers = buffers == "average"
 
     def init(params: Params, buffers: Params) -> EmaState:
@@ -98,6 +100,16 @@ def view(state: TrainState, name: str = "params") -> TrainState:
     Raises:
         StateError: "ema" of a state without one.
         ConfigError: another name.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Linear(2, 1)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1), ema=0.9)
+        >>> state, batch = program.init(), (torch.ones(4, 2), torch.ones(4, 1))
+        >>> for _ in range(2):
+        ...     state, _ = program.train_step(state, batch)
+        >>> torch.equal(view(state, "ema").params["bias"], state.ema.params["bias"])
+        True
     """
     if name == "params":
         return TrainState(*state)

@@ -11,12 +11,14 @@ import zlib
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+
+from .errors import ConfigError
 
 _MASK = (1 << 64) - 1
 
@@ -24,11 +26,20 @@ _MASK = (1 << 64) - 1
 def key(seed: int) -> Tensor:
     """A fresh key. shape=(2,), dtype=int64, CPU.
 
+    Args:
+        seed: an int in [-2**63, 2**63).
+
+    Raises:
+        ConfigError: another seed.
+
     Example:
         >>> key(7).tolist()
         [7, 0]
     """
-    return torch.tensor([seed, 0], dtype=torch.int64)
+    given: Any = seed
+    if not isinstance(given, SupportsIndex) or not -(2**63) <= given.__index__() < 2**63:
+        raise ConfigError(f"seed is {seed!r}, no int in [-2**63, 2**63)", where="rng.key", hint="seed=0")
+    return torch.tensor([given.__index__(), 0], dtype=torch.int64)
 
 
 def advance(key: Tensor, calls: int = 1) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,6 +69,11 @@ def assert_resumes(program: Program, state: Tree, batches: Sequence[Any], *, at:
 
     Raises:
         StepContractError: the first leaf that differs.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.adam(0.1))
+        >>> assert_resumes(program, program.init(), [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(4)])
     """
     cut = len(batches) // 2 if at is None else at
     whole = _through(program, state, batches)
@@ -85,23 +91,40 @@ def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Seq
         whole: the same with ``accumulate=1``.
         batch: the whole batch.
         parts: its micro-batches, of any sizes.
-        rtol: relative tolerance; 1e-12 is reached in "64-true".
+        rtol: tolerance, relative and absolute; 1e-12 is reached in "64-true".
 
     Raises:
         StepContractError: the parameter that differs most.
+        ConfigError: programs without ``init``, or that accumulate other numbers of parts.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> net, objective, tx = torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1)
+        >>> x, y = torch.randn(6, 2), torch.randn(6, 1)
+        >>> whole = ps.program(net, objective, tx, precision="64-true")
+        >>> halves = ps.program(net, objective, tx, precision="64-true", accumulate=2)
+        >>> assert_accumulates(halves, whole, (x, y), [(x[:4], y[:4]), (x[4:], y[4:])], rtol=1e-12)
     """
-    assert program.init is not None
-    assert whole.init is not None
-    expected, _ = whole.train_step(whole.init(), batch)
-    found = _through(program, program.init(), parts)
+    expected = _through(whole, _started(whole, 1), [batch])
+    found = _through(program, _started(program, len(parts)), parts)
+    gaps: dict[str, float] = {}
     for name, value in expected.params.items():
         if not torch.allclose(found.params[name], value, rtol=rtol, atol=rtol):
-            gap = (found.params[name] - value).abs().max().item()
-            raise StepContractError(
-                f"differs by {gap:.3g} from the update of the whole batch",
-                where=f"params/{name}",
-                hint="the weight of a Loss must be what its mean is a mean over",
-            )
+            gaps[name] = (found.params[name] - value).abs().nan_to_num(nan=math.inf).max().item()
+    if gaps:
+        worst = max(gaps, key=gaps.__getitem__)
+        raise StepContractError(
+            f"differs by {gaps[worst]:.3g} from the update of the whole batch",
+            where=f"params/{worst}",
+            hint="the weight of a Loss must be what its mean is a mean over",
+        )
+
+
+def _started(program: Program, accumulate: int) -> Tree:
+    if program.init is None or program.static is None or program.static.accumulate != accumulate:
+        hint = f"ps.program(..., accumulate={accumulate})"
+        raise ConfigError(f"no program that accumulates {accumulate}", where="assert_accumulates", hint=hint)
+    return program.init()
 
 
 class Replay(NamedTuple):
@@ -126,6 +149,11 @@ def record(path: str | Path, state: Tree, batch: Any) -> Path:
     Raises:
         StateError: something in the batch that cannot be stored.
         WriteFailed: nothing was written.
+
+    Example:
+        >>> import tempfile, torch
+        >>> record(tempfile.mkdtemp() + "/step.safetensors", {"w": torch.zeros(2)}, torch.ones(3)).name
+        'step.safetensors'
     """
     return incident.write(path, plain(state), batch, {})
 

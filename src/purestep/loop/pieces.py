@@ -57,7 +57,7 @@ def run_epoch(
 
     Args:
         state: what the step takes.
-        loader: a DataLoader, a list of batches, any iterable of batches; or a `Feed`.
+        loader: a DataLoader, a list of batches, any iterable of batches; or a `Feed`, which is left open.
         step: ``(state, batch) -> (state, metrics)``.
         epoch: 0-based; with ``seed`` it decides the order of a shuffling DataLoader.
         start: batches of that epoch that are done already.
@@ -71,6 +71,7 @@ def run_epoch(
         NonFiniteError: the state has halted at a loss or gradient that is not finite; ``error.state`` is what it was
             before.
         RankError: more than one process.
+        StepContractError: the step returned something else than a state and a dict of Means.
 
     Example:
         >>> import torch, purestep as ps
@@ -89,7 +90,8 @@ def run_epoch(
             for rows in meter.rows(wait=False):
                 meter_.add_to(total, rows)
     finally:
-        feed.close()
+        if feed is not loader:
+            feed.close()
     for rows in meter.rows(wait=True):
         meter_.add_to(total, rows)
     error = halted(state)
@@ -116,6 +118,8 @@ def evaluate(
 
     Raises:
         DataError: an empty loader.
+        RankError: more than one process.
+        StepContractError: the step returned something else than a dict of Means.
 
     Example:
         >>> import torch, purestep as ps

@@ -23,6 +23,9 @@ class CountOptions(TypedDict, total=False):
     shift: bool  # each output predicts the next target
 
 
+_OPTIONS = tuple(CountOptions.__annotations__)
+
+
 class Counts(NamedTuple):
     """Answers by class. What is in no field is a true negative."""
 
@@ -46,13 +49,14 @@ def accuracy(outputs: Any, targets: Tensor, *, k: int = 1, **options: Unpack[Cou
 
     Raises:
         StepContractError: shapes that do not fit together.
-        ConfigError: ``k`` out of its range.
+        ConfigError: ``k`` out of its range, or no such option.
 
     Example:
         >>> logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
         >>> float(accuracy(logits, torch.tensor([0, 1]))), float(accuracy(logits, torch.tensor([0, 1]), k=2))
         (0.5, 1.0)
     """
+    _check_options("accuracy", options)
     logits, wanted = aligned("accuracy", outputs, targets, shift=options.get("shift", False))
     valid, threshold = wanted != options.get("ignore_index", -100), options.get("threshold")
     if threshold is not None:
@@ -66,6 +70,12 @@ def accuracy(outputs: Any, targets: Tensor, *, k: int = 1, **options: Unpack[Cou
     return Mean((right & valid).sum().float(), valid.sum().float())
 
 
+def _check_options(where: str, options: CountOptions) -> None:
+    for name in options:
+        if name not in _OPTIONS:
+            raise ConfigError(f"no option {name!r}", where=f"metrics.{where}", hint=f"one of {', '.join(_OPTIONS)}")
+
+
 def counts(outputs: Any, targets: Tensor, **options: Unpack[CountOptions]) -> Counts:
     """True positives, false positives and false negatives of each class.
 
@@ -75,10 +85,12 @@ def counts(outputs: Any, targets: Tensor, **options: Unpack[CountOptions]) -> Co
         **options: as in `accuracy`.
 
     Returns:
-        C is the number of classes; with a threshold, of labels, or 1 for targets [N].
+        Three vectors of shape=(C,), dtype=float32. C is the number of classes; with a threshold, of labels, or 1 for
+        targets [N].
 
     Raises:
         StepContractError: shapes that do not fit together.
+        ConfigError: no such option.
 
     Example:
         >>> counts(torch.eye(2), torch.tensor([0, 0])).fn.tolist()
@@ -88,6 +100,7 @@ def counts(outputs: Any, targets: Tensor, **options: Unpack[CountOptions]) -> Co
 
 
 def _counts(where: str, outputs: Any, targets: Tensor, options: CountOptions) -> Counts:
+    _check_options(where, options)
     logits, wanted = aligned(where, outputs, targets, shift=options.get("shift", False))
     valid, threshold = wanted != options.get("ignore_index", -100), options.get("threshold")
     if threshold is not None:
@@ -129,7 +142,7 @@ def precision(
         **options: as in `accuracy`.
 
     Raises:
-        ConfigError: ``"binary"`` and more than two classes.
+        ConfigError: ``"binary"`` and more than two classes, no such average, or no such option.
         StepContractError: shapes that do not fit together.
 
     Example:
@@ -153,7 +166,7 @@ def recall(
         **options: as in `accuracy`.
 
     Raises:
-        ConfigError: ``"binary"`` and more than two classes.
+        ConfigError: ``"binary"`` and more than two classes, no such average, or no such option.
         StepContractError: shapes that do not fit together.
 
     Example:
@@ -177,7 +190,7 @@ def f1(
         **options: as in `accuracy`.
 
     Raises:
-        ConfigError: ``"binary"`` and more than two classes.
+        ConfigError: ``"binary"`` and more than two classes, no such average, or no such option.
         StepContractError: shapes that do not fit together.
 
     Example:

@@ -34,7 +34,7 @@ def sgd(
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         momentum: in [0, inf): :math:`b_t = \mu b_{t-1} + (1 - \tau) g_t`; 0: :math:`b_t = g_t`.
         nesterov: step along :math:`g_t + \mu b_t`; needs momentum and no dampening.
-        dampening: :math:`\tau`, of all gradients but the first.
+        dampening: :math:`\tau` in [0, inf), of all gradients but the first.
         weight_decay: in [0, inf), coupled: added to the gradient times the weights.
         mask: what decays, as in `masked`; None: everything.
 

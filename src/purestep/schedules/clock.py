@@ -59,7 +59,7 @@ def check_finite(where: str, **numbers: Any) -> None:
     """
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{name}={value!r} is no finite number", where=where, hint=f"{name}=1e-3")
+            raise ConfigError(f"{name}={value!r} is no finite int or float", where=where, hint=f"{name}=1e-3")
 
 
 def check_positive(where: str, **numbers: Any) -> None:
@@ -82,6 +82,4 @@ def check_count(where: str, *, least: int, **counts: Any) -> None:
     """
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(
-                f"{name}={value!r} is no whole number of at least {least}", where=where, hint=f"{name}=1000"
-            )
+            raise ConfigError(f"{name}={value!r} is no int of at least {least}", where=where, hint=f"{name}=1000")

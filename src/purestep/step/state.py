@@ -22,11 +22,11 @@ def init_of(spec: Spec, module: nn.Module, own: nn.Module | None) -> Callable[..
         """The state before the first step: the module's weights as they are now, on ``device``.
 
         Args:
-            seed: of dropout and data order; the weights do not depend on it.
+            seed: of dropout and data order, an int in [-2**63, 2**63); the weights do not depend on it.
             device: None takes the module's, or the best one there is if that is the CPU.
 
         Raises:
-            ConfigError: there is no such device, or it cannot compute in the program's precision.
+            ConfigError: there is no such device or seed, or it cannot compute in the program's precision.
         """
         target = _target(module, device)
         precision_.check(spec.policy, target)

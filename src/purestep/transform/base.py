@@ -194,9 +194,11 @@ def require(where: str, /, *, low: float = 0.0, high: float = math.inf, **values
                 where=where,
                 hint=f"optim.inject(optim.{where})(..., {name}=schedule)",
             )
-        if not isinstance(value, int | float) or not low <= value < high:
-            hint = f"{name}={1e-3 if name == 'learning_rate' else low}"
-            raise ConfigError(f"{name} is {value!r}, outside [{low}, {high})", where=where, hint=hint)
+        is_number = isinstance(value, int | float)
+        if not is_number or not low <= value < high:
+            found = f"outside [{low}, {high})" if is_number else f"a {type(value).__name__}, no int, float or tensor"
+            hint = f"{name}={1e-3 if name == 'learning_rate' else 1.0 if math.isinf(low) else low}"
+            raise ConfigError(f"{name} is {value!r}, {found}", where=where, hint=hint)
 
 
 def require_rate(where: str, learning_rate: Rate) -> None:

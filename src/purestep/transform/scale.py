@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,12 +19,16 @@ def scale(factor: Scalar) -> Transform:
     """Updates times a number; ``chain(scale(-1.0), ...)`` maximizes.
 
     Args:
-        factor: any number.
+        factor: finite.
+
+    Raises:
+        ConfigError: for another value; a schedule is for `inject`.
 
     Example:
         >>> scale(0.5).update({"w": torch.ones(1)}, Empty(), {})[0]["w"].item()
         0.5
     """
+    require("scale", low=-math.inf, factor=factor)
 
     def fn(updates: Params, params: Params) -> Params:
         del params  # A constant factor.
@@ -140,7 +145,7 @@ def trace(
     Args:
         decay: in [0, inf); 0.9 is usual.
         nesterov: looks ahead by one step; needs ``dampening=0``.
-        dampening: how much of each new gradient is left out.
+        dampening: how much of each new gradient is left out, in [0, inf).
         accumulator_dtype: of the sum; None: the parameter's.
 
     Raises:
@@ -153,7 +158,7 @@ def trace(
         >>> tx.update(params, state, params)[0]["w"].item()
         1.5
     """
-    require("trace", decay=decay)
+    require("trace", decay=decay, dampening=dampening)
     if nesterov and not isinstance(dampening, Tensor) and dampening != 0:
         raise ConfigError(f"nesterov with dampening={dampening}", where="trace", hint="dampening=0.0")
     is_dampened = isinstance(dampening, Tensor) or dampening != 0
