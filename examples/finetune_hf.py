@@ -32,7 +32,6 @@ from purestep import optim, schedules, stopping
 
 PAD, UNKNOWN = 0, 1
 PACKAGES = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
-
 Rows = list[dict[str, Tensor]]
 
 
@@ -92,7 +91,6 @@ def unigram_entropy(train: Rows, val: Rows, size: int) -> float:
 
 def each_epoch(tell: Callable[[Any, int, dict[str, Any]], None]) -> Callable[[Any], None]:
     """A callback of the form ``f(trainer, epoch, metrics)`` as one of events; the state stands for the trainer."""
-
     return lambda event: (
         tell(event.state, event.epoch - 1, dict(event.record)) if isinstance(event, ps.events.EpochEnd) else None
     )
@@ -109,11 +107,14 @@ def accuracy(outputs: Any, labels: Tensor) -> tuple[Tensor, int]:
 
 
 def on_plateau(rule: stopping.Plateau, learning_rate: float) -> Callable[[Any], Any]:
-    """A callback that lowers the learning rate, which is a leaf of the state, when the loss stops to fall."""
+    """A callback that lowers the learning rate, which is a leaf of the state, when the loss stops falling."""
     record = stopping.plateau_init()
 
     def callback(event: Any) -> Any:
         nonlocal record
+        if isinstance(event, ps.events.FitStart):  # what it remembers follows from the history of a run that goes on
+            for loss in event.history.get("val_loss", []):
+                record = stopping.plateau_observe(record, loss, rule=rule, mode="min")
         if not isinstance(event, ps.events.EpochEnd):
             return None
         record = stopping.plateau_observe(record, event.record["val_loss"], rule=rule, mode="min")
@@ -126,14 +127,14 @@ def on_plateau(rule: stopping.Plateau, learning_rate: float) -> Callable[[Any], 
 def language_model(config: Config, gpt: GPT2Config, data: dict[str, DataLoader[Any]]) -> tuple[Any, ps.FitResult]:
     """A schedule by the batch (linear to zero), or by the epoch (half of it after each)."""
     model, epoch = GPT2LMHeadModel(gpt), len(data["train"])
+    model.loss_type = "ForCausalLM"  # which transformers falls back to with a warning
     rate = schedules.linear(config.learning_rate, 0.0, transition_steps=config.epochs * epoch)
     if config.scheduler_step_per_epoch:
         rate = schedules.per_epoch(schedules.exponential(config.learning_rate, 0.5), updates_per_epoch=epoch)
     adamw = optim.adamw(rate, weight_decay=config.weight_decay)
     program = ps.program(model, ps.hf_loss(), optim.chain(optim.clip_by_global_norm(config.max_grad_norm), adamw))
-    state = program.init(config.seed, config.device)
     fields = {"snapshots": config.runs / "language", "callbacks": [each_epoch(log)], "compile": config.compile}
-    result = ps.fit(state, data, program, epochs=config.epochs, **fields)
+    result = ps.fit(program.init(config.seed, config.device), data, program, epochs=config.epochs, **fields)
     ps.load_into(model, result.state)
     return model, result
 
@@ -145,11 +146,10 @@ def classifier(config: Config, gpt: GPT2Config, body: Any, data: dict[str, DataL
     rate = config.learning_rate / 4
     tx = optim.inject(optim.adamw)(learning_rate=rate, weight_decay=config.weight_decay)
     program = ps.program(model, ps.hf_loss(metrics={"accuracy": accuracy}), tx)
-    state = program.init(config.seed, config.device)
     plateau = on_plateau(stopping.Plateau(factor=0.3, patience=0), rate)
-    best = {"monitor": "val_accuracy", "mode": "max", "early_stopping": config.patience}
-    fields = {"snapshots": config.runs / "classifier", "callbacks": [each_epoch(log), plateau]}
-    return ps.fit(state, data, program, epochs=config.classifier_epochs, compile=config.compile, **best, **fields)
+    best = {"monitor": "val_accuracy", "mode": "max", "early_stopping": config.patience, "compile": config.compile}
+    fields = {"snapshots": config.runs / "classifier", "callbacks": [each_epoch(log), plateau], **best}
+    return ps.fit(program.init(config.seed, config.device), data, program, epochs=config.classifier_epochs, **fields)
 
 
 def picture(path: Path, language: dict[str, list[Any]], packages: dict[str, list[Any]], entropy: float) -> None:

@@ -70,6 +70,14 @@ def test_resuming_and_stopping_early_are_said():
     assert len(lines) == 4
 
 
+def test_inside_of_an_epoch_its_own_number_is_told():
+    stream = io.StringIO()
+    sink = progress(stream)
+    sink(start(epochs=None))
+    sink(EpochEnd(STATE, 0, 4, {"epoch": 1, "step": 4, "near": 0.0}, True, "steps"))
+    assert stream.getvalue().splitlines() == ["epoch 1  step 4  near 0.000", "stopped in epoch 1: steps"]
+
+
 def test_a_long_epoch_is_not_silent(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

@@ -38,7 +38,7 @@ def test_the_best_is_a_strict_improvement_in_either_direction():
     assert not stopping.improved(small, epoch=4)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None])
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_what_is_not_finite_is_never_the_best_and_counts_as_no_improvement(bad: float, mode: stopping.Mode):
     rule = EarlyStopping(patience=3)

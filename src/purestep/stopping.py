@@ -2,7 +2,7 @@
 
 A rule is a frozen config, what it remembers is a NamedTuple of plain numbers that goes through JSON unchanged, and
 `observe` makes the next record from the last one and a new value. No tensors, no clock. A value that is infinite or
-not a number is never the best one and counts as no improvement.
+not a number, or None, as which the history holds it, is never the best one and counts as no improvement.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def init() -> Record:
 
 def observe(
     record: Record,
-    value: float,
+    value: float | None,
     *,
     epoch: int,
     mode: Mode,
@@ -82,7 +82,7 @@ def observe(
 
     Args:
         record: from `init` or the last `observe`.
-        value: the monitored metric.
+        value: the monitored metric; None is what is not finite.
         epoch: epochs (or evaluations) completed, from 1.
         mode: whether small or large values are good.
         rule: early stopping, or None to track the best alone.
@@ -100,28 +100,29 @@ def observe(
         >>> record.best, record.best_epoch, improved(record, epoch=2)
         (0.5, 1, False)
     """
+    value = None if value is None else float(value)
     best = is_better(value, record.best, mode=mode)
     start = start_epoch(rule, total_epochs)
     progress = is_better(value, record.reference, mode=mode, min_delta=rule.min_delta if rule else 0.0)
     waits = (epoch if passed is None else passed) < start
     bad_epochs = 0 if progress or waits else record.bad_epochs + 1
     return Record(
-        best=float(value) if best else record.best,
+        best=value if best else record.best,
         best_epoch=epoch if best else record.best_epoch,
-        reference=float(value) if progress else record.reference,
+        reference=value if progress else record.reference,
         bad_epochs=bad_epochs,
         start_epoch=start,
     )
 
 
-def is_better(value: float, best: float | None, *, mode: Mode, min_delta: float = 0.0) -> bool:
+def is_better(value: float | None, best: float | None, *, mode: Mode, min_delta: float = 0.0) -> bool:
     """Whether ``value`` beats ``best`` strictly, by more than ``min_delta``.
 
     Example:
         >>> is_better(0.5, 0.5, mode="min"), is_better(float("nan"), None, mode="min")
         (False, False)
     """
-    if not math.isfinite(value):
+    if value is None or not math.isfinite(value):
         return False
     if best is None:
         return True
@@ -255,14 +256,23 @@ def plateau_init() -> PlateauRecord:
     return PlateauRecord(best=None, bad_epochs=0, cooldown=0, scale=1.0)
 
 
-def plateau_observe(record: PlateauRecord, value: float, *, rule: Plateau, mode: Mode) -> PlateauRecord:
-    """The record after one more value of the monitored metric."""
+def plateau_observe(record: PlateauRecord, value: float | None, *, rule: Plateau, mode: Mode) -> PlateauRecord:
+    """The record after one more value of the monitored metric; None is what is not finite.
+
+    Args:
+        record: from `plateau_init` or the last `plateau_observe`. It follows from the values: a run that goes on makes
+            it anew from the history of `FitStart`.
+        value: the monitored metric.
+        rule: when to lower the scale.
+        mode: whether small or large values are good.
+    """
+    value = None if value is None else float(value)
     better = is_better(value, _bar(record.best, rule, mode), mode=mode)
     cooling = record.cooldown > 0
     bad_epochs = 0 if better or cooling else record.bad_epochs + 1
     lower = bad_epochs > rule.patience
     return PlateauRecord(
-        best=float(value) if better else record.best,
+        best=value if better else record.best,
         bad_epochs=0 if lower else bad_epochs,
         cooldown=rule.cooldown if lower else max(0, record.cooldown - 1),
         scale=max(record.scale * rule.factor, rule.min_scale) if lower else record.scale,

@@ -71,9 +71,10 @@ class Progress:
 
     def _end_epoch(self, event: EpochEnd) -> None:
         shown = {key: value for key, value in event.record.items() if key != "epoch" and value is not None}
-        self._print(self._epoch(event.epoch) + _text(shown, self._rate))
+        epoch = int(event.record.get("epoch") or event.epoch)  # one more than are completed, inside of an epoch
+        self._print(self._epoch(epoch) + _text(shown, self._rate))
         if event.stopping is not None and (self._start is None or event.epoch != self._start.epochs):
-            self._print(f"stopped after epoch {event.epoch}: {event.stopping}")
+            self._print(f"stopped {'after' if epoch == event.epoch else 'in'} epoch {epoch}: {event.stopping}")
 
     def _draw(self, epoch: int, done: int) -> None:
         now = time.monotonic()
@@ -114,7 +115,7 @@ def progress(stream: TextIO | None = None) -> Progress:
 
 
 def _text(values: Mapping[str, Any], rate: float) -> str:
-    found = [f"{key} {_shown(key, value)}" for key, value in values.items() if key not in _LAST]
+    found = [f"{key} {_shown(value)}" for key, value in values.items() if key not in _LAST]
     if "lr" in values:
         found.append(f"lr {values['lr']:.1e}")
     if rate:
@@ -122,10 +123,10 @@ def _text(values: Mapping[str, Any], rate: float) -> str:
     return "".join(f"  {part}" for part in found)
 
 
-def _shown(key: str, value: Any) -> str:
+def _shown(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.3f}" if 0.01 <= abs(value) < 1000 else f"{value:.3g}"
+    return f"{value:.3f}" if value == 0.0 or 0.01 <= abs(value) < 1000 else f"{value:.3g}"
 
 
 def _bar(stream: TextIO) -> Any:
