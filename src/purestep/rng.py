@@ -43,7 +43,12 @@ def key(seed: int) -> Tensor:
 
 
 def advance(key: Tensor, calls: int = 1) -> Tensor:
-    """The key after ``calls`` more calls."""
+    """The key after ``calls`` more calls.
+
+    Example:
+        >>> advance(key(7), 3).tolist()
+        [7, 3]
+    """
     return key.cpu() + torch.tensor([0, calls], dtype=torch.int64, device="cpu")
 
 

@@ -30,7 +30,13 @@ def leaves(tree: Tree) -> list[Any]:
 
 
 def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
-    """Leaves and structure; `unflatten` is the way back."""
+    """Leaves and structure; `unflatten` is the way back.
+
+    Example:
+        >>> found, treedef = flatten({"b": 2, "a": (1, None)})
+        >>> found, unflatten(treedef, [10, 20])
+        ([1, 2], {'b': 20, 'a': (10, None)})
+    """
     found, treedef = optree.tree_flatten(tree, namespace=_SPACE)
     return found, treedef
 
@@ -91,7 +97,15 @@ def _numbered(positions: Tree, tree: Tree) -> list[tuple[int, Any]]:
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
-    """``fn`` of corresponding leaves; ``is_leaf`` makes a node one."""
+    """``fn`` of corresponding leaves, as a tree of the same structure; ``is_leaf(node)`` makes a node a leaf.
+
+    Raises:
+        ValueError: trees of different structures.
+
+    Example:
+        >>> map(lambda a, b: a + b, {"w": 1, "b": (2, 3)}, {"w": 10, "b": (20, 30)})
+        {'w': 11, 'b': (22, 33)}
+    """
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=_SPACE)
 
 
@@ -111,6 +125,10 @@ def with_paths(tree: Tree) -> list[tuple[str, Any]]:
 
     Raises:
         StateError: a node that contains itself.
+
+    Example:
+        >>> with_paths({"layers": [{"w": 1}, {"w": 2}]})
+        [('layers/0/w', 1), ('layers/1/w', 2)]
     """
     try:
         accessors, found, _ = optree.tree_flatten_with_accessor(tree, namespace=_SPACE)
@@ -165,7 +183,13 @@ def layout_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
 
 
 def where(condition: Tensor, new: Tree, old: Tree) -> Tree:
-    """Leaf by leaf ``new`` where the 0-d condition holds, else ``old``; dtypes are those of ``old``."""
+    """Leaf by leaf ``new`` where the 0-d condition holds, else ``old``. Two leaves of two dtypes are promoted.
+
+    Example:
+        >>> import torch
+        >>> where(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
+        {'w': tensor([0., 0.])}
+    """
     return map(lambda n, o: torch.where(condition, n, o) if n is not o else o, new, old)
 
 

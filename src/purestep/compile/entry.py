@@ -69,6 +69,7 @@ def compile_step(
     Raises:
         ConfigError: a program instead of a step; no such capture; a CUDA graph without donation; ``unroll`` of a step
             that accumulates; a backend that a trace does not have; ``donate`` that is none of the three.
+        StateError: from a call: with ``donate``, a state that went in once already.
         StepContractError: from a call: the step changes the structure, a shape or a dtype of its state, multiplies
             tensors of two dtypes, branches on the value of a tensor, keeps a tensor from one capture to the next (a
             module's table made at its first forward pass), or cannot be recorded as a CUDA graph.

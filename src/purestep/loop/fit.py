@@ -73,11 +73,14 @@ def fit(
 
     Raises:
         ConfigError: settings that do not exist or contradict each other; after an epoch, a ``monitor`` that is none.
+        StateError: ``init_state``, or what a callback returned, is no state to train.
         DataError: an empty, exhausted or failing loader; a batch of another structure than the first.
         NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state,
             and `purestep.testing.replay` makes the call again from what is written beside the snapshots.
-        StepContractError: the step is not pure: see `FitConfig.check_every`.
-        SnapshotError: a snapshot that does not fit, is damaged or cannot be written.
+        StepContractError: the step is not pure (see `FitConfig.check_every`), or returns no state and metrics.
+        SnapshotError: a snapshot that does not fit, is damaged or cannot be written; `Locked`: another run's directory.
+        RankError: more than one process.
+        KeyboardInterrupt, SystemExit: Ctrl-C, SIGTERM (status 143); the state is saved, and ``error.result`` has it.
 
     Example:
         >>> import torch, purestep as ps
@@ -155,7 +158,7 @@ class _Run:
             self._save(wait=True)  # where no boundary has done it
         except BaseException as caught:
             error = caught
-            if not self._salvaged(caught) and self.record.calls:
+            if not (self.call.failed and self._salvaged(caught)) and self.record.calls:
                 rescue(caught, self._save_what_is_done)
             raise
         finally:
@@ -164,9 +167,8 @@ class _Run:
 
     def _start(self) -> None:
         record, length = self.record, self.feeds.train.length
-        directory = None
+        directory = None if self.snapshots is None else self.snapshots.directory
         if self.snapshots is not None:
-            directory = self.snapshots.directory
             self.snapshots.begin(updates=record.updates, epoch=record.epoch)
         self.ending = ended_before(self.judge, record)
         epochs, steps = (None if limit == -1 else limit for limit in (self.config.epochs, self.config.steps))
@@ -247,10 +249,8 @@ class _Run:
         log.warning("went back to update %d: %s", self.record.updates, error)
 
     def _salvaged(self, error: BaseException) -> bool:
-        found = None
-        if self.call.failed:
-            adopted = self.config.donate == "init"
-            found = salvaged(self.state, self.record, error, self.keeper, self.snapshots, self.start, adopted=adopted)
+        adopted = self.config.donate == "init"
+        found = salvaged(self.state, self.record, error, self.keeper, self.snapshots, self.start, adopted=adopted)
         if found is None:
             return False
         self.ledger.forget()

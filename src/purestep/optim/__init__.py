@@ -1,6 +1,9 @@
 """Optimizers by name, each one `chain` of documented parts, and the algebra they are written in.
 
 The names and the algebra are optax's, the formulas and defaults those of torch.optim.
+
+Of each of them ``init`` raises a ConfigError where a ``mask`` does not fit the parameters (`masked`), and ``update`` a
+StateError where the state is that of other parameters or of another chain.
 """
 
 from __future__ import annotations

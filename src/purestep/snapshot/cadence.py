@@ -1,4 +1,4 @@
-"""When a snapshot is due: plain arithmetic on counts of updates, finished epochs and seconds."""
+"""When a snapshot is due: plain arithmetic on counts of updates, finished epochs and seconds. What settings may be."""
 
 from __future__ import annotations
 
@@ -33,6 +33,20 @@ def every(steps: int | None, epochs: int | None, seconds: float | None) -> Every
         if value is not None and not value > 0:
             raise ConfigError(f"{name} is {value!r}", where="Snapshots", hint=f"{name}=None for never")
     return Every(steps, epochs, seconds)
+
+
+def check_policy(keep: int | None, keep_best: int, on_save_error: str) -> None:
+    """A look at what is to be kept, and at what a save that fails does.
+
+    Raises:
+        ConfigError: a number out of range, or another word.
+    """
+    if keep is not None and keep < 1:
+        raise ConfigError(f"keep is {keep}", where="Snapshots", hint="keep=1, or keep=None for all")
+    if keep_best < 0:
+        raise ConfigError(f"keep_best is {keep_best}", where="Snapshots", hint="keep_best=0 for none")
+    if on_save_error not in ("raise", "continue"):
+        raise ConfigError(f"on_save_error is {on_save_error!r}", where="Snapshots", hint='"raise" or "continue"')
 
 
 def gone_back(last: Mark, here: Mark) -> Mark:

@@ -34,11 +34,11 @@ class Snapshots:
 
     Args:
         directory: made by `open`: on entering ``with``, by `fit`, or on the first save.
-        every_steps: a snapshot is due each time this many optimizer updates are done.
-        every_epochs: a snapshot is due each time this many epochs are done.
-        every_seconds: a snapshot is due when the last one is this old.
-        keep: how many of the newest steps stay; None for all.
-        keep_best: how many of the best by ``monitor`` stay beside them.
+        every_steps: a snapshot is due each time this many optimizer updates are done, at least 1; None: never.
+        every_epochs: a snapshot is due each time this many epochs are done, at least 1; None: never.
+        every_seconds: a snapshot is due when the last one is this old, in seconds > 0; None: never.
+        keep: how many of the newest steps stay, at least 1; None for all.
+        keep_best: how many of the best by ``monitor`` stay beside them, at least 0.
         monitor: the metric, out of ``save(metrics=...)``, that decides which step is best.
         mode: ``"min"`` or ``"max"``: which values of the monitor are good.
         writer: False makes the object read only: `save` raises.
@@ -46,6 +46,9 @@ class Snapshots:
         on_save_error: ``"raise"``, or ``"continue"``: a save that fails is logged and counted in ``failed``, no more.
         jax_platforms: what JAX, which orbax runs on, may start: the CPU only, so that it takes no GPU memory. None
             leaves JAX alone, for programs that use JAX on the GPU themselves.
+
+    Raises:
+        ConfigError: a number out of range, or another word than those above.
 
     Example:
         >>> import tempfile, torch
@@ -73,12 +76,7 @@ class Snapshots:
         on_save_error: str = "raise",
         jax_platforms: str | None = "cpu",
     ) -> None:
-        if keep is not None and keep < 1:
-            raise ConfigError(f"keep is {keep}", where="Snapshots", hint="keep=1, or keep=None for all")
-        if keep_best < 0:
-            raise ConfigError(f"keep_best is {keep_best}", where="Snapshots", hint="keep_best=0 for none")
-        if on_save_error not in ("raise", "continue"):
-            raise ConfigError(f"on_save_error is {on_save_error!r}", where="Snapshots", hint='"raise" or "continue"')
+        cadence.check_policy(keep, keep_best, on_save_error)
         self.directory = Path(directory).absolute()
         self.keep = keep
         self.keep_best = keep_best
@@ -244,7 +242,7 @@ class Snapshots:
         return ranked[0] if ranked else None
 
     def start_over(self) -> list[int]:
-        """Sets the steps of earlier runs aside, whole or damaged, as ``<step>.archived``; returns which."""
+        """Sets all steps aside, whole or damaged, as ``<step>.archived``; returns which. Raises what `open` does."""
         self.open()
         for step in (found := directory.numbered(self.directory)):
             directory.set_aside(self.directory, step, "archived")
@@ -346,6 +344,7 @@ class Snapshots:
             NotFound: there is no snapshot, or not that one.
             Mismatch: one line for each leaf that differs, before any data is read.
             Corrupt: that step is damaged, or every step is; with ``strict``, the newest one is.
+            StateError: a leaf of the template that no snapshot can hold.
         """
         self._background.join()
         prefixes = None if only is None else {only} if isinstance(only, str) else set(only)

@@ -64,8 +64,11 @@ def program(
         scaler: of the loss; None: `scaler.dynamic()` for "16-mixed", none for the others.
 
     Raises:
-        ConfigError: a setting out of range.
+        ConfigError: a setting out of range, or what is no model, objective or transformation.
         StateError: parameters that cannot be trained.
+        DataError: from train_step: a batch on another device than the state, or that cannot be split.
+        StepContractError: from train_step: the objective returns no `Loss` of a scalar, or the transformation no
+            updates of the parameters.
 
     Example:
         >>> import torch, purestep as ps
