@@ -65,16 +65,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
         >>> round(updates["w"].item(), 4), list(state.slots["w"])
         (-0.1, ['momentum_buffer'])
     """
-    if not isinstance(optimizer, type):  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever was handed in
-        kind = type(optimizer).__name__
-        hint = f"from_torch(torch.optim.{kind}, lr=1e-3, ...): the parameters come from the state"
-        raise ConfigError(f"the optimizer is a {kind}, not a class", where="from_torch", hint=hint)
-    where = f"from_torch({optimizer.__name__})"
-    _refuse(optimizer, where)
-    if lr is not None:
-        require_rate(where, lr)
-    start = lr if lr is None or isinstance(lr, float | int) else float(rate_at(lr, torch.zeros((), dtype=torch.int64)))
-    maker = Maker(optimizer, kwargs if start is None else {"lr": start, **kwargs}, where)
+    maker = _maker(optimizer, lr, kwargs)
     schedule = lr if isinstance(lr, Tensor) or callable(lr) else None
     plans: dict[tuple[Any, ...], _Plan] = {}
     torch.compiler.assume_constant_result(_cannot_compile)  # here, since it loads Dynamo
@@ -93,14 +84,14 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
         if modes.transformed():
             raise StepContractError(
                 "an optimizer of torch's inside of torch.func.vmap, grad or another transform",
-                where=where,
+                where=maker.where,
                 hint="one of purestep's own: optim.adamw(1e-3)",
             )
         rate = None if schedule is None else rate_at(schedule, state.step)
         arguments = (params, updates, state.slots, state.group)
         plan = plans.get(_key(params))
         if torch.compiler.is_compiling() or _is_traced():
-            new, slots, group = _traced_step(plan, where, arguments, rate, state.step)
+            new, slots, group = _traced_step(plan, maker.where, arguments, rate, state.step)
         else:
             if plan is None:
                 plan = plans[_key(params)] = _prepare(maker, params, is_scheduled=schedule is not None)[-1]
@@ -111,6 +102,19 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
         return changes, FromTorchState(state.step + 1, learning_rate, slots, group)
 
     return Transform(init, update, elementwise=False)
+
+
+def _maker(optimizer: Any, lr: Rate | None, kwargs: dict[str, Any]) -> Maker:
+    if not isinstance(optimizer, type):
+        kind = type(optimizer).__name__
+        hint = f"from_torch(torch.optim.{kind}, lr=1e-3, ...): the parameters come from the state"
+        raise ConfigError(f"the optimizer is a {kind}, not a class", where="from_torch", hint=hint)
+    where = f"from_torch({optimizer.__name__})"
+    _refuse(optimizer, where)
+    if lr is not None:
+        require_rate(where, lr)
+    start = lr if lr is None or isinstance(lr, float | int) else float(rate_at(lr, torch.zeros((), dtype=torch.int64)))
+    return Maker(optimizer, kwargs if start is None else {"lr": start, **kwargs}, where)
 
 
 def _key(params: Params) -> tuple[Any, ...]:

@@ -100,18 +100,7 @@ def program(
         engine=engine,
         halts=nonfinite == "raise",
     )
-    names = spec.template.names
-    static = Static(
-        trained=names.params,
-        frozen=names.frozen,
-        ties=names.ties,
-        persistent=names.persistent,
-        accumulate=accumulate,
-        tail=tail,
-        has_ema=not isinstance(spec.average.init({}, {}), Empty),
-        labels=tx.labels if tx.elementwise else None,
-        steps=lambda form: steps_of(spec, form),
-    )
+    static = _static(spec)
     steps = steps_of(spec, IDENTITY)
     # How compile_step, given the bare function, finds what it may pack.
     steps.train_step.static = static  # pyright: ignore[reportFunctionMemberAccess]  # an attribute of our own function
@@ -122,6 +111,21 @@ def program(
         init=init_of(spec, model, own),
         bind=bind_of(spec),
         static=static,
+    )
+
+
+def _static(spec: Spec) -> Static:
+    names = spec.template.names
+    return Static(
+        trained=names.params,
+        frozen=names.frozen,
+        ties=names.ties,
+        persistent=names.persistent,
+        accumulate=spec.accumulate,
+        tail=spec.tail,
+        has_ema=not isinstance(spec.average.init({}, {}), Empty),
+        labels=spec.tx.labels if spec.tx.elementwise else None,
+        steps=lambda form: steps_of(spec, form),
     )
 
 
