@@ -1115,6 +1115,11 @@ def test_a_batch_keeps_its_classes_on_the_way(batch: Any):
         assert list(moved) == ["b", "a"]
 
 
+def test_a_device_that_is_not_there_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"device: no device 'nope' here"):
+        to_device([ONE], "nope")
+
+
 def test_an_immutable_mapping_becomes_a_dict():
     moved = to_device(Sealed({"x": ONE}), "meta")
     assert type(moved) is dict

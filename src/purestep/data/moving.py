@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import DataError
+from ..precision import usable
 from ..tree import leaves
 from ..types import Batch, Device, TrainState, Tree
 
@@ -38,6 +39,7 @@ def to_device(tree: T, like: Tree) -> T:
 
     Raises:
         DataError: with the path of a leaf that cannot be moved.
+        ConfigError: a name of no device of this machine.
 
     Example:
         >>> batch = {"x": torch.zeros(2), "names": ["a", "b"]}
@@ -55,11 +57,15 @@ def to_device(tree: T, like: Tree) -> T:
 
 
 def device_of(like: Tree) -> Device:
-    """The device of a state (whose key is on the CPU wherever the rest is), a tensor, or a device's name."""
+    """The device of a state (whose key is on the CPU wherever the rest is), a tensor, or a device's name.
+
+    Raises:
+        ConfigError: a name of no device of this machine.
+    """
     if isinstance(like, torch.device):
         return like
     if isinstance(like, str):
-        return torch.device(like)
+        return usable(like)
     if isinstance(like, Tensor):
         return like.device
     if isinstance(like, TrainState):
