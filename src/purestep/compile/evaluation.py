@@ -32,9 +32,8 @@ class CompiledEval:
         check_untransformed()
         given = live_.plain(state)
         parts = live_.states(given)
-        read = _without_optimizer(given)
-        old, state_def = tree.flatten(read)
-        keys = live_.key_positions(read)
+        old, state_def = tree.flatten(_without_optimizer(given))
+        keys = live_.key_positions(state_def)
         inputs = [leaf for index, leaf in enumerate(old) if index not in keys]
         if live_.store_of(state) is None:  # whose memory is what compiled code reads
             inputs = [resolved(leaf) for leaf in inputs]

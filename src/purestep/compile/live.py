@@ -6,6 +6,7 @@ older one raises when it is read.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -104,7 +105,7 @@ def place(packed: Tree) -> Slots:
     """Assign every leaf of a packed tree to a buffer."""
     leaves, treedef = tree.flatten(packed)
     check_tensors(leaves)
-    keys = key_positions(packed)
+    keys = key_positions(treedef)
     counts = {"int64": 0, "float32": 0, "own": 0, "key": 0}
     places: list[tuple[str, int]] = []
     for position, leaf in enumerate(leaves):
@@ -145,14 +146,10 @@ def states(state: Tree) -> list[TrainState]:
     return found
 
 
-def key_positions(state: Tree) -> set[int]:
-    """Which leaves of a tree are the keys of TrainStates; the same tensor may be a leaf elsewhere too."""
-    without = cast(Any, _KEY)
-    marked = tree.map(lambda node: node._replace(key=without) if is_state(node) else node, state, is_leaf=is_state)
-    return {position for position, leaf in enumerate(tree.leaves(marked)) if leaf is _KEY}
-
-
-_KEY = object()
+@functools.lru_cache(maxsize=64)
+def key_positions(treedef: tree.TreeDef) -> frozenset[int]:
+    """Which leaves of trees of a structure are the keys of TrainStates; the same tensor may be a leaf elsewhere too."""
+    return frozenset(int(cast(Any, part.key)) for part in states(tree.indices(treedef)))
 
 
 class Store:

@@ -281,7 +281,7 @@ class CompiledStep:
         phase = _read_phase(parts, flush=self._flush)
         old, state_def = tree.flatten(given)
         live_.check_tensors(old)
-        keys = live_.key_positions(given)
+        keys = live_.key_positions(state_def)
         positions = [index for index in range(len(old)) if index not in keys]
         leaves, treedef = batch_leaves(batch)
         inputs = [resolved(old[index]) for index in positions]
