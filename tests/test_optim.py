@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import purestep as ps
 from purestep import optim, tree
+from purestep.compile import capture
 from purestep.errors import ConfigError, StateError
 from purestep.optim import Transform
 from purestep.types import Empty, Params, Tree
@@ -634,6 +636,21 @@ def test_from_torch_can_be_traced(name: str, scheduled: bool) -> None:
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("name", ["AdamW", "SGD with dampening"])
+def test_a_program_of_from_torch_is_recorded_and_needs_no_dynamo(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls, options = TORCH[name]
+    tx = optim.from_torch(cls, **options, lr=lambda count: 0.02 * 0.9 ** count.double())
+    program = ps.program(nn.Linear(3, 2), ps.supervised(nn.MSELoss()), tx)
+    compiled, batch = ps.compile_step(program.train_step, donate=True), (torch.randn(5, 3), torch.randn(5, 2))
+    monkeypatch.setattr(capture, "dynamo", None)
+    eager = fast = program.init()
+    for _ in range(3):
+        (eager, _), (fast, _) = program.train_step(eager, batch), compiled(fast, batch)
+    assert_trees_close(ps.clone(fast).params, eager.params)
+    assert compiled.graphs == 1
+
+
+@pytest.mark.compile
 @pytest.mark.parametrize(("name", "scheduled"), [("AdamW", True), ("SGD with dampening", False)])
 def test_from_torch_compiles(name: str, scheduled: bool) -> None:
     cls, options = TORCH[name]
@@ -777,7 +794,7 @@ def test_from_torch_refuses_what_it_cannot_keep(make: Callable[[], Transform], m
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (T.Adafactor, "GuardOnDataDependentSymNode"),
+        (T.Adafactor, "GuardOnDataDependentSymNode|dtype is needed to compute eps1"),  # the latter of torch 2.11
         (CountsInPython, "it keeps Python numbers, size, started, step"),
     ],
 )
@@ -786,7 +803,7 @@ def test_what_cannot_be_compiled_says_so(cls: type[T.Optimizer], reason: str) ->
     params, grads = problem()
     state = tx.init(params)
     compiled = torch.compile(lambda p, s, g: step(tx, p, s, g), fullgraph=True, backend="eager")
-    message = rf"(?s)from_torch\({cls.__name__}\): its step cannot be compiled: .*{reason}.*cure: compile=False"
+    message = rf"(?s)from_torch\({cls.__name__}\): its step cannot be compiled: .*({reason}).*cure: compile=False"
     with pytest.raises(Exception, match=message):
         compiled(params, state, grads)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import modes, tree
+from .. import modes, rng, tree
 from ..errors import ConfigError, StateError, StepContractError
 from ..transform import Rate, Transform, rate_at, reported, require_rate, zero_count
 from ..types import Empty, Params, Tree
@@ -90,7 +90,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
         rate = None if schedule is None else rate_at(schedule, state.step)
         arguments = (params, updates, state.slots, state.group)
         plan = plans.get(_key(params))
-        if torch.compiler.is_compiling() or _is_traced():
+        if rng.in_graph() or _is_traced():
             new, slots, group = _traced_step(plan, maker.where, arguments, rate, state.step)
         else:
             if plan is None:
