@@ -217,6 +217,10 @@ class TestView:
         with pytest.raises(StateError, match=r"ema: this state has no average \(cure: ps.program\(..., ema=0.999\)\)"):
             ps.view(state, "ema")
 
+    def test_what_is_no_state_is_refused(self):
+        with pytest.raises(StateError, match=r"view: a dict is no TrainState \(cure: program.init\(\)\)"):
+            ps.view({}, "ema")  # type: ignore[arg-type]
+
     def test_another_name_is_refused(self, state: ps.TrainState):
         with pytest.raises(ConfigError, match=r"""view: 'average' is no view \(cure: "params" or "ema"\)"""):
             ps.view(state, "average")

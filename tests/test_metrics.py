@@ -92,6 +92,12 @@ def test_a_vector_is_the_mean_over_the_classes_that_were_counted():
     assert math.isnan(float(Mean(torch.zeros(2), torch.zeros(2))))
 
 
+def test_merge_broadcasts_nothing() -> None:
+    classes = Mean(torch.ones(3), torch.ones(3))
+    with pytest.raises(StepContractError, match=r"metrics.merge: 'f1' of shape \[\] and \[3\]"):
+        metrics.merge({"f1": mean(1, 2)}, {"f1": classes})
+
+
 @pytest.mark.parametrize(
     ("value", "weight", "total"),
     [(torch.tensor(0.5), 8, 4.0), (0.5, torch.tensor(8.0), 4.0), (torch.tensor(math.nan), 0, 0.0), (2, 1.0, 2.0)],

@@ -135,6 +135,9 @@ def test_off_has_no_state_and_is_exhausted_at_once():
         {"backoff_factor": 0.0},
         {"backoff_factor": 1.0},
         {"growth_interval": 0},
+        {"growth_interval": 2.5},
+        {"growth_interval": True},
+        {"init_scale": 0.5, "min_scale": 1.0},
     ],
 )
 def test_numbers_out_of_range_are_refused(wrong: dict[str, Any]):

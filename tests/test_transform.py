@@ -587,6 +587,11 @@ def test_every_part_is_pure_and_keeps_structure_and_dtypes(
         state = new_state
 
 
+def test_a_block_rms_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"clip_by_block_rms: threshold is 0, which leaves no update"):
+        transform.clip_by_block_rms(0.0)
+
+
 def test_the_purity_law_catches_an_update_in_place() -> None:
     """The planted fault."""
     broken = transform.stateless(lambda updates, params: {name: u.mul_(2) for name, u in updates.items()})

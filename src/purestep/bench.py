@@ -136,6 +136,7 @@ def find_batch_size(step: Callable[..., Any], state: Tree, batch: Any, *, most: 
 
     Raises:
         DataError: leaves with different numbers of rows, or without any.
+        ConfigError: ``most`` below the rows of ``batch``.
         MemoryError: there is none even for ``batch`` (`torch.OutOfMemoryError` on CUDA), as the step raised it.
 
     Example:
@@ -148,6 +149,10 @@ def find_batch_size(step: Callable[..., Any], state: Tree, batch: Any, *, most: 
         64
     """
     rows = _rows(batch)
+    if most < rows:
+        raise ConfigError(
+            f"most is {most}, and the batch has {rows} rows", where="find_batch_size", hint=f"most={rows}, or more"
+        )
     _attempt(step, state, batch)
     while 2 * rows <= most:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ def view(state: TrainState, name: str = "params") -> TrainState:
         A state of the same structure and dtypes; nothing is copied for float32 weights.
 
     Raises:
-        StateError: "ema" of a state without one.
+        StateError: "ema" of a state without one; what is no TrainState.
         ConfigError: another name.
 
     Example:
@@ -111,6 +111,9 @@ def view(state: TrainState, name: str = "params") -> TrainState:
         >>> torch.equal(view(state, "ema").params["bias"], state.ema.params["bias"])
         True
     """
+    given: Any = state
+    if not isinstance(given, TrainState):
+        raise StateError(f"a {type(given).__name__} is no TrainState", where="view", hint="program.init()")
     if name == "params":
         return TrainState(*state)
     if name != "ema":

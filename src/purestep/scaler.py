@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,9 +61,9 @@ def dynamic(
         init_scale: scale of the first step, > 0.
         growth_factor: > 1.
         backoff_factor: in (0, 1).
-        growth_interval: finite optimizer updates between two growths, >= 1.
-        min_scale: >= 0; below it the gradients are taken to be broken, not overflowing: the state halts. With
-            ``nonfinite="skip"`` nothing halts, and the scale waits there for finite ones.
+        growth_interval: a whole number of finite optimizer updates between two growths, >= 1.
+        min_scale: in [0, init_scale]; below it the gradients are taken to be broken, not overflowing: the state halts.
+            With ``nonfinite="skip"`` nothing halts, and the scale waits there for finite ones.
 
     Raises:
         ConfigError: for numbers out of range.
@@ -76,13 +76,15 @@ def dynamic(
         4.0
     """
     # nan is in no range.
+    given: Any = growth_interval
+    whole = isinstance(given, int) and not isinstance(given, bool)
     factors = growth_factor > 1 and 0 < backoff_factor < 1
-    if not (0 < init_scale < math.inf and factors and growth_interval >= 1 and min_scale >= 0):
+    if not (0 < init_scale < math.inf and factors and whole and growth_interval >= 1 and 0 <= min_scale <= init_scale):
         raise ConfigError(
             f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
             f"growth_interval={growth_interval}, min_scale={min_scale}",
             where="scaler",
-            hint="init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1, min_scale >= 0",
+            hint="init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval=2000, min_scale=1.0",
         )
 
     def init(device: torch.device) -> ScalerState:

@@ -34,16 +34,25 @@ def merge(first: Metrics, second: Metrics) -> Metrics:
         first: name -> Mean, shapes () or (n,).
         second: the same; shapes agree where the names do.
 
+    Raises:
+        StepContractError: they do not.
+
     Example:
         >>> one, two = as_mean(torch.tensor(1.0), 3), as_mean(torch.tensor(5.0), 1)
         >>> float(merge({"loss": one}, {"loss": two})["loss"])
         2.0
     """
-    both = {name: _add(mean, second[name]) for name, mean in first.items() if name in second}
+    both = {name: _add(name, mean, second[name]) for name, mean in first.items() if name in second}
     return {**first, **second, **both}
 
 
-def _add(first: Mean, second: Mean) -> Mean:
+def _add(name: str, first: Mean, second: Mean) -> Mean:
+    if first.total.shape != second.total.shape:
+        raise StepContractError(
+            f"{name!r} of shape {list(first.total.shape)} and {list(second.total.shape)}",
+            where="metrics.merge",
+            hint="one number in both, or one for each class",
+        )
     # A metric with an ending of its own (`from_torchmetrics`) keeps it, whichever side it is on.
     like = second if isinstance(second, type(first)) else first
     return counted_anew(like, first.total + second.total, first.weight + second.weight)

@@ -224,7 +224,7 @@ def clip_by_block_rms(threshold: Scalar = 1.0) -> Transform:
     """Each parameter's update over ``max(1, its root mean square / threshold)``.
 
     Args:
-        threshold: in [0, inf).
+        threshold: in (0, inf).
 
     Raises:
         ConfigError: for numbers out of range.
@@ -237,6 +237,8 @@ def clip_by_block_rms(threshold: Scalar = 1.0) -> Transform:
         [1.0, -1.0]
     """
     require("clip_by_block_rms", threshold=threshold)
+    if not isinstance(threshold, Tensor) and threshold == 0:
+        raise ConfigError("threshold is 0, which leaves no update", where="clip_by_block_rms", hint="threshold=1.0")
 
     def fn(updates: Params, params: Params) -> Params:
         del params  # A bound on updates alone.
