@@ -261,6 +261,11 @@ def test_masked_changes_what_is_selected(mask: Any) -> None:
     }
 
 
+def test_a_list_is_no_mask() -> None:
+    with pytest.raises(ConfigError, match=r"mask: a list is no mapping of names \(cure: mask=\{\"w\": True, ...\}, or"):
+        transform.masked(transform.scale(0.0), ["w"]).init({"w": torch.ones(2)})  # type: ignore[arg-type]
+
+
 def test_masked_has_state_for_what_is_selected_alone() -> None:
     state = transform.masked(transform.trace(0.9), "bias").init(P)
     assert tree.paths(state) == ["inner/trace/encoder.bias"]

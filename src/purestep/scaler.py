@@ -84,7 +84,8 @@ def dynamic(
             f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
             f"growth_interval={growth_interval}, min_scale={min_scale}",
             where="scaler",
-            hint="init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval=2000, min_scale=1.0",
+            hint="init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval=2000, "
+            "0 <= min_scale <= init_scale",
         )
 
     def init(device: torch.device) -> ScalerState:

@@ -3,7 +3,8 @@
 The names and the algebra are optax's, the formulas and defaults those of torch.optim.
 
 Of each of them ``init`` raises a ConfigError where a ``mask`` does not fit the parameters (`masked`), and ``update`` a
-StateError where the state is that of other parameters or of another chain.
+StateError where the state is that of another chain, or with a mask that of other parameters. Without one, parameters
+that the state has nothing of are a KeyError with their name.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -173,7 +173,11 @@ def _resolve(mask: Mask, params: Params) -> dict[str, bool]:
                 f"{mask!r} matches none of {_some(params)}", where="mask", hint=f'mask="{_first(params)}"'
             )
         return found
-    given = mask(params) if callable(mask) else mask
+    given: Any = mask(params) if callable(mask) else mask
+    if not isinstance(given, Mapping):
+        hint = f'mask={{"{_first(params)}": True, ...}}, or a pattern'
+        raise ConfigError(f"a {type(given).__name__} is no mapping of names", where="mask", hint=hint)
+    given = cast(Mapping[str, Any], given)
     missing = [name for name in params if name not in given]
     if missing:
         hint = f'mask={{**mask, "{missing[0]}": False}}'

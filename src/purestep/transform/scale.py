@@ -98,7 +98,7 @@ def add_decayed_weights(weight_decay: Scalar, *, mask: Mask | None = None) -> Tr
 
     Raises:
         ConfigError: for numbers out of range; at init, for a mask that does not fit, as in `masked`.
-        StateError: at update, for a state of other parameters.
+        StateError: at update with a mask, for a state of other parameters.
 
     References:
         Loshchilov and Hutter, 2019, Decoupled Weight Decay Regularization.
