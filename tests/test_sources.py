@@ -109,7 +109,7 @@ def test_without_memory_of_its_own_a_leaf_is_overwritten_while_it_is_read(
 @pytest.mark.parametrize("capture", ["trace", "dynamo"])
 def test_without_it_a_copy_is_of_the_state_as_it_becomes(capture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch no longer does this, `sources.held` can go."""
-    monkeypatch.setattr(sources, "held", lambda graph, **_: None)
+    monkeypatch.setattr(sources, "held", lambda *_, **__: None)
     with torch._inductor.config.patch(fx_graph_cache=False):
         found, expected = as_in_eager(["clone"], capture=capture)
     pair = found["clone, ab"]
@@ -237,7 +237,7 @@ def test_a_metric_of_the_state_as_it_was_with_dynamo(kind: str) -> None:
 
 
 def test_without_it_a_metric_is_of_the_state_as_it_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "held", lambda graph, **_: None)
+    monkeypatch.setattr(sources, "held", lambda *_, **__: None)
     with torch._inductor.config.patch(fx_graph_cache=False):
         found, expected = losses("a copy", "trace")
     assert found != expected
@@ -249,7 +249,7 @@ def test_without_it_a_metric_is_of_the_state_as_it_becomes(monkeypatch: pytest.M
 def taken_in(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
     """How many copies there are after `held`."""
     graph = make_fx(function, tracing_mode="fake")(*(torch.ones(shape) for shape in shapes)).graph
-    sources.held(graph)
+    sources.held(graph, sources._Shown(graph))
     graph.lint()
     return sum(node.target is torch.ops.purestep.taken.default for node in graph.nodes)
 

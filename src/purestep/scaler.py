@@ -75,9 +75,9 @@ def dynamic(
         >>> state.scale.item()
         4.0
     """
-    # nan is in no range.
     given: Any = growth_interval
     whole = isinstance(given, int) and not isinstance(given, bool)
+    # nan is in no range.
     factors = growth_factor > 1 and 0 < backoff_factor < 1
     if not (0 < init_scale < math.inf and factors and whole and growth_interval >= 1 and 0 <= min_scale <= init_scale):
         raise ConfigError(

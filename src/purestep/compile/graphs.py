@@ -135,7 +135,9 @@ class Graphs:
         # Dynamo checks nothing of what a step has to keep to; a run on fake tensors does.
         capture_.rehearse(core, tensors, leaves)
         graph = self._dynamo(core)
-        return graph._replace(run=_or_refuse(graph.run))
+        # Of what an operator itself refuses (shapes that do not fit), torch says all there is to say.
+        told, but = "torch.compile cannot capture it", "TorchRuntimeError"
+        return graph._replace(run=_or_refuse(graph.run, told, hint="capture='trace'", but=but))
 
     def _for_all_sizes(self, core: Any, leaves: list[Any], tensors: list[Tensor], first: Any) -> Graph | None:
         """One graph for batches of any size, tried out on copies of the buffers."""
@@ -362,35 +364,19 @@ def _same_kinds(known: tuple[Any, ...], *leaves: Any) -> bool:
 def _or_tell(run: Callable[..., Any], met: str) -> Callable[..., Any]:
     """``run``, and when Dynamo has to capture the step anew and cannot, an error that says what a trace met. Only its
     text is kept: an error holds all that was in use when it was raised, the state and the batch among it."""
+    told = "torch.compile, which had captured the step, cannot any longer"
+    return _or_refuse(run, told, met=f"; a trace meets: {met}", hint="the step itself, which runs in eager mode")
+
+
+def _or_refuse(run: Callable[..., Any], told: str, *, hint: str, met: str = "", but: str = "") -> Callable[..., Any]:
+    """``run``, and what Dynamo cannot capture as a StepContractError; torch's error ``but`` stays what it is."""
 
     def call(*inputs: Any) -> Any:
         try:
             return run(*inputs)
         except Exception as error:
-            if capture_.stopped(error):
-                raise capture_.Uncaptured(
-                    f"torch.compile, which had captured the step, cannot any longer: {_first_line(error)}; a trace "
-                    f"meets: {met}",
-                    where="step",
-                    hint="the step itself, which runs in eager mode",
-                ) from error
-            raise
-
-    return call
-
-
-def _or_refuse(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, and what Dynamo cannot capture as a StepContractError."""
-
-    def call(*inputs: Any) -> Any:
-        try:
-            return run(*inputs)
-        except Exception as error:
-            # Of what an operator itself refuses (shapes that do not fit), torch says all there is to say.
-            if capture_.stopped(error) and type(error).__name__ != "TorchRuntimeError":
-                raise capture_.Uncaptured(
-                    f"torch.compile cannot capture it: {_first_line(error)}", where="step", hint="capture='trace'"
-                ) from error
+            if capture_.stopped(error) and type(error).__name__ != but:
+                raise capture_.Uncaptured(f"{told}: {_first_line(error)}{met}", where="step", hint=hint) from error
             raise
 
     return call

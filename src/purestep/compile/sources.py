@@ -57,27 +57,28 @@ def apart(graph: Graph, *, is_simplified: bool = False) -> None:
         graph: changed.
         is_simplified: inductor has dropped copies already.
     """
-    held(graph, is_simplified=is_simplified)
+    found = writes(graph)
+    if not found:
+        return
     shown = _Shown(graph)
-    for node in writes(graph):
+    held(graph, shown, is_simplified=is_simplified)
+    for node in found:
         for at in list(shown(node.args[1])):
             if at.moved and at.node.op == "call_function" and at.node.target is not operator.getitem:
                 _computed_apart(graph, at)
 
 
-def held(graph: Graph, *, is_simplified: bool = False) -> None:
+def held(graph: Graph, shown: _Shown, *, is_simplified: bool = False) -> None:
     """Have what is written, or returned, and may turn out to be a written buffer, taken before the first write.
 
     Args:
         graph: changed.
+        shown: what its nodes may show.
         is_simplified: inductor has dropped copies already, so that a result that is a buffer was a copy of it. Before
             that it is the buffer, as it becomes.
     """
     found = writes(graph)
     written = {cast(Any, node.args[0]) for node in found}
-    if not written:
-        return
-    shown = _Shown(graph)
     for node in found:
         buffer, source, *_ = node.args
         if any(at.node in written and (at.node is not buffer or at.moved) for at in shown(source)):
@@ -89,14 +90,14 @@ def held(graph: Graph, *, is_simplified: bool = False) -> None:
 
 
 def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Inductor's options, with `apart` before the passes that it ends with: for graphs that Dynamo has made."""
+    """Inductor's options, with `apart` before the passes that it ends with: for what goes through its front door."""
     from torch._inductor import config, custom_graph_pass
 
     register()
     name, settings, passes = "post_grad_custom_pre_pass", cast(Any, config), cast(Any, custom_graph_pass)
     given: Any = options.get(name, settings.post_grad_custom_pre_pass)
     theirs: tuple[Any, ...] = tuple(given) if isinstance(given, list | tuple) else (given,) if given else ()
-    aware: Any = getattr(passes, "CustomInferenceAwareGraphPass", None)  # since torch 2.12
+    aware: Any = getattr(passes, "CustomInferenceAwareGraphPass", None)  # torch 2.11 has none
 
     class Held(aware or passes.CustomGraphPass):
         def __call__(self, graph: Graph, is_inference: bool = False) -> None:
