@@ -380,6 +380,13 @@ class TestBuffers:
         assert names.buffers == ("assigned", "written", "passing")
         assert names.persistent == {"assigned", "written"} == set(net.state_dict()) - {"layer.weight", "layer.bias"}
 
+    def test_of_one_under_two_names_both_are(self):
+        net = Counting()
+        net.register_buffer("again", net.written)
+        names = model.template(net).names
+        assert names.persistent == {"assigned", "written", "again"} == {n for n in net.state_dict() if "layer" not in n}
+        assert names.ties == {"again": "written"}
+
     def test_what_bind_is_given_is_not_written(self):
         net = Counting()
         params, frozen, buffers = model.tensors(net)

@@ -285,7 +285,7 @@ def _saved_buffers(owner: nn.Module) -> set[str]:
     # copy nothing, but runs hooks; the names of one module's own buffers do not.
     kept: dict[str, Any] = {}
     nn.Module._save_to_state_dict(owner, kept, "", keep_vars=True)  # pyright: ignore[reportPrivateUsage]  # see above
-    return set(kept) & {name for name, _ in owner.named_buffers(recurse=False)}
+    return set(kept) & {name for name, _ in owner.named_buffers(recurse=False, remove_duplicate=False)}
 
 
 def _hollow_pair(module: nn.Module, objective: nn.Module | None) -> _Dispatch:
