@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -36,7 +37,8 @@ def supervised(
 
     The weight is the number of things the criterion's mean is a mean over: for cross entropy the summed class weights
     of the targets that are not ignored, for elementwise losses the number of elements, for any other callable the
-    leading dimension of the batch; 1 for ``reduction="sum"``. A criterion with parameters is trained with the model,
+    leading dimension of the batch; 1 for ``reduction="sum"``. A `functools.partial` of one of torch's losses counts as
+    that loss, with the settings it holds. A criterion with parameters is trained with the model,
     under ``objective.`` names.
 
     Args:
@@ -61,7 +63,7 @@ def supervised(
     """
     if isinstance(criterion, type):
         raise ConfigError("is a class", where=criterion.__name__, hint=f"{criterion.__name__}(), an instance")
-    if getattr(criterion, "reduction", "mean") == "none":
+    if _setting(criterion, "reduction", "mean") == "none":
         raise ConfigError('reduction="none" gives no scalar', where="criterion", hint='reduction="mean"')
     measured = dict(metrics or {})
     module = criterion if isinstance(criterion, nn.Module) and _has_tensors(criterion) else None
@@ -138,14 +140,30 @@ def _own_weight(model: Any, module: nn.Module | None) -> Tensor | None:
     return cast(Tensor | None, getattr(module, "weight", None))
 
 
+def _setting(criterion: Any, name: str, default: Any) -> Any:
+    """What the criterion was made with."""
+    if isinstance(criterion, functools.partial) and name in criterion.keywords:
+        return criterion.keywords[name]
+    return getattr(_called(criterion), name, default)
+
+
+def _called(criterion: Any) -> Any:
+    # With arguments by position too, what it is called with is no longer outputs and targets.
+    return criterion.func if isinstance(criterion, functools.partial) and not criterion.args else criterion
+
+
 def _weight(criterion: Any, class_weight: Tensor | None, outputs: Any, targets: Any, mean: Tensor) -> Tensor:
-    if getattr(criterion, "reduction", "mean") == "sum":
+    if _setting(criterion, "reduction", "mean") == "sum":
         return torch.ones((), dtype=torch.float32, device=mean.device)
-    if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
-        return _counted_targets(targets, criterion.ignore_index, class_weight)
-    if criterion in (functional.cross_entropy, functional.nll_loss):
-        return _counted_targets(targets, -100, None)
-    elementwise = isinstance(criterion, _ELEMENTWISE) or criterion in _ELEMENTWISE_FUNCTIONS
+    called = _called(criterion)
+    if isinstance(called, nn.CrossEntropyLoss | nn.NLLLoss) or called in (
+        functional.cross_entropy,
+        functional.nll_loss,
+    ):
+        if class_weight is None:
+            class_weight = _setting(criterion, "weight", None)
+        return _counted_targets(targets, _setting(criterion, "ignore_index", -100), class_weight)
+    elementwise = isinstance(called, _ELEMENTWISE) or called in _ELEMENTWISE_FUNCTIONS
     size = outputs.numel() if elementwise else leading(targets)
     return torch.full((), size, dtype=torch.float32, device=mean.device)
 
