@@ -162,6 +162,12 @@ def test_a_decay_out_of_range_is_refused(decay: float):
         program(tiny_mlp(), ema=decay)
 
 
+@pytest.mark.parametrize("switch", [True, False])
+def test_it_is_no_switch(switch: bool):
+    with pytest.raises(ConfigError, match=r"program: ema is a bool \(cure: ema=0.999"):
+        program(tiny_mlp(), ema=switch)
+
+
 def test_other_words_for_the_buffers_are_refused():
     with pytest.raises(ConfigError, match=r"ema: buffers='avg' .*\"copy\" or \"average\""):
         ema.average(0.9, buffers="avg")  # pyright: ignore[reportArgumentType]  # the point of the test

@@ -162,6 +162,6 @@ def _check_choices(*, accumulate: int, microbatches: int, tail: str, engine: str
 def _average(ema: float | ema_.Average | None) -> ema_.Average:
     if ema is None:
         return ema_.none()
-    if not isinstance(ema, ema_.Average | int | float):
+    if not isinstance(ema, ema_.Average | int | float) or isinstance(ema, bool):
         raise ConfigError(f"ema is a {type(ema).__name__}", where="program", hint="ema=0.999, or ema.average(...)")
     return ema if isinstance(ema, ema_.Average) else ema_.average(ema)
