@@ -414,8 +414,15 @@ def test_decay_mask_spares_biases_norms_and_vectors() -> None:
 
 def test_decay_mask_skips_names_and_parts_of_names() -> None:
     mask = transform.decay_mask(Patches(), skip=("cls_token", "pos_embed", "embed"))
-    assert {name for name, keep in mask.items() if keep} == {"proj.weight", "head.weight"}
+    assert {name for name, keep in mask.items() if keep} == {"proj.weight"}  # the head is the embedding
     assert transform.decay_mask(Patches(), skip=("proj.weight",))["proj.weight"] is False
+
+
+@pytest.mark.parametrize("name", ["head", "head.weight", "embed.weight"])
+def test_decay_mask_skips_a_tied_parameter_by_any_of_its_names(name: str) -> None:
+    mask = transform.decay_mask(Patches(), skip=(name,))
+    assert (mask["embed.weight"], mask["head.weight"]) == (False, False)
+    assert mask["proj.weight"]
 
 
 def test_decay_mask_refuses_a_name_that_is_not_there() -> None:

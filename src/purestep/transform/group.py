@@ -217,7 +217,8 @@ def decay_mask(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[str,
 
     Args:
         model: its parameters' names are the mask's, tied ones under each of their names.
-        skip: further names that are not decayed: full ones, or any part between dots (``"pos_embed"``).
+        skip: further names that are not decayed: full ones, or any part between dots (``"pos_embed"``). Any name of a
+            tied parameter will do.
 
     Returns:
         name -> bool. A module counts as a norm where its class has "norm" in its name.
@@ -231,14 +232,18 @@ def decay_mask(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[str,
         {'0.weight': True, '0.bias': False, '1.weight': False, '1.bias': False}
     """
     mask: dict[str, bool] = {}
+    words: dict[int, set[str]] = {}  # of one parameter, whatever it is called: names and their parts
+    named: dict[str, set[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         is_norm = "norm" in type(module).__name__.lower()
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             full = f"{path}.{name}" if path else name
             mask[full] = param.ndim >= 2 and name != "bias" and not is_norm
-    parts = {part for full in mask for part in (full, *full.split("."))}
+            named[full] = words.setdefault(id(param), set())
+            named[full].update((full, *full.split(".")))
+    known = set[str]().union(*words.values())
     for entry in skip:
-        if entry not in parts:
-            near = difflib.get_close_matches(entry, sorted(parts), n=1) or [_first(mask)]
+        if entry not in known:
+            near = difflib.get_close_matches(entry, sorted(known), n=1) or [_first(mask)]
             raise ConfigError(f"no parameter is named {entry!r}", where="decay_mask", hint=f'skip=("{near[0]}",)')
-    return {full: keep and not {full, *full.split(".")} & set(skip) for full, keep in mask.items()}
+    return {full: keep and not named[full] & set(skip) for full, keep in mask.items()}
