@@ -218,6 +218,21 @@ def test_gradients_are_unscaled_before_they_are_clipped_and_reported():
     assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**22 / 3, 2.0**25])
+def test_gradients_of_float16_weights_are_unscaled_by_an_inverse_float16_cannot_hold(scale: float):
+    net, (x, y) = nn.Linear(4, 3), vector_batch(8)
+
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        return ps.Loss(nn.functional.cross_entropy(model(batch[0]).float(), batch[1]) / 1000, len(batch[0]), {})
+
+    chosen = ps.program(net, objective, optim.sgd(1000.0), precision="16-true", scaler=scaler.dynamic(scale))
+    new, metrics = chosen.train_step(chosen.init(device="cpu"), (x, y))
+    plain = ps.program(net, ps.supervised(nn.CrossEntropyLoss()), optim.sgd(1.0))
+    expected, told = plain.train_step(plain.init(device="cpu"), (x, y))
+    assert float(metrics["grad_norm"]) * 1000 == pytest.approx(float(told["grad_norm"]), rel=2e-2)
+    assert_trees_close({n: p.float() for n, p in new.params.items()}, expected.params, rtol=1e-2, atol=1e-2)
+
+
 def test_an_overflow_halves_the_scale_and_leaves_everything_else():
     chosen = half_program(scaler.dynamic(), ema=0.9)
     state, _ = chosen.train_step(chosen.init(device="cpu"), vector_batch(8))

@@ -755,6 +755,23 @@ class TestSplittingABatch:
         streamed = program(tiny_convnet(dropout=0.0), accumulate=4)
         assert_trees_close(state.buffers, run(streamed, cut(image_batch(16), [4] * 4)).buffers, exact=True)
 
+    def test_a_part_in_which_nothing_counts_leaves_the_buffers(self):
+        """It may be nothing but padding; and of a call of its own they roll back too."""
+
+        def objective(model: Any, batch: Any) -> ps.Loss:
+            x, y = batch
+            weight = (y >= 0).sum()
+            return ps.Loss(functional.cross_entropy(model(x), y, ignore_index=-1, reduction="sum") / weight, weight, {})
+
+        x, y = image_batch(16)
+        x[8:], y[8:] = math.nan, -1
+        kwargs = {"objective": objective, "nonfinite": "skip"}
+        state = run(program(tiny_convnet(dropout=0.0), microbatches=4, **kwargs), [(x, y)])
+        assert int(state.buffers["1.num_batches_tracked"]) == 2
+        assert all(buffer.isfinite().all() for buffer in state.buffers.values())
+        streamed = program(tiny_convnet(dropout=0.0), accumulate=4, **kwargs)
+        assert_trees_close(state.buffers, run(streamed, cut((x, y), [4] * 4)).buffers, exact=True)
+
     @pytest.mark.parametrize(
         ("batch", "sizes"),
         [

@@ -182,6 +182,8 @@ def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: 
     total = None
     for part in _parts(batch, spec.microbatches):
         micro = _micro(spec, form, state, part, context)
+        # A part in which nothing counts may be nothing but padding.
+        micro = micro._replace(buffers=kept_buffers(state.buffers, micro, micro.weight != 0))
         state = state._replace(buffers=micro.buffers)
         weighted = tree.map(lambda g, w=micro.weight: times(g.to(wide(g.dtype)), w), micro.grads)
         summed = Micro(weighted, times(micro.mean, micro.weight), micro.weight, micro.buffers, micro.metrics)
@@ -193,6 +195,12 @@ def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: 
         for name, g in total.grads.items()
     }
     return total._replace(grads=grads, mean=total.mean / divisor)
+
+
+def kept_buffers(old: Params, micro: Micro, counted: Tensor) -> Params:
+    """What a forward pass left in the buffers, or what was in them before it."""
+    # Always copies: a forward pass may have assigned a buffer the very batch, or a view of a weight.
+    return {name: torch.where(counted, new, old[name]) for name, new in micro.buffers.items()}
 
 
 def _parts(batch: Batch, count: int) -> Iterator[Batch]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from .. import modes, rng, transform, tree
 from ..errors import DataError, StateError, StepContractError
 from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
-from .gradient import finite_mean, gradients, times
-from .parts import Accum, Adding, Closing, Micro, Spec, is_finite
+from .gradient import finite_mean, gradients, kept_buffers, times
+from .parts import Accum, Adding, Closing, Micro, Spec, is_finite, wide
 
 
 def steps_of(spec: Spec, form: Form) -> Steps:
@@ -29,7 +29,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         if isinstance(state.accum, Empty):
             new, metrics = _apply(spec, state, micro.grads, micro.weight, _verdict(micro), micro.buffers)
             counted = (metrics["finite"].total > 0) & (micro.weight != 0)
-            new = new._replace(buffers=_kept_buffers(state, micro, counted))
+            new = new._replace(buffers=kept_buffers(state.buffers, micro, counted))
             del metrics["finite"]
         else:
             new, metrics = _accumulate(spec, state, micro)
@@ -84,11 +84,6 @@ def _verdict(micro: Micro) -> Tensor:
     return torch.where(bad, torch.full_like(micro.weight, torch.nan), micro.weight)
 
 
-def _kept_buffers(state: TrainState, micro: Micro, finite: Tensor) -> Params:
-    # Always copies: a forward pass may have assigned a buffer the very batch, or a view of a weight.
-    return {name: torch.where(finite, new, state.buffers[name]) for name, new in micro.buffers.items()}
-
-
 def _either(condition: Tensor, new: Tree, old: Tree, *, state: TrainState) -> Tree:
     """`tree.where`; in eager mode on the CPU, where reading the condition waits for nobody, the leaves that are chosen
     themselves. Only those are copied that have no memory of their own: a transform may keep what it was given."""
@@ -134,7 +129,7 @@ def _with_buffers(state: TrainState, micro: Micro) -> TrainState:
         return state
     finite = is_finite(transform.global_norm(micro.grads)) & is_finite(micro.mean)
     counted = finite & (micro.weight != 0) & ~_halted(state)
-    return state._replace(buffers=_kept_buffers(state, micro, counted))
+    return state._replace(buffers=kept_buffers(state.buffers, micro, counted))
 
 
 def _keep_open(state: TrainState, accum: Accum) -> tuple[TrainState, Metrics]:
@@ -172,8 +167,7 @@ def _apply(
     """
     scale = spec.scaler.scale(state.scaler)
     if scale is not None:
-        inverse = scale.reciprocal()
-        grads = {name: g * inverse.to(g.dtype) for name, g in grads.items()}
+        grads = _unscaled(grads, scale)
     norm = transform.global_norm(grads)
     nothing = weight == 0
     deltas, opt_state = _of_transform(spec.tx.update(grads, state.opt_state, state.params), state.params)
@@ -196,6 +190,12 @@ def _apply(
         halted=_halt(spec, state, finite, scaler, usable),
     )
     return new, _update_metrics(state, rates, norm, applied, finite & ~halted)
+
+
+def _unscaled(grads: Params, scale: Tensor) -> Params:
+    """As torch's `GradScaler` does it: with an inverse that float16 could not hold, and rounded once."""
+    inverse = {dtype: scale.to(dtype).reciprocal() for dtype in dict.fromkeys(wide(g.dtype) for g in grads.values())}
+    return {name: (g.to(wide(g.dtype)) * inverse[wide(g.dtype)]).to(g.dtype) for name, g in grads.items()}
 
 
 def _of_transform(found: Any, params: Params) -> tuple[Params, Tree]:
