@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import purestep as ps
-from purestep import ema, optim
+from purestep import ema, optim, tree
 from purestep.errors import ConfigError, StateError
 from purestep.types import Empty
 
@@ -129,7 +129,7 @@ def test_the_shadow_of_bfloat16_weights_is_float32_and_moves():
 def test_a_bfloat16_program_keeps_a_shadow_that_moves():
     chosen = program(tiny_mlp(), ema=0.999, precision="bf16-true")
     state = chosen.init(device="cpu")
-    assert ema.check(state.ema) == []
+    assert {leaf.dtype for leaf in tree.leaves(state.ema)} == {torch.float32}
     batch = vector_batch()
     state, _ = chosen.train_step(state, batch)
     first = ps.clone(state.ema)
@@ -139,12 +139,6 @@ def test_a_bfloat16_program_keeps_a_shadow_that_moves():
     shown = ps.view(state, "ema")
     assert {p.dtype for p in shown.params.values()} == {torch.bfloat16}
     assert chosen.bind(state, view="ema")(batch[0]).dtype == torch.bfloat16
-
-
-def test_a_shadow_that_was_cast_by_hand_is_found():
-    state = ema.average(0.5).init({"w": torch.ones(1)}, {})
-    cast = state._replace(params={"w": state.params["w"].bfloat16()})
-    assert ema.check(cast) == ["params/w"]
 
 
 def test_frozen_parameters_are_not_averaged():

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from purestep import tree
+from purestep.compile import skeleton
 from purestep.types import Empty
 
 
@@ -60,9 +61,9 @@ def test_unflatten_is_the_way_back(found: Any):
 @given(TREES)
 def test_the_plain_twins_agree_with_flatten(found: Any):
     leaves, treedef = tree.flatten(found)
-    positions = tree.indices(treedef)
-    assert tree.fill(positions, leaves) == found
-    assert tree.collect(positions, found) == leaves
+    bare = skeleton.of(treedef)
+    assert skeleton.fill(bare, leaves) == found
+    assert skeleton.collect(bare, found) == leaves
 
 
 @settings(deadline=None)
@@ -73,7 +74,7 @@ def test_clone_keeps_the_types_of_the_nodes(found: Any):
 
 def test_fill_makes_the_classes_that_went_in():
     leaves, treedef = tree.flatten({"a": Pair(1, [2, (3,)])})
-    filled = tree.fill(tree.indices(treedef), leaves)
+    filled = skeleton.fill(skeleton.of(treedef), leaves)
     assert type(filled["a"]) is Pair
     assert type(filled["a"].right) is list
     assert type(filled["a"].right[1]) is tuple

@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from . import tree
 from .errors import ConfigError, StateError
 from .types import Empty, Params, TrainState, Tree
 
@@ -28,7 +27,12 @@ class Average(NamedTuple):
 
 
 def none() -> Average:
-    """No average: an Empty state."""
+    """No average: an Empty state.
+
+    Example:
+        >>> none().init({"w": torch.zeros(1)}, {})
+        Empty()
+    """
 
     def init(params: Params, buffers: Params) -> Empty:
         del params, buffers  # nothing to keep
@@ -153,8 +157,3 @@ def _lerp(old: Tensor, new: Tensor, weights: Mapping[torch.dtype, Tensor]) -> Te
     if not old.is_floating_point():
         return new.clone()
     return torch.lerp(old, new.to(old.dtype), weights[old.dtype])
-
-
-def check(state: Tree) -> list[str]:
-    """Paths of shadows narrower than float32 (there are none unless a state was cast by hand)."""
-    return [path for path, leaf in tree.with_paths(state) if leaf.is_floating_point() and leaf.dtype.itemsize < 4]

@@ -20,7 +20,13 @@ from .types import Metrics, Tree
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Returned by a callback: end the run after this boundary, for this reason."""
+    """Returned by a callback: end the run after this boundary, for this reason.
+
+    Example:
+        >>> def at_90_percent(event):
+        ...     if isinstance(event, EvalEnd) and event.values["val_accuracy"] >= 0.9:
+        ...         return Stop("accurate enough")
+    """
 
     reason: str = "callback"
 

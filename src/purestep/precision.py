@@ -57,7 +57,13 @@ def policy(name: str | Policy) -> Policy:
 
 
 def autocast(policy: Policy, device: torch.device) -> AbstractContextManager[Any]:
-    """The context that a forward pass runs in: `torch.autocast` for a ``-mixed`` precision, else one without effect."""
+    """The context that a forward pass runs in: `torch.autocast` for a ``-mixed`` precision, else one without effect.
+
+    Example:
+        >>> with autocast(policy("bf16-mixed"), torch.device("cpu")):
+        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        torch.bfloat16
+    """
     if policy.compute is None:
         return nullcontext()
     return torch.amp.autocast(device.type, dtype=policy.compute)
@@ -105,6 +111,9 @@ def check(policy: Policy, device: torch.device) -> None:
 
     Raises:
         ConfigError: this device cannot compute in this precision.
+
+    Example:
+        >>> check(policy("bf16-mixed"), torch.device("cpu"))
     """
     if policy.weights is None and policy.compute is None:
         return

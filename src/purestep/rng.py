@@ -79,7 +79,12 @@ def generator(key: Tensor, stream: int | str, device: torch.device | str = "cpu"
 
 
 def mix(*parts: int | str) -> int:
-    """A hash of the parts in [0, 2**63): splitmix64 (Steele et al., 2014) applied once a part."""
+    """A hash of the parts in [0, 2**63): splitmix64 (Steele et al., 2014) applied once a part.
+
+    Example:
+        >>> mix(7, 0, "step") == mix(7, 0, "step"), mix(7, 0, "step") == mix(7, 1, "step")
+        (True, False)
+    """
     state = 0x9E3779B97F4A7C15
     for part in parts:
         number = zlib.crc32(part.encode()) if isinstance(part, str) else part
@@ -101,13 +106,23 @@ def in_graph() -> bool:
     """Whether a graph is being captured: then the host has seeded for all of it, and nothing here may.
 
     Seeding inside a graph is not capturable, and several seeds in one graph would be constants of it.
+
+    Example:
+        >>> in_graph()
+        False
     """
     return torch.compiler.is_compiling() or _capturing.get()
 
 
 @contextmanager
 def capturing() -> Generator[None]:
-    """Mark the code inside as run to be traced into a graph."""
+    """Mark the code inside as run to be traced into a graph.
+
+    Example:
+        >>> with capturing():
+        ...     in_graph()
+        True
+    """
     token = _capturing.set(True)
     try:
         yield
@@ -122,6 +137,13 @@ def scoped(seed: int, device: torch.device | None = None) -> Generator[None]:
     Args:
         seed: from `mix`.
         device: the device whose generator is seeded besides the CPU's; None or the CPU: the CPU's alone.
+
+    Example:
+        >>> def draw():
+        ...     with scoped(mix(7, "noise")):
+        ...         return torch.rand(())
+        >>> bool(draw() == draw())
+        True
     """
     generators = [torch.default_generator, *_device_generators(device)]
     states = [found.get_state() for found in generators]
@@ -142,6 +164,13 @@ def seed(number: int) -> None:
 
     Args:
         number: from `mix`.
+
+    Example:
+        >>> with scoped(7):
+        ...     first = torch.rand(())
+        ...     seed(7)
+        ...     bool(torch.rand(()) == first)
+        True
     """
     torch.default_generator.manual_seed(number)
 
@@ -170,12 +199,26 @@ def replaying() -> AbstractContextManager[Any]:
     Activation checkpointing runs code twice on one mask by putting the generator back. A graph records draws, not
     generators, so the second run would draw anew. The seed of the generator serves as the position here; checkpointing
     saves and restores it as it would in eager.
+
+    Example:
+        >>> with scoped(7), replaying():
+        ...     before = torch.get_rng_state()
+        ...     first = torch.rand(())
+        ...     torch.set_rng_state(before)
+        ...     bool(torch.rand(()) == first)
+        True
     """
     return _Replaying()
 
 
 def is_draw(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of torch's operator draws random numbers; attention that drops nothing out does not."""
+    """Whether a call of torch's operator draws random numbers; attention that drops nothing out does not.
+
+    Example:
+        >>> aten = torch.ops.aten
+        >>> is_draw(aten.rand.default, ([2],), {}), is_draw(aten.add.Tensor, (1, 2), {})
+        (True, False)
+    """
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
     for at, argument in enumerate(operator._schema.arguments):
@@ -205,7 +248,12 @@ class _Replaying(TorchDispatchMode):
 
 
 def states() -> list[Tensor]:
-    """The states of the global generators of the CPU and of every CUDA device, to compare."""
+    """The states of the global generators of the CPU and of every CUDA device, to compare.
+
+    Example:
+        >>> states()[0].dtype
+        torch.uint8
+    """
     found = [torch.default_generator.get_state()]
     return found + (list(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else [])
 

@@ -31,7 +31,12 @@ class Scaler(NamedTuple):
 
 
 def none() -> Scaler:
-    """No scaling: an Empty state; a gradient that is not finite is exhausted at once."""
+    """No scaling: an Empty state; a gradient that is not finite is exhausted at once.
+
+    Example:
+        >>> print(none().scale(none().init(torch.device("cpu"))))
+        None
+    """
 
     def update(state: Tree, finite: Tensor) -> Tree:
         del finite  # no scale to move

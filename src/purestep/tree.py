@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import optree
 import torch
@@ -25,7 +24,12 @@ _SPACE = "purestep"  # optree refuses to register nodes for everybody
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """The leaves, dict keys in sorted order."""
+    """The leaves, dict keys in sorted order.
+
+    Example:
+        >>> leaves({"b": 2, "a": (1, None)})
+        [1, 2]
+    """
     return optree.tree_leaves(tree, namespace=_SPACE)
 
 
@@ -42,58 +46,14 @@ def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
 
 
 def unflatten(treedef: TreeDef, children: list[Any] | tuple[Any, ...]) -> Tree:
-    """The tree of that structure with these leaves."""
-    return optree.tree_unflatten(treedef, children)
+    """The tree of that structure with these leaves.
 
-
-def indices(treedef: TreeDef) -> Tree:
-    """The tree of that structure whose leaves are their own positions, as text: Dynamo takes numbers that differ
-    between two graphs for variables. See `fill` and `collect`."""
-    return unflatten(treedef, [str(index) for index in range(treedef.num_leaves)])
-
-
-def fill(positions: Tree, children: Sequence[Any]) -> Tree:
-    """`unflatten` in plain Python, for inside a graph: Dynamo reads no structure made outside of it.
-
-    Args:
-        positions: from `indices`.
-        children: the leaves.
+    Example:
+        >>> _, treedef = flatten({"b": 2, "a": (1, None)})
+        >>> unflatten(treedef, [10, 20])
+        {'b': 20, 'a': (10, None)}
     """
-    if isinstance(positions, str):
-        return children[int(positions)]
-    if isinstance(positions, dict):
-        filled = {key: fill(node, children) for key, node in cast(dict[Any, Any], positions).items()}
-        return _of_kind(positions, filled)
-    if isinstance(positions, tuple | list):
-        nodes = [fill(node, children) for node in cast(Sequence[Any], positions)]
-        return type(positions)(*nodes) if hasattr(type(positions), "_fields") else type(positions)(nodes)
-    return map(lambda index: children[int(index)], positions)
-
-
-def _of_kind(node: Any, items: dict[Any, Any]) -> dict[Any, Any]:
-    # Of an OrderedDict the leaves come in the order of its keys, of others in sorted order.
-    if isinstance(node, OrderedDict):
-        return OrderedDict(items)
-    if isinstance(node, defaultdict):
-        return defaultdict(cast(Any, node).default_factory, items)
-    return items
-
-
-def collect(positions: Tree, tree: Tree) -> list[Any]:
-    """`leaves` in plain Python, for inside a graph; the inverse of `fill`."""
-    return [leaf for _, leaf in sorted(_numbered(positions, tree), key=lambda pair: pair[0])]
-
-
-def _numbered(positions: Tree, tree: Tree) -> list[tuple[int, Any]]:
-    if isinstance(positions, str):
-        return [(int(positions), tree)]
-    if isinstance(positions, dict):
-        named = cast(dict[Any, Any], positions)
-        return [pair for key, node in named.items() for pair in _numbered(node, tree[key])]
-    if isinstance(positions, tuple | list):
-        nodes = cast(Sequence[Any], positions)
-        return [pair for node, child in zip(nodes, tree, strict=True) for pair in _numbered(node, child)]
-    return [(int(index), leaf) for index, leaf in zip(leaves(positions), leaves(tree), strict=True)]
+    return optree.tree_unflatten(treedef, children)
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
@@ -110,7 +70,13 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any]
 
 
 def path_text(accessor: optree.PyTreeAccessor) -> str:
-    """``a/b/0`` of one leaf."""
+    """``a/b/0`` of one leaf.
+
+    Example:
+        >>> accessors, _, _ = optree.tree_flatten_with_accessor({"layers": [{"w": 1}]})
+        >>> path_text(accessors[0])
+        'layers/0/w'
+    """
     return "/".join(_entry_text(entry) for entry in accessor)
 
 
@@ -142,12 +108,23 @@ def _endless() -> StateError:
 
 
 def paths(tree: Tree) -> list[str]:
-    """The path of every leaf."""
+    """The path of every leaf.
+
+    Example:
+        >>> paths({"layers": [{"w": 1}, {"w": 2}]})
+        ['layers/0/w', 'layers/1/w']
+    """
     return [path for path, _ in with_paths(tree)]
 
 
 class Paths:
-    """`paths` and `leaves` of trees of one structure, again and again: the paths are made once."""
+    """`paths` and `leaves` of trees of one structure, again and again: the paths are made once.
+
+    Example:
+        >>> known = Paths()
+        >>> known({"w": 1, "b": 2})
+        (['b', 'w'], [2, 1])
+    """
 
     def __init__(self) -> None:
         self._known: tuple[TreeDef, list[str]] | None = None
@@ -169,6 +146,11 @@ def layout_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
 
     Dynamo's guards, a tenth of a microsecond a tensor. None where there is none: a leaf is no plain tensor, or this
     torch has other guards.
+
+    Example:
+        >>> same = layout_guard([torch.ones(2)])
+        >>> same is None or (same(torch.zeros(2)), same(torch.zeros(3)))
+        (True, False)
     """
     if not all(type(leaf) is Tensor for leaf in tensors):
         return None
@@ -208,12 +190,23 @@ def clone(tree: Tree) -> Tree:
 
 
 def detach(tree: Tree) -> Tree:
-    """The same tensors without their graph."""
+    """The same tensors without their graph.
+
+    Example:
+        >>> detach({"w": torch.ones(1, requires_grad=True)})["w"].requires_grad
+        False
+    """
     return map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def dicts(tree: Tree) -> Tree:
-    """The tree with mappings that are no nodes (Hugging Face's BatchEncoding) as plain dicts; else the tree itself."""
+    """The tree with mappings that are no nodes (Hugging Face's BatchEncoding) as plain dicts; else the tree itself.
+
+    Example:
+        >>> from collections import UserDict
+        >>> dicts((UserDict(x=1), 2))
+        ({'x': 1}, 2)
+    """
     if isinstance(tree, Tensor) or not any(_is_mapping(leaf) for leaf in leaves(tree)):
         return tree
     return map(lambda leaf: {key: dicts(leaf[key]) for key in leaf} if _is_mapping(leaf) else leaf, tree)
@@ -224,7 +217,12 @@ def _is_mapping(leaf: Any) -> bool:
 
 
 def signature(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
-    """Structure and, per leaf, what a compiled graph depends on: shape, dtype and device (or the value of a number)."""
+    """Structure and, per leaf, what a compiled graph depends on: shape, dtype and device (or the value of a number).
+
+    Example:
+        >>> signature((torch.ones(2), 3)) == signature((torch.zeros(2), 3)), signature(2) == signature(3)
+        (True, False)
+    """
     try:
         found, treedef = flatten(tree)
     except RecursionError as error:
@@ -235,7 +233,16 @@ def signature(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
 
 
 def register(cls: type, flatten: Callable[[Any], tuple[Any, ...]], unflatten: Callable[..., Any]) -> None:
-    """Make ``cls``, a subclass of a NamedTuple, a node whose children ``flatten`` gives by the names of its fields."""
+    """Make ``cls``, a subclass of a NamedTuple, a node whose children ``flatten`` gives by the names of its fields.
+
+    Example:
+        >>> from typing import NamedTuple
+        >>> class Lazy(NamedTuple("Lazy", [("value", Any)])):
+        ...     "Reads what is behind it."
+        >>> register(Lazy, lambda node: (node[0](),), lambda child: Lazy(lambda: child))
+        >>> leaves(Lazy(lambda: 7))
+        [7]
+    """
     fields: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]  # a NamedTuple's
 
     with warnings.catch_warnings():

@@ -22,7 +22,13 @@ Labels: TypeAlias = dict[str, Hashable]
 
 
 class Empty(NamedTuple):
-    """What is switched off: a node without leaves, where `None` would mean different things to different trees."""
+    """What is switched off: a node without leaves, where `None` would mean different things to different trees.
+
+    Example:
+        >>> import purestep as ps
+        >>> ps.tree.leaves({"w": 1, "ema": Empty()})
+        [1]
+    """
 
 
 class Mean(NamedTuple):
@@ -83,6 +89,13 @@ class Loss(NamedTuple):
 
     ``mean`` is differentiated; its gradient is accumulated times ``weight`` and divided once by the summed weight, so
     that micro-batches of different sizes add up to the gradient of the whole batch. Weight 0 means: no update.
+
+    Example:
+        >>> def objective(model, batch):
+        ...     error = (model(batch["x"]) - batch["y"]).square()
+        ...     return Loss(error.mean(), torch.tensor(float(error.numel())), {})
+        >>> objective(lambda x: 2 * x, {"x": torch.ones(4), "y": torch.zeros(4)}).mean
+        tensor(4.)
     """
 
     mean: Tensor  # shape=(), floating
@@ -99,6 +112,14 @@ class TrainState(NamedTuple):
     raise then. In a loop of one's own ``int(state.halted)`` says which call it was (reading it waits for the device),
     and ``state._replace(halted=torch.zeros_like(state.halted))`` goes on; or ``ps.program(..., nonfinite="skip")``
     never halts.
+
+    Example:
+        >>> import purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> state = program.init(seed=0)
+        >>> state
+        TrainState(step=0, updates=0, params=2 (3 numbers), frozen=0, buffers=0, seed=0, device=cpu)
+        >>> colder = state._replace(params={name: p / 2 for name, p in state.params.items()})
     """
 
     step: Tensor  # shape=(), dtype=int64: calls of train_step and flush
@@ -142,6 +163,11 @@ class Model(Protocol):
 
     ``model(...)`` is the module's forward, ``model.call("encode", x)`` another method or a submodule of it (a dotted
     name: ``"encoder.layers.0"``), ``model.params`` its weights by name, ``model.training`` its mode.
+
+    Example:
+        >>> def objective(model: Model, batch: Tensor) -> Loss:
+        ...     penalty = sum(p.square().sum() for p in model.params.values())
+        ...     return Loss(model(batch).mean() + 1e-4 * penalty, torch.tensor(float(len(batch))), {})
     """
 
     params: Mapping[str, Tensor]

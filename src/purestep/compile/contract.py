@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import tree
 from ..errors import StepContractError
 from ..types import Metrics
+from . import skeleton
 
 
 def checked(result: Any) -> tuple[Any, Metrics]:
@@ -48,11 +49,11 @@ def tensors_alone(metrics: Metrics) -> Metrics:
     return metrics
 
 
-def same_structure(positions: tree.Tree, old: Any, new: Any) -> list[Tensor]:
+def same_structure(bare: tree.Tree, old: Any, new: Any) -> list[Tensor]:
     """The leaves of the new state, if it is one of the same structure, shapes and dtypes.
 
     Args:
-        positions: of the leaves, from `tree.indices`.
+        bare: from `skeleton.of`.
         old: the state that went in.
         new: the state that came out.
 
@@ -60,9 +61,8 @@ def same_structure(positions: tree.Tree, old: Any, new: Any) -> list[Tensor]:
         StepContractError: the first leaf that differs.
     """
     if torch.compiler.is_compiling():
-        return tree.collect(
-            positions, new
-        )  # Dynamo can neither compare structures nor raise; fit and the trace check them
+        # Dynamo can neither compare structures nor raise; fit and the trace check them.
+        return skeleton.collect(bare, new)
     before, old_def = tree.flatten(old)
     after, new_def = tree.flatten(new)
     if old_def != new_def:

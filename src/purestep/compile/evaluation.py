@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import rng, tree
 from ..types import Empty, Metrics, TrainState
 from . import live as live_
+from . import skeleton
 from .contract import tensors_alone
 from .graphs import Graphs, Options, check_untransformed, kinds, resolved, unstacked
 from .runner import batch_leaves
@@ -42,12 +43,12 @@ class CompiledEval:
         step = self.eager
 
         def build() -> Callable[..., Any]:
-            whole, parts = tree.indices(state_def), tree.indices(treedef)
+            whole, parts = skeleton.of(state_def), skeleton.of(treedef)
 
             def core(tensors: list[Tensor], batch: list[Any]) -> Any:
                 rest = iter(tensors)
                 filled = [torch.zeros(2, dtype=torch.int64) if is_key else next(rest) for is_key in places]
-                return tensors_alone(step(tree.fill(whole, filled), *tree.fill(parts, batch)))
+                return tensors_alone(step(skeleton.fill(whole, filled), *skeleton.fill(parts, batch)))
 
             return core
 

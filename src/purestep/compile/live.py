@@ -18,6 +18,7 @@ from .. import packed as packed_
 from .. import tree
 from ..errors import StateError
 from ..types import Empty, TrainState, Tree
+from . import skeleton
 
 
 def is_state(node: Any) -> bool:
@@ -149,7 +150,7 @@ def states(state: Tree) -> list[TrainState]:
 @functools.lru_cache(maxsize=64)
 def key_positions(treedef: tree.TreeDef) -> frozenset[int]:
     """Which leaves of trees of a structure are the keys of TrainStates; the same tensor may be a leaf elsewhere too."""
-    return frozenset(int(cast(Any, part.key)) for part in states(tree.indices(treedef)))
+    return frozenset(int(cast(Any, part.key)) for part in states(skeleton.of(treedef)))
 
 
 class Store:

@@ -17,6 +17,7 @@ from ..step import Accum, Adding, Closing
 from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture as capture_
 from . import live as live_
+from . import skeleton
 from .contract import checked, same_structure
 from .forks import Forks
 from .graphs import (
@@ -254,12 +255,12 @@ class CompiledStep:
 
     def _core(self, store: live_.Store, phase: tuple[type[Accum], ...], treedef: tree.TreeDef) -> Callable[..., Any]:
         slots, step = store.slots, self._steps_of(self._step_on(store.layout))
-        whole, parts = tree.indices(slots.treedef), tree.indices(treedef)
+        whole, parts = skeleton.of(slots.treedef), skeleton.of(treedef)
 
         def core(buffers: list[Tensor], batch: list[Any]) -> Any:
             old = slots.gather(buffers)
-            before = tree.fill(whole, old)
-            new, metrics = checked(step(_marked(before, phase), *tree.fill(parts, batch)))
+            before = skeleton.fill(whole, old)
+            new, metrics = checked(step(_marked(before, phase), *skeleton.fill(parts, batch)))
             new_leaves = same_structure(whole, before, _marked(new, phase, back=True))
             kept = tree.map(lambda leaf: live_.apart(leaf, buffers), metrics)
             slots.scatter(buffers, old, new_leaves)
@@ -319,14 +320,14 @@ class CompiledStep:
         treedef: tree.TreeDef,
     ) -> Callable[..., Any]:
         step = self._steps_of(self.eager)
-        whole, parts = tree.indices(state_def), tree.indices(treedef)
+        whole, parts = skeleton.of(state_def), skeleton.of(treedef)
 
         def core(inputs: list[Tensor], batch: list[Any]) -> Any:
             old: list[Any] = [torch.zeros(2, dtype=torch.int64)] * count
             for index, leaf in zip(positions, inputs, strict=True):
                 old[index] = leaf
-            before = tree.fill(whole, old)
-            new, metrics = checked(step(_marked(before, phase), *tree.fill(parts, batch)))
+            before = skeleton.fill(whole, old)
+            new, metrics = checked(step(_marked(before, phase), *skeleton.fill(parts, batch)))
             leaves = same_structure(whole, before, _marked(new, phase, back=True))
             return [leaves[index] for index in positions], metrics
 

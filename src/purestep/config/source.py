@@ -85,6 +85,13 @@ def read(path: str | Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: no such file, another ending, text that does not parse, or JSON that is no mapping.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "run.toml")
+        >>> _ = path.write_text('epochs = 3\\nmonitor = "val_loss"')
+        >>> read(path)
+        {'epochs': 3, 'monitor': 'val_loss'}
     """
     file = Path(path)
     parsers = {".json": json.loads, ".toml": tomllib.loads}

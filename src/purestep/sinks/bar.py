@@ -110,6 +110,11 @@ def progress(stream: TextIO | None = None) -> Progress:
 
     Args:
         stream: standard output by default.
+
+    Example:
+        >>> sink = progress()
+        >>> sink(EpochEnd(None, 1, 10, {"epoch": 1, "train_loss": 0.123, "lr": 3e-4}, improved=True, stopping=None))
+        epoch 1  train_loss 0.123  lr 3.0e-04
     """
     return Progress(sys.stdout if stream is None else stream)
 

@@ -51,6 +51,11 @@ def tensorboard(directory: Path | str) -> TensorBoard:
 
     Raises:
         ConfigError: tensorboard is not installed.
+
+    Example:
+        >>> import purestep as ps
+        >>> def curves(directory):
+        ...     return ps.FitConfig(epochs=3, sinks=[tensorboard(directory)])
     """
     try:
         from torch.utils.tensorboard import SummaryWriter

@@ -82,6 +82,13 @@ def history_json(path: Path | str) -> History:
 
     Args:
         path: of the file. A fresh run moves one that is there to ``training_history.1.json`` and so on.
+
+    Example:
+        >>> import tempfile
+        >>> sink = history_json(Path(tempfile.mkdtemp(), "training_history.json"))
+        >>> sink(EpochEnd(None, 1, 10, {"epoch": 1, "train_loss": 0.5}, improved=True, stopping=None))
+        >>> json.loads(sink.path.read_text())
+        [{'epoch': 1, 'train_loss': 0.5}]
     """
     return History(Path(path))
 
@@ -231,6 +238,15 @@ def csv(path: Path | str) -> Rows:
 
     Args:
         path: of the file. A fresh run moves one that is there aside (``metrics.1.csv``).
+
+    Example:
+        >>> import tempfile
+        >>> sink = csv(Path(tempfile.mkdtemp(), "metrics.csv"))
+        >>> sink(Logged(0, 50, {"train_loss": 0.5}, steps_per_second=8.0, wait_fraction=0.25))
+        >>> sink.close()
+        >>> print(sink.path.read_text(), end="")
+        kind,step,epoch,train_loss,steps_per_second,wait_fraction
+        step,50,1,0.5,8.0,0.25
     """
     return _Csv(Path(path))
 
@@ -242,6 +258,14 @@ def jsonl(path: Path | str) -> Rows:
 
     Args:
         path: of the file. A fresh run moves one that is there aside (``metrics.1.jsonl``).
+
+    Example:
+        >>> import tempfile
+        >>> sink = jsonl(Path(tempfile.mkdtemp(), "metrics.jsonl"))
+        >>> sink(EpochEnd(None, 1, 10, {"epoch": 1, "train_loss": math.nan}, improved=True, stopping=None))
+        >>> sink.close()
+        >>> print(sink.path.read_text(), end="")
+        {"kind": "epoch", "step": 10, "epoch": 1, "train_loss": null}
     """
     return _JsonLines(Path(path))
 
