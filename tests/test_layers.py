@@ -29,7 +29,7 @@ LEVEL = {
     for level, names in enumerate(
         (
             "errors types",
-            "tree rng",
+            "tree rng arguments",
             "modes",
             "model transform schedules ema scaler precision metrics objective stopping",
             "optim step packed",

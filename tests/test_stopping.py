@@ -143,16 +143,16 @@ def test_of_any_other_name_the_direction_is_asked_for(name: str):
 @pytest.mark.parametrize(
     ("make", "kwargs", "message"),
     [
-        (EarlyStopping, {"patience": 0}, "patience=0 is no whole number of at least 1"),
-        (EarlyStopping, {"patience": 2.0}, r"patience=2\.0 is no whole number"),
-        (EarlyStopping, {"patience": True}, "patience=True is no whole number"),
+        (EarlyStopping, {"patience": 0}, "patience=0 is no int of at least 1"),
+        (EarlyStopping, {"patience": 2.0}, r"patience=2\.0 is no int"),
+        (EarlyStopping, {"patience": True}, "patience=True is no int"),
         (EarlyStopping, {"patience": 1, "min_delta": -1.0}, r"min_delta=-1\.0 is outside \[0, inf\]"),
         (EarlyStopping, {"patience": 1, "min_delta": math.nan}, "min_delta=nan is no finite number"),
         (EarlyStopping, {"patience": 1, "start_ratio": 1.5}, r"start_ratio=1\.5 is outside \[0, 1\]"),
         (Plateau, {"factor": 1.0}, r"factor=1\.0 is outside \(0, 1\)"),
-        (Plateau, {"patience": -1}, "patience=-1 is no whole number of at least 0"),
+        (Plateau, {"patience": -1}, "patience=-1 is no int of at least 0"),
         (Plateau, {"threshold_mode": "relative"}, "threshold_mode='relative'"),
-        (Plateau, {"cooldown": -1}, "cooldown=-1 is no whole number"),
+        (Plateau, {"cooldown": -1}, "cooldown=-1 is no int"),
         (Plateau, {"min_scale": 2}, r"min_scale=2 is outside \[0, 1\]"),
     ],
 )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .arguments import is_count
 from .errors import ConfigError
 from .types import Empty, Tree
 
@@ -80,11 +81,9 @@ def dynamic(
         >>> state.scale.item()
         4.0
     """
-    given: Any = growth_interval
-    whole = isinstance(given, int) and not isinstance(given, bool)
     # nan is in no range.
     factors = growth_factor > 1 and 0 < backoff_factor < 1
-    if not (0 < init_scale < math.inf and factors and whole and growth_interval >= 1 and 0 <= min_scale <= init_scale):
+    if not (0 < init_scale < math.inf and factors and is_count(growth_interval, 1) and 0 <= min_scale <= init_scale):
         raise ConfigError(
             f"init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
             f"growth_interval={growth_interval}, min_scale={min_scale}",

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from .arguments import check_count, is_number
 from .errors import ConfigError
 
 Mode: TypeAlias = Literal["min", "max"]
@@ -43,7 +44,7 @@ class EarlyStopping:
     start_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_count("EarlyStopping", "patience", self.patience, least=1)
+        check_count("EarlyStopping", least=1, patience=self.patience)
         _check_range("EarlyStopping", "min_delta", self.min_delta, 0.0, math.inf)
         _check_range("EarlyStopping", "start_ratio", self.start_ratio, 0.0, 1.0)
 
@@ -234,11 +235,11 @@ class Plateau:
 
     def __post_init__(self) -> None:
         _check_range("Plateau", "factor", self.factor, 0.0, 1.0, open_ends=True)
-        _check_count("Plateau", "patience", self.patience, least=0)
+        check_count("Plateau", least=0, patience=self.patience)
         _check_range("Plateau", "threshold", self.threshold, 0.0, math.inf)
         if self.threshold_mode not in ("rel", "abs"):
             raise ConfigError(f"threshold_mode={self.threshold_mode!r}", where="Plateau", hint='"rel" or "abs"')
-        _check_count("Plateau", "cooldown", self.cooldown, least=0)
+        check_count("Plateau", least=0, cooldown=self.cooldown)
         _check_range("Plateau", "min_scale", self.min_scale, 0.0, 1.0)
 
 
@@ -287,13 +288,8 @@ def _bar(best: float | None, rule: Plateau, mode: Mode) -> float | None:
     return best * (1.0 + threshold) if rule.threshold_mode == "rel" else best + threshold
 
 
-def _check_count(where: str, name: str, value: Any, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r} is no whole number of at least {least}", where=where, hint=f"{name}=10")
-
-
 def _check_range(where: str, name: str, value: Any, low: float, high: float, *, open_ends: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value) or not math.isfinite(value):
         raise ConfigError(f"{name}={value!r} is no finite number", where=where, hint=f"{name}={_example(low, high)}")
     if value < low or value > high or (open_ends and value in (low, high)):
         ends = "()" if open_ends else "[]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
+from ..arguments import is_count
 from ..errors import ConfigError
 from ..types import Metrics, Program, Static
 from . import capture as capture_
@@ -160,7 +161,7 @@ def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool, unrol
             where="cuda_graph",
             hint="compile_step(step, donate=True, cuda_graph=True)",
         )
-    if type(unroll) is not int or unroll < 1:
+    if not is_count(unroll, 1):
         raise ConfigError(f"unroll is {unroll!r}", where="compile_step", hint="unroll=1, or more")
     if unroll > 1 and static is not None and static.accumulate > 1:
         raise ConfigError(

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from ..arguments import is_count, is_number
+
 _WORDS: dict[str, Any] = {"none": None, "null": None, "true": True, "false": False}
 
 
@@ -39,7 +41,7 @@ def literal(value: Any) -> Any:
 def count(value: Any, *, least: int = 1, infinite: bool = False) -> int:
     """A whole number of at least ``least``; with ``infinite`` also -1, which means no limit."""
     found = literal(value)
-    if isinstance(found, int) and not isinstance(found, bool) and (found >= least or (infinite and found == -1)):
+    if is_count(found, least) or (infinite and is_count(found, -1) and found < 0):
         return found
     raise ValueError(f"must be a whole number of at least {least}{', or -1 for no limit' if infinite else ''}")
 
@@ -47,7 +49,7 @@ def count(value: Any, *, least: int = 1, infinite: bool = False) -> int:
 def share(value: Any, *, least: int = 0) -> int | float:
     """An int is a number of batches, a float a share in (0, 1] of the loader (0.0 where ``least`` is 0)."""
     found = literal(value)
-    if isinstance(found, int) and not isinstance(found, bool) and found >= least:
+    if is_count(found, least):
         return found
     if isinstance(found, float) and (0.0 < found <= 1.0 or (least == 0 and found == 0.0)):
         return found
@@ -59,7 +61,7 @@ def share(value: Any, *, least: int = 0) -> int | float:
 def interval(value: Any) -> int | float:
     """An int is a number of updates, a float a fraction of an epoch or a whole number of epochs."""
     found = literal(value)
-    if isinstance(found, int) and not isinstance(found, bool) and found >= 1:
+    if is_count(found, 1):
         return found
     if isinstance(found, float) and (0.0 < found <= 1.0 or (found > 1.0 and found.is_integer())):
         return found
@@ -96,7 +98,7 @@ def _seconds(value: Any) -> float | None:
             return None
         days, hours, minutes, rest = (int(part) for part in parts)
         return timedelta(days=days, hours=hours, minutes=minutes, seconds=rest).total_seconds()
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return float(value) if is_number(value) else None
 
 
 def flag(value: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
+from ..arguments import is_number
 from ..errors import ConfigError, DataError, Mismatch, PurestepError
 from ..types import Batch
 
@@ -215,7 +216,7 @@ def limit(feed: Feed, amount: int | float) -> Feed:
         >>> list(limit(open_feed([1, 2, 3, 4]), 0.5).epoch(0))
         [1, 2]
     """
-    if isinstance(amount, bool) or amount <= 0 or (isinstance(amount, float) and amount > 1):
+    if not is_number(amount) or amount <= 0 or (isinstance(amount, float) and not amount <= 1):
         raise ConfigError(f"{amount!r} batches", where=feed.name, hint="100 (batches) or 0.25 (a quarter of the epoch)")
     if isinstance(amount, int):
         return _Limited(feed, amount)

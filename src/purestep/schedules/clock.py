@@ -1,16 +1,14 @@
-"""The count as a number to compute with, the two ways to get from one value to another, and the checks of arguments."""
+"""The count as a number to compute with, and the two ways to get from one value to another."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-
-from ..errors import ConfigError
 
 Count: TypeAlias = Tensor | int
 """Updates so far, shape=(), dtype=int64, on any device; a Python int in a plot or a test."""
@@ -49,37 +47,3 @@ def through(t: Tensor, points: list[tuple[float, float]], between: Callable[[flo
     for (begin, a), (finish, b) in pairwise(points):
         value = torch.where(t >= begin, between(a, b, share(t - begin, finish - begin)), value)
     return value
-
-
-def check_finite(where: str, **numbers: Any) -> None:
-    """Each is a finite real number.
-
-    Raises:
-        ConfigError: for another value, with its name.
-    """
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{name}={value!r} is no finite int or float", where=where, hint=f"{name}=1e-3")
-
-
-def check_positive(where: str, **numbers: Any) -> None:
-    """Each is a finite number > 0.
-
-    Raises:
-        ConfigError: for another value, with its name.
-    """
-    check_finite(where, **numbers)
-    for name, value in numbers.items():
-        if value <= 0:
-            raise ConfigError(f"{name}={value!r} is not positive", where=where, hint=f"{name}=0.1")
-
-
-def check_count(where: str, *, least: int, **counts: Any) -> None:
-    """Each is a whole number of at least ``least``.
-
-    Raises:
-        ConfigError: for another value, with its name.
-    """
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{name}={value!r} is no int of at least {least}", where=where, hint=f"{name}=1000")

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ..arguments import check_count, check_finite
 from ..errors import ConfigError
-from .clock import Count, Schedule, check_count, check_finite
+from .clock import Count, Schedule
 
 AnySchedule: TypeAlias = Callable[[Tensor], Tensor]
 """One of a user's own, which need not take a Python int."""

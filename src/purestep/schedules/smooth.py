@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..arguments import check_count, check_finite, check_positive
 from ..errors import ConfigError
-from .clock import Count, Schedule, check_count, check_finite, check_positive, clock, half_wave, line, share
+from .clock import Count, Schedule, clock, half_wave, line, share
 
 
 def constant(value: float) -> Schedule:

@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..arguments import check_count, check_finite, check_positive
 from ..errors import ConfigError
-from .clock import Count, Schedule, check_count, check_finite, check_positive, clock, half_wave, jump, line, through
+from .clock import Count, Schedule, clock, half_wave, jump, line, through
 
 
 def step(init_value: float, step_size: int, *, gamma: float = 0.1) -> Schedule:

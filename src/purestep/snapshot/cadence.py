@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ..arguments import is_number
 from ..errors import ConfigError
 
 
@@ -30,7 +31,7 @@ def every(steps: int | None, epochs: int | None, seconds: float | None) -> Every
         ConfigError: a number that is not positive.
     """
     for name, value in (("every_steps", steps), ("every_epochs", epochs), ("every_seconds", seconds)):
-        if value is not None and not (_is_number(value) and value > 0):
+        if value is not None and not (is_number(value) and value > 0):
             raise ConfigError(f"{name} is {value!r}", where="Snapshots", hint=f"{name}=None for never")
     return Every(steps, epochs, seconds)
 
@@ -41,16 +42,12 @@ def check_policy(keep: int | None, keep_best: int, on_save_error: str) -> None:
     Raises:
         ConfigError: a number out of range, or another word.
     """
-    if keep is not None and not (_is_number(keep) and keep >= 1):
+    if keep is not None and not (is_number(keep) and keep >= 1):
         raise ConfigError(f"keep is {keep!r}", where="Snapshots", hint="keep=1, or keep=None for all")
-    if not (_is_number(keep_best) and keep_best >= 0):
+    if not (is_number(keep_best) and keep_best >= 0):
         raise ConfigError(f"keep_best is {keep_best!r}", where="Snapshots", hint="keep_best=0 for none")
     if on_save_error not in ("raise", "continue"):
         raise ConfigError(f"on_save_error is {on_save_error!r}", where="Snapshots", hint='"raise" or "continue"')
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def gone_back(last: Mark, here: Mark) -> Mark:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..arguments import is_count
 from ..errors import Corrupt, Mismatch, SnapshotError
 from . import host
 
@@ -356,7 +357,7 @@ def _leaf(entry: Any) -> Leaf:
 
 
 def _integer(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if not is_count(value):
         raise ValueError(f"{value!r} where a count was expected")
     return value
 

@@ -14,6 +14,7 @@ from .. import model as model_
 from .. import precision as precision_
 from .. import scaler as scaler_
 from .. import transform
+from ..arguments import is_count, is_number
 from ..errors import ConfigError
 from ..types import Empty, Objective, Program, Static
 from .evaluation import bind_of, eval_step_of
@@ -148,7 +149,7 @@ def _check_parts(model: Any, objective: Any, tx: Any) -> None:
 
 def _check_choices(*, accumulate: int, microbatches: int, tail: str, engine: str, nonfinite: str) -> None:
     for name, value in (("accumulate", accumulate), ("microbatches", microbatches)):
-        if type(value) is not int or value < 1:
+        if not is_count(value, 1):
             raise ConfigError(f"{name} is {value!r}", where="program", hint=f"{name}=1, or more")
     for name, value, known in (
         ("tail", tail, ("step", "carry", "drop")),
@@ -162,6 +163,6 @@ def _check_choices(*, accumulate: int, microbatches: int, tail: str, engine: str
 def _average(ema: float | ema_.Average | None) -> ema_.Average:
     if ema is None:
         return ema_.none()
-    if not isinstance(ema, ema_.Average | int | float) or isinstance(ema, bool):
+    if not is_number(ema) and not isinstance(ema, ema_.Average):
         raise ConfigError(f"ema is a {type(ema).__name__}", where="program", hint="ema=0.999, or ema.average(...)")
     return ema if isinstance(ema, ema_.Average) else ema_.average(ema)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import is_number
 from ..errors import ConfigError, StateError
 from ..types import Empty, Labels, Params, Tree
 from .arithmetic import Rate, scalar_dtype
@@ -194,9 +195,10 @@ def require(where: str, /, *, low: float = 0.0, high: float = math.inf, **values
                 where=where,
                 hint=f"optim.inject(optim.{where})(..., {name}=schedule)",
             )
-        is_number = isinstance(value, int | float)
-        if not is_number or not low <= value < high:
-            found = f"outside [{low}, {high})" if is_number else f"a {type(value).__name__}, no int, float or tensor"
+        if not is_number(value) or not low <= value < high:
+            found = (
+                f"outside [{low}, {high})" if is_number(value) else f"a {type(value).__name__}, no int, float or tensor"
+            )
             hint = f"{name}={1e-3 if name == 'learning_rate' else 1.0 if math.isinf(low) else low}"
             raise ConfigError(f"{name} is {value!r}, {found}", where=where, hint=hint)
 

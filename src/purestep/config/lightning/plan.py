@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ...arguments import is_number
 from ...errors import ConfigError
 from ...transform import Transform, clip_by_global_norm, clip_by_value, identity
 from .. import values
@@ -166,7 +167,7 @@ def _clip(args: Mapping[str, Any]) -> Transform:
         raise ConfigError(f"gradient_clip_algorithm={algorithm!r} is not known", where=HERE, hint='"norm" or "value"')
     if limit is None:
         return identity()
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 <= limit < float("inf"):
+    if not is_number(limit) or not 0 <= limit < float("inf"):
         raise ConfigError(
             f"gradient_clip_val={limit!r} is no number of at least 0", where=HERE, hint="gradient_clip_val=1.0"
         )

@@ -1,0 +1,52 @@
+"""What a number among the arguments may be. True is neither a count nor a number, though Python counts it as an int."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeGuard
+
+from .errors import ConfigError
+
+
+def is_count(value: Any, least: int = 0) -> TypeGuard[int]:
+    """Whether it is a whole number of at least ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether it is an int or a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_count(where: str, *, least: int, **counts: Any) -> None:
+    """Each is a whole number of at least ``least``.
+
+    Raises:
+        ConfigError: for another value, with its name.
+    """
+    for name, value in counts.items():
+        if not is_count(value, least):
+            raise ConfigError(f"{name}={value!r} is no int of at least {least}", where=where, hint=f"{name}=10")
+
+
+def check_finite(where: str, **numbers: Any) -> None:
+    """Each is a finite real number.
+
+    Raises:
+        ConfigError: for another value, with its name.
+    """
+    for name, value in numbers.items():
+        if not is_number(value) or not math.isfinite(value):
+            raise ConfigError(f"{name}={value!r} is no finite int or float", where=where, hint=f"{name}=1e-3")
+
+
+def check_positive(where: str, **numbers: Any) -> None:
+    """Each is a finite number > 0.
+
+    Raises:
+        ConfigError: for another value, with its name.
+    """
+    check_finite(where, **numbers)
+    for name, value in numbers.items():
+        if value <= 0:
+            raise ConfigError(f"{name}={value!r} is not positive", where=where, hint=f"{name}=0.1")
