@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -90,6 +91,21 @@ def run(tx: Transform, params: Params, steps: int = 5) -> tuple[Params, Tree]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- laws
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("adamw", "learning_rate b1 b2 eps weight_decay mask"),
+        ("sgd", "learning_rate momentum nesterov"),
+        *((name, "learning_rate b1 b2 eps") for name in ("adam", "adamax", "lamb", "nadam", "radam")),
+        ("rmsprop", "learning_rate decay eps"),
+        ("adadelta", "learning_rate rho eps"),
+    ],
+)
+def test_arguments_by_position_come_in_optaxs_order(name: str, order: str) -> None:
+    known = inspect.signature(getattr(optim, name)).parameters.values()
+    assert [one.name for one in known if one.kind is one.POSITIONAL_OR_KEYWORD] == order.split()
 
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)

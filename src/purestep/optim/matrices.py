@@ -78,8 +78,8 @@ def lamb(
     learning_rate: Rate = 1e-3,
     b1: Scalar = 0.9,
     b2: Scalar = 0.999,
-    *,
     eps: Scalar = 1e-6,
+    *,
     weight_decay: Scalar = 0.0,
     mask: Mask | None = None,
 ) -> Transform:

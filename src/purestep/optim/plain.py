@@ -22,8 +22,8 @@ from ..transform import (
 def sgd(
     learning_rate: Rate = 1e-3,
     momentum: Scalar = 0.0,
-    *,
     nesterov: bool = False,
+    *,
     dampening: Scalar = 0.0,
     weight_decay: Scalar = 0.0,
     mask: Mask | None = None,

@@ -22,8 +22,8 @@ from ..transform import (
 def rmsprop(
     learning_rate: Rate = 1e-2,
     decay: Scalar = 0.99,
-    *,
     eps: Scalar = 1e-8,
+    *,
     momentum: Scalar = 0.0,
     centered: bool = False,
     weight_decay: Scalar = 0.0,
@@ -103,8 +103,8 @@ def adagrad(
 def adadelta(
     learning_rate: Rate = 1.0,
     rho: Scalar = 0.9,
-    *,
     eps: Scalar = 1e-6,
+    *,
     weight_decay: Scalar = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
