@@ -1,9 +1,9 @@
-"""The cost of a step against the number of leaves, of parameters, and of micro-batches to an update."""
+"""The cost of a step against the number of leaves, of parameters, of micro-batches to an update, of steps to a call."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,28 +73,60 @@ def four_and_one(device: str = "cpu", seconds: float = 60.0, work: str = "gpt-sm
     return {"title": title, "threads": torch.get_num_threads(), "rows": rows}
 
 
+def unrolled(
+    device: str = "cpu", sizes: Sequence[int] = (1, 2, 4, 8, 16), seconds: float = 40.0, work: str = "mlp"
+) -> dict[str, Any]:
+    """Seconds a step, of the donated step that makes so many in a call."""
+    chosen, place, each = works.WORKS[work], torch.device(device), max(sizes)
+    spent = _apiece({size: _launches(chosen, place, size, each) for size in sizes}, place, each, seconds)
+    points = [
+        {"x": size, "rows": [{"name": ours.DONATED, "unit": "s", "values": found}]} for size, found in spent.items()
+    ]
+    threads = torch.get_num_threads()
+    return {"title": f"steps to a call, {chosen.about}", "x": "steps to a call", "threads": threads, "points": points}
+
+
 def _micro_batches(work: Work, device: str, windows: Sequence[int], seconds: float) -> dict[int, list[float]]:
     place, each = torch.device(device), max(windows)
-    runners = [
-        measure.Function(str(window), _window(work, place, window, each), lambda: settle(place)) for window in windows
-    ]
+    return _apiece({window: _window(work, place, window, each) for window in windows}, place, each, seconds)
+
+
+def _apiece(
+    calls: Mapping[int, Callable[[], None]], device: torch.device, each: int, seconds: float
+) -> dict[int, list[float]]:
+    """Seconds that one of ``each`` takes, by contestant."""
+    runners = [measure.Function(str(size), call, lambda: settle(device)) for size, call in calls.items()]
     for runner in runners:
         runner.turn(1)
     spent = measure.interleave(runners, measure.Plan(seconds=seconds, calls=max(2, 8 // each)))
-    return {window: [value / each for value in spent[str(window)]] for window in windows}
+    return {size: [value / each for value in spent[str(size)]] for size in calls}
 
 
 def _window(work: Work, device: torch.device, window: int, each: int) -> Callable[[], None]:
     """``each`` micro-batches: as many whole windows as fit."""
     program = ours.program(work, device, accumulate=window)
-    assert program.init is not None
-    step = ps.compile_step(program.train_step, donate=True)
-    state = program.init(seed=0, device=device)
     batches = itertools.cycle(works.batches(work, device))
+    return _calls(program, ps.compile_step(program.train_step, donate=True), batches, each, device)
+
+
+def _launches(work: Work, device: torch.device, size: int, each: int) -> Callable[[], None]:
+    """``each`` steps, ``size`` of them to a call."""
+    program = ours.program(work, device)
+    step = ps.compile_step(program.train_step, donate=True, unroll=size, cuda_graph=device.type == "cuda")
+    batches = itertools.cycle(works.batches(work, device))
+    given = batches if size == 1 else iter(lambda: list(itertools.islice(batches, size)), [])
+    return _calls(program, step, given, each // size, device)
+
+
+def _calls(
+    program: ps.Program, step: Callable[..., Any], batches: Iterator[Any], count: int, device: torch.device
+) -> Callable[[], None]:
+    assert program.init is not None
+    state = program.init(seed=0, device=device)
 
     def call() -> None:
         nonlocal state
-        for _ in range(each):
+        for _ in range(count):
             state, _ = step(state, next(batches))
 
     return call

@@ -66,6 +66,7 @@ def _on_cpu() -> dict[str, Job]:
         "curve-leaves": Job("number of leaves", "benchmarks.curves:leaves", {}),
         "curve-parameters": Job("number of parameters", "benchmarks.curves:parameters", {}),
         "curve-accumulation": Job("micro-batches to an update", "benchmarks.curves:accumulation", {}),
+        "curve-unroll": Job("steps to a call, MLP, one thread", "benchmarks.curves:unrolled", {}, threads=1),
     }
 
 
@@ -88,6 +89,7 @@ def _on_cuda() -> dict[str, Job]:
         "convnet": _table("convnet", "convolutions with BatchNorm"),
         "vit": _table("vit", "ViT"),
         "resnet50": _table("resnet50", "ResNet-50, bfloat16"),
+        "curve-unroll": Job("steps to a call, MLP", "benchmarks.curves:unrolled", {}),
         "memory": Job("peak memory, GPT-2 124 M", "benchmarks.memory:table", {"work": "gpt2"}),
     }
 

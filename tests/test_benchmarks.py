@@ -254,6 +254,7 @@ def test_every_job_has_a_function_and_every_figure_a_job():
         "curve-leaves",
         "curve-parameters",
         "curve-accumulation",
+        "curve-unroll",
     ]
 
 
