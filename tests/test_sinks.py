@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv as csv_format
+import dataclasses
 import io
 import json
 import math
 import random
+import re
 import sys
 import threading
 import time
@@ -17,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from purestep.events import EpochEnd, EvalStepEnd, Event, FitEnd, FitStart, Logged, Saved, StepEnd
-from purestep.sinks import csv, default_sinks, guarded, history_json, jsonl, progress, tensorboard
+import purestep as ps
+from purestep.events import EpochEnd, EvalEnd, Event, FitEnd, FitStart, Logged, Position, Saved, StepEnd
+from purestep.sinks import Progress, csv, default_sinks, guarded, history_json, jsonl, progress, tensorboard
 
 STATE = torch.zeros(1)
 
@@ -95,18 +98,29 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
+
+
+def redrawn(sink: Progress) -> None:
+    """What the bar shows at this moment, without waiting for its thread."""
+    if sink._bar is not None:  # pyright: ignore[reportPrivateUsage]
+        sink._bar.refresh()  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
+    terminal(monkeypatch)
     now = [time.monotonic()]
     monkeypatch.setattr("purestep.sinks.bar.time.monotonic", lambda: now[0])
     stream = Terminal()
     sink = progress(stream)
-    for event in [start(), logged(1), step(2), EvalStepEnd(STATE, "val", {}, STATE, 6), epoch_end(1)]:
+    places = [Position("train", 0, 0), Position("train", 0, 2), Position("val", 0, 7), Position("train", 1, 0)]
+    for event, place in zip([start(), logged(1), logged(2), epoch_end(1)], places, strict=True):
         now[0] += 1
-        sink(event)
-        if sink._bar is not None:  # pyright: ignore[reportPrivateUsage]  # what the bar shows at this moment
-            sink._bar.refresh()  # pyright: ignore[reportPrivateUsage]
+        sink(dataclasses.replace(event, position=lambda: places[0]) if isinstance(event, FitStart) else event)
+        places[0] = place
+        redrawn(sink)
     sink(fit_end({}))
     text = stream.getvalue()
     assert "2/4" in text
@@ -115,6 +129,38 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
     assert "epoch 1/3  train_loss 1.000  val_loss 0.101" in text
     assert text.endswith("\x1b[2K")  # the bar is wiped, the lines stay
     assert sys.stdout is sys.__stdout__ or not hasattr(sys.stdout, "rich_proxied_file")
+
+
+def test_the_bar_moves_with_a_run(monkeypatch: pytest.MonkeyPatch):
+    terminal(monkeypatch)
+    program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+    batch = (torch.ones(4, 2), torch.ones(4, 1))
+    stream = Terminal()
+    sink = progress(stream)
+
+    def at_every_event(event: Event) -> None:
+        redrawn(sink)
+
+    loaders = {"train": [batch] * 5, "val": [batch] * 3}
+    ps.fit(program.init(), loaders, program, epochs=2, sinks=[sink], callbacks=[at_every_event])
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    shown = dict.fromkeys(re.findall(r"^(epoch \d/\d|val) +\S+ (\d+)/[\d?]", plain.replace("\r", "\n"), re.MULTILINE))
+    assert {name for name, _ in shown} == {"epoch 1/2", "epoch 2/2", "val"}
+    assert all(
+        [count for name, count in shown if name == epoch] == list("012345") for epoch in ("epoch 1/2", "epoch 2/2")
+    )
+    assert [count for name, count in shown if name == "val"] == list("123")
+
+
+def test_the_bar_asks_a_run_where_it_is_and_adds_nothing_to_a_step():
+    program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+    batch = (torch.ones(4, 2), torch.ones(4, 1))
+    seen: list[Event] = []
+    ps.fit(program.init(), {"train": [batch] * 5, "val": [batch]}, program, epochs=2, sinks=[seen.append])
+    assert {type(event) for event in seen} == {FitStart, EvalEnd, EpochEnd, FitEnd}
+    first = seen[0]
+    assert isinstance(first, FitStart)
+    assert first.position() == Position("train", 2, 0)
 
 
 def test_a_bar_draws_no_number_of_the_callers(monkeypatch: pytest.MonkeyPatch):

@@ -3,9 +3,10 @@
 ``FitStart`` -> per update ``StepEnd`` and, every ``log_every`` updates, ``Logged`` -> per evaluation batch
 ``EvalStepEnd``, per evaluation ``EvalEnd`` -> ``EpochEnd`` -> ``Saved`` -> ... -> ``FitEnd``.
 
-A callback is ``f(event)``. It may return None, a new state (from events that carry one), or `Stop`. Callbacks run in
-the order of the list. A sink is the same kind of callable, but what it returns is ignored and what it raises is
-reported once and does not end the run.
+A callback is ``f(event)``. It may return None, a new state (from events that carry one), or `Stop`; at ``EvalStepEnd``
+and ``FitEnd`` there is nothing left to steer, and what it returns is ignored. Callbacks run in the order of the list. A
+sink is a callable of events too, in a thread of its own. It sees all of them but ``StepEnd`` and ``EvalStepEnd``,
+without state and batch; what it returns is ignored, and what it raises is reported once and does not end the run.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from .types import Metrics, Tree
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Returned by a callback: end the run after this boundary, for this reason.
+    """Returned by a callback: end the run, for this reason. From ``FitStart`` nothing is trained, from ``StepEnd`` the
+    update is the last one; from later events the boundary that they belong to is.
 
     Example:
         >>> def at_90_percent(event):
@@ -31,9 +33,22 @@ class Stop:
     reason: str = "callback"
 
 
+class Position(NamedTuple):
+    """Where a run is at this moment."""
+
+    loader: str  # "train", or the evaluation that is being made
+    epoch: int  # completed epochs
+    batch: int  # batches of that loader that are done, in this epoch or evaluation
+
+
+def _at_the_start() -> Position:
+    return Position("train", 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class FitStart:
-    """Once, after restoring. Counts are of what is already done: epochs, optimizer updates."""
+    """Once, after restoring. Counts are of what is already done: epochs, optimizer updates. ``position()`` may be asked
+    at any time of the run, from any thread."""
 
     state: Tree
     epoch: int
@@ -44,6 +59,7 @@ class FitStart:
     directory: Path | None  # of the snapshots
     resumed: bool
     history: Mapping[str, list[Any]] = field(default_factory=dict[str, list[Any]])  # of the run so far
+    position: Callable[[], Position] = _at_the_start
 
 
 @dataclass(frozen=True, slots=True)

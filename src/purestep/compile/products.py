@@ -39,6 +39,8 @@ constexpr int64_t PANEL = 2 * WIDE;  // columns
 constexpr int64_t ROWS = WIDE == 16 ? 12 : WIDE == 8 ? 6 : 8;  // as many sums as there are registers
 constexpr int64_t DEEP = 256;  // of k at once: a panel of b stays in the first cache
 constexpr int64_t ROOM = 1 << 16;  // numbers of a at once: they stay in the second
+constexpr int64_t SHORT = 64;  // of k: reading c and writing it is most of the work
+constexpr int64_t SIDE = 32;  // rows of b that are read side by side, each from one end to the other
 
 struct Plan { int64_t groups, heads, m, n, k, ag, ah, am, ak, bg, bh, bk, bn, cg, ch, cm; };
 struct Strides { int64_t am, ak, b, c; };
@@ -86,6 +88,8 @@ template <int64_t VECTORS>
 __attribute__((noinline)) void blocks(
     const float* a, const float* b, float* c, const Strides& s, int64_t m, int64_t k, int64_t cols, bool add) {
   for (; m >= ROWS; m -= ROWS, a += ROWS * s.am, c += ROWS * s.c) block<ROWS, VECTORS>(a, b, c, s, k, cols, add);
+  if (ROWS > 8)
+    for (; m >= 8; m -= 8, a += 8 * s.am, c += 8 * s.c) block<8, VECTORS>(a, b, c, s, k, cols, add);
   for (; m >= 4; m -= 4, a += 4 * s.am, c += 4 * s.c) block<4, VECTORS>(a, b, c, s, k, cols, add);
   for (; m >= 1; m -= 1, a += s.am, c += s.c) block<1, VECTORS>(a, b, c, s, k, cols, add);
 }
@@ -132,7 +136,7 @@ inline void panel(
     bool in_blocks, bool add) {
   alignas(64) float packed[DEEP * PANEL];
   const int64_t width = cols > WIDE ? PANEL : WIDE;
-  const bool in_place = bn == 1 && cols == width && (m <= 2 * ROWS || k <= 64);
+  const bool in_place = bn == 1 && cols == width && (m <= 2 * ROWS || k <= SHORT);
   if (!in_place) pack(b, packed, width, k, cols, s.b, bn);
   const float* from = in_place ? b : packed;
   const int64_t bk = in_place ? s.b : width;
@@ -144,14 +148,16 @@ inline void panel(
   }
 }
 
-// As many rows as `ROOM` holds of `DEEP` of k, or of all.
+// As many rows as `ROOM` holds of `DEEP` of k, or of all. Of few rows c stays near, and b, which is read once, is the
+// memory there is: not packed, and less of k at once.
 inline void part(
     const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k, const Strides& s, int64_t bn) {
   const bool in_blocks = s.am == 1 && s.ak >= 256 && m >= 2 * ROWS && n > PANEL;  // nearer ones stay without
   if (k == 0)
     for (int64_t i = 0; i < m; i++) std::memset(c + i * s.c, 0, sizeof(float) * n);
-  for (int64_t at = 0; at < k; at += DEEP) {
-    const int64_t deep = std::min(k - at, DEEP);
+  const int64_t most = bn == 1 && m <= 4 * ROWS && n >= 4 * PANEL ? SIDE : DEEP;
+  for (int64_t at = 0; at < k; at += most) {
+    const int64_t deep = std::min(k - at, most);
     const float* left = in_blocks ? pack_rows(a + at * s.ak, m, deep, s.ak) : a + at * s.ak;
     for (int64_t p = 0; p < n; p += PANEL)
       panel(left, b + at * s.b + p * bn, c + p, m, std::min(n - p, PANEL), deep, s, bn, in_blocks, at > 0);
@@ -175,7 +181,10 @@ extern "C" void purestep_product(const float* a, const float* b, float* c, const
   const int64_t each = matrices < 8 * threads ? threads / std::gcd<int64_t>(matrices, threads) : 1;
   const bool by_rows = (panels % each && panels < 8 * each) || (am == 1 && m > n);
   const int64_t tall = by_rows ? share(m, each, ROWS) : m, wide = by_rows ? n : share(n, each, PANEL);
-  const int64_t fits = ROOM / std::clamp<int64_t>(k, 1, DEEP), high = share(tall, (tall + fits - 1) / fits, ROWS);
+  // Where k is short, rows of c are written from one end to the other, a few at once, as long as b stays near.
+  const bool is_short = bn == 1 && k <= SHORT && k * n <= 4 * ROOM;
+  const int64_t fits = is_short ? 2 * ROWS : ROOM / std::clamp<int64_t>(k, 1, DEEP);
+  const int64_t high = share(tall, (tall + fits - 1) / fits, ROWS);
   const auto at = [&](int64_t g, int64_t h, int64_t i, int64_t p) {
     part(a + g * ag + h * ah + i * am, b + g * bg + h * bh + p * bn, c + g * cg + h * ch + i * cm + p,
          std::min(high, m - i), std::min(wide, n - p), k, {am, ak, bk, cm}, bn);

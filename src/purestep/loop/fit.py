@@ -166,14 +166,14 @@ class _Run:
         return self.result()
 
     def _start(self) -> None:
-        record, length = self.record, self.feeds.train.length
-        directory = None if self.snapshots is None else self.snapshots.directory
+        record, directory = self.record, None
         if self.snapshots is not None:
+            directory = self.snapshots.directory
             self.snapshots.begin(updates=record.updates, epoch=record.epoch)
         self.ending = ended_before(self.judge, record)
-        epochs, steps = (None if limit == -1 else limit for limit in (self.config.epochs, self.config.steps))
-        place = record.epoch, record.updates, epochs, steps, length
-        self._tell(events.FitStart(self.state, *place, directory, self.resumed, dict(record.history)))
+        limits = (None if limit == -1 else limit for limit in (self.config.epochs, self.config.steps))
+        begun = self.state, record.epoch, record.updates, *limits, self.feeds.train.length, directory, self.resumed
+        self._tell(events.FitStart(*begun, dict(record.history), lambda: self.audience.position(self.record)))
 
     def _epoch(self) -> None:
         """The batches of one epoch, with a boundary at its end and at every interval inside."""
@@ -205,10 +205,10 @@ class _Run:
         """One call of train_step. Nothing is read from the device."""
         record = self.record
         self.state, metrics = self.call(self.state, batch, record)
-        closing = self.left == 1
-        self.left = self.window if closing else self.left - 1
+        closes = self.left == 1
+        self.left = self.window if closes else self.left - 1
         self.record = record.stepped()
-        self._measured(Tag(record.calls + 1, record.epoch, record.batch, closing), metrics, batch)
+        self._measured(Tag(record.calls + 1, record.epoch, record.batch, closes), metrics, batch)
 
     def _flush(self) -> None:
         """Close a window that the epoch left open, as the program's tail says."""
@@ -304,7 +304,7 @@ class _Run:
         assert self.program.eval_step is not None
         files.failpoint("loop.evaluate")
         state = self.state if self.view == "params" else ema_.view(self.state, self.view)
-        watch = self.audience.watching(state, name)
+        watch = self.audience.watching(state, name, self.record.epoch)
         fed = data.prefetch(self.signals.watch(self.feeds.evaluation[name].epoch(0)), data.device_of(state), name=name)
         values = scores(state, fed, self.program.eval_step, name=name, watch=watch)
         found = {f"{name}_{key}": value for key, value in values.items()}

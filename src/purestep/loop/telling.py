@@ -14,6 +14,7 @@ from ..compile import live as live_
 from ..errors import StateError
 from ..types import Metrics, Tree
 from .pieces import Watch
+from .record import Record
 
 _log = logging.getLogger("purestep")
 
@@ -29,6 +30,7 @@ class Audience:
     def __init__(self, callbacks: Iterable[events.Callback], sinks: Iterable[Any]) -> None:
         self._callbacks = tuple(callbacks)
         self._sinks = tuple(sinks)
+        self._evaluation: events.Position | None = None  # where the run is, while it evaluates
 
     @property
     def listens(self) -> bool:
@@ -37,6 +39,8 @@ class Audience:
 
     def tell(self, event: events.Event) -> Iterator[Any]:
         """Tell everybody; what callbacks answer, one after the other, unless it is None."""
+        if isinstance(event, events.EvalEnd):
+            self._evaluation = None
         for sink in self._sinks:
             sink(event)
         return self.ask(event)
@@ -52,14 +56,20 @@ class Audience:
             if answer is not None:
                 yield answer
 
-    def watching(self, state: Tree, loader: str) -> Watch | None:
-        """Tells the callbacks of the batches of an evaluation, which they cannot steer; None where there are none."""
+    def position(self, record: Record) -> events.Position:
+        """Where the run is, with that record."""
+        return self._evaluation or events.Position("train", record.epoch, record.batch)
+
+    def watching(self, state: Tree, loader: str, epoch: int) -> Watch:
+        """Tells the callbacks of the batches of an evaluation, which they cannot steer."""
 
         def watch(batch: Any, metrics: Metrics, index: int) -> None:
-            for _ in self.ask(events.EvalStepEnd(state, loader, metrics, batch, index)):
-                pass
+            self._evaluation = events.Position(loader, epoch, index + 1)
+            if self.listens:
+                for _ in self.ask(events.EvalStepEnd(state, loader, metrics, batch, index)):
+                    pass
 
-        return watch if self.listens else None
+        return watch
 
     def end(self, event: events.FitEnd) -> None:
         """Tell everybody the end, and close the sinks.

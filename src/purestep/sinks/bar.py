@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
 from ..data import draws
-from ..events import EpochEnd, EvalStepEnd, Event, FitEnd, FitStart, Logged, StepEnd
+from ..events import EpochEnd, Event, FitEnd, FitStart, Logged, Position
 
-_REDRAWN = 0.1  # seconds between updates of the bar
+_REDRAWN = 4  # times a second, by a thread of the bar's own, which asks where the run is: no step waits for it
 _SILENCE = 60.0  # seconds without a line, after which one is printed within an epoch
 _LAST = ("lr", "steps/s")
 
@@ -29,14 +29,11 @@ class Progress:
         self._start: FitStart | None = None
         self._values: Mapping[str, float] = {}
         self._rate = 0.0
-        self._drawn = self._said = time.monotonic()
+        self._shown = 0  # the epoch that the bar counts the batches of
+        self._said = time.monotonic()
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, StepEnd):
-            self._draw(event.epoch, event.batch_index + 1)
-        elif isinstance(event, EvalStepEnd):
-            self._draw_evaluation(event)
-        elif isinstance(event, Logged):
+        if isinstance(event, Logged):
             self._log(event)
         elif isinstance(event, EpochEnd):
             self._end_epoch(event)
@@ -57,10 +54,12 @@ class Progress:
         if event.resumed:
             self._print(f"resumed after epoch {event.epoch}, update {event.updates}")
         if self._live:
-            self._bar = _bar(self.stream)
-            self._task = self._bar.add_task("", total=event.batches, values="")
-            self._evaluation = self._bar.add_task("", total=None, values="", visible=False)
-            self._bar.start()
+            self._bar = bar = _bar(self.stream)
+            self._shown = event.epoch
+            self._task = bar.add_task(self._epoch(event.epoch + 1), total=event.batches, values="")
+            self._evaluation = bar.add_task("", total=None, values="", visible=False)
+            bar.move = lambda: self._move(bar, event.position())
+            bar.start()
 
     def _log(self, event: Logged) -> None:
         self._values, self._rate = event.values, event.steps_per_second
@@ -76,20 +75,17 @@ class Progress:
         if event.stopping is not None and (self._start is None or event.epoch != self._start.epochs):
             self._print(f"stopped {'after' if epoch == event.epoch else 'in'} epoch {epoch}: {event.stopping}")
 
-    def _draw(self, epoch: int, done: int) -> None:
-        now = time.monotonic()
-        if self._bar is None or now - self._drawn < _REDRAWN:
+    def _move(self, bar: Any, place: Position) -> None:
+        if place.loader != "train":
+            bar.update(self._evaluation, description=place.loader, completed=place.batch, visible=True)
             return
-        self._drawn = now
-        self._bar.update(self._task, description=self._epoch(epoch + 1), completed=done)
-        self._bar.update(self._evaluation, visible=False)
-
-    def _draw_evaluation(self, event: EvalStepEnd) -> None:
-        now = time.monotonic()
-        if self._bar is None or now - self._drawn < _REDRAWN:
-            return
-        self._drawn = now
-        self._bar.update(self._evaluation, description=event.loader, completed=event.index + 1, visible=True)
+        bar.update(self._evaluation, visible=False)
+        if self._start is not None and place.epoch == self._start.epochs:
+            return  # there is no epoch after the last one
+        if place.epoch != self._shown:
+            self._shown = place.epoch
+            bar.reset(self._task, description=self._epoch(place.epoch + 1))
+        bar.update(self._task, completed=place.batch)
 
     def _epoch(self, epoch: int) -> str:
         epochs = self._start.epochs if self._start else None
@@ -135,12 +131,20 @@ def _shown(value: Any) -> str:
 
 
 def _bar(stream: TextIO) -> Any:
+    """A bar that calls its ``move`` each time before it is drawn."""
     with draws.scoped(0):  # rich draws a number as it is imported
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-    return Bar(
+    class Moved(Bar):
+        move: Callable[[], None] = staticmethod(lambda: None)
+
+        def get_renderables(self) -> Iterable[Any]:
+            self.move()
+            yield from super().get_renderables()
+
+    return Moved(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
@@ -148,5 +152,5 @@ def _bar(stream: TextIO) -> Any:
         TimeRemainingColumn(),
         console=Console(file=stream),
         transient=True,
-        refresh_per_second=4,
+        refresh_per_second=_REDRAWN,
     )
