@@ -12,7 +12,7 @@ import torch
 from helpers import assert_trees_close, tiny_mlp, vector_batch
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
 from purestep import optim
@@ -127,6 +127,11 @@ def test_a_detached_loss_is_found_before_dynamo_makes_zeros_of_it() -> None:
 def test_something_else_than_a_loader_is_named(loader: Any) -> None:
     program = mlp()
     refused(DataError, "^train: a", lambda: fit(program.init(), {"train": loader}, program, epochs=1))
+
+
+def test_loaders_in_a_list_are_refused_by_name() -> None:
+    loader, program = DataLoader(batches(1), batch_size=None), mlp()  # pyright: ignore[reportArgumentType]
+    refused(ConfigError, "loaders are a list", lambda: fit(program.init(), [loader, loader], program, epochs=1))
 
 
 @pytest.mark.parametrize("loaders", [{}, {"val": batches(1)}, (None, batches(1))])

@@ -522,7 +522,7 @@ class TestWhatCannotBeTrained:
                 super().__init__()
                 self.objective = nn.Linear(4, 3)
 
-        with pytest.raises(StateError, match=r"objective\.weight: the name is kept for the objective's own"):
+        with pytest.raises(StateError, match=r"objective\.weight: the name is reserved for the objective's own"):
             program(Net())
 
 

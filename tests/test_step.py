@@ -960,7 +960,7 @@ BROKEN = {
     "metric float": (loss_of(lambda y: L(y.sum(), 1, {"a": 1.0})), "metrics/a: is a float, not a Mean"),
     "metric named loss": (
         loss_of(lambda y: L(y.sum(), 1, {"loss": ps.Mean(y.sum(), y.sum())})),
-        r"metrics/loss: the step has a metric of this name \(cure: another name\)",
+        r"metrics/loss: the step has a metric of this name itself \(cure: another name\)",
     ),
     "metric tensor": (loss_of(lambda y: L(y.sum(), 1, {"a": y.sum()})), "metrics/a: is a Tensor, not a Mean"),
 }  # fmt: skip

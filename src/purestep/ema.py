@@ -91,12 +91,12 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
     return Average(init, update)
 
 
-def view(state: TrainState, name: str = "params") -> TrainState:
+def view(state: TrainState, view: str = "params") -> TrainState:
     """The state to evaluate, bind or export: the same one, or one whose parameters are the averaged weights.
 
     Args:
         state: with ``ema`` on for "ema".
-        name: "params" or "ema".
+        view: "params" or "ema".
 
     Returns:
         A state of the same structure and dtypes; nothing is copied for float32 weights.
@@ -112,16 +112,16 @@ def view(state: TrainState, name: str = "params") -> TrainState:
         >>> state, batch = program.init(), (torch.ones(4, 2), torch.ones(4, 1))
         >>> for _ in range(2):
         ...     state, _ = program.train_step(state, batch)
-        >>> torch.equal(view(state, "ema").params["bias"], state.ema.params["bias"])
+        >>> torch.equal(ps.view(state, "ema").params["bias"], state.ema.params["bias"])
         True
     """
     given: Any = state
     if not isinstance(given, TrainState):
         raise StateError(f"a {type(given).__name__} is no TrainState", where="view", hint="program.init()")
-    if name == "params":
+    if view == "params":
         return TrainState(*state)
-    if name != "ema":
-        raise ConfigError(f"{name!r} is no view", where="view", hint='"params" or "ema"')
+    if view != "ema":
+        raise ConfigError(f"{view!r} is no view", where="view", hint='"params" or "ema"')
     if isinstance(state.ema, Empty):
         raise StateError("this state has no average", where="ema", hint="ps.program(..., ema=0.999)")
     # The shadow may be flat (see packed.py) only inside a compiled step, and nobody asks for a view there.

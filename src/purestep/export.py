@@ -118,7 +118,9 @@ def _copy(value: Tensor) -> Tensor:
 def load_into(module: nn.Module, state: TrainState, view: str = "params") -> None:
     """Copies the weights and buffers of a state into a module, in place.
 
-    Values are cast to the module's dtypes and moved to its devices. Either everything is copied or nothing.
+    Values are cast to the module's dtypes and moved to its devices. Either everything is copied or nothing. What torch
+    exports is a module, so this comes before ``torch.export.export(model.eval(), (x,))``, and before
+    ``torch.onnx.export(model.eval(), (x,), "model.onnx", dynamo=True)`` (``pip install 'purestep[export]'``).
 
     Args:
         module: of the architecture the state was made for; tied parameters stay tied.

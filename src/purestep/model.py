@@ -226,7 +226,9 @@ def _names(module: nn.Module, objective: nn.Module | None) -> Names:
     taken = [name for name, _ in (*_parameters(module, None), *_buffers(module, None)) if name.startswith(OBJECTIVE)]
     if taken:
         raise StateError(
-            "the name is kept for the objective's own tensors", where=taken[0], hint="rename the submodule 'objective'"
+            "the name is reserved for the objective's own tensors",
+            where=taken[0],
+            hint="rename the submodule 'objective'",
         )
     parameters, buffers = _parameters(module, objective), _buffers(module, objective)
     for name, value in (*parameters, *buffers):
@@ -239,7 +241,7 @@ def _names(module: nn.Module, objective: nn.Module | None) -> Names:
             where=type(module).__name__,
             hint="module.requires_grad_(True), or there is nothing to train",
         )
-    frozen = tuple(name for name in found if name not in set(params))
+    frozen = tuple(name for name, parameter in found.items() if not parameter.requires_grad)
     persistent = _persistent(module, objective)
     ties = _ties(parameters) | _ties(buffers)
     saved = {alias: name for alias, name in ties.items() if name in found or {alias, name} <= persistent}

@@ -23,7 +23,7 @@ class ScalerState(NamedTuple):
 
 class Scaler(NamedTuple):
     """``init(device) -> state``, ``scale(state) -> Tensor | None``, ``update(state, finite) -> state`` and
-    ``exhausted(state) -> Tensor``: whether no scale is left to try."""
+    ``exhausted(state, finite) -> Tensor``: whether this gradient is not finite and no scale is left to try."""
 
     init: Callable[[torch.device], Tree]
     scale: Callable[[Tree], Tensor | None]
@@ -32,7 +32,7 @@ class Scaler(NamedTuple):
 
 
 def none() -> Scaler:
-    """No scaling: an Empty state; a gradient that is not finite is exhausted at once.
+    """No scaling: an Empty state; the first gradient that is not finite has no other scale to try.
 
     Example:
         >>> print(none().scale(none().init(torch.device("cpu"))))

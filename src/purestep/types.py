@@ -231,7 +231,8 @@ class Program(NamedTuple):
         train_step: ``(state, batch, *context) -> (state, metrics)``.
         flush: ``(state) -> (state, metrics)``: applies an accumulation window that an epoch left open.
         eval_step: ``(state, batch, *context, index=0) -> metrics``; ``index`` numbers the batches of an evaluation.
-        init: ``(seed=0, device=None) -> state`` from the module's weights as they are; ``seed`` sets only the key.
+        init: ``(seed=0, device=None) -> state`` from the module's weights as they are at this call: pretrained ones are
+            loaded into the module before it. ``seed`` sets only the key.
         bind: ``(state, view="params", train=False) -> callable``: the module with the weights of a state; ``view`` is
             "params" or "ema".
         static: names, masks and ties: what packing and export need.

@@ -128,7 +128,8 @@ class FitConfig(BaseModel):
     least 0."""
 
     progress: fields.Flag = True
-    """A progress bar on a terminal and plain lines elsewhere. False: silence."""
+    """A progress bar on a terminal and plain lines elsewhere. False: silence. A run with ``sinks=[...]`` has it where
+    ``ps.sinks.progress()`` is one of them."""
 
     if not TYPE_CHECKING:  # Type checkers keep the signature that pydantic makes from the fields.
 
@@ -160,7 +161,7 @@ class FitConfig(BaseModel):
             )
         if self.deterministic and self.cudnn_benchmark:
             raise ConfigError(
-                "deterministic algorithms, and cudnn_benchmark, which chooses them by the clock",
+                "cudnn_benchmark picks algorithms by timing them, which deterministic=True forbids",
                 hint="cudnn_benchmark=None",
             )
         if self.detect_anomaly and self.compile not in ("auto", False):

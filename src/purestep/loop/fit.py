@@ -56,8 +56,8 @@ def fit(
     Args:
         init_state: from ``program.init(seed=0)``, or any pytree of tensors that the program's step takes. It stays
             valid unless ``donate="init"``.
-        loaders: ``{"train": loader, "val": loader, ...}`` or ``(train, val)``. A loader is a DataLoader, a list of
-            batches, or any iterable of batches. Every key but "train" is evaluated and prefixes its metrics.
+        loaders: ``{"train": loader, "val": loader, ...}``, ``(train, val)``, or one alone to train on. A loader is a
+            DataLoader or any iterable of batches. Every key but "train" is evaluated and prefixes its metrics.
         program: from `program`, or `Program(train_step)` around a step of one's own.
         config: a `FitConfig`, a mapping, an object with attributes, or the path of a JSON or TOML file.
         snapshots: a directory, or a `Snapshots` with a policy of its own, which is left open.
@@ -171,9 +171,9 @@ class _Run:
             directory = self.snapshots.directory
             self.snapshots.begin(updates=record.updates, epoch=record.epoch)
         self.ending = ended_before(self.judge, record)
-        limits = (None if limit == -1 else limit for limit in (self.config.epochs, self.config.steps))
-        begun = self.state, record.epoch, record.updates, *limits, self.feeds.train.length, directory, self.resumed
-        self._tell(events.FitStart(*begun, dict(record.history), lambda: self.audience.position(self.record)))
+        epochs, steps = (None if limit == -1 else limit for limit in (self.config.epochs, self.config.steps))
+        told = self.state, record.epoch, record.updates, epochs, steps, self.feeds.train.length, directory, self.resumed
+        self._tell(events.FitStart(*told, dict(record.history), lambda: self.audience.position(self.record)))
 
     def _epoch(self) -> None:
         """The batches of one epoch, with a boundary at its end and at every interval inside."""

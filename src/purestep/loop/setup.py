@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from .. import data, rng, sinks, tree
 from ..errors import ConfigError, DataError, StateError
@@ -19,8 +19,6 @@ from .entry import is_key
 
 if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
     from ..config import FitConfig
-
-log = logging.getLogger("purestep")
 
 
 class Feeds(NamedTuple):
@@ -82,7 +80,6 @@ def open_feeds(loaders: Any, config: FitConfig, program: Program, seed: int) -> 
         count = _share(config.overfit_batches, train)
         train = data.overfit(train, count)
         opened = dict.fromkeys(opened, train)
-    assert train is not None
     if opened and program.eval_step is None:
         raise ConfigError(
             f"the program has no eval_step for the loaders {sorted(opened)}",
@@ -97,6 +94,9 @@ def _named_loaders(loaders: Any) -> dict[str, Any]:
         named = dict(loaders)
     elif isinstance(loaders, tuple) and len(loaders) == 2:
         named = {name: loader for name, loader in zip(("train", "val"), loaders, strict=True) if loader is not None}
+    elif isinstance(loaders, list) and any(isinstance(one, DataLoader) for one in cast(list[Any], loaders)):
+        hint = '{"train": train_loader, "val": val_loader}, or the pair (train_loader, val_loader)'
+        raise ConfigError("loaders are a list, which is read as one loader's batches", where="fit", hint=hint)
     else:
         named = {"train": loaders}
     if "train" not in named:

@@ -155,7 +155,8 @@ def _reproduce(maker: Maker, small: Params, found: Findings) -> None:
             pure = run(maker, pure.params, _gradients(small, count), pure.slots, pure.group, is_first=is_first)
         if not all(torch.allclose(pure.params[n], leaves[n], rtol=1e-5, equal_nan=True) for n in small):
             hint = "an optimizer that keeps its state by parameter or in `param_groups`"
-            raise ConfigError("it keeps something where it was not found", where=maker.where, hint=hint)
+            what = "rebuilt from its state it makes other updates: it keeps something elsewhere"
+            raise ConfigError(what, where=maker.where, hint=hint)
 
 
 def _native(maker: Maker, small: Params) -> tuple[torch.optim.Optimizer, Params]:

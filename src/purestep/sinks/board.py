@@ -54,8 +54,8 @@ def tensorboard(directory: Path | str) -> TensorBoard:
 
     Example:
         >>> import purestep as ps
-        >>> def curves(directory):
-        ...     return ps.FitConfig(epochs=3, sinks=[tensorboard(directory)])
+        >>> def curves(state, loaders, program, directory):
+        ...     return ps.fit(state, loaders, program, epochs=3, sinks=[tensorboard(directory)])
     """
     try:
         from torch.utils.tensorboard import SummaryWriter

@@ -337,8 +337,9 @@ class Snapshots:
             template: a state of the structure, shapes, dtypes and devices that the result shall have.
             step: which one; by default the newest that is good. A damaged newer one is passed over with a warning and,
                 by the directory's writer, renamed to ``<step>.corrupt``.
-            only: paths (``"params"``, ``{"params", "opt_state/0"}``): what to read; the rest is copied from the
-                template, and may differ from what is stored.
+            only: paths (``"params"``, ``{"params/backbone", "buffers"}``): what to read; the rest is copied from the
+                template, and may differ from what is stored. A path takes all that lies under it, parts of dotted names
+                too: ``"params/layers.1"`` takes ``params/layers.1.weight``, and leaves ``params/layers.10.weight``.
 
         Raises:
             NotFound: there is no snapshot, or not that one.

@@ -91,10 +91,12 @@ def _checked_metrics(given: Any, device: torch.device) -> Metrics:
             raise StepContractError(
                 f"is a {type(mean).__name__}, not a Mean",
                 where="metrics" + (f"/{name}" if name else ""),
-                hint="ps.Loss(mean, weight, {name: ps.Mean(total, weight)})",
+                hint="ps.Loss(mean, weight, {name: ps.metrics.as_mean(value, len(x))}), or ps.Mean(total, weight)",
             )
         if name in _OWN_METRICS:
-            raise StepContractError("the step has a metric of this name", where=f"metrics/{name}", hint="another name")
+            raise StepContractError(
+                "the step has a metric of this name itself", where=f"metrics/{name}", hint="another name"
+            )
     return {name: Mean(*(_checked_part(name, part, device) for part in mean)) for name, mean in found.items()}
 
 

@@ -69,7 +69,9 @@ def freeze(mask: Mask) -> Transform:
     """Zero updates for the selected parameters. The last part of a chain, so that no weight decay follows it.
 
     A parameter with ``requires_grad=False`` costs neither a gradient nor moments, this one does; it is for parameters
-    that are frozen for a while, or whose gradient counts in a global norm.
+    that stay as they are in some phase of a run, or whose gradient counts in a global norm. What is frozen is fixed
+    when a program is made. To unfreeze, ``ps.load_into(model, state)``, ``model.requires_grad_(True)``, and go on with
+    another program of the model, in another directory of snapshots.
 
     Args:
         mask: which parameters stay as they are, as in `masked`.
