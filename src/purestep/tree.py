@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -54,6 +54,17 @@ def unflatten(treedef: TreeDef, children: list[Any] | tuple[Any, ...]) -> Tree:
         {'b': 20, 'a': (10, None)}
     """
     return optree.tree_unflatten(treedef, children)
+
+
+def device(leaves: Iterable[Any]) -> torch.device:
+    """The first device of these that is not the CPU; the CPU where there is none. What is no tensor has none.
+
+    Example:
+        >>> device([torch.zeros(2, device="meta"), "text"]), device([])
+        (device(type='meta'), device(type='cpu'))
+    """
+    found = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
+    return next((each for each in found if each.type != "cpu"), torch.device("cpu"))
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:

@@ -55,7 +55,7 @@ class CompiledEval:
         graph = self._graphs.find((state_def, treedef, kinds(inputs)), leaves, inputs, build)
         if not graph.draws or not parts:
             return unstacked(graph.run(inputs, leaves))
-        with rng.scoped(rng.mix(int(parts[0].key[0]), "eval", index), live_.device_of(inputs)):
+        with rng.scoped(rng.mix(int(parts[0].key[0]), "eval", index), tree.device(inputs)):
             return unstacked(graph.run(inputs, leaves))
 
 

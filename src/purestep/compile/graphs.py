@@ -199,7 +199,7 @@ class Graphs:
 
 def _try_out(graph: Graph, tensors: list[Tensor], leaves: list[Any]) -> None:
     """A call on copies, so that nothing of the caller's is written, nor is a generator moved."""
-    with rng.scoped(0, live_.device_of(tensors)):
+    with rng.scoped(0, tree.device(tensors)):
         graph.run([tensor.clone() for tensor in tensors], leaves)
 
 

@@ -7,7 +7,7 @@ older one raises when it is read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -95,11 +95,6 @@ def apart(value: Tensor, buffers: list[Tensor]) -> Tensor:
     memory = StorageWeakRef(value.untyped_storage())
     taken = any(StorageWeakRef(buffer.untyped_storage()) == memory for buffer in buffers)
     return value.clone() if taken else value
-
-
-def device_of(tensors: Iterable[Tensor]) -> torch.device:
-    """The first device that is not the CPU, if there is one."""
-    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
 
 def place(packed: Tree) -> Slots:
@@ -193,7 +188,7 @@ class Store:
 
     def _fill(self, leaves: list[Tensor], *, copied: set[int]) -> list[Tensor]:
         chosen: dict[str, list[Tensor]] = {"int64": [], "float32": [], "own": [], "key": []}
-        device = device_of(leaves)
+        device = tree.device(leaves)
         for leaf, (kind, _) in zip(leaves, self.slots.places, strict=True):
             if kind in ("own", "one"):
                 # What is put off, a conjugation or a sign, a copy has in its memory; compiled code reads that alone.

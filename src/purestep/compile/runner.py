@@ -293,7 +293,7 @@ class CompiledStep:
 
         graph = self._graphs.find(key, leaves, inputs, build)
         draws = graph.draws and parts
-        with _seeded(live_.Host(parts[0]), live_.device_of(inputs)) if draws else nullcontext():
+        with _seeded(live_.Host(parts[0]), tree.device(inputs)) if draws else nullcontext():
             outputs, metrics = graph.run(inputs, leaves)
         for index, leaf in zip(positions, outputs, strict=True):
             old[index] = leaf

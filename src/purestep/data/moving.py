@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .. import tree
 from ..errors import DataError
 from ..precision import usable
 from ..tree import leaves
@@ -70,8 +71,7 @@ def device_of(like: Tree) -> Device:
         return like.device
     if isinstance(like, TrainState):
         return like.step.device
-    found = [leaf.device for leaf in leaves(like) if isinstance(leaf, Tensor)]
-    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
+    return tree.device(leaves(like))
 
 
 def _moved(leaf: Any, device: Device) -> Any:

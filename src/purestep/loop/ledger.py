@@ -13,6 +13,7 @@ import torch
 
 from .. import tree
 from ..compile.graphs import Stacked
+from ..compile.live import is_state
 from ..errors import NonFiniteError, StepContractError
 from ..events import Logged
 from ..types import Empty, Metrics, TrainState, Tree
@@ -235,10 +236,6 @@ def halted(state: Tree, place: Callable[[int], str] = _nowhere) -> NonFiniteErro
     return error
 
 
-def _is_state(node: Any) -> bool:
-    return isinstance(node, TrainState)
-
-
 def thawed(state: Tree) -> Tree:
     """The tree with every halted state as it was before the call that halted it.
 
@@ -246,13 +243,13 @@ def thawed(state: Tree) -> Tree:
     """
 
     def one(node: Any) -> Any:
-        if not _is_state(node) or isinstance(node.halted, Empty) or not int(node.halted):
+        if not is_state(node) or isinstance(node.halted, Empty) or not int(node.halted):
             return node
         step = node.halted - 1
         key = torch.tensor([int(node.key[0]), int(step)], dtype=torch.int64)
         return TrainState(*node)._replace(step=step, halted=torch.zeros_like(node.halted), key=key)
 
-    return tree.map(one, state, is_leaf=_is_state)
+    return tree.map(one, state, is_leaf=is_state)
 
 
 def named(values: Mapping[str, float], rates: Mapping[str, float]) -> dict[str, Cell]:

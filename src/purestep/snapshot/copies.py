@@ -80,4 +80,4 @@ def _layout(paths: list[str], leaves: list[Any]) -> Layout:
     records = manifests.describe(list(zip(paths, leaves, strict=True)))
     stored = [index for index, path in enumerate(paths) if records[path].is_stored]
     near = all(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in leaves)
-    return Layout(paths, records, manifests.device(leaves), stored, tree.layout_guard(leaves) if near else None)
+    return Layout(paths, records, tree.device(leaves), stored, tree.layout_guard(leaves) if near else None)

@@ -383,12 +383,6 @@ def environment(device: torch.device) -> dict[str, Any]:
     return _versions() | {"threads": torch.get_num_threads(), "device": name}
 
 
-def device(leaves: list[Any]) -> torch.device:
-    """The first that is not the CPU of those that the leaves are on."""
-    devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-
 @cache
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}

@@ -76,9 +76,7 @@ def read(
         else:
             made.append(manifest.leaves[path].value)
     if tell:
-        _tell_changes(
-            folder, manifest.environment, manifests.environment(manifests.device([leaf for _, leaf in leaves]))
-        )
+        _tell_changes(folder, manifest.environment, manifests.environment(tree.device([leaf for _, leaf in leaves])))
     _, treedef = tree.flatten(template)
     return Snapshot(manifest.step, tree.unflatten(treedef, made), manifest.loop, manifest.metrics, manifest.meta)
 
