@@ -19,7 +19,7 @@ from purestep.errors import PurestepError
 from purestep.types import Program
 
 fit = partial(ps.fit, progress=False)
-FIT: ModuleType = importlib.import_module("purestep.loop.fit")  # the attribute of that name is the function
+RUN: ModuleType = importlib.import_module("purestep.loop.run")
 
 
 def mlp(tx: optim.Transform | None = None, objective: Any = None, **options: Any) -> Program:

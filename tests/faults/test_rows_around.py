@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults.runs import FIT, Told, at, batches, fails, fit, mlp, same
+from faults.runs import RUN, Told, at, batches, fails, fit, mlp, same
 from torch import Tensor
 
 import purestep as ps
@@ -253,14 +253,14 @@ def test_row_54_fails_where_nobody_looks_whether_a_state_was_given_away(monkeypa
 
 
 def test_row_54_fails_where_nothing_is_saved_on_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FIT, "rescue", lambda error, save: None)
+    monkeypatch.setattr(RUN, "rescue", lambda error, save: None)
     fails(lambda: test_row_54_a_callback_raises(events.StepEnd, 5, 5, tmp_path), NotFound)
 
 
 def test_row_54_fails_where_an_unscored_epoch_is_taken_for_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = FIT._Run
+    run = RUN.Run
     real = run._save_what_is_done
 
     def forgetting(self: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from faults import resuming
-from faults.runs import FIT, batches, fails, fit, mlp, refused, same
+from faults.runs import RUN, batches, fails, fit, mlp, refused, same
 from helpers import timed_out_after, vector_batch, worker_dies
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -241,7 +241,7 @@ def test_row_31_loader_raises_at_batch_7(how: Any, tmp_path: Path) -> None:
 
 
 def test_row_31_fails_where_nothing_is_saved_on_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FIT, "rescue", lambda error, save: None)
+    monkeypatch.setattr(RUN, "rescue", lambda error, save: None)
     fails(lambda: test_row_31_loader_raises_at_batch_7(NO_WORKERS, tmp_path), ps.errors.NotFound)
 
 

@@ -1,0 +1,335 @@
+"""A run of fit: steps, evaluation and snapshots composed, in one fixed order.
+
+restore -> [batches -> flush -> evaluate -> history -> best and early stop -> callbacks -> snapshot -> stop?]
+
+The bracket is a boundary: the end of an epoch, or of an evaluation interval inside one. Everything that decides about
+a boundary lies in `Record`, which a snapshot holds beside the state; so a resumed run decides as the whole one did.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from .. import data, events, files
+from .. import ema as ema_
+from ..compile.graphs import Stacked, unstacked
+from ..errors import NonFiniteError, StepContractError
+from ..signals import Preempted, Signals, interrupted
+from ..snapshot import Snapshots
+from ..types import Metrics, Program, Tree
+from . import blame, cadence, compiling, ledger, restoring, setup
+from . import meter as meter_
+from .calling import caller
+from .judging import Judge, below_minimum, ended_before, judge, limit_reached
+from .ledger import Tag
+from .pieces import Ahead, scores
+from .record import Cell, FitResult, Record, cell, with_row
+from .rescue import rescue
+from .rollback import Keeper
+from .salvage import salvaged
+from .saving import Saver
+from .telling import Audience
+
+if TYPE_CHECKING:  # see setup
+    from ..config import FitConfig
+
+log = logging.getLogger("purestep")
+
+
+class Run:
+    """One call of fit."""
+
+    def __init__(
+        self,
+        state: Tree,
+        program: Program,
+        feeds: setup.Feeds,
+        config: FitConfig,
+        snapshots: Snapshots | None,
+        audience: Audience,
+        signals: Signals,
+    ) -> None:
+        self.config = config
+        self.feeds = feeds
+        self.snapshots = snapshots
+        self.audience = audience
+        self.signals = signals
+        self.view = setup.view_to_evaluate(state, config)
+        self.judge: Judge = judge(config, feeds.evaluation, feeds.train.length)
+        self.state, self.record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
+        self.eager = compiling.in_eager(program)
+        self.program = compiling.ready_program(program, self.state, config)
+        self.call = caller(self.eager, self.program, self.state, config)
+        self.window = program.static.accumulate if program.static else 1
+        intervals = {name: config.interval(name) for name in feeds.evaluation}
+        self.plan = cadence.Plan(intervals, feeds.train.length, self.window)
+        self.left = setup.window_left(self.state, self.window)
+        self.ledger = ledger.opened(config.log_every, self.state, self.record)
+        whole = not self.resumed and config.donate != "init" and config.device is None
+        self.start = (self.state, self.record) if whole else None  # the caller's own: it costs no memory to remember
+        self.keeper = Keeper(config.rollback)
+        self.keeper.keep(self.state, self.record)
+        self.ending: str | None = None
+        self.unscored: Record | None = None  # at the end of an epoch: where to go on if it is not evaluated to the end
+        self.begun = time.monotonic()
+        self.saver = Saver(snapshots, feeds.train, config, saved=self.record.calls if self.resumed else None)
+        if snapshots is not None and self.judge.monitor is not None:
+            snapshots.track(self.judge.monitor, mode=self.judge.mode)
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def to_the_end(self) -> FitResult:
+        """Run, and tell everybody the end whatever it is."""
+        error: BaseException | None = None
+        try:
+            self._start()
+            while self.ending is None:
+                self._epoch()
+                self.ending = self.ending or limit_reached(self.config, self.record) or self._timed_out()
+            self._save(wait=True)  # where no boundary has done it
+        except BaseException as caught:
+            error = caught
+            if not (self.call.failed and self._salvaged(caught)) and self.record.calls:
+                rescue(caught, self._save_what_is_done)
+            raise
+        finally:
+            self._finish(error)
+        return self.result()
+
+    def _start(self) -> None:
+        record, directory = self.record, None
+        if self.snapshots is not None:
+            directory = self.snapshots.directory
+            self.snapshots.begin(updates=record.updates, epoch=record.epoch)
+        self.ending = ended_before(self.judge, record)
+        epochs, steps = (None if limit == -1 else limit for limit in (self.config.epochs, self.config.steps))
+        told = self.state, record.epoch, record.updates, epochs, steps, self.feeds.train.length, directory, self.resumed
+        self._tell(events.FitStart(*told, dict(record.history), lambda: self.audience.position(self.record)))
+
+    def _epoch(self) -> None:
+        """The batches of one epoch, with a boundary at its end and at every interval inside."""
+        self.plan.begin(self.record, self.left)
+        fed = self.ledger.timed(self.feeds.train.epoch(self.record.epoch, self.record.batch))
+        fed = data.prefetch(self.signals.watch(fed), data.device_of(self.state), name="train")
+        with closing(Ahead(fed)) as batches:
+            if self.record.batch and self.record.interval:
+                self._inside(batches)  # the run was told to end in this evaluation
+            for batch in batches:
+                self._step(batch)
+                at_end = self._inside(batches) or self.record.batch == self.feeds.train.length
+                self._between()
+                if not at_end and self._cut_off():
+                    self._last_row()
+                    self._between()
+                    return
+        self._between()  # the wait for a batch may have been broken off
+        self._flush()
+        self._settle(wait=True)
+        files.failpoint("loop.epoch")
+        self.unscored = self.record
+        self.record = self.record._replace(epoch=self.record.epoch + 1, batch=0)
+        if not self._boundary(self.plan.due_at_end(self.record)):
+            self.record = self.unscored
+        self._between()
+
+    def _step(self, batch: Any) -> None:
+        """One call of train_step. Nothing is read from the device."""
+        record = self.record
+        self.state, metrics = self.call(self.state, batch, record)
+        closes = self.left == 1
+        self.left = self.window if closes else self.left - 1
+        self.record = record.stepped()
+        self._measured(Tag(record.calls + 1, record.epoch, record.batch, closes), metrics, batch)
+
+    def _flush(self) -> None:
+        """Close a window that the epoch left open, as the program's tail says."""
+        static = self.program.static
+        if static is None or static.tail == "carry" or self.left == self.window:
+            return
+        self.state, metrics = self.call.flush(self.program.flush, self.state)
+        self.left = self.window
+        record = self.record = self.record._replace(calls=self.record.calls + 1)
+        self._measured(Tag(record.calls, record.epoch, -1, static.tail == "step"), metrics, None)
+
+    def _measured(self, tag: Tag, metrics: Metrics | Stacked, batch: Any) -> None:
+        self.ledger.add(tag, metrics, self.record, batch)
+        if tag.closing and self.audience.listens:
+            updates = self.record.updates + self.ledger.pending
+            shown = unstacked(metrics)
+            self._heed(self.audience.ask(events.StepEnd(self.state, shown, batch, tag.epoch, tag.batch, updates)))
+        self._settle(wait=False)
+
+    def _settle(self, *, wait: bool) -> None:
+        """Take in the metrics that have arrived."""
+        try:
+            self.record, lines = self.ledger.settle(self.record, self.state, wait=wait)
+        except NonFiniteError as error:
+            self._go_back(error)
+            return
+        for line in lines:
+            self._tell(line)
+
+    def _go_back(self, error: NonFiniteError) -> None:
+        found = self.keeper.back(self.state, self.record)
+        if found is None:
+            window = self.ledger.window(error.step or 0)
+            raise blame.explained(error, ledger.thawed(self.state), window, self.eager, self.feeds.train)
+        self.ledger.forget()
+        self.state, self.record = found
+        self.left = setup.window_left(self.state, self.window)
+        log.warning("went back to update %d: %s", self.record.updates, error)
+
+    def _salvaged(self, error: BaseException) -> bool:
+        adopted = self.config.donate == "init"
+        found = salvaged(self.state, self.record, error, self.keeper, self.snapshots, self.start, adopted=adopted)
+        if found is None:
+            return False
+        self.ledger.forget()
+        self.state, self.record = found
+        vars(error)["result"] = self.result()
+        return True
+
+    # --- boundaries ---------------------------------------------------------------------------------------------------
+
+    def _inside(self, batches: Ahead) -> bool:
+        """An evaluation where an interval asks for one and no window is open; True where the epoch has just ended."""
+        if not self.plan.inside or self.left != self.window:
+            return False
+        if self.plan.crossed(self.record, self.ledger.pending):  # else it is not worth to ask how many were applied
+            self._settle(wait=True)
+        if due := self.plan.due_inside(self.record):
+            if self.feeds.train.length is None and not batches.more():
+                return True  # its boundary evaluates
+            self._settle(wait=True)
+            self._boundary(due)
+        return False
+
+    def _boundary(self, due: list[str]) -> bool:
+        """Evaluate, write the row, decide, tell, save, in this order; False where an evaluation was broken off, which
+        is then done again on resuming."""
+        before = self.record
+        row: dict[str, Cell] = {"epoch": before.epoch + (before.batch > 0), "step": before.updates}
+        row |= ledger.named(meter_.means(before.interval, self.ledger.kinds), before.last)
+        for name in due:
+            row |= self._evaluate(name)
+            if self.signals.leaving:
+                return False
+        record = before._replace(interval={}, history=with_row(before.history, row))
+        self.judge = self.judge.check(record, self.feeds.evaluation)
+        self.record, self.unscored = self.judge.judge(record, row), None
+        improved = self.judge.improved(before, self.record)
+        self.saver.scored(self.record, row)
+        self.keeper.keep(self.state, self.record)
+        if self.judge.stops(self.record):
+            self.ending = self.ending or "early_stopping"
+        shown = {name: cell(value) for name, value in row.items()}
+        self._tell(events.EpochEnd(self.state, self.record.epoch, before.updates, shown, improved, self._ends()))
+        if improved or self._ends() or self.saver.due(self.record, self.ledger.pending):
+            self._save()
+        return True
+
+    def _ends(self) -> str | None:
+        return self.ending or limit_reached(self.config, self.record)
+
+    def _evaluate(self, name: str) -> dict[str, float]:
+        assert self.program.eval_step is not None
+        files.failpoint("loop.evaluate")
+        state = self.state if self.view == "params" else ema_.view(self.state, self.view)
+        watch = self.audience.watching(state, name, self.record.epoch)
+        fed = data.prefetch(self.signals.watch(self.feeds.evaluation[name].epoch(0)), data.device_of(state), name=name)
+        values = scores(state, fed, self.program.eval_step, name=name, watch=watch)
+        found = {f"{name}_{key}": value for key, value in values.items()}
+        if not self.signals.leaving:
+            self._tell(events.EvalEnd(name, self.record.epoch, self.record.updates, found))
+        return found
+
+    def _cut_off(self) -> bool:
+        """Whether the run ends inside this epoch."""
+        steps = self.config.steps
+        if steps not in (None, -1) and self.record.updates + self.ledger.pending >= steps:
+            self._settle(wait=True)
+            self.ending = self.ending or limit_reached(self.config, self.record)
+        self.ending = self.ending or self._timed_out()
+        return self.ending is not None
+
+    def _last_row(self) -> None:
+        """The run ends inside an epoch: score the last state and save it. An open window stays open, to go on from."""
+        self._settle(wait=True)
+        if self.record.interval:
+            self._boundary(list(self.feeds.evaluation))
+        self._save()
+
+    def _timed_out(self) -> str | None:
+        limit = self.config.max_time
+        is_over = limit is not None and time.monotonic() - self.begun >= limit
+        return "max_time" if is_over and not self._below_minimum() else None
+
+    def _below_minimum(self) -> bool:
+        return below_minimum(self.config, self.record, ahead=self.ledger.pending)
+
+    # --- saving and signals -------------------------------------------------------------------------------------------
+
+    def _between(self) -> None:
+        """After every call: the writer's errors, signals, snapshots due inside an epoch (its end has a boundary's)."""
+        if self.snapshots is not None:
+            self.snapshots.check()
+            if self.record.batch != self.feeds.train.length and self.saver.due(self.record, self.ledger.pending):
+                self._settle(wait=True)
+                self._save()
+        if self.signals.pending is not None:
+            self._signalled()
+
+    def _signalled(self) -> None:
+        wish = self.signals.pending
+        self._settle(wait=True)
+        self._save(wait=wish != "snapshot")
+        self.signals.saved()
+        if wish == "snapshot":
+            return
+        self.ending = "interrupted"
+        raise Preempted(self.result()) if wish == "terminate" else interrupted(self.result())
+
+    def _save(self, *, wait: bool = False) -> None:
+        saved = self.saver.save(self.state, self.record, ahead=self.ledger.pending)
+        if saved is not None:
+            self._tell(saved)
+        if wait:
+            self.saver.wait()
+
+    def _save_what_is_done(self) -> None:
+        self.record = self.unscored or self.record
+        self.record, lines = self.ledger.settle(self.record, self.state, wait=True)
+        self._save(wait=True)
+        for line in lines:
+            self._tell(line)
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: events.Event) -> None:
+        self._heed(self.audience.tell(event))
+
+    def _heed(self, answers: Iterable[Any]) -> None:
+        """What callbacks answer: an end, or another state."""
+        for answer in answers:
+            if not isinstance(answer, events.Stop):
+                self.state = setup.checked_answer(self.state, answer, copied=self.config.donate == "init")
+                self.left = setup.window_left(self.state, self.window)
+            elif not self._below_minimum():
+                self.ending = self.ending or answer.reason
+
+    def result(self) -> FitResult:
+        """What there is so far."""
+        record, best = self.record, self.judge.best(self.record)
+        return FitResult(self.state, dict(record.history), best, record.epoch, self.ending or "error")
+
+    def _finish(self, error: BaseException | None) -> None:
+        if isinstance(error, NonFiniteError | StepContractError):
+            self.state = ledger.thawed(self.state)
+            vars(error)["result"] = self.result()
+            blame.write_down(error, self.snapshots)
+        result = self.result()
+        self.audience.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))
