@@ -30,7 +30,7 @@ LEVEL = {
         (
             "errors types",
             "tree rng arguments",
-            "modes",
+            "modes hollow",
             "model transform schedules ema scaler precision metrics objective stopping",
             "optim step packed",
             "compile",

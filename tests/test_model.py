@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from typing import Any
 
@@ -515,6 +516,73 @@ class TestWhatCannotBeTrained:
         with pytest.raises(StateError, match=r"cannot be copied.*parametrizations\.weight_norm instead") as caught:
             program(net)
         assert caught.value.__cause__ is not None
+
+    def test_a_weight_that_an_attribute_holds_too_is_named(self):
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = nn.Linear(2, 2)
+                self.heads = {"a": [self.inner.weight]}
+
+        with pytest.raises(StateError, match=r"heads: leads to a weight that is registered too \(cure: a method"):
+            model.template(Net())
+
+    @pytest.mark.parametrize("kind", ["a hook", "a partial", "a default", "a bound method of another copy"])
+    def test_a_function_that_uses_the_module_itself_is_named(self, kind: str):
+        """Deepcopy copies no functions: such an adapter would never be trained."""
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        adapter = net[1]
+        if kind == "a hook":
+            net[0].register_forward_hook(lambda module, inputs, output: output + adapter(inputs[0]))
+        elif kind == "a partial":
+            net[0].register_forward_hook(functools.partial(lambda adapter, *_: adapter(_[2]), adapter))
+        elif kind == "a default":
+            net[0].register_forward_hook(lambda module, inputs, output, adapter=adapter: adapter(output))
+        else:
+            forward = adapter.forward
+            net[0].register_forward_hook(lambda module, inputs, output: forward(output))
+        if kind == "a partial":  # which a copy is made of, with its copy of the adapter
+            model.template(net)
+            return
+        with pytest.raises(StateError, match=r"0\._forward_hooks: leads to the module itself"):
+            model.template(net)
+
+    def test_functions_that_use_something_else_are_taken(self):
+        seen: list[Tensor] = []
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        net[0].register_forward_hook(lambda module, inputs, output: seen.append(output))
+        net.both = [net[0], net[1]]  # copied with the module
+        model.template(net)
+
+    def test_a_hook_on_a_gradient_is_named(self):
+        net = nn.Linear(2, 2)
+        net.weight.register_hook(lambda grad: grad * 0)
+        with pytest.raises(StateError, match=r"weight: has a hook on its gradient.*cure: optim\.masked"):
+            model.template(net)
+        net.weight.requires_grad_(False)
+        model.template(net)  # which no gradient reaches
+
+    def test_a_weight_in_the_memory_of_another_tensor_is_named(self):
+        net = nn.Linear(2, 2)
+        net.register_buffer("alias", net.weight)
+        with pytest.raises(StateError, match=r"lies in the memory of"):
+            model.template(net)
+        twice = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        twice[1].weight.data = twice[0].weight.data
+        with pytest.raises(StateError, match=r"lies in the memory of"):
+            model.template(twice)
+        apart = nn.Linear(2, 2)
+        whole = torch.zeros(10)
+        apart.weight.data, apart.bias.data = whole[:4].view(2, 2), whole[4:6]
+        apart.register_buffer("left", whole[6:])
+        model.template(apart)  # side by side, as an LSTM's weights lie on a GPU
+
+    @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+    def test_embeddings_that_no_step_can_train_are_named(self, kind: type[nn.Module]):
+        with pytest.raises(StateError, match=r"max_norm=1\.0 writes the weights in the forward pass"):
+            model.template(kind(4, 2, max_norm=1.0))
+        with pytest.raises(StateError, match=r"sparse=True makes a sparse gradient"):
+            model.template(nn.Sequential(kind(4, 2, sparse=True)))
 
     def test_names_of_the_objective_are_reserved(self):
         class Net(nn.Module):

@@ -7,17 +7,16 @@ is never touched. `bind` makes the pure call that an objective is given.
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar, cast
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from .errors import ConfigError, StateError
+from .hollow import Named, check, hollow
 from .types import Params
 
 _Found = TypeVar("_Found")
@@ -197,27 +196,23 @@ def tensors(module: nn.Module, objective: nn.Module | None = None) -> tuple[Para
     return params, frozen, buffers
 
 
-_Named = list[tuple[str, Tensor]]
-"""Of every name a tensor goes by, tied ones under each."""
-
-
-def _parameters(module: nn.Module, objective: nn.Module | None) -> _Named:
+def _parameters(module: nn.Module, objective: nn.Module | None) -> Named:
     own = [] if objective is None else objective.named_parameters(prefix=OBJECTIVE[:-1], remove_duplicate=False)
     return [*module.named_parameters(remove_duplicate=False), *own]
 
 
-def _buffers(module: nn.Module, objective: nn.Module | None) -> _Named:
+def _buffers(module: nn.Module, objective: nn.Module | None) -> Named:
     own = [] if objective is None else objective.named_buffers(prefix=OBJECTIVE[:-1], remove_duplicate=False)
     return [*module.named_buffers(remove_duplicate=False), *own]
 
 
-def _first(named: _Named) -> dict[str, Tensor]:
+def _first(named: Named) -> dict[str, Tensor]:
     """Each tensor once, under its first name."""
     ties = _ties(named)
     return {name: value for name, value in named if name not in ties}
 
 
-def _ties(named: _Named) -> dict[str, str]:
+def _ties(named: Named) -> dict[str, str]:
     first: dict[int, str] = {}
     return {name: known for name, value in named if (known := first.setdefault(id(value), name)) != name}
 
@@ -231,8 +226,7 @@ def _names(module: nn.Module, objective: nn.Module | None) -> Names:
             hint="rename the submodule 'objective'",
         )
     parameters, buffers = _parameters(module, objective), _buffers(module, objective)
-    for name, value in (*parameters, *buffers):
-        _check_tensor(name, value)
+    check(_Dispatch(module, objective), parameters, buffers)
     found = _first(parameters)
     params = tuple(name for name, parameter in found.items() if parameter.requires_grad)
     if not params:
@@ -262,17 +256,6 @@ def _attributes(module: nn.Module, objective: nn.Module | None, ties: dict[str, 
     return found
 
 
-def _check_tensor(name: str, value: Tensor) -> None:
-    if nn.parameter.is_lazy(value):
-        raise StateError("is lazy and has no shape yet", where=name, hint="run one forward pass before ps.program")
-    if value.is_floating_point() or not isinstance(value, nn.Parameter):
-        return
-    cure = f"module.register_buffer({name.rpartition('.')[2]!r}, ...) for what is not trained"
-    if value.is_complex():
-        cure = "hold real and imaginary part as one real parameter and use torch.view_as_complex in forward"
-    raise StateError(f"is a parameter of dtype {value.dtype}; floating point is needed", where=name, hint=cure)
-
-
 def _persistent(module: nn.Module, objective: nn.Module | None) -> frozenset[str]:
     found: set[str] = set()
     for prefix, root in (("", module), (OBJECTIVE, objective)):
@@ -291,33 +274,7 @@ def _saved_buffers(owner: nn.Module) -> set[str]:
 
 
 def _hollow_pair(module: nn.Module, objective: nn.Module | None) -> _Dispatch:
-    return _Dispatch(_hollow(module), None if objective is None else _hollow(objective))
-
-
-def _hollow(module: nn.Module) -> nn.Module:
-    # Seeding deepcopy's memo with meta tensors copies the structure without the weights, and keeps ties.
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    try:
-        hollow = copy.deepcopy(module, memo)
-    except (RuntimeError, TypeError) as error:
-        raise StateError(
-            f"the module cannot be copied: {error}",
-            where=type(module).__name__,
-            hint="keep only parameters, buffers and plain values as attributes "
-            "(torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm)",
-        ) from error
-    for part in hollow.modules():
-        if isinstance(part, nn.RNNBase):
-            part.flatten_parameters = _left_where_they_are
-    return hollow
-
-
-def _left_where_they_are() -> None:
-    """On CUDA each call of an LSTM or GRU would move the weights of the state into memory of its own."""
+    return _Dispatch(hollow(module), None if objective is None else hollow(objective))
 
 
 def _keep_eval(module: nn.Module, patterns: Iterable[str]) -> None:

@@ -1,0 +1,169 @@
+"""A module without its weights, to be run with those of a state, and what such a copy cannot be made of."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import StateError
+
+Named = Iterable[tuple[str, Tensor]]
+"""Of every name a tensor goes by, tied ones under each."""
+
+
+def hollow(module: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers have no memory; ties are kept.
+
+    Raises:
+        StateError: what cannot be copied; an attribute that leads to other weights than those of a state.
+    """
+    # Seeding deepcopy's memo with meta tensors copies the structure without the weights, and keeps ties.
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    try:
+        made = copy.deepcopy(module, memo)
+    except (RuntimeError, TypeError) as error:
+        raise StateError(
+            f"the module cannot be copied: {error}",
+            where=type(module).__name__,
+            hint="keep only parameters, buffers and plain values as attributes "
+            "(torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm)",
+        ) from error
+    _check_attributes(module, made)
+    for part in made.modules():
+        if isinstance(part, nn.RNNBase):
+            part.flatten_parameters = _left_where_they_are
+    return made
+
+
+def _left_where_they_are() -> None:
+    """On CUDA each call of an LSTM or GRU would move the weights of the state into memory of its own."""
+
+
+# --- attributes -------------------------------------------------------------------------------------------------------
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def _check_attributes(module: nn.Module, made: nn.Module) -> None:
+    """Raise StateError for an attribute that holds a weight beside the registered one, which a state does not reach, or
+    that leads back to the original: `copy.deepcopy` copies no functions."""
+    tensors = {id(each): "a weight that is registered too" for each in (*made.parameters(), *made.buffers())}
+    parts = [*module.modules(), *module.parameters(), *module.buffers()]
+    wrong = dict.fromkeys(map(id, parts), "the module itself, whose weights stay what they are") | tensors
+    seen: set[int] = set()
+    for name, part in made.named_modules():
+        left = _REGISTERED if not isinstance(part, nn.RNNBase) else (*_REGISTERED, "_flat_weights")  # set with weights
+        for attribute, value in vars(part).items():
+            found = None if attribute in left else _leads_to(value, wrong, seen)
+            if found is not None:
+                where = f"{name}.{attribute}" if name else attribute
+                raise StateError(f"leads to {found}", where=where, hint="a method of the module, which uses self")
+
+
+def _leads_to(value: Any, wrong: dict[int, str], seen: set[int]) -> str | None:
+    if id(value) in wrong:
+        return wrong[id(value)]
+    if id(value) in seen:
+        return None
+    seen.add(id(value))
+    found = (_leads_to(inside, wrong, seen) for inside in _inside(value))
+    return next((each for each in found if each is not None), None)
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What a container holds, or a function closes over."""
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list | tuple | set):
+        yield from value
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif inspect.ismethod(value):
+        yield value.__self__
+    elif inspect.isfunction(value):
+        yield from value.__defaults__ or ()
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def check(module: nn.Module, parameters: Named, buffers: Named) -> None:
+    """Raise StateError for what no step can train as torch would."""
+    for name, value in (*parameters, *buffers):
+        _check_tensor(name, value)
+    _check_memory(dict(parameters), dict(buffers))
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            _check_embedding(name, part)
+
+
+def _check_tensor(name: str, value: Tensor) -> None:
+    if nn.parameter.is_lazy(value):
+        raise StateError("is lazy and has no shape yet", where=name, hint="run one forward pass before ps.program")
+    if value.requires_grad and (value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None)):
+        hint = "optim.masked, or optim.stateless(f) in the chain, for what the hook does to gradients"
+        raise StateError("has a hook on its gradient, which a pure step does not call", where=name, hint=hint)
+    if value.is_floating_point() or not isinstance(value, nn.Parameter):
+        return
+    cure = f"module.register_buffer({name.rpartition('.')[2]!r}, ...) for what is not trained"
+    if value.is_complex():
+        cure = "hold real and imaginary part as one real parameter and use torch.view_as_complex in forward"
+    raise StateError(f"is a parameter of dtype {value.dtype}; floating point is needed", where=name, hint=cure)
+
+
+def _check_memory(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+    """A trained weight that is another tensor too, without being the same object, would come apart from it."""
+    spans = sorted(
+        (start, start + _length(value), name, value)
+        for name, value in {**parameters, **buffers}.items()
+        if (start := _address(value))
+    )
+    for (_, end, first, one), (start, _, second, other) in itertools.pairwise(spans):
+        apart = start >= end or (one is other and (first in parameters) == (second in parameters))
+        if not apart and any(name in parameters and parameters[name].requires_grad for name in (first, second)):
+            raise StateError(
+                f"lies in the memory of {first}, which is a tensor of its own; trained, they would differ",
+                where=second,
+                hint="the same nn.Parameter under both names, or a property that makes the one of the other",
+            )
+
+
+def _address(value: Tensor) -> int:
+    if value.device.type == "meta" or not value.numel():
+        return 0
+    try:
+        return value.data_ptr()
+    except RuntimeError:  # a tensor without memory
+        return 0
+
+
+def _length(value: Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return (last + 1) * value.element_size()
+
+
+def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:
+    if part.max_norm is not None:
+        raise StateError(
+            f"max_norm={part.max_norm} writes the weights in the forward pass",
+            where=name,
+            hint="max_norm=None, and torch.nn.utils.parametrize for the norm",
+        )
+    if part.sparse and part.weight.requires_grad:
+        raise StateError("sparse=True makes a sparse gradient", where=name, hint="sparse=False")
