@@ -97,9 +97,9 @@ def close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-5) 
 # --- products ---------------------------------------------------------------------------------------------------------
 
 # m, n, k: whole blocks and panels; one of everything; a bit more and less; several times the depth of a panel; more
-# rows than are taken at once; columns shared by the threads
+# rows than are taken at once; columns shared by the threads; so little of k that rows are taken a few at once
 SIZES = ((24, 32, 16), (1, 1, 1), (13, 33, 7), (5, 17, 300), (37, 70, 515), (64, 10, 64), (96, 96, 96))
-SIZES += ((520, 40, 300), (269, 320, 261))
+SIZES += ((520, 40, 300), (269, 320, 261), (301, 515, 8), (50, 130, 64))
 
 
 def operands() -> list[tuple[Tensor, Tensor]]:

@@ -40,7 +40,6 @@ constexpr int64_t ROWS = WIDE == 16 ? 12 : WIDE == 8 ? 6 : 8;  // as many sums a
 constexpr int64_t DEEP = 256;  // of k at once: a panel of b stays in the first cache
 constexpr int64_t ROOM = 1 << 16;  // numbers of a at once: they stay in the second
 constexpr int64_t SHORT = 64;  // of k: reading c and writing it is most of the work
-constexpr int64_t SIDE = 32;  // rows of b that are read side by side, each from one end to the other
 
 struct Plan { int64_t groups, heads, m, n, k, ag, ah, am, ak, bg, bh, bk, bn, cg, ch, cm; };
 struct Strides { int64_t am, ak, b, c; };
@@ -88,8 +87,6 @@ template <int64_t VECTORS>
 __attribute__((noinline)) void blocks(
     const float* a, const float* b, float* c, const Strides& s, int64_t m, int64_t k, int64_t cols, bool add) {
   for (; m >= ROWS; m -= ROWS, a += ROWS * s.am, c += ROWS * s.c) block<ROWS, VECTORS>(a, b, c, s, k, cols, add);
-  if (ROWS > 8)
-    for (; m >= 8; m -= 8, a += 8 * s.am, c += 8 * s.c) block<8, VECTORS>(a, b, c, s, k, cols, add);
   for (; m >= 4; m -= 4, a += 4 * s.am, c += 4 * s.c) block<4, VECTORS>(a, b, c, s, k, cols, add);
   for (; m >= 1; m -= 1, a += s.am, c += s.c) block<1, VECTORS>(a, b, c, s, k, cols, add);
 }
@@ -148,16 +145,14 @@ inline void panel(
   }
 }
 
-// As many rows as `ROOM` holds of `DEEP` of k, or of all. Of few rows c stays near, and b, which is read once, is the
-// memory there is: not packed, and less of k at once.
+// As many rows as `ROOM` holds of `DEEP` of k, or of all.
 inline void part(
     const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k, const Strides& s, int64_t bn) {
   const bool in_blocks = s.am == 1 && s.ak >= 256 && m >= 2 * ROWS && n > PANEL;  // nearer ones stay without
   if (k == 0)
     for (int64_t i = 0; i < m; i++) std::memset(c + i * s.c, 0, sizeof(float) * n);
-  const int64_t most = bn == 1 && m <= 4 * ROWS && n >= 4 * PANEL ? SIDE : DEEP;
-  for (int64_t at = 0; at < k; at += most) {
-    const int64_t deep = std::min(k - at, most);
+  for (int64_t at = 0; at < k; at += DEEP) {
+    const int64_t deep = std::min(k - at, DEEP);
     const float* left = in_blocks ? pack_rows(a + at * s.ak, m, deep, s.ak) : a + at * s.ak;
     for (int64_t p = 0; p < n; p += PANEL)
       panel(left, b + at * s.b + p * bn, c + p, m, std::min(n - p, PANEL), deep, s, bn, in_blocks, at > 0);
