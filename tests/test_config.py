@@ -653,3 +653,22 @@ def test_the_settings_are_left_as_they_were():
     before = dict(given)
     from_lightning(given)
     assert given == before
+
+
+def test_attributes_of_a_class_are_settings_too():
+    class Base:
+        early_stopping = 5
+
+    class Settings(Base):
+        monitor = "val_loss"
+        _private = 1
+
+        def __init__(self) -> None:
+            self.epochs = 3
+
+        def method(self) -> None: ...
+
+    found = config.resolve(Settings(), {"epochs": 2})
+    assert (found.epochs, found.monitor) == (2, "val_loss")
+    assert found.early_stopping is not None
+    assert found.early_stopping.patience == 5

@@ -428,7 +428,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     made: list[Recorder] = []
 
     def record(self: Any, run: Any, tensors: list[Tensor], leaves: list[Any], pool: Any) -> None:
-        self.leaves = [replay._alike(leaf) for leaf in leaves]
+        self.leaves = [replay.unshared(leaf) for leaf in leaves]
         before = [tensor.clone() for tensor in tensors]
         self.outputs = run(tensors, self.leaves)
         for tensor, old in zip(tensors, before, strict=True):

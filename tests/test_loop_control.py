@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -562,6 +563,121 @@ def test_an_evaluation_is_broken_off_at_the_next_batch_and_done_again(tmp_path: 
     whole = fit(program.init(), loaders, program, epochs=2, evaluate_every=2)
     again = fit(program.init(), loaders, program, epochs=2, evaluate_every=2, snapshots=tmp_path)
     assert again.history == whole.history
+
+
+@pytest.mark.parametrize("steps", [3, 4, 5, 7, 8, 10])
+@pytest.mark.parametrize("event", [events.StepEnd, events.EvalStepEnd])
+def test_a_run_broken_off_behind_its_last_update_still_gets_its_last_row(
+    steps: int, event: type, tmp_path: Path
+) -> None:
+    program, loaders = mlp(), {"train": batches(5), "val": batches(2)}
+    whole = fit(program.init(), loaders, program, steps=steps)
+
+    def stop(told: Any) -> None:
+        if isinstance(told, event) and int(told.state.updates) == steps:
+            signal.raise_signal(signal.SIGINT)
+
+    keyboard_interrupt(lambda: fit(program.init(), loaders, program, steps=steps, snapshots=tmp_path, callbacks=[stop]))
+    again = fit(program.init(), loaders, program, steps=steps, snapshots=tmp_path)
+    assert again.history == whole.history
+    assert again.best is not None
+    assert whole.best is not None
+    assert again.best["epoch"] == whole.best["epoch"]
+    assert_trees_close(again.state, whole.state, exact=True)
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_a_run_that_ends_in_the_evaluation_it_is_resumed_in_trains_no_further(has_length: bool, tmp_path: Path) -> None:
+    program, given = mlp(), batches(8)
+    settings: dict[str, Any] = {"epochs": 3, "evaluate_every": 2, "monitor": "lr", "mode": "min", "early_stopping": 2}
+
+    class Stream:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(given)
+
+    loaders = {"train": given if has_length else Stream(), "val": batches(2)}
+
+    def stop(told: Any) -> None:
+        if isinstance(told, events.EvalStepEnd) and int(told.state.updates) == 6:
+            signal.raise_signal(signal.SIGINT)
+
+    whole = fit(program.init(), loaders, program, **settings)
+    for _ in range(2):  # and once more in the evaluation that is done again
+        keyboard_interrupt(
+            lambda: fit(program.init(), loaders, program, snapshots=tmp_path, callbacks=[stop], **settings)
+        )
+    again = fit(program.init(), loaders, program, snapshots=tmp_path, **settings)
+    assert again.history == whole.history
+    assert_trees_close(again.state, whole.state, exact=True)
+
+
+def test_a_longer_run_over_a_stream_counts_no_epoch_twice(tmp_path: Path) -> None:
+    program, given = mlp(), batches(5)
+
+    class Stream:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(given)
+
+    for steps in (5, 15):
+        result = fit(program.init(), {"train": Stream(), "val": given[:1]}, program, steps=steps, snapshots=tmp_path)
+        assert result.epochs == steps // 5
+        assert result.history["step"] == list(range(5, steps + 1, 5))
+
+
+def test_a_loader_whose_name_begins_like_anothers_has_metrics_of_its_own() -> None:
+    program, given = mlp(), batches(5)
+    loaders = {"train": given, "val": given[:1], "val_hard": given[1:2]}
+    result = fit(program.init(), loaders, program, epochs=4, evaluate_every={"val": 2.0}, monitor="val_loss")
+    assert result.best is not None
+    assert result.best["val_loss"] == min(value for value in result.history["val_loss"] if value is not None)
+
+
+@pytest.mark.parametrize("tail", ["step", "drop", "carry"])
+def test_a_state_that_was_just_evaluated_does_not_use_up_the_patience(tail: Any) -> None:
+    program = ps.program(tiny_mlp(), ps.supervised(CRITERION), optim.sgd(0.005), accumulate=2, tail=tail)
+    loaders = {"train": batches(5), "val": batches(2)}
+    result = fit(program.init(), loaders, program, epochs=4, evaluate_every=0.5, early_stopping=1)
+    assert result.stop_reason == "epochs"
+
+
+def test_going_back_keeps_what_a_callback_has_put_in() -> None:
+    program, seen = mlp(), list[float]()
+
+    def start(event: Any) -> Any:
+        if isinstance(event, events.FitStart):
+            return event.state._replace(params={k: torch.full_like(v, 7.0) for k, v in event.state.params.items()})
+        if isinstance(event, events.StepEnd):
+            seen.append(float(next(iter(event.state.params.values())).mean()))
+        return None
+
+    given = batches(6)
+    again = iter([(given[2][0] * torch.nan, given[2][1])])
+
+    class Once:
+        def __len__(self) -> int:
+            return len(given)
+
+        def __iter__(self) -> Iterator[Any]:
+            return (next(again, batch) if number == 2 else batch for number, batch in enumerate(given))
+
+    fit(program.init(), {"train": Once()}, program, epochs=1, rollback=1, check_every=None, callbacks=[start])
+    assert min(seen) > 5
+
+
+def test_a_script_that_ends_itself_in_a_callback_has_saved(tmp_path: Path) -> None:
+    program = mlp()
+    with pytest.raises(SystemExit):
+        fit(program.init(), {"train": batches(9)}, program, epochs=1, snapshots=tmp_path,
+            callbacks=[at(events.StepEnd, 7, lambda event: sys.exit(0))])  # fmt: skip
+    assert ps.Snapshots(tmp_path, writer=False).steps() == [7]
+
+
+def test_a_dev_run_writes_no_file_and_evaluates_everything(tmp_path: Path) -> None:
+    program, loaders = mlp(), {"train": batches(5), "val": batches(3)}
+    sinks = [ps.sinks.jsonl(tmp_path / "m.jsonl"), ps.sinks.history_json(tmp_path / "h.json")]
+    result = fit(program.init(), loaders, program, fast_dev_run=2, evaluate_every=1000, sinks=sinks)
+    assert list(tmp_path.iterdir()) == []
+    assert len(result.history["val_loss"]) == 1
 
 
 def test_an_interrupt_without_snapshots_still_gives_the_result() -> None:

@@ -329,3 +329,31 @@ def test_an_error_of_the_step_saves_the_state_before_it_and_frees_the_directory(
     result = fit(state, batches(3), Program(step), epochs=5, snapshots=tmp_path, check_every=None)
     assert result.state["w"].item() == 15
     assert result.history["step"] == [3, 6, 9, 12, 15]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
+def test_a_device_that_is_not_there_is_named() -> None:
+    program = mlp()
+    refused(
+        ConfigError, "no device 'cuda' here", lambda: fit(program.init(), batches(2), program, epochs=1, device="cuda")
+    )
+
+
+def test_an_array_that_torch_does_not_take_is_named() -> None:
+    program, (x, y) = mlp(), batches(1)[0]
+    flipped = x.numpy()[::-1]
+    refused(DataError, "cannot be moved.*negative", lambda: fit(program.init(), [(flipped, y)], program, epochs=1))
+
+
+@pytest.mark.parametrize("policy", [{"keep": 1.5}, {"keep_best": 0.5}, {"every_epochs": 0.5}, {"every_steps": True}])
+def test_counts_of_snapshots_are_whole(policy: Any, tmp_path: Path) -> None:
+    refused(ConfigError, f"{next(iter(policy))}", lambda: ps.Snapshots(tmp_path, **policy))
+
+
+def test_a_mean_of_numbers_is_a_metric_like_a_pair_of_them() -> None:
+    def counted(outputs: Any, targets: Any) -> Mean:
+        return Mean((outputs.argmax(-1) == targets).sum(), len(targets))  # pyright: ignore[reportArgumentType]
+
+    program = mlp(ps.supervised(CRITERION, metrics={"mine": counted, "theirs": ps.metrics.accuracy}))
+    history = fit(program.init(), batches(2), program, epochs=1).history
+    assert history["train_mine"] == history["train_theirs"]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import purestep as ps
 from purestep import metrics, tree
 from purestep.errors import ConfigError, StepContractError
 from purestep.metrics import mean as module
@@ -386,6 +387,21 @@ def test_a_torchmetrics_object_works_in_the_gradient_and_in_a_trace(torchmetrics
     assert_trees_close(found, ours(logits, targets), exact=True)
     graph = make_fx(lambda x, y: tuple(ours(x, y)), tracing_mode="fake")(logits, targets)
     assert_trees_close(graph(logits, targets), tuple(ours(logits, targets)), exact=True)
+
+
+@pytest.mark.peer
+def test_a_torchmetrics_object_comes_to_the_same_in_a_run(torchmetrics: Any):
+    make = torchmetrics.classification.MulticlassF1Score
+    torch.manual_seed(0)
+    x, y, net = torch.randn(64, 5), torch.randint(0, 3, (64,)), torch.nn.Linear(5, 3)
+    ours = {"f1": metrics.from_torchmetrics(make(3, validate_args=False))}
+    program = ps.program(net, ps.supervised(torch.nn.CrossEntropyLoss(), metrics=ours), ps.optim.sgd(1e-9))
+    parts = list(zip(x.split(24), y.split(24), strict=True))
+    result = ps.fit(program.init(), {"train": parts, "val": parts}, program, epochs=1, progress=False)
+    expected = float(make(3)(net(x), y))
+    assert result.history["val_f1"] == [pytest.approx(expected, abs=1e-6)]
+    assert result.history["train_f1"] == [pytest.approx(expected, abs=1e-6)]
+    assert [name for name in result.history if "f1" in name] == ["train_f1", "val_f1"]
 
 
 @pytest.mark.peer

@@ -615,7 +615,7 @@ def test_the_comparison_catches_a_state_that_starts_wrong(monkeypatch: pytest.Mo
     from purestep.optim import probe
 
     monkeypatch.setattr(probe, "_first_differs", lambda *args: False)
-    with pytest.raises(ConfigError, match="it keeps something where it was not found"):
+    with pytest.raises(ConfigError, match="rebuilt from its state it makes other updates"):
         torch_error(T.SGD, {"momentum": 0.9, "dampening": 0.5})
     monkeypatch.setattr(probe, "_reproduce", lambda *args: None)
     assert torch_error(T.SGD, {"momentum": 0.9, "dampening": 0.5}) > 1e-3
@@ -789,7 +789,7 @@ class Hides(CountsInPython):
     ("make", "message"),
     [
         (lambda: optim.from_torch(KeepsBesideParameters), "it keeps state['k'] on itself"),
-        (lambda: optim.from_torch(Hides), "it keeps something where it was not found"),
+        (lambda: optim.from_torch(Hides), "rebuilt from its state it makes other updates"),
         (lambda: optim.from_torch(T.LBFGS), "from_torch(LBFGS): its step needs a closure"),
         (lambda: optim.from_torch(T.SparseAdam), "from_torch(SparseAdam): it needs sparse gradients"),
         (lambda: optim.from_torch(T.SGD, lr=-1.0), "from_torch(SGD): learning_rate is -1.0"),

@@ -328,8 +328,8 @@ def test_steps_that_are_no_counts(tmp_path, step):
     [
         ({"keep": 0}, "keep is 0"),
         ({"keep_best": -1}, "keep_best is -1"),
-        ({"every_steps": 0}, "every_steps is 0"),
-        ({"every_steps": "a"}, "every_steps is 'a'"),
+        ({"every_steps": 0}, "every_steps=0"),
+        ({"every_steps": "a"}, "every_steps='a'"),
         ({"keep": "3"}, "keep is '3'"),
         ({"keep_best": None}, "keep_best is None"),
         ({"monitor": "loss", "mode": "best"}, "mode is 'best'"),

@@ -46,6 +46,12 @@ LATER: dict[str, Callable[[Tensor, Tensor], Pair]] = {
     "turned": lambda a, b: (a * 0.5, a.t().clone()),
     "turned in place": lambda a, b: (a.t().clone(), b + 1),
     "a queue": lambda a, b: (a * 0.5, torch.cat([b[1:].clone(), a[:1].clone()])),
+    "split and put together": lambda a, b: (a * 0.5, torch.cat(a.split([1, 3], 1), 1)),
+    "split by pairs": lambda a, b: tuple(
+        t.view(4, 4) for t in torch.cat([b.reshape(16), a.reshape(16)]).split([16, 16])
+    ),
+    "the largest": lambda a, b: (a * 0.5, torch.cat([a, b]).topk(4, 0).values),
+    "sorted": lambda a, b: (b.sort().values, a + 1),
     "exchanged": lambda a, b: (b.clone(), a.clone()),
     "turned and scaled": lambda a, b: ((a.view(2, 8).t() * 2 + 1).reshape(4, 4), b + a),
     "turned, scaled and by one": lambda a, b: ((a.view(2, 8).t() * 2 + 1).reshape(4, 4) * 1.0, b + a),

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import purestep as ps
 from purestep import transform, tree
-from purestep.errors import ConfigError, StateError
+from purestep.errors import ConfigError, StateError, StepContractError
 from purestep.transform import Transform
 from purestep.types import Empty, Params
 
@@ -747,3 +748,48 @@ def test_a_mask_and_its_complement_are_a_partition(selected: set[str]) -> None:
         {name: "yes" if chosen else "no" for name, chosen in mask.items()},
     )
     assert_trees_close(updated(two, P, P, 2), updated(one, P, P, 2), exact=True)
+
+
+# -------------------------------------------------------------------------------- what packing must not change
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kind", ["by name", "by rows"])
+def test_a_function_that_goes_by_names_or_whole_tensors_is_the_same_compiled(kind: str) -> None:
+    fn = {
+        "by name": lambda updates, params: {name: u * (name == "bias") for name, u in updates.items()},
+        "by rows": lambda updates, params: {name: u - u.mean(-1, keepdim=True) for name, u in updates.items()},
+    }[kind]
+    tx = transform.chain(transform.stateless(fn), ps.optim.sgd(0.5))
+    program = ps.program(torch.nn.Linear(4, 2), ps.supervised(torch.nn.MSELoss()), tx)
+    state, batch = program.init(), (torch.randn(8, 4), torch.randn(8, 2))
+    expected, _ = program.train_step(state, batch)
+    found, _ = ps.compile_step(program.train_step, donate=True, backend="aot_eager")(state, batch)
+    assert_trees_close(dict(found.params), expected.params)
+    assert not torch.equal(expected.params["bias"], state.params["bias"])
+
+
+def test_the_norm_of_a_turned_weight_is_that_of_the_weight() -> None:
+    leaf = torch.rand(3000, 3000)
+    exact = float(leaf.double().norm())
+    for one in (leaf, leaf.t(), leaf.view(1000, 3000, 3).permute(2, 0, 1)):
+        assert float(ps.optim.global_norm({"w": one})) == pytest.approx(exact, rel=1e-6)
+
+
+def test_a_derivative_by_an_injected_rate_is_that_of_the_step() -> None:
+    tx = ps.optim.inject(ps.optim.sgd)(learning_rate=0.5)
+    params, grads = {"w": torch.tensor([2.0])}, {"w": torch.tensor([3.0])}
+    state = tx.init(params)
+
+    def after(rate: Tensor) -> Tensor:
+        updates, _ = tx.update(grads, ps.optim.set_hyperparams(state, learning_rate=rate), params)
+        return updates["w"].sum()
+
+    assert float(torch.func.grad(after)(torch.tensor(0.5))) == -3.0
+
+
+def test_a_derivative_through_an_optimizer_of_torchs_is_refused() -> None:
+    tx = ps.optim.from_torch(torch.optim.SGD, lr=0.5)
+    params = {"w": torch.ones(2, requires_grad=True)}
+    with pytest.raises(StepContractError, match="inside of torch.func"):
+        tx.update({"w": torch.ones(2)}, tx.init({"w": torch.ones(2)}), params)

@@ -247,7 +247,7 @@ def test_row_54_a_callback_gives_the_state_away() -> None:
 
 
 def test_row_54_fails_where_nobody_looks_whether_a_state_was_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling.live_, "check_alive", lambda state: None)
+    monkeypatch.setattr(telling.standing, "check_alive", lambda state: None)
     monkeypatch.setattr(telling.purity, "version", lambda leaf: 0)  # of what is written in C, which nobody counts
     fails(test_row_54_a_callback_gives_the_state_away, AttributeError)  # the error has no note of the callback
 

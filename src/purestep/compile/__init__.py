@@ -1,11 +1,11 @@
 """Compiled steps: one graph from the forward pass to the EMA, with donation.
 
 A call goes from `entry` (what users call) to `runner`, which finds its graph in `graphs` and keeps the state of a
-donated step in the buffers of `live`; a step that leaves its state as it was writes a copy of them, by `forks`. A graph
-that is not there yet is made by `capture`, by one thread at a time (`alone`): Python is run on fake tensors, or Dynamo
-reads it; `skeleton` puts the state together in there, `passes` and `sources` are what changes in the graph, and
-`contract` checks what the step returned. On CUDA `replay` records the donated step. `evaluation` is the same for an
-eval_step.
+donated step in the buffers of `live` (`standing` finds them again); a step that leaves its state as it was writes a
+copy of them, by `forks`. A graph that is not there yet is made by `capture`, by one thread at a time (`alone`): Python
+is run on fake tensors, or Dynamo reads it; `skeleton` puts the state together in there, `passes` and `sources` are what
+changes in the graph, and `contract` checks what the step returned. On CUDA `replay` records the donated step.
+`evaluation` is the same for an eval_step.
 
 On the CPU `native` hands the traced graph straight to inductor. What differs from `torch.compile` there:
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from ..arguments import is_count
 from ..errors import ConfigError
+from ..step import static_of
 from ..types import Metrics, Program, Static
 from . import capture as capture_
 from .evaluation import CompiledEval
@@ -87,7 +88,7 @@ def compile_step(
     capture_.check(capture)
     _check_backend(backend, capture)
     _check_function(step)
-    static = cast(Static | None, getattr(step, "static", None))
+    static = static_of(step)
     _check_launch(static, donate=donate, cuda_graph=cuda_graph, unroll=unroll)
     chosen = Options(capture, backend, options)
     return CompiledStep(step, static, donate=donate, options=chosen, cuda_graph=cuda_graph, unroll=unroll)
@@ -126,8 +127,11 @@ def compile_program(
     _check_backend(backend, capture)
     _check_launch(program.static, donate=donate, cuda_graph=cuda_graph, unroll=1)
     chosen = Options(capture, backend, options)
-    train = CompiledStep(program.train_step, program.static, donate=donate, options=chosen, cuda_graph=cuda_graph)
-    flush = CompiledStep(program.flush, program.static, donate=donate, options=chosen, flush=True, beside=train)
+    static = static_of(program.train_step)  # of a program whose step somebody has exchanged: None
+    train = CompiledStep(program.train_step, static, donate=donate, options=chosen, cuda_graph=cuda_graph)
+    flush = program.flush
+    if static is not None and static_of(flush) is static:
+        flush = CompiledStep(flush, static, donate=donate, options=chosen, flush=True, beside=train)
     return program._replace(
         train_step=train,
         flush=flush,

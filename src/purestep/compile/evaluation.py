@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import rng, tree
 from ..types import Empty, Metrics, TrainState
 from . import live as live_
-from . import skeleton
+from . import skeleton, standing
 from .contract import tensors_alone
 from .graphs import Graphs, Options, check_untransformed, kinds, resolved, unstacked
 from .runner import batch_leaves
@@ -36,7 +36,7 @@ class CompiledEval:
         old, state_def = tree.flatten(_without_optimizer(given))
         keys = live_.key_positions(state_def)
         inputs = [leaf for index, leaf in enumerate(old) if index not in keys]
-        if live_.store_of(state) is None:  # whose memory is what compiled code reads
+        if standing.store_of(state) is None:  # whose memory is what compiled code reads
             inputs = [resolved(leaf) for leaf in inputs]
         places = [index in keys for index in range(len(old))]
         leaves, treedef = batch_leaves(batch)

@@ -97,6 +97,17 @@ def apart(value: Tensor, buffers: list[Tensor]) -> Tensor:
     return value.clone() if taken else value
 
 
+def memory_of(leaf: Tensor) -> Tensor:
+    """What a tensor lies in, as a vector: slices and expanded tensors keep the strides that kernels are made for."""
+    length = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    return leaf.detach().as_strided((length if leaf.numel() else 0,), (1,))
+
+
+def unshared(leaf: Tensor) -> Tensor:
+    """The tensor in memory of its own, of the same strides."""
+    return memory_of(leaf).clone().as_strided(leaf.shape, leaf.stride(), 0)
+
+
 def place(packed: Tree) -> Slots:
     """Assign every leaf of a packed tree to a buffer."""
     leaves, treedef = tree.flatten(packed)
@@ -230,6 +241,14 @@ class Store:
                     hint="state._replace(...) with the new tensor, or tensor.copy_(...) into the one that is there",
                 )
 
+    def beside(self, leaves: list[Any]) -> list[Any]:
+        """What a step is given besides the state; a part of that very state, which the step writes, as a copy."""
+        memory = {buffer.untyped_storage().data_ptr() for buffer in self.buffers if buffer.numel()}
+        return [
+            unshared(leaf) if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in memory else leaf
+            for leaf in leaves
+        ]
+
     def begin(self) -> None:
         """A call is made: whatever becomes of it (Ctrl-C comes at any line), the state that went in is dead."""
         self.failed = True
@@ -346,39 +365,3 @@ def _live(store: Store, index: int) -> LiveState:
     state.live_calls = store.calls
     state.live_index = index
     return state
-
-
-def store_of(state: Tree) -> Store | None:
-    """The store that a whole tree of live states of one generation stands in, if it does."""
-    if isinstance(state, LiveState):
-        return state.live_store
-    if isinstance(state, Tensor) or not isinstance(state, tuple | dict | list):
-        return None
-    found = [part for part in states(state) if isinstance(part, LiveState)]
-    if not found or len(found) < len(states(state)):
-        return None
-    store = found[0].live_store
-    whole = store is not None and [part.live_index for part in found] == list(range(len(store.hosts)))
-    return store if whole and all(part.live_store is store for part in found) else None
-
-
-def check_alive(state: Tree) -> None:
-    """Raise the StateError of a donated state."""
-    if type(state) is LiveState:
-        return state.alive()
-    for found in states(state):
-        if isinstance(found, LiveState):
-            found.alive()
-
-
-def memory(state: Tree) -> list[Any]:
-    """What counts every write into a state: the few tensors that a live one lies in, or its leaves. Of a live one that
-    has been donated: nothing."""
-    store = store_of(state)
-    if store is None:
-        return tree.leaves(state)
-    try:
-        check_alive(state)
-    except StateError:
-        return []
-    return [*store.buffers, *(host.key for host in store.hosts)]

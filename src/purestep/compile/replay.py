@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import StepContractError
 from .graphs import kinds
-from .live import Store
+from .live import Store, memory_of, unshared
 
 Run = Callable[[list[Tensor], list[Any]], Any]
 """``(tensors, batch leaves) -> metrics``, as of `graphs.Graph`."""
@@ -41,7 +41,7 @@ class _Recorded:
         self.graph: Any = None
 
     def record(self, run: Run, tensors: list[Tensor], leaves: list[Any], pool: Any) -> None:
-        self.leaves = [_alike(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.leaves = [unshared(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         graph, device = torch.cuda.CUDAGraph(), tensors[0].device
         with torch.cuda.device(device):  # torch records, and seeds, on the current device
             before = torch.cuda.current_stream()
@@ -70,19 +70,9 @@ class _Recorded:
     def replay(self, leaves: list[Any]) -> Any:
         for own, leaf in zip(self.leaves, leaves, strict=True):
             if isinstance(own, Tensor):
-                _memory(own).copy_(_memory(leaf), non_blocking=True)
+                memory_of(own).copy_(memory_of(leaf), non_blocking=True)
         self.graph.replay()
         return self.outputs
-
-
-def _memory(leaf: Tensor) -> Tensor:
-    """What a tensor lies in, as a vector: slices and expanded tensors keep the strides that kernels are made for."""
-    length = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
-    return leaf.detach().as_strided((length if leaf.numel() else 0,), (1,))
-
-
-def _alike(leaf: Tensor) -> Tensor:
-    return _memory(leaf).clone().as_strided(leaf.shape, leaf.stride(), 0)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from ..step import Accum, Adding, Closing
 from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture as capture_
 from . import live as live_
-from . import skeleton
+from . import skeleton, standing
 from .contract import checked, same_structure
 from .forks import Forks
 from .graphs import (
@@ -147,6 +147,8 @@ class CompiledStep:
             if unlike is not None:
                 unlike(batch[0])
             graph, leaves = self._found(store, phase, batch)
+        if batch[1:]:  # a context, as the weights that the state has
+            leaves = store.beside(leaves)
         metrics = self._launched(graph, store, leaves)
         store.end(1 if self.unroll == 1 else len(batch[0]))
         if self._windowed:
@@ -192,9 +194,10 @@ class CompiledStep:
             if store is not None and not store.single:
                 return None  # one of several, which stay where they are
         else:
-            store = live_.store_of(state)
+            store = standing.store_of(state)
             if store is not None:
-                live_.check_alive(state)
+                standing.check_alive(state)
+                store = store if standing.stands(state, store) else None
         if store is None or (store.holds_callers and self.static is None):
             return None
         if store.layout is None or store.layouts is self.layouts:
@@ -203,7 +206,7 @@ class CompiledStep:
 
     def _enter(self, state: Any) -> live_.Store:
         """Copy a plain state into buffers of its own."""
-        live_.check_alive(state)
+        standing.check_alive(state)
         given = live_.plain(state)
         # A step of one's own may write what a program's never does.
         own, adopt = self.static is None, self.donate == "init"

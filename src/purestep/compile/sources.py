@@ -64,7 +64,8 @@ def apart(graph: Graph, *, is_simplified: bool = False) -> None:
     held(graph, shown, is_simplified=is_simplified)
     for node in found:
         for at in list(shown(node.args[1])):
-            if at.moved and at.node.op == "call_function" and at.node.target is not operator.getitem:
+            made = at.node.op == "call_function" and isinstance(at.node.meta.get("val"), Tensor)  # not several at once
+            if at.moved and made and at.node.target is not operator.getitem:
                 _computed_apart(graph, at)
 
 
@@ -204,8 +205,10 @@ class _Shown:
         inputs = [each for each in node.all_input_nodes if each in self._depends]
         if name == "copy":  # of its second argument, into a tensor like the first
             return [each for each in inputs if each is node.args[1]]
-        if name == "cat" and len(node.args[0]) > 1:  # memory of its own
-            return []
+        if name == "cat" and len(node.args[0]) > 1:  # memory of its own, unless it puts together what was split
+            parts = node.args[0]
+            whole = {each.args[0] for each in parts if each.target is operator.getitem}
+            return list(whole) if len(whole) == 1 and all(each.target is operator.getitem for each in parts) else []
         if is_view(node) or name in _SAME:
             return inputs
         if torch.Tag.pointwise in getattr(node.target, "tags", ()) and len(inputs) == 1:

@@ -70,7 +70,9 @@ def as_mapping(config: object, *, where: str) -> dict[str, Any]:
     if isinstance(config, tuple) and hasattr(config, "_asdict"):
         return dict(config._asdict())  # pyright: ignore[reportAttributeAccessIssue]  # just asked for
     if hasattr(config, "__dict__") and not isinstance(config, type):
-        return {name: value for name, value in vars(config).items() if not name.startswith("_")}
+        shared = {name: value for kind in reversed(type(config).__mro__) for name, value in vars(kind).items()}
+        plain = {name: value for name, value in shared.items() if not hasattr(type(value), "__get__")}
+        return {name: value for name, value in (plain | vars(config)).items() if not name.startswith("_")}
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     raise ConfigError(

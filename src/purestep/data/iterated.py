@@ -183,6 +183,8 @@ class StatefulFeed(Feed):
             DataError: of a place whose state is not kept, or cannot be stored.
         """
         stored = self._states.get((epoch, consumed))
+        if stored is None and self._restored is not None:  # saved again before a batch was asked for
+            stored = position.decode(self._restored)
         if stored is None and consumed:
             raise DataError(f"no state is kept of batch {consumed} of epoch {epoch + 1}", where=self.name)
         found = {**super().position(epoch, consumed), "state": position.encode(stored, where=self.name)}

@@ -132,7 +132,7 @@ def _mapped_mapping(tree: Mapping[Any, Any], fn: Callable[[Any], Any], path: str
 def _leaf(leaf: Any, fn: Callable[[Any], Any], path: str) -> Any:
     try:
         return fn(leaf)
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         said = str(error).split("\n")[0]
         raise DataError(f"a {type(leaf).__name__} cannot be moved: {said}", where=f"batch{path}") from error
 

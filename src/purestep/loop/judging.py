@@ -29,7 +29,7 @@ class Judge(NamedTuple):
 
     def judge(self, record: Record, row: Mapping[str, Cell]) -> Record:
         """The record after this row: best value, patience."""
-        if self.monitor is None or self.monitor not in row:
+        if self.monitor is None or self.monitor not in row or self._is_known(record):
             return record
         value = row[self.monitor]
         count = record.evaluations + 1
@@ -45,6 +45,12 @@ class Judge(NamedTuple):
         )
         step = record.calls if stopping.improved(best, epoch=count) else record.best_step
         return record._replace(best=best, evaluations=count, best_step=step)
+
+    def _is_known(self, record: Record) -> bool:
+        """Whether the last row is of the very state of the one before: an epoch may end where it was just evaluated."""
+        same = all(len(set(record.history[name][-2:])) == 1 for name in ("epoch", "step"))
+        column = record.history.get(self.monitor or "", [])
+        return same and len(column) > 1 and column[-2] is not None
 
     def _progress(self, record: Record) -> tuple[int, int] | None:
         """How much of how much has passed, by the limit that is nearer to where counting starts; None where counting
@@ -75,7 +81,7 @@ class Judge(NamedTuple):
             ConfigError: a monitor that was asked for does not exist; the message lists what there is.
         """
         known = set(record.history)
-        seen = all(any(name.startswith(f"{loader}_") for name in known) for loader in loaders)
+        seen = {_loader_of(name, loaders) for name in known}.issuperset(loaders)
         if self.monitor is None or self.monitor in known or not seen:
             return self
         if self.config.monitor is None:
@@ -112,7 +118,7 @@ def judge(config: FitConfig, loaders: Collection[str], length: int | None) -> Ju
     if monitor is None:
         _need_monitor(config, {"train_loss"})
     mode = config.mode or stopping.default_mode(monitor or "loss")
-    own = [name for name in loaders if monitor and monitor.startswith(f"{name}_")]
+    own = [name for name in loaders if monitor and name == _loader_of(monitor, loaders)]
     # What is measured in training has a value in every row, whichever loader it is for.
     inside = any(cadence.inside(config.interval(name)) for name in own or loaders)
     return Judge(monitor, mode, config, parts=length if inside and length else 1)
@@ -121,10 +127,17 @@ def judge(config: FitConfig, loaders: Collection[str], length: int | None) -> Ju
 def ended_before(judge: Judge, record: Record) -> str | None:
     """Why a run that goes on is at its end already, which is told: otherwise it looks as if it had trained."""
     ending = "early_stopping" if judge.stops(record) else limit_reached(judge.config, record)
+    if ending == "steps" and record.batch and record.interval:
+        return None  # its last row is still to be made
     if ending is not None:
         told = "nothing is trained: the run had ended already, by %s, after %d epochs and %d updates"
         _log.warning(told, ending, record.epoch, record.updates)
     return ending
+
+
+def _loader_of(name: str, loaders: Iterable[str]) -> str | None:
+    """Whose metric this is: of "val" and "val_hard", `val_hard_loss` is the latter's."""
+    return max((loader for loader in loaders if name.startswith(f"{loader}_")), key=len, default=None)
 
 
 def _need_monitor(config: FitConfig, known: Iterable[str]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import data, purity, tree
 from ..compile.live import plain
 from ..errors import PurestepError, StepContractError
+from ..step import static_of
 from ..types import Form, Metrics, Params, Program, TrainState, Tree
 from .pieces import check_pair
 
@@ -102,7 +103,7 @@ class _Reach:
         self.step = program.train_step
         static = program.static
         # A step that somebody wrapped may do more than the program's own.
-        self._known = static is not None and getattr(self.step, "static", None) is static
+        self._known = static is not None and static_of(self.step) is static
         if static is not None and self._known:
             self.step = static.steps(Form(lambda stored: stored, self._collect)).train_step
         self._reached: set[str] = set()

@@ -20,7 +20,7 @@ def rescue(error: BaseException, save: Callable[[], None]) -> None:
         error: what ends the run.
         save: writes a snapshot of the last whole state, and returns when it is committed.
     """
-    if isinstance(error, _OF_THE_STATE) or not isinstance(error, Exception):
+    if isinstance(error, _OF_THE_STATE) or not isinstance(error, Exception | SystemExit):
         return  # who ends a run by a signal has saved already
     try:
         save()

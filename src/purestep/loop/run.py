@@ -65,7 +65,7 @@ class Run:
         self.program = compiling.ready_program(program, self.state, config)
         self.call = caller(self.eager, self.program, self.state, config)
         self.window = program.static.accumulate if program.static else 1
-        intervals = {name: config.interval(name) for name in feeds.evaluation}
+        intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
         self.plan = cadence.Plan(intervals, feeds.train.length, self.window)
         self.left = setup.window_left(self.state, self.window)
         self.ledger = ledger.opened(config.log_every, self.state, self.record)
@@ -76,7 +76,8 @@ class Run:
         self.ending: str | None = None
         self.unscored: Record | None = None  # at the end of an epoch: where to go on if it is not evaluated to the end
         self.begun = time.monotonic()
-        self.saver = Saver(snapshots, feeds.train, config, saved=self.record.calls if self.resumed else None)
+        is_saved = self.resumed or self.record.calls > 0  # also by hand, without a loop's record
+        self.saver = Saver(snapshots, feeds.train, config, saved=self.record.calls if is_saved else None)
         if snapshots is not None and self.judge.monitor is not None:
             snapshots.track(self.judge.monitor, mode=self.judge.mode)
 
@@ -116,15 +117,11 @@ class Run:
         fed = self.ledger.timed(self.feeds.train.epoch(self.record.epoch, self.record.batch))
         fed = data.prefetch(self.signals.watch(fed), data.device_of(self.state), name="train")
         with closing(Ahead(fed)) as batches:
-            if self.record.batch and self.record.interval:
-                self._inside(batches)  # the run was told to end in this evaluation
+            if self.record.batch and self.record.interval and self._ends_behind_batch(batches):
+                return  # the run was told to end in this evaluation, which was to be its last
             for batch in batches:
                 self._step(batch)
-                at_end = self._inside(batches) or self.record.batch == self.feeds.train.length
-                self._between()
-                if not at_end and self._cut_off():
-                    self._last_row()
-                    self._between()
+                if self._ends_behind_batch(batches):
                     return
         self._between()  # the wait for a batch may have been broken off
         self._flush()
@@ -136,6 +133,16 @@ class Run:
             self.record = self.unscored
         self._between()
 
+    def _ends_behind_batch(self, batches: Ahead) -> bool:
+        """What follows a batch; True where the run ends inside this epoch."""
+        at_end = self._inside(batches) or self.record.batch == self.feeds.train.length
+        self._between()
+        if at_end or not self._cut_off() or (self.feeds.train.length is None and not batches.more()):
+            return False
+        self._last_row()
+        self._between()
+        return True
+
     def _step(self, batch: Any) -> None:
         """One call of train_step. Nothing is read from the device."""
         record = self.record
@@ -146,14 +153,16 @@ class Run:
         self._measured(Tag(record.calls + 1, record.epoch, record.batch, closes), metrics, batch)
 
     def _flush(self) -> None:
-        """Close a window that the epoch left open, as the program's tail says."""
-        static = self.program.static
-        if static is None or static.tail == "carry" or self.left == self.window:
+        """Close a window that the epoch left open, as the program's tail says; one of the user's own knows itself."""
+        static, flush = self.program.static, self.program.flush
+        if static is not None and (static.tail == "carry" or self.left == self.window):
             return
-        self.state, metrics = self.call.flush(self.program.flush, self.state)
-        self.left = self.window
+        state, metrics = self.call.flush(flush, self.state)
+        if static is None and state is self.state:
+            return  # nothing was open
+        self.state, self.left = state, self.window
         record = self.record = self.record._replace(calls=self.record.calls + 1)
-        self._measured(Tag(record.calls, record.epoch, -1, static.tail == "step"), metrics, None)
+        self._measured(Tag(record.calls, record.epoch, -1, static is None or static.tail == "step"), metrics, None)
 
     def _measured(self, tag: Tag, metrics: Metrics | Stacked, batch: Any) -> None:
         self.ledger.add(tag, metrics, self.record, batch)
@@ -310,7 +319,10 @@ class Run:
     # --- telling ------------------------------------------------------------------------------------------------------
 
     def _tell(self, event: events.Event) -> None:
+        before = self.state
         self._heed(self.audience.tell(event))
+        if self.state is not before and isinstance(event, events.FitStart | events.EpochEnd):
+            self.keeper.keep(self.state, self.record)  # what a callback has put in, going back keeps
 
     def _heed(self, answers: Iterable[Any]) -> None:
         """What callbacks answer: an end, or another state."""

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from .. import data, rng, sinks, tree
 from ..errors import ConfigError, DataError, StateError
+from ..precision import usable
 from ..snapshot import Snapshots
 from ..types import Empty, Program, TrainState, Tree
 from .alone import check_alone
@@ -124,12 +125,17 @@ def _share(amount: int | float, feed: data.Feed) -> int:
 
 
 def placed(state: Tree, device: str | None) -> Tree:
-    """The state on that device (None: where it is), and its keys on the CPU, whoever has moved them."""
+    """The state on that device (None: where it is), and its keys on the CPU, whoever has moved them.
+
+    Raises:
+        ConfigError: a device that is not there.
+    """
+    wanted = None if device is None else usable(device)
 
     def move(path: str, leaf: Tensor) -> Tensor:
         if is_key(path, leaf):
             return leaf.cpu()
-        return leaf if device is None else leaf.to(device)
+        return leaf if wanted is None else leaf.to(wanted)
 
     leaves = tree.with_paths(state)
     moved = [move(path, leaf) for path, leaf in leaves]
@@ -200,8 +206,8 @@ def _paths_of(answer: Any) -> list[tuple[str, Any]]:
 def ready_sinks(given: Iterable[Any] | None, snapshots: Snapshots | None, config: FitConfig) -> list[Any]:
     """The sinks of a run, each guarded: none of them can end it."""
     if given is not None:
-        given = called("sinks", given)
-        return [sinks.guarded(sink) for sink in given]
+        guarded = [sinks.guarded(sink) for sink in called("sinks", given)]
+        return [sink for sink in guarded if not (config.fast_dev_run and sink.writes_files)]
     directory = None if snapshots is None else snapshots.directory
     return [sinks.guarded(sink) for sink in sinks.default_sinks(directory, progress=config.progress)]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import events, purity, tree
-from ..compile import live as live_
+from ..compile import standing
 from ..errors import StateError
 from ..types import Metrics, Tree
 from .pieces import Watch
@@ -101,7 +101,7 @@ class Audience:
 
 def _answer(callback: events.Callback, event: events.Event) -> Any:
     shown = getattr(event, "state", ())
-    memory = live_.memory(shown)
+    memory = standing.memory(shown)
     before = [purity.version(part) for part in memory]
     try:
         answer = callback(event)
@@ -115,7 +115,7 @@ def _answer(callback: events.Callback, event: events.Event) -> Any:
 def _check_untouched(state: Tree, memory: list[Any], before: list[int]) -> None:
     if not memory:
         return  # it was dead before the callback: FitEnd after a failure
-    live_.check_alive(state)  # a callback may have given it away
+    standing.check_alive(state)  # a callback may have given it away
     written = [part for part, count in zip(memory, before, strict=True) if purity.version(part) != count]
     if not written:
         return

@@ -22,7 +22,7 @@ def mean_of(value: Any, targets: Any) -> Mean:
         StepContractError: something else than a Mean, a pair or a 0-d tensor.
         DataError: targets without a leading dimension to count.
     """
-    if isinstance(value, Mean):
+    if isinstance(value, Mean) and all(isinstance(part, Tensor) for part in cast(tuple[Any, ...], value)):
         return value._replace(total=value.total.detach(), weight=value.weight.detach())
     if isinstance(value, tuple) and len(cast(tuple[Any, ...], value)) == 2:
         total, weight = cast(tuple[Any, Any], value)

@@ -81,7 +81,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
     def update(updates: Params, state: FromTorchState, params: Params) -> tuple[Params, FromTorchState]:
         if not params:
             return updates, state
-        if modes.transformed():
+        if modes.transformed() or modes.followed([*params.values(), *updates.values()]):
             raise StepContractError(
                 "an optimizer of torch's inside of torch.func.vmap, grad or another transform",
                 where=maker.where,

@@ -12,6 +12,7 @@ from ..events import EpochEnd, Event, FitEnd, FitStart, Logged
 class TensorBoard:
     """Scalars by update; see `tensorboard`."""
 
+    writes_files = True
     wants = (FitStart, Logged, EpochEnd, FitEnd)
 
     def __init__(self, directory: Path, writer: Any) -> None:

@@ -14,7 +14,8 @@ from ..events import Event, FitEnd
 
 Sink: TypeAlias = Callable[[Any], Any]
 """A callable of events. Optional: ``close()``; ``wants``, the classes of the events it is to see; ``foreground``, True
-where it is quick enough to be called by the training thread itself."""
+where it is quick enough to be called by the training thread itself; ``writes_files``, True where a ``fast_dev_run`` is
+to go without it."""
 
 _log = logging.getLogger("purestep")
 
@@ -29,6 +30,7 @@ class Guarded:
         self.dropped = 0  # events for which there was no room
         self._wants: tuple[type, ...] | None = getattr(sink, "wants", None)
         self._foreground = bool(getattr(sink, "foreground", False))
+        self.writes_files = bool(getattr(sink, "writes_files", False))
         self._patience = patience
         self._queue: queue.Queue[Event | None] = queue.Queue(capacity)
         self._thread: threading.Thread | None = None

@@ -25,6 +25,7 @@ Row: TypeAlias = dict[str, Any]
 class History:
     """One JSON list with a row an epoch; see `history_json`."""
 
+    writes_files = True
     wants = (FitStart, EpochEnd, FitEnd)
 
     def __init__(self, path: Path) -> None:
@@ -101,6 +102,7 @@ class Rows(ABC):
     one for each (kind, step).
     """
 
+    writes_files = True
     wants = (FitStart, Logged, EpochEnd, FitEnd)
 
     def __init__(self, path: Path) -> None:

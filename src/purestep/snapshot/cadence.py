@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..arguments import is_number
+from ..arguments import is_count, is_number
 from ..errors import ConfigError
 
 
@@ -30,9 +30,12 @@ def every(steps: int | None, epochs: int | None, seconds: float | None) -> Every
     Raises:
         ConfigError: a number that is not positive.
     """
-    for name, value in (("every_steps", steps), ("every_epochs", epochs), ("every_seconds", seconds)):
-        if value is not None and not (is_number(value) and value > 0):
-            raise ConfigError(f"{name} is {value!r}", where="Snapshots", hint=f"{name}=None for never")
+    counts = all(value is None or is_count(value, 1) for value in (steps, epochs))
+    if not counts or not (seconds is None or (is_number(seconds) and seconds > 0)):
+        given = (("every_steps", steps), ("every_epochs", epochs), ("every_seconds", seconds))
+        found = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
+        hint = "whole numbers of updates and epochs, seconds above 0; None for never"
+        raise ConfigError(f"a cadence that does not exist: {found}", where="Snapshots", hint=hint)
     return Every(steps, epochs, seconds)
 
 
@@ -42,9 +45,9 @@ def check_policy(keep: int | None, keep_best: int, on_save_error: str) -> None:
     Raises:
         ConfigError: a number out of range, or another word.
     """
-    if keep is not None and not (is_number(keep) and keep >= 1):
+    if keep is not None and not is_count(keep, 1):
         raise ConfigError(f"keep is {keep!r}", where="Snapshots", hint="keep=1, or keep=None for all")
-    if not (is_number(keep_best) and keep_best >= 0):
+    if not is_count(keep_best):
         raise ConfigError(f"keep_best is {keep_best!r}", where="Snapshots", hint="keep_best=0 for none")
     if on_save_error not in ("raise", "continue"):
         raise ConfigError(f"on_save_error is {on_save_error!r}", where="Snapshots", hint='"raise" or "continue"')

@@ -9,6 +9,7 @@ window in an eager step.
 """
 
 from .build import program as program
+from .build import static_of as static_of
 from .parts import Accum as Accum
 from .parts import Adding as Adding
 from .parts import Closing as Closing

@@ -103,8 +103,8 @@ def program(
     )
     static = _static(spec)
     steps = steps_of(spec, IDENTITY)
-    # How compile_step, given the bare function, finds what it may pack.
-    steps.train_step.static = static  # pyright: ignore[reportFunctionMemberAccess]  # an attribute of our own function
+    for function in steps:  # how compile_step, given the bare function, finds what it may pack
+        vars(function)["static"] = static
     return Program(
         train_step=steps.train_step,
         flush=steps.flush,
@@ -113,6 +113,12 @@ def program(
         bind=bind_of(spec),
         static=static,
     )
+
+
+def static_of(function: Any) -> Static | None:
+    """What is known of a program's own train_step or flush; nothing of one that somebody has wrapped, which does
+    something else (`functools.wraps` hands on its attributes)."""
+    return None if hasattr(function, "__wrapped__") else getattr(function, "static", None)
 
 
 def _static(spec: Spec) -> Static:

@@ -97,7 +97,8 @@ def _checked_metrics(given: Any, device: torch.device) -> Metrics:
             raise StepContractError(
                 "the step has a metric of this name itself", where=f"metrics/{name}", hint="another name"
             )
-    return {name: Mean(*(_checked_part(name, part, device) for part in mean)) for name, mean in found.items()}
+    # What a metric is beside a pair of numbers (a torchmetrics.Metric computes itself), it stays.
+    return {n: counted_anew(mean, *(_checked_part(n, part, device) for part in mean)) for n, mean in found.items()}
 
 
 def _checked_part(name: str, given: Any, device: torch.device) -> Tensor:

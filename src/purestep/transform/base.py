@@ -56,15 +56,16 @@ def identity() -> Transform:
         >>> identity().init({"w": torch.ones(2)})
         Empty()
     """
-    return stateless(lambda updates, params: updates)
+    return stateless(lambda updates, params: updates, elementwise=True)
 
 
-def stateless(fn: Callable[[Params, Params], Params], *, elementwise: bool = True) -> Transform:
+def stateless(fn: Callable[[Params, Params], Params], *, elementwise: bool = False) -> Transform:
     """A transform without state from ``fn(updates, params) -> updates``.
 
     Args:
         fn: a pure function of the updates and the parameters.
-        elementwise: see `Transform`.
+        elementwise: see `Transform`. Compiled steps are smaller where it is True, and wrong where ``fn`` goes by names
+            or by whole tensors.
 
     Example:
         >>> halve = stateless(lambda updates, params: {name: u / 2 for name, u in updates.items()})
@@ -165,9 +166,10 @@ def global_norm(updates: Params) -> Tensor:
 
 
 def _leaf_norm(leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    if leaf.numel() < 64 * _NORM_ROW or not leaf.is_contiguous():
+    if leaf.numel() < 64 * _NORM_ROW:
         return torch.linalg.vector_norm(leaf, dtype=dtype)
-    flat = leaf.flatten()
+    # In the order that it lies in, so that a turned weight has the same norm as in a packed state.
+    flat = leaf.permute(sorted(range(leaf.dim()), key=lambda dim: -leaf.stride(dim))).flatten()
     rows, rest = flat.split([flat.numel() // _NORM_ROW * _NORM_ROW, flat.numel() % _NORM_ROW])
     norms = torch.linalg.vector_norm(rows.view(-1, _NORM_ROW), dim=1, dtype=dtype)
     return torch.linalg.vector_norm(

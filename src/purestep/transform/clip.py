@@ -38,7 +38,7 @@ def clip_by_global_norm(max_norm: Scalar) -> Transform:
         factor = torch.clamp(max_norm / (global_norm(updates) + 1e-6), max=1.0)
         return {name: times(u, factor) for name, u in updates.items()}
 
-    return stateless(clip)
+    return stateless(clip, elementwise=True)
 
 
 def clip_by_value(max_value: Scalar) -> Transform:
@@ -61,7 +61,7 @@ def clip_by_value(max_value: Scalar) -> Transform:
         del params  # A bound on gradients alone.
         return {name: _clamp(u, max_value) for name, u in updates.items()}
 
-    return stateless(clip)
+    return stateless(clip, elementwise=True)
 
 
 def _clamp(leaf: Tensor, limit: Scalar) -> Tensor:

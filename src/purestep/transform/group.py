@@ -96,7 +96,7 @@ def set_to_zero() -> Transform:
         >>> set_to_zero().update({"w": torch.ones(1)}, Empty(), {})[0]["w"].item()
         0.0
     """
-    return stateless(lambda updates, params: {name: torch.zeros_like(u) for name, u in updates.items()})
+    return stateless(lambda updates, _: {name: torch.zeros_like(u) for name, u in updates.items()}, elementwise=True)
 
 
 class PartitionState(NamedTuple):

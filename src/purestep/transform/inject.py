@@ -91,7 +91,7 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], given: d
 
 def _leaf(value: Any, count: Tensor) -> Tensor:
     if isinstance(value, Tensor):
-        return value.detach().to(device=count.device, dtype=torch.float32, copy=True)
+        return value.to(device=count.device, dtype=torch.float32, copy=True)
     return torch.tensor(float(value), dtype=torch.float32, device=count.device)
 
 

@@ -34,7 +34,7 @@ def scale(factor: Scalar) -> Transform:
         del params  # A constant factor.
         return {name: times(u, factor) for name, u in updates.items()}
 
-    return stateless(fn)
+    return stateless(fn, elementwise=True)
 
 
 class ScaleByLearningRateState(NamedTuple):
@@ -113,7 +113,7 @@ def add_decayed_weights(weight_decay: Scalar, *, mask: Mask | None = None) -> Tr
     def decay(updates: Params, params: Params) -> Params:
         return {name: _add_scaled(u, params[name], weight_decay) for name, u in updates.items()}
 
-    inner = stateless(decay)
+    inner = stateless(decay, elementwise=True)
     return inner if mask is None else masked(inner, mask)
 
 

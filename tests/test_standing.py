@@ -1,0 +1,182 @@
+"""What a compiled step is given beside what it has: another step than the program's, other leaves than the store's, a
+flush of the user's own, a context that is part of the state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from faults.runs import fit
+from helpers import assert_trees_close, tiny_mlp, vector_batch
+from torch import Tensor, nn
+
+import purestep as ps
+from purestep import events, optim
+from purestep.compile import live, standing
+from purestep.types import Mean, Program, TrainState
+
+pytestmark = pytest.mark.compile
+one = torch.ones(())
+
+
+def mlp(**options: Any) -> Program:
+    return ps.program(tiny_mlp(), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1), **options)
+
+
+def clamped(made: Program) -> Callable[..., Any]:
+    """A step that does more than the program's own."""
+
+    def step(state: TrainState, batch: Any) -> Any:
+        new, metrics = made.train_step(state, batch)
+        params = {name: value.clamp(-0.01, 0.01) for name, value in new.params.items()}
+        return new._replace(params=params), metrics | {"mine": Mean(one, one)}
+
+    return step
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_step_that_is_compiled_is_the_one_that_was_given(donate: bool, wrapped: bool) -> None:
+    made, batch = mlp(), vector_batch()
+    step = functools.wraps(made.train_step)(clamped(made)) if wrapped else clamped(made)
+    expected, _ = step(made.init(), batch)
+    for compiled in (
+        ps.compile_step(step, donate=donate, backend="aot_eager"),
+        ps.compile_program(made._replace(train_step=step), donate=donate, backend="aot_eager").train_step,
+    ):
+        state, metrics = compiled(made.init(), batch)
+        assert "mine" in metrics
+        assert_trees_close(state.params, expected.params)
+
+
+def test_fit_compiles_the_step_that_it_was_given() -> None:
+    made = mlp()
+    mine = made._replace(train_step=clamped(made))
+    loaders = {"train": [vector_batch()] * 3}
+    compiled = fit(made.init(), loaders, mine, epochs=1, compile={"backend": "aot_eager"})
+    eager = fit(made.init(), loaders, mine, epochs=1)
+    assert_trees_close(compiled.state.params, eager.state.params)
+    assert list(compiled.history) == list(eager.history)
+
+
+class Pair(NamedTuple):
+    trained: TrainState
+    target: dict[str, Tensor]
+
+
+def towards(made: Program) -> Callable[..., Any]:
+    """A step that measures how far the weights are from a target, which the host moves."""
+
+    def step(state: Pair, batch: Any) -> Any:
+        new, metrics = made.train_step(state.trained, batch)
+        gap = torch.stack([(new.params[name] - state.target[name]).abs().sum() for name in state.target]).sum()
+        return Pair(new, state.target), metrics | {"gap": Mean(gap, one)}
+
+    return step
+
+
+def gaps(step: Callable[..., Any], made: Program) -> list[float]:
+    state, found = Pair(made.init(), ps.clone(made.init().params)), list[float]()
+    for number in range(4):
+        state, metrics = step(state, vector_batch())
+        found.append(float(metrics["gap"]))
+        if number == 1:
+            state = state._replace(target=ps.clone(dict(state.trained.params)))
+    return found
+
+
+@pytest.mark.parametrize("donate", [True, "init"])
+def test_a_leaf_that_is_put_beside_live_states_is_taken(donate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = mlp()
+    expected = gaps(towards(made), made)
+    assert gaps(ps.compile_step(towards(made), donate=donate, backend="aot_eager"), made) == pytest.approx(expected)
+    monkeypatch.setattr(standing, "stands", lambda state, store: True)
+    wrong = gaps(ps.compile_step(towards(made), donate=donate, backend="aot_eager"), made)
+    assert wrong != pytest.approx(expected)
+
+
+def test_a_leaf_that_a_callback_puts_beside_live_states_is_taken() -> None:
+    made = mlp()
+
+    def follow(event: Any) -> Any:
+        if isinstance(event, events.EpochEnd):
+            return event.state._replace(target=ps.clone(dict(event.state.trained.params)))
+        return None
+
+    def run(**options: Any) -> Any:
+        state = Pair(made.init(), ps.clone(made.init().params))
+        loaders = {"train": [vector_batch()] * 3}
+        return fit(state, loaders, Program(towards(made)), epochs=3, callbacks=[follow], **options).history["train_gap"]
+
+    assert run(compile={"backend": "aot_eager"}) == pytest.approx(run())
+
+
+def test_a_tree_with_another_leaf_is_entered_anew() -> None:
+    made = mlp()
+
+    def step(state: dict[str, Any], batch: Any) -> Any:
+        new, metrics = made.train_step(state["trained"], batch)
+        return {**{name: value + 1 for name, value in state.items() if name != "trained"}, "trained": new}, metrics
+
+    compiled = ps.compile_step(step, donate=True, backend="aot_eager")
+    state, _ = compiled({"trained": made.init(), "a": torch.zeros(())}, vector_batch())
+    state, _ = compiled({**state, "b": torch.zeros(())}, vector_batch())
+    assert {name: float(state[name]) for name in "ab"} == {"a": 2.0, "b": 1.0}
+
+
+def own_flush(state: dict[str, Tensor]) -> Any:
+    return {"sum": torch.zeros(()), "out": state["out"] + state["sum"]}, {}
+
+
+def summing(state: dict[str, Tensor], batch: Tensor) -> Any:
+    return {"sum": state["sum"] + batch.sum(), "out": state["out"] + 0}, {"seen": Mean(batch.sum(), one)}
+
+
+@pytest.mark.parametrize("options", [None, {"donate": False}, {"donate": True}])
+def test_a_flush_of_ones_own_is_called(options: Any) -> None:
+    own = Program(summing, flush=own_flush)
+    if options is not None:
+        own = ps.compile_program(own, backend="aot_eager", **options)
+    state: Any = {"sum": torch.zeros(()), "out": torch.zeros(())}
+    state, _ = own.train_step(state, torch.ones(3))
+    state, _ = own.flush(state)
+    assert {name: float(value) for name, value in state.items()} == {"sum": 0.0, "out": 3.0}
+
+
+@pytest.mark.parametrize("compile", [False, {"backend": "aot_eager"}])
+def test_fit_flushes_with_a_flush_of_ones_own_at_the_end_of_each_epoch(compile: Any) -> None:
+    inner = mlp(accumulate=4)
+    loaders = {"train": [vector_batch()] * 6}
+    expected = fit(inner.init(), loaders, inner, epochs=2)
+    found = fit(inner.init(), loaders, Program(inner.train_step, inner.flush), epochs=2, compile=compile)
+    assert int(found.state.updates) == int(expected.state.updates) == 4
+    assert_trees_close(found.state.params, expected.state.params)
+    state = {"sum": torch.zeros(()), "out": torch.zeros(())}
+    summed = fit(state, {"train": [torch.ones(3)] * 2}, Program(summing, flush=own_flush), epochs=2, compile=compile)
+    assert {name: float(value) for name, value in summed.state.items()} == {"sum": 0.0, "out": 12.0}
+
+
+def test_a_context_that_is_part_of_the_state_is_read_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Linear(40, 50, bias=False)
+    made = ps.program(net, ps.supervised(nn.MSELoss()), optim.sgd(0.1))
+    batch = (torch.randn(8, 40), torch.randn(8, 50) * 100)
+
+    def step(state: TrainState, batch: Any, anchor: dict[str, Tensor]) -> Any:
+        new, metrics = made.train_step(state, batch)
+        overlap = (new.params["weight"] @ anchor["weight"].t()).square().sum()
+        return new, metrics | {"overlap": Mean(overlap, one)}
+
+    def overlaps(step: Callable[..., Any]) -> list[float]:
+        state, found = made.init(), list[float]()
+        for _ in range(3):
+            state, metrics = step(state, batch, state.params)
+            found.append(float(metrics["overlap"]))
+        return found
+
+    expected = overlaps(step)
+    assert overlaps(ps.compile_step(step, donate=True)) == pytest.approx(expected, rel=1e-4)
+    monkeypatch.setattr(live.Store, "beside", lambda self, leaves: leaves)
+    assert overlaps(ps.compile_step(step, donate=True)) != pytest.approx(expected, rel=1e-4)
