@@ -624,6 +624,58 @@ def test_a_longer_run_over_a_stream_counts_no_epoch_twice(tmp_path: Path) -> Non
         assert result.history["step"] == list(range(5, steps + 1, 5))
 
 
+def test_another_monitor_of_a_run_that_goes_on_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its best so far is another metric's."""
+    program = ps.program(
+        tiny_mlp(), ps.supervised(CRITERION, metrics={"accuracy": ps.metrics.accuracy}), optim.sgd(0.1)
+    )
+    loaders = {"train": batches(4), "val": batches(2)}
+    first = fit(program.init(), loaders, program, epochs=2, snapshots=tmp_path)
+    settings: dict[str, Any] = {"epochs": 6, "monitor": "val_accuracy", "mode": "max", "early_stopping": 10}
+    result = fit(program.init(), loaders, program, snapshots=tmp_path, **settings)
+    assert first.best is not None
+    assert "val_loss" in first.best
+    assert result.best is not None
+    assert result.best["val_accuracy"] == max(result.history["val_accuracy"][2:])
+    assert "was judged by val_loss min, and goes on with val_accuracy max" in caplog.text
+
+
+def test_a_run_in_which_no_update_is_applied_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    program = ps.program(tiny_mlp(), ps.supervised(CRITERION), optim.sgd(0.1), nonfinite="skip")
+    x, y = batches(1)[0]
+    result = fit(program.init(), {"train": [(x * torch.nan, y)] * 150}, program, epochs=1)
+    assert int(result.state.updates) == 0
+    assert [record.message for record in caplog.records if "no update has been applied in 100 calls" in record.message]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_file_of_rows_has_those_of_the_history_where_the_count_stands_still(kind: str, tmp_path: Path) -> None:
+    program = ps.program(tiny_mlp(), ps.supervised(CRITERION), optim.sgd(0.1), accumulate=8, tail="carry")
+    path = tmp_path / "rows"
+    sinks = [getattr(ps.sinks, kind)(path)]
+    result = fit(program.init(), {"train": batches(3), "val": batches(1)}, program, epochs=6, sinks=sinks)
+    assert result.history["step"] == [0, 0, 1, 1, 1, 2]
+    assert len(path.read_text().splitlines()) == 6 + (kind == "csv")
+
+
+def test_a_file_of_rows_shows_no_update_that_was_undone(tmp_path: Path) -> None:
+    program, given, bad = mlp(), batches(6), iter([4])
+
+    class Once:
+        def __len__(self) -> int:
+            return len(given)
+
+        def __iter__(self) -> Iterator[Any]:
+            spoilt = next(bad, None)
+            return ((x * torch.nan, y) if number == spoilt else (x, y) for number, (x, y) in enumerate(given))
+
+    path = tmp_path / "rows.jsonl"
+    settings: dict[str, Any] = {"rollback": 1, "check_every": None, "log_every": 1, "sinks": [ps.sinks.jsonl(path)]}
+    fit(program.init(), {"train": Once()}, program, epochs=2, **settings)
+    steps = [row["step"] for row in map(json.loads, path.read_text().splitlines()) if row["kind"] == "step"]
+    assert steps == sorted(set(steps))
+
+
 def test_a_loader_whose_name_begins_like_anothers_has_metrics_of_its_own() -> None:
     program, given = mlp(), batches(5)
     loaders = {"train": given, "val": given[:1], "val_hard": given[1:2]}

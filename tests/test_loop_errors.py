@@ -357,3 +357,18 @@ def test_a_mean_of_numbers_is_a_metric_like_a_pair_of_them() -> None:
     program = mlp(ps.supervised(CRITERION, metrics={"mine": counted, "theirs": ps.metrics.accuracy}))
     history = fit(program.init(), batches(2), program, epochs=1).history
     assert history["train_mine"] == history["train_theirs"]
+
+
+@pytest.mark.parametrize(
+    ("of_state", "of_run", "found"),
+    [
+        ({"ema": 0.9}, {}, "the state alone has an average"),
+        ({}, {"ema": 0.9}, "the program alone has an average"),
+        ({"accumulate": 2}, {}, "accumulate=1, and the state has a window"),
+        ({}, {"accumulate": 2}, "accumulate=2, and the state has no window"),
+        ({"module": nn.Linear(4, 3)}, {"module": nn.Linear(4, 3, bias=False)}, "bias is trained in one of them only"),
+    ],
+)
+def test_a_state_of_another_program_is_named(of_state: Any, of_run: Any, found: str) -> None:
+    state, program = mlp(**of_state).init(), mlp(**of_run)
+    refused(StateError, found, lambda: fit(state, batches(2), program, epochs=1))

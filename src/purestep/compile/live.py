@@ -273,13 +273,22 @@ class Store:
         return f"{told}, which failed and may have written half of it" if last else told
 
 
+def overlaps(leaf: Tensor) -> bool:
+    """Whether two indices of a tensor are one place in memory, as in `expand`: writing in place is an error there."""
+    extent = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return leaf.numel() > 0
+        extent += stride * (size - 1)
+    return False
+
+
 def _shared(leaves: list[Tensor]) -> set[int]:
     """Leaves that cannot be written where they are: a target network may start as the very weights."""
     found, taken = set[int](), set[int]()
     for leaf in leaves:
         memory = leaf.untyped_storage().data_ptr()
-        expanded = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
-        if memory in taken or expanded:
+        if memory in taken or overlaps(leaf):
             found.add(id(leaf))
         taken.add(memory)
     return found

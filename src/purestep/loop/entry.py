@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..compile.live import plain
+from ..compile.live import overlaps, plain
 from ..errors import StateError
-from ..types import TrainState, Tree
+from ..types import Empty, Program, TrainState, Tree
 
 _CURE = "program.init(seed=0), or a tree of dicts, lists, tuples and dense tensors"
 
@@ -36,6 +36,26 @@ def checked_state(state: Tree) -> Tree:
     _check_devices(leaves)
     _check_ties(leaves)
     return state
+
+
+def check_fits(state: Tree, program: Program) -> None:
+    """Raise StateError for a TrainState that another program has made: its fields say which weights are trained,
+    whether there is an average, and whether windows are counted."""
+    static = program.static
+    if static is None or not isinstance(state, TrainState):
+        return
+    has_window, has_ema = (not isinstance(part, Empty) for part in (state.accum, state.ema))
+    wrong = [f"{name} is trained in one of them only" for name in sorted({*state.params} ^ {*static.trained})[:3]]
+    if has_ema != static.has_ema:
+        wrong.append(f"{'the state' if has_ema else 'the program'} alone has an average")
+    if has_window != (static.accumulate > 1):
+        wrong.append(f"accumulate={static.accumulate}, and the state has {'a' if has_window else 'no'} window")
+    if wrong:
+        raise StateError(
+            f"of another program: {'; '.join(wrong)}",
+            where="init_state",
+            hint="program.init(); ps.load_into(model, state) before it takes weights over",
+        )
 
 
 def is_key(path: str, leaf: Tensor) -> bool:
@@ -86,19 +106,9 @@ def _unfit(leaf: Any) -> str:
     if leaf.is_nested or leaf.is_quantized or leaf.layout != torch.strided:
         kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout)[6:]
         return f"a {kind} tensor; dense ones are needed"
-    if _overlaps(leaf):
+    if overlaps(leaf):
         return f"several of its numbers share memory (strides {list(leaf.stride())}); .clone() makes it whole"
     return ""
-
-
-def _overlaps(leaf: Tensor) -> bool:
-    """Whether two indices of a tensor are one place in memory, as in `expand`: writing in place is an error there."""
-    extent = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
-        if size > 1 and stride < extent:
-            return leaf.numel() > 0
-        extent += stride * (size - 1)
-    return False
 
 
 def _check_counters(state: Tree) -> None:

@@ -68,6 +68,7 @@ def fit(
     resolved = setup.settings(config, fields)
     ready = setup.checked_program(program)
     state = setup.placed(entry.checked_state(init_state), resolved.device)
+    entry.check_fits(state, ready)
     with ExitStack() as stack:
         stack.enter_context(setup.surroundings(resolved, data.device_of(state)))
         feeds = setup.open_feeds(loaders, resolved, ready, setup.seed_of(state))

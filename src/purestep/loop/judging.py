@@ -27,6 +27,15 @@ class Judge(NamedTuple):
     config: FitConfig
     parts: int = 1  # of an epoch that can be told apart: its batches, where the metric is measured inside of it
 
+    def begun(self, record: Record) -> Record:
+        """The record to go on with: the best of another metric says nothing of this one."""
+        judged = f"{self.monitor} {self.mode}"
+        if self.monitor is not None and record.judged not in ("", judged):
+            text = "the run was judged by %s, and goes on with %s: its best so far, and its patience, begin anew"
+            _log.warning(text, record.judged, judged)
+            record = record._replace(best=stopping.init(), evaluations=0, best_step=None)
+        return record._replace(judged=judged)
+
     def judge(self, record: Record, row: Mapping[str, Cell]) -> Record:
         """The record after this row: best value, patience."""
         if self.monitor is None or self.monitor not in row or self._is_known(record):

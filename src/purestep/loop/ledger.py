@@ -25,6 +25,7 @@ _BARE = ("grad_norm", "scale")  # of a step's metrics, what says nothing about t
 _HIDDEN = ("applied",)
 _DEPTH = 64  # calls whose metrics travel together
 _log = logging.getLogger("purestep")
+_REFUSALS = 100  # in a row, of which a warning tells
 _HELD = 1 << 28  # bytes of batches that are held until it is known that they were good
 
 
@@ -52,6 +53,7 @@ class Ledger:
         self.pending = 0
         self._halts = halts
         self._warned = False
+        self._refusals = 0  # updates in a row that were not applied
         self._before = before
         self._log_every = log_every
         self._meter = Meter()
@@ -101,6 +103,7 @@ class Ledger:
                 if not applied:
                     self._refused(tag, rows.values(index), state)
                     continue
+                self._refusals = 0
                 updates += 1
                 if self._log_every and updates % self._log_every == 0:
                     _sum(rows.part(begun, index + 1), sums, last)
@@ -153,6 +156,13 @@ class Ledger:
         """An update was not applied: the state may have halted."""
         _check_rates(tag, values)
         self._check_halted(state)
+        self._refusals += 1
+        if self._refusals == _REFUSALS:
+            _log.warning(
+                "no update has been applied in %d calls in a row, up to epoch %d, batch %d: gradients are not finite, "
+                "or no target counts (a run limited by steps alone has no end then)",
+                *(_REFUSALS, tag.epoch + 1, tag.batch + 1),
+            )
 
     def _line(self, tag: Tag, updates: int, sums: Totals, rates: Mapping[str, float]) -> Logged:
         values = named(meter_.means(sums, self.kinds), rates)

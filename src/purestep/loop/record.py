@@ -28,6 +28,7 @@ class Record(NamedTuple):
     evaluations: int = 0  # rows with a value of the monitor, which early stopping counts
     rollbacks: int = 0  # how often the run went back to a good state
     history: Mapping[str, list[Cell]] = MappingProxyType({})
+    judged: str = ""  # the monitor and its mode, of which the best is
 
     def stepped(self) -> Record:
         """After a call with one more batch: `_replace`, which every step would wait for, in a quarter of its time."""

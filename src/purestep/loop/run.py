@@ -60,7 +60,8 @@ class Run:
         self.signals = signals
         self.view = setup.view_to_evaluate(state, config)
         self.judge: Judge = judge(config, feeds.evaluation, feeds.train.length)
-        self.state, self.record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
+        self.state, record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
+        self.record = self.judge.begun(record)
         self.eager = compiling.in_eager(program)
         self.program = compiling.ready_program(program, self.state, config)
         self.call = caller(self.eager, self.program, self.state, config)

@@ -98,8 +98,8 @@ class Rows(ABC):
     """Rows by step, appended as they come; see `csv` and `jsonl`.
 
     A row is ``{"kind": "step" or "epoch", "step": updates so far, "epoch": from 1, ...}``: of kind "step" every
-    ``log_every`` updates (means since the last such row, and speed), of kind "epoch" one a row of the history. There is
-    one for each (kind, step).
+    ``log_every`` updates (means since the last such row, and speed), of kind "epoch" one a row of the history. What a
+    run has gone back behind is taken out.
     """
 
     writes_files = True
@@ -108,7 +108,8 @@ class Rows(ABC):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: TextIO | None = None
-        self._last: dict[str, int] = {}  # kind -> step of its last row
+        self._last: dict[str, int] = {}  # kind -> step of its last row in this run
+        self._before: set[tuple[Any, ...]] = set()  # the rows of the run before it was interrupted
         self._whole = True  # False after a failed write: there may be half a row at the end
 
     @abstractmethod
@@ -143,7 +144,7 @@ class Rows(ABC):
 
     def _begin(self, event: FitStart) -> None:
         self.close()
-        self._last = {}
+        self._last, self._before = {}, set()
         if not event.resumed:
             set_aside(self.path)
             self._write([])
@@ -153,17 +154,20 @@ class Rows(ABC):
             set_aside(self.path)  # no file of ours
         rows = [row for row in found if row["step"] <= event.updates]
         self._write(rows)
-        self._last = {row["kind"]: row["step"] for row in rows}
+        self._before = {_key(row) for row in rows}
 
     def _add(self, row: Row) -> None:
-        if row["step"] <= self._last.get(row["kind"], -1):
+        kind, step = row["kind"], row["step"]
+        if _key(row) in self._before:
             return  # written before the run was interrupted
+        if step < self._last.get(kind, -1):  # the run has gone back: what followed has not been
+            self._write([old for old in self._read() if old["step"] < step])
         line = self._line(row) if self._whole else None
         if line is None:
             self._write([*self._read(), row])
         else:
             self._append(line)
-        self._last[row["kind"]] = row["step"]
+        self._last[kind] = step
 
     def _append(self, line: str) -> None:
         self._whole = False
@@ -185,6 +189,10 @@ class Rows(ABC):
         finally:
             write_bytes(self.path, self._text(rows).encode())
         self._whole = True
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return row["kind"], row["step"], row.get("epoch")
 
 
 class _JsonLines(Rows):
