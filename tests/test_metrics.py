@@ -449,3 +449,9 @@ def test_on_cuda_nothing_waits_but_compute():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert metrics.compute(found) == metrics.compute(every(LOGITS, TARGETS))
+
+
+def test_with_a_threshold_there_is_no_class_0():
+    outputs, targets = torch.tensor([0.9, 0.1]), torch.tensor([1, 0])
+    with pytest.raises(ConfigError, match="only the class 1 is counted"):
+        metrics.precision(outputs, targets, threshold=0.5, positive=0)

@@ -305,3 +305,17 @@ def test_the_steps_of_a_program_copy_nothing(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(2):
             state, _ = step(state, (torch.ones(5, 3), torch.ones(5, 4)))
     assert copies == []
+
+
+@pytest.mark.parametrize("door", ["own", "front"])
+def test_a_random_permutation_is_an_index(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in mixup. torch.compile of the line alone fails with torch 2.13."""
+    if door == "front":
+        monkeypatch.setattr(native, "suits", lambda inputs, backend: False)
+
+    def step(state: dict[str, Tensor], x: Tensor) -> Any:
+        return {"w": state["w"] + x[torch.randperm(8)]}, {"loss": x.sum()}
+
+    compiled = ps.compile_step(step, donate=True)
+    state, _ = compiled({"w": torch.zeros(8)}, torch.arange(8.0))
+    assert sorted(state["w"].tolist()) == list(range(8))

@@ -71,7 +71,7 @@ class StepEnd:
     batch: Any
     epoch: int  # 0-based: completed epochs
     batch_index: int  # 0-based within the epoch
-    updates: int
+    updates: int  # with those that have been made and not been read back, which may turn out to be refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class EpochEnd:
     updates: int
     record: Mapping[str, float | int | None]
     improved: bool
-    stopping: str | None  # the reason why the run ends here, if it does
+    stopping: str | None  # the reason why the run ends here, if it does; not of max_time, which is looked at afterwards
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ def export_weights(
     """Writes the weights under the module's own ``state_dict`` keys, atomically.
 
     Tied parameters stand under every name they have, buffers that the module does not persist and the objective's own
-    tensors are left out: ``module.load_state_dict(...)`` takes the file as it is.
+    tensors are left out: ``module.load_state_dict(...)`` takes the file as it is. What ``get_extra_state`` of a module
+    returns is no tensor of a state, and is not in it.
 
     Args:
         path: ``.safetensors``, or ``.pt`` / ``.pth`` for `torch.load` with ``weights_only=True``.

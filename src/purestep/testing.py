@@ -91,7 +91,8 @@ def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Seq
         whole: the same with ``accumulate=1``.
         batch: the whole batch.
         parts: its micro-batches, of any sizes.
-        rtol: tolerance, relative and absolute; 1e-12 is reached in "64-true".
+        rtol: tolerance, relative and absolute; 1e-12 is reached in "64-true" where weights of a loss are counts; sums
+            of class weights are float32: 1e-8.
 
     Raises:
         StepContractError: the parameter that differs most.

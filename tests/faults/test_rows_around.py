@@ -226,7 +226,7 @@ def test_row_54_what_is_written_into_a_packed_state_is_found(
 
 
 def test_row_54_fails_where_nobody_knows_where_a_packed_state_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling.live_, "memory", lambda state: [])
+    monkeypatch.setattr(telling.standing, "memory", lambda state: [])
     writes = lambda state: state.params["2.bias"].zero_()  # noqa: E731  # as in the table above
     fails(lambda: test_row_54_what_is_written_into_a_packed_state_is_found(writes, "params/0.bias", True))
 
@@ -321,11 +321,14 @@ def test_row_55_a_resumed_run_has_no_row_twice_and_misses_none(kind: str, tmp_pa
     run(tmp_path / f"whole.{kind}")
     cut = tmp_path / f"cut.{kind}"
 
+    class Killed(BaseException):
+        """Nothing is saved on the way out, as if by SIGKILL."""
+
     def killed(event: Any) -> None:
-        raise SystemExit  # nothing is saved on the way out, as if by SIGKILL
+        raise Killed
 
     for update in (2, 4):  # the second time with two rows that no snapshot knows of
-        with pytest.raises(SystemExit):
+        with pytest.raises(Killed):
             run(cut, snapshots=tmp_path / "run", callbacks=[at(events.StepEnd, update, killed)])
     run(cut, snapshots=tmp_path / "run")
     assert steps_in(cut) == steps_in(tmp_path / f"whole.{kind}")

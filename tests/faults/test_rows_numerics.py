@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
-from purestep import model as model_
-from purestep import optim, rng, scaler
+from purestep import hollow, optim, rng, scaler
 from purestep.errors import NonFiniteError, StateError, StepContractError
 from purestep.step import gradient, update
 
@@ -293,7 +292,7 @@ def test_row_42_as_buffers_they_are_static_leaves(kind: str) -> None:
 
 
 def test_row_42_fails_where_dtypes_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_, "_check_tensor", lambda name, value: None)
+    monkeypatch.setattr(hollow, "_check_tensor", lambda name, value: None)
     for kind in OTHERS:
         fails(lambda kind=kind: test_row_42_parameters_that_are_no_floats(kind))
 

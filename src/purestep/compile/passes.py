@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,20 @@ def finished(graph: GraphModule) -> GraphModule:
                 where="step",
                 hint=ONE_DTYPE,
             )
+    _permutations_apart(graph)
     return _scalars_apart(graph) if _OFFSETS_STAY else graph
+
+
+def _permutations_apart(graph: GraphModule) -> None:
+    """A permutation as an index behind a copy: inductor has a pattern for `x[torch.randperm(n)]`, and fails where it is
+    met (torch 2.13: "Not all inputs to pattern found")."""
+    for node in list(graph.graph.nodes):
+        if sources.name_of(node) != "randperm":
+            continue
+        with graph.graph.inserting_after(node):
+            made = graph.graph.call_function(torch.ops.purestep.taken.default, (node,))
+        made.meta.update(node.meta)
+        node.replace_all_uses_with(made, delete_user_cb=functools.partial(operator.is_not, made))
 
 
 _OFFSETS_STAY = TorchVersion(torch.__version__) >= TorchVersion("2.13")

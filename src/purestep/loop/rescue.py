@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from ..errors import NonFiniteError, SnapshotError, StateError, StepContractError
+from ..signals import Preempted
 
 _log = logging.getLogger("purestep")
 _OF_THE_STATE = (NonFiniteError, StateError, StepContractError, SnapshotError)
@@ -20,8 +21,9 @@ def rescue(error: BaseException, save: Callable[[], None]) -> None:
         error: what ends the run.
         save: writes a snapshot of the last whole state, and returns when it is committed.
     """
-    if isinstance(error, _OF_THE_STATE) or not isinstance(error, Exception | SystemExit):
-        return  # who ends a run by a signal has saved already
+    by_signal = isinstance(error, Preempted) or not isinstance(error, Exception | SystemExit)  # which has saved already
+    if by_signal or isinstance(error, _OF_THE_STATE):
+        return
     try:
         save()
     except Exception as second:

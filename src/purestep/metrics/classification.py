@@ -214,5 +214,11 @@ def _averaged(where: str, total: Tensor, weight: Tensor, average: Average, posit
             where=f"metrics.{where}",
             hint=f'functools.partial(metrics.{where}, average="macro")',
         )
+    if len(total) == 1 and positive != 1:
+        raise ConfigError(
+            "with a threshold only the class 1 is counted, and positive is 0",
+            where=f"metrics.{where}",
+            hint="outputs and targets of the other class: -outputs and 1 - targets",
+        )
     only = 0 if len(total) == 1 else positive
     return Mean(total[only], weight[only])

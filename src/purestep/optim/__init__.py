@@ -1,6 +1,8 @@
 """Optimizers by name, each one `chain` of documented parts, and the algebra they are written in.
 
-The names and the algebra are optax's, the formulas and defaults those of torch.optim.
+The names and the algebra are optax's, the formulas and defaults those of torch.optim. A parameter that a loss does not
+reach has a gradient of zeros, where torch's has none and skips it: it decays, and its momentum goes on. Freeze what is
+not in use: ``requires_grad_(False)``.
 
 Of each of them ``init`` raises a ConfigError where a ``mask`` does not fit the parameters (`masked`), and ``update`` a
 StateError where the state is that of another chain, or with a mask that of other parameters. Without one, parameters

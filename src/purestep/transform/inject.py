@@ -29,7 +29,8 @@ def inject(
 ) -> Callable[..., Transform]:
     """The same factory with the floats and schedules that it is given as float32 leaves of the state.
 
-    Only what the call names becomes a leaf: defaults stay constants. Float32 leaves move a float64 run by up to 6e-8.
+    Only what the call names becomes a leaf: defaults stay constants. A leaf is rounded to float32, by up to 6e-8 of
+    itself: ``b2=0.999`` leaves ``1 - b2`` off by 1.3e-5, which a float64 run shows.
 
     Args:
         factory: a function of keyword arguments that gives a transform, such as ``optim.adamw``.
