@@ -29,8 +29,10 @@ def store_of(state: Tree) -> Store | None:
 
 def stands(state: Tree, store: Store) -> bool:
     """Whether a tree of live states of a store has the store's other leaves too, and nothing else."""
-    if state is store.named or isinstance(state, LiveState):
+    if isinstance(state, LiveState):
         return True
+    if type(state) is type(store.named) and isinstance(state, tuple) and all(map(is_state, state)):
+        return len(state) == len(store.named)  # nothing but states, which are known to be the store's
     (given, leaves), (known, own) = _beside_states(state), _beside_states(store.named)
     return given == known and all(map(operator.is_, leaves, own))
 

@@ -29,8 +29,10 @@ class Judge(NamedTuple):
 
     def begun(self, record: Record) -> Record:
         """The record to go on with: the best of another metric says nothing of this one."""
+        if self.monitor is None:
+            return record
         judged = f"{self.monitor} {self.mode}"
-        if self.monitor is not None and record.judged not in ("", judged):
+        if record.judged not in ("", judged):
             text = "the run was judged by %s, and goes on with %s: its best so far, and its patience, begin anew"
             _log.warning(text, record.judged, judged)
             record = record._replace(best=stopping.init(), evaluations=0, best_step=None)

@@ -138,8 +138,10 @@ class Run:
         """What follows a batch; True where the run ends inside this epoch."""
         at_end = self._inside(batches) or self.record.batch == self.feeds.train.length
         self._between()
-        if at_end or not self._cut_off() or (self.feeds.train.length is None and not batches.more()):
+        if at_end or not self._cut_off():
             return False
+        if self.ending == "steps" and self.feeds.train.length is None and not batches.more():
+            return False  # the epoch ends here too. Who ends a run otherwise may not wait for a batch
         self._last_row()
         self._between()
         return True
