@@ -10,7 +10,8 @@ global random generators are touched only inside `rng.scoped`. One exception: `c
 keeps what it makes in its cache directory.
 
     errors  types                                        the vocabulary
-    tree  rng  arguments  modes  hollow                  trees (optree), random keys, a module without its weights
+    tree  rng  arguments                                 trees (optree), random keys, what a number may be
+    modes  hollow                                        torch's transforms, a module without its weights
     model  transform  schedules  ema  scaler             a module as a function, gradient transformations, ...
     precision  metrics  objective  stopping
     optim  step  packed                                  named optimizers, the train step, its flat form

@@ -103,14 +103,14 @@ def _inside(value: Any) -> Iterator[Any]:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def check(module: nn.Module, parameters: Named, buffers: Named) -> None:
-    """Raise StateError for what no step can train as torch would."""
+def check(modules: Iterable[tuple[str, nn.Module]], parameters: Named, buffers: Named) -> None:
+    """Raise StateError for what no step can train as torch would; all are given by the names that users know."""
     for name, value in (*parameters, *buffers):
         _check_tensor(name, value)
     _check_memory(dict(parameters), dict(buffers))
-    for name, part in module.named_modules():
+    for name, part in modules:
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
-            _check_embedding(name, part)
+            _check_embedding(name or type(part).__name__, part)
 
 
 def _check_tensor(name: str, value: Tensor) -> None:

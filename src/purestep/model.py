@@ -206,6 +206,11 @@ def _buffers(module: nn.Module, objective: nn.Module | None) -> Named:
     return [*module.named_buffers(remove_duplicate=False), *own]
 
 
+def _modules(module: nn.Module, objective: nn.Module | None) -> list[tuple[str, nn.Module]]:
+    own = [] if objective is None else objective.named_modules(prefix=OBJECTIVE[:-1])
+    return [*module.named_modules(), *own]
+
+
 def _first(named: Named) -> dict[str, Tensor]:
     """Each tensor once, under its first name."""
     ties = _ties(named)
@@ -226,7 +231,7 @@ def _names(module: nn.Module, objective: nn.Module | None) -> Names:
             hint="rename the submodule 'objective'",
         )
     parameters, buffers = _parameters(module, objective), _buffers(module, objective)
-    check(_Dispatch(module, objective), parameters, buffers)
+    check(_modules(module, objective), parameters, buffers)
     found = _first(parameters)
     params = tuple(name for name, parameter in found.items() if parameter.requires_grad)
     if not params:

@@ -244,10 +244,12 @@ class Store:
     def beside(self, leaves: list[Any]) -> list[Any]:
         """What a step is given besides the state; a part of that very state, which the step writes, as a copy."""
         memory = {buffer.untyped_storage().data_ptr() for buffer in self.buffers if buffer.numel()}
-        return [
-            unshared(leaf) if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in memory else leaf
-            for leaf in leaves
-        ]
+
+        def is_part(leaf: Any) -> bool:
+            dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+            return dense and leaf.untyped_storage().data_ptr() in memory
+
+        return [unshared(leaf) if is_part(leaf) else leaf for leaf in leaves]
 
     def begin(self) -> None:
         """A call is made: whatever becomes of it (Ctrl-C comes at any line), the state that went in is dead."""
