@@ -700,7 +700,8 @@ import threading, time, torch
 from purestep.compile import apart
 ends = []
 def other():
-    ends.append(torch.compile(lambda x: x.sin() + 1)(torch.zeros(3)).tolist())
+    import torch._inductor.compile_fx
+    ends.append(torch.compile(lambda x: x.sin() + 1, backend="aot_eager")(torch.zeros(3)).tolist())
 with apart.unloaded():
     thread = threading.Thread(target=other)
     thread.start()

@@ -355,7 +355,7 @@ def test_a_recurrent_model_trains(monkeypatch: pytest.MonkeyPatch, door: str):
     if door != "native":
         monkeypatch.setattr(native, "suits", lambda *_: False)
     program = ps.program(Model(), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
-    batch = (torch.randn(4, 6, 5), torch.randn(4, 1))
+    batch = (torch.randn(4, 3, 5), torch.randn(4, 1))
     step = ps.compile_step(program.train_step, capture="trace")
     eager = fast = program.init(seed=0)
     for _ in range(3):
