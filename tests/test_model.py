@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import purestep as ps
 from purestep import model, optim, tree
-from purestep.errors import ConfigError, StateError
+from purestep.errors import ConfigError, StateError, StepContractError
 
 LR = 0.25
 
@@ -323,6 +323,63 @@ class TestTheModuleIsATemplate:
         with torch.no_grad():
             net[0].weight.fill_(8)
         assert state.params["0.weight"].eq(7).all()
+
+
+class Clamped(nn.Linear):
+    """Keeps its weights in bounds in the forward pass, in one of the ways that a loop with a module allows."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(4, 3)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        clamped = self.weight.detach().clamp(-0.1, 0.1)
+        with torch.no_grad():
+            if self.how == "data":
+                self.weight.data = clamped
+            elif self.how == "set_":
+                self.weight.set_(clamped)
+            elif self.how == "clamp_":
+                self.weight.clamp_(-0.1, 0.1)
+            elif self.how == "assigned":
+                self.weight = nn.Parameter(clamped)
+            else:
+                self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class TestWeightsThatAForwardPassWrites:
+    """They are those of a state, which is a value: the write would be lost, or change it."""
+
+    REFUSED = r"^weight: the forward pass .* this weight.*cure: .*weight\.clamp.*parametrize"
+
+    @pytest.mark.parametrize("mode", ["autograd", "func", "eval", "bind", "trace"])
+    @pytest.mark.parametrize("how", ["data", "set_", "clamp_", "assigned"])
+    def test_they_are_refused(self, how: str, mode: str):
+        chosen = program(Clamped(how), engine=mode if mode in ("autograd", "func") else "auto")
+        state, batch = chosen.init(device="cpu"), vector_batch()
+        calls: dict[str, Any] = {
+            "eval": lambda: chosen.eval_step(state, batch),
+            "bind": lambda: chosen.bind(state)(batch[0]),
+            "trace": lambda: ps.compile_step(chosen.train_step, capture="trace", backend="aot_eager")(state, batch),
+        }
+        torchs = (how, mode) == ("data", "func")  # which torch itself refuses
+        with pytest.raises(RuntimeError if torchs else StepContractError, match=r"\.data" if torchs else self.REFUSED):
+            calls.get(mode, lambda: chosen.train_step(state, batch))()
+
+    def test_those_past_autograd_are_found_by_the_look_at_purity(self):
+        chosen = program(Clamped("past autograd"))
+        with pytest.raises(StepContractError, match=r"params/weight: .*past autograd.*nn\.utils\.parametrize"):
+            ps.testing.assert_pure(chosen.train_step, chosen.init(device="cpu"), vector_batch())
+
+    def test_the_cure_for_weights_that_stay_in_bounds(self):
+        def clamped(updates: dict[str, Tensor], params: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: (params[name] + u).clamp(-0.1, 0.1) - params[name] for name, u in updates.items()}
+
+        tx = optim.chain(optim.sgd(LR), optim.stateless(clamped))
+        chosen = ps.program(nn.Linear(4, 3), ps.supervised(nn.CrossEntropyLoss()), tx)
+        state = trained(chosen, [vector_batch()])
+        assert state.params["weight"].abs().max() <= 0.1 + 1e-6
 
 
 class TestBuffers:

@@ -12,16 +12,22 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .errors import ConfigError, StateError
+from . import modes
+from .errors import ConfigError, StateError, StepContractError
 from .hollow import Named, check, hollow
 from .types import Params
 
 _Found = TypeVar("_Found")
 _Result = TypeVar("_Result")
 
+_COMPUTED = (
+    "w = weight.clamp(-1, 1) and compute with w, or torch.nn.utils.parametrize; "
+    "for weights that stay in bounds, optim.stateless(f) as the last part of the chain"
+)
 OBJECTIVE = "objective."  # prefix of the names of an objective's own parameters and buffers
 
 
@@ -110,8 +116,11 @@ class Bound:
         """
         before = {name: buffer.clone() for name, buffer in self.buffers.items()}
 
+        marks = _marks(self._tensors)
+
         def both() -> _Result:
             found = forward()
+            _check_marks(marks, self._tensors)
             for name, buffer in before.items():
                 owner, attribute = _place(self._module, _inner(name))
                 setattr(owner, attribute, buffer)
@@ -119,9 +128,20 @@ class Bound:
 
         self._held = True
         try:
-            return functional_call(self._module, self._named(), (both,), tie_weights=False)
+            return self._with_weights(both)
         finally:
             self._held = False
+
+    def _with_weights(self, run: Callable[[], _Result]) -> _Result:
+        given = self._named()
+        found = dict(given)  # functional_call leaves in it what is in the module in the end
+        result = functional_call(self._module, found, (run,), tie_weights=False)
+        if not torch.compiler.is_compiling():
+            weights = set(map(id, self._tensors.values()))
+            lost = [name for name, weight in given.items() if found[name] is not weight and id(weight) in weights]
+            if lost:
+                raise _written(lost[0], "assigns another parameter to")
+        return result
 
     def _named(self) -> Params:
         tensors = {**self._tensors, **{_inner(name): buffer for name, buffer in self.buffers.items()}}
@@ -137,12 +157,52 @@ class Bound:
             written = {name: _attribute(self._module, _inner(name)) for name in self._names.buffers}
             return output, written
 
-        output, written = (
-            call() if self._held else functional_call(self._module, self._named(), (call,), tie_weights=False)
-        )
+        if self._held:
+            output, written = call()
+        else:
+            marks = _marks(self._tensors)
+            output, written = self._with_weights(call)
+            _check_marks(marks, self._tensors)
         if self.buffers:
             self.buffers = written
         return output
+
+
+_Mark = tuple[int, int]  # of a tensor: its memory, and how often it was written
+
+
+def _marks(weights: Params) -> dict[str, _Mark]:
+    """What is looked at before and after a forward pass; in a graph nothing: that is looked at while it is made."""
+    return {} if torch.compiler.is_compiling() else {name: _mark(weight) for name, weight in weights.items()}
+
+
+def _mark(weight: Tensor) -> _Mark:
+    weight = modes.behind(weight)
+    try:
+        version = weight._version  # pyright: ignore[reportPrivateUsage]  # torch has no other
+        if type(weight) in (Tensor, nn.Parameter):
+            return weight.data_ptr(), version
+        # Fake tensors, with which a graph is made, have no address.
+        return weight.untyped_storage()._cdata, version  # pyright: ignore[reportPrivateUsage]
+    except RuntimeError:  # without memory, or not counted
+        return 0, 0
+
+
+def _check_marks(marks: dict[str, _Mark], weights: Params) -> None:
+    """Raise StepContractError for a weight that was written. Writes through ``weight.data`` are not counted by torch:
+    `purestep.testing.assert_pure` and fit's first batches look at the numbers."""
+    for name, before in marks.items():
+        after = _mark(weights[name])
+        if after != before:
+            raise _written(name, "gives other memory to" if after[0] != before[0] else "writes in place")
+
+
+def _written(name: str, how: str) -> StepContractError:
+    return StepContractError(
+        f"the forward pass {how} this weight, which is of the state that was given and stays what it is",
+        where=name.removeprefix("model."),
+        hint=_COMPUTED,
+    )
 
 
 class _Dispatch(nn.Module):
