@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -207,17 +209,54 @@ def kept_buffers(old: Params, micro: Micro, counted: Tensor) -> Params:
 
 
 def _parts(batch: Batch, count: int) -> Iterator[Batch]:
-    leaves, treedef = tree.flatten(batch)
-    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
-    if len(sizes) != 1 or min(sizes) < count:
+    rows = _rows(batch, count)
+
+    def is_listed(node: Any) -> bool:
+        # Names and the like, as collating leaves them: a list or tuple of what is no tensor, one a row.
+        return type(node) in (list, tuple) and not any(map(_is_array, tree.leaves(node))) and len(node) == rows
+
+    def split(node: Any) -> Any:
+        if isinstance(node, Tensor) and node.dim():
+            return node.tensor_split(count)
+        if not is_listed(node) and not (_is_array(node) and node.ndim):
+            return (node,) * count
+        # As torch splits: the first parts are the longer ones.
+        bounds = [at * (rows // count) + min(at, rows % count) for at in range(count + 1)]
+        return tuple(node[start:end] for start, end in itertools.pairwise(bounds))
+
+    leaves, treedef = tree.flatten(batch, is_leaf=is_listed)
+    parts = [split(leaf) for leaf in leaves]
+    for index in range(count):
+        yield tree.unflatten(treedef, [part[index] for part in parts])
+
+
+def _rows(batch: Batch, count: int) -> int:
+    """How many rows there are to split.
+
+    Raises:
+        DataError: none, not as many everywhere, or too few.
+    """
+    found = [leaf.shape[0] for leaf in tree.leaves(batch) if _is_array(leaf) and leaf.ndim]
+    if not found:
+        raise DataError(f"holds no tensor to split into {count} micro-batches", where="batch", hint="microbatches=1")
+    rows = found[0]
+    if any(size != rows for size in found):
+        sizes = {path: leaf.shape[0] for path, leaf in tree.with_paths(batch) if _is_array(leaf) and leaf.ndim}
+        apart = dict((*list(sizes.items())[:1], next(item for item in sizes.items() if item[1] != rows)))
         raise DataError(
-            f"leading dimensions are {sorted(sizes)}; {count} micro-batches need one common size of at least {count}",
+            f"{' and '.join(f'{size} rows in {path}' for path, size in apart.items())}; "
+            f"{count} micro-batches need as many in each",
             where="batch",
             hint="pass what must not be split as context, or microbatches=1",
         )
-    split = [leaf.tensor_split(count) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * count for leaf in leaves]
-    for index in range(count):
-        yield tree.unflatten(treedef, [part[index] for part in split])
+    if rows < count:
+        hint = "drop_last=True in the loader, where it is the last one of an epoch; or fewer microbatches"
+        raise DataError(f"has {rows} rows, too few for {count} micro-batches", where="batch", hint=hint)
+    return rows
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor | np.ndarray)
 
 
 def times(grad: Tensor, weight: Tensor) -> Tensor:
