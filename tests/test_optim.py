@@ -598,6 +598,18 @@ def torch_error(
     return worst
 
 
+@pytest.mark.parametrize("within", ["alone", "a chain", "a group"])
+def test_from_torch_is_not_made_anew_in_every_update(within: str) -> None:
+    def factory(lr: Any) -> Transform:
+        tx = optim.from_torch(T.SGD, lr=lr)
+        if within == "a chain":
+            return optim.chain(optim.clip_by_global_norm(1.0), tx)
+        return optim.partition({"all": tx}, [("", "all")]) if within == "a group" else tx
+
+    with pytest.raises(ConfigError, match=r"inject: .*torch's, in every update \(cure: optim\.inject\(optim\.adamw\)"):
+        optim.inject(factory)(lr=0.1).init({"w": torch.ones(2)})
+
+
 @pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "scheduled"])
 @pytest.mark.parametrize(("cls", "options"), TORCH.values(), ids=TORCH)
 def test_from_torch_is_that_optimizer(cls: type[T.Optimizer], options: dict[str, Any], scheduled: bool) -> None:

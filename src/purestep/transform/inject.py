@@ -39,6 +39,9 @@ def inject(
     Returns:
         A function of the factory's keyword arguments; every one given as float, 0-d tensor or schedule is a leaf.
 
+    Raises:
+        ConfigError: at init, where one of torch's own optimizers is among what the factory makes.
+
     Example:
         >>> from purestep.transform import scale_by_learning_rate
         >>> tx = inject(scale_by_learning_rate)(learning_rate=0.5)
@@ -76,7 +79,7 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], given: d
     def init(params: Params) -> InjectState:
         count = zero_count(params)
         values = leaves(count, constants)
-        inner = factory(**fixed, **values).init(params)
+        _check_may_be_made_anew(inner := factory(**fixed, **values).init(params))
         return InjectState(count, values, {name: Empty() for name in schedules}, inner)
 
     def update(updates: Params, state: InjectState, params: Params) -> tuple[Params, InjectState]:
@@ -88,6 +91,21 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], given: d
         return template.labels(params)
 
     return Transform(init, update, template.elementwise, labels)
+
+
+def _check_may_be_made_anew(inner: Tree) -> None:
+    """Every update calls the factory with the leaves as they are then, so what it makes must be cheap to make."""
+    for node in _nodes(inner):
+        cure = getattr(node, "cure_for_inject", None)
+        if cure is not None:
+            raise ConfigError("the factory makes an optimizer of torch's, in every update", where="inject", hint=cure)
+
+
+def _nodes(tree: Tree) -> Iterator[Any]:
+    yield tree
+    if isinstance(tree, tuple | dict):
+        for part in tree.values() if isinstance(tree, dict) else tree:  # pyright: ignore[reportUnknownVariableType]
+            yield from _nodes(part)
 
 
 def _leaf(value: Any, count: Tensor) -> Tensor:
