@@ -151,7 +151,8 @@ def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
 
     Args:
         opt_state: the state of a transform with an `inject` in it; it stays as it is.
-        values: name -> number, by the names of `hyperparams`. Below a `partition` every group's leaf of that name.
+        values: name -> number, by the names of `hyperparams`. Below a `partition`, ``learning_rate=0.1`` is for every
+            group, ``**{"head/learning_rate": 0.1}`` for one, and comes before the other.
 
     Raises:
         ConfigError: for a name that is no leaf, or one that a schedule fills.
@@ -162,28 +163,45 @@ def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
         >>> set_hyperparams(state, factor=3.0).hyperparams["factor"].item()
         3.0
     """
-    done: set[str] = set()
-    new = _replaced(opt_state, values, done)
-    missing = next((name for name in values if name not in done), None)
-    if missing is not None:
-        hint = f"optim.inject(optim.adamw)({missing}=...)"
-        raise ConfigError(f"{missing} is no leaf of this state", where="set_hyperparams", hint=hint)
-    return new
+    leaves = dict(_leaves(opt_state, ""))
+    for name in values:
+        if name not in leaves and not any(leaf.rpartition("/")[2] == name for leaf in leaves):
+            hint = f"one of {', '.join(leaves)}, or " if leaves else ""
+            hint += f"optim.inject(optim.adamw)({name.rpartition('/')[2]}=...)"
+            raise ConfigError(f"{name} is no leaf of this state", where="set_hyperparams", hint=hint)
+    named = {leaf: key for leaf in leaves for key in (leaf.rpartition("/")[2], leaf) if key in values}
+    for leaf, key in named.items():
+        if leaves[leaf]:
+            hint = f"a number instead of a schedule for {leaf.rpartition('/')[2]} in inject"
+            raise ConfigError(f"{key} follows a schedule", where="set_hyperparams", hint=hint)
+    return _replaced(opt_state, {leaf: values[key] for leaf, key in named.items()}, "")
 
 
-def _replaced(node: Tree, values: Mapping[str, float | Tensor], done: set[str]) -> Tree:
+def _leaves(node: Tree, prefix: str) -> Iterator[tuple[str, bool]]:
+    """Of every leaf that `inject` made, its name and whether a schedule fills it."""
     if isinstance(node, InjectState):
-        fixed = next((name for name in values if name in node.scheduled), None)
-        if fixed is not None:
-            hint = f"a number instead of a schedule for {fixed} in inject"
-            raise ConfigError(f"{fixed} follows a schedule", where="set_hyperparams", hint=hint)
-        mine = {name: _leaf(value, node.step) for name, value in values.items() if name in node.hyperparams}
-        done.update(mine)
-        return node._replace(hyperparams={**node.hyperparams, **mine}, inner=_replaced(node.inner, values, done))
+        yield from ((f"{prefix}{name}", name in node.scheduled) for name in node.hyperparams)
+    for part, within in _inside(node, prefix):
+        yield from _leaves(part, within)
+
+
+def _inside(node: Tree, prefix: str) -> Iterator[tuple[Tree, str]]:
     if isinstance(node, PartitionState):
-        return PartitionState({label: _replaced(group, values, done) for label, group in node.groups.items()})
+        yield from ((group, f"{prefix}{label}/") for label, group in node.groups.items())
+    elif isinstance(node, InjectState | MaskedState):
+        yield node.inner, prefix
+    elif type(node) is tuple:
+        yield from ((part, prefix) for part in node)
+
+
+def _replaced(node: Tree, values: Mapping[str, float | Tensor], prefix: str) -> Tree:
+    inside = [_replaced(part, values, within) for part, within in _inside(node, prefix)]
+    if isinstance(node, PartitionState):
+        return PartitionState(dict(zip(node.groups, inside, strict=True)))
+    if isinstance(node, InjectState):
+        old = node.hyperparams.items()
+        new = {name: _leaf(values.get(f"{prefix}{name}", value), node.step) for name, value in old}
+        return node._replace(hyperparams=new, inner=inside[0])
     if isinstance(node, MaskedState):
-        return node._replace(inner=_replaced(node.inner, values, done))
-    if type(node) is tuple:
-        return tuple(_replaced(part, values, done) for part in node)
-    return node
+        return node._replace(inner=inside[0])
+    return tuple(inside) if type(node) is tuple else node
