@@ -100,7 +100,15 @@ def _checked_metrics(given: Any, device: torch.device) -> Metrics:
                 "the step has a metric of this name itself", where=f"metrics/{name}", hint="another name"
             )
     # What a metric is beside a pair of numbers (a torchmetrics.Metric computes itself), it stays.
-    return {n: counted_anew(mean, *(_checked_part(n, part, device) for part in mean)) for n, mean in found.items()}
+    checked = {n: counted_anew(mean, *(_checked_part(n, part, device) for part in mean)) for n, mean in found.items()}
+    for name, (total, weight) in checked.items():
+        if total.shape != weight.shape or total.dim() > 1:
+            raise StepContractError(
+                f"is a Mean of a total of shape {list(total.shape)} and a weight of shape {list(weight.shape)}",
+                where=f"metrics/{name}",
+                hint="total.sum() of what is one number a row; a vector of each for one mean a class",
+            )
+    return checked
 
 
 def _checked_part(name: str, given: Any, device: torch.device) -> Tensor:
