@@ -727,13 +727,13 @@ def test_the_relative_step_is_a_bound_by_the_learning_rate() -> None:
         (lambda: transform.scale("2"), "scale: factor is '2', a str, no int, float"),  # type: ignore[arg-type]
         (lambda: transform.scale(lambda count: 2.0), "optim.inject(optim.scale)(..., factor=schedule)"),  # type: ignore[arg-type]
         (lambda: transform.trace(0.9, nesterov=True, dampening=0.1), "trace: nesterov with dampening=0.1"),
-        (lambda: transform.scale_by_adam(1.0), "adam: b1 is 1.0, outside [0.0, 1.0)"),
-        (lambda: transform.scale_by_adam(b2=-0.1), "adam: b2 is -0.1"),
-        (lambda: transform.scale_by_adam(eps=-1.0), "adam: eps is -1.0"),
+        (lambda: transform.scale_by_adam(1.0), "scale_by_adam: b1 is 1.0, outside [0.0, 1.0)"),
+        (lambda: transform.scale_by_adam(b2=-0.1), "scale_by_adam: b2 is -0.1"),
+        (lambda: transform.scale_by_adam(eps=-1.0), "scale_by_adam: eps is -1.0"),
         (
             lambda: transform.scale_by_adam(lambda count: 0.9),  # type: ignore[arg-type]
-            "adam: b1 is a schedule, and only learning_rate takes one "
-            "(cure: optim.inject(optim.adam)(..., b1=schedule))",
+            "scale_by_adam: b1 is a schedule, and only learning_rate takes one "
+            "(cure: optim.inject(optim.scale_by_adam)(..., b1=schedule))",
         ),
     ],
 )
