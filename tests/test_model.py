@@ -308,6 +308,23 @@ class TestTheModuleIsATemplate:
             chosen.train_step(chosen.init(device="cpu"), (torch.ones(2, 5), torch.zeros(2, dtype=torch.int64)))
         assert is_hollow(chosen)
 
+    def test_its_attributes_are_looked_at_once(self):
+        """A vocabulary of many words is as slow to look at as to copy."""
+        looks: list[int] = []
+
+        class Table(dict[str, int]):
+            def values(self) -> Any:
+                looks.append(1)
+                return super().values()
+
+        net = tiny_mlp()
+        net.words = Table(a=1, b=2)  # pyright: ignore[reportAttributeAccessIssue]
+        made = model.template(net)
+        assert len(looks) == 1
+        tables = net.words, made.train.model.words, made.eval.model.words
+        assert all(table == {"a": 1, "b": 2} for table in tables)
+        assert len(set(map(id, tables))) == 3  # each copy has one of its own
+
     def test_a_second_program_of_it_is_another(self):
         net = tiny_mlp()
         first, second = program(net), program(net)

@@ -53,6 +53,7 @@ def _left_where_they_are() -> None:
 # --- attributes -------------------------------------------------------------------------------------------------------
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+_PLAIN = (str, int, float, bool, bytes, type(None))  # lead nowhere; a vocabulary has many
 
 
 def _check_attributes(module: nn.Module, made: nn.Module) -> None:
@@ -72,6 +73,8 @@ def _check_attributes(module: nn.Module, made: nn.Module) -> None:
 
 
 def _leads_to(value: Any, wrong: dict[int, str], seen: set[int]) -> str | None:
+    if type(value) in _PLAIN:
+        return None
     if id(value) in wrong:
         return wrong[id(value)]
     if id(value) in seen:

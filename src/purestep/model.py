@@ -7,6 +7,7 @@ is never touched. `bind` makes the pure call that an objective is given.
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import operator
 from collections.abc import Callable, Iterable
@@ -231,7 +232,8 @@ def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval
         ConfigError: a pattern of ``keep_eval`` that matches no submodule.
     """
     names = _names(module, objective)
-    train, evaluation = _hollow_pair(module, objective), _hollow_pair(module, objective)
+    train = _Dispatch(hollow(module), None if objective is None else hollow(objective))
+    evaluation = copy.deepcopy(train)  # which has been looked at, and has no weights
     train.train()
     evaluation.eval()
     _keep_eval(train.model, keep_eval)
@@ -336,10 +338,6 @@ def _saved_buffers(owner: nn.Module) -> set[str]:
     kept: dict[str, Any] = {}
     nn.Module._save_to_state_dict(owner, kept, "", keep_vars=True)  # pyright: ignore[reportPrivateUsage]  # see above
     return set(kept) & {name for name, _ in owner.named_buffers(recurse=False, remove_duplicate=False)}
-
-
-def _hollow_pair(module: nn.Module, objective: nn.Module | None) -> _Dispatch:
-    return _Dispatch(hollow(module), None if objective is None else hollow(objective))
 
 
 def _keep_eval(module: nn.Module, patterns: Iterable[str]) -> None:
