@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, StepContractError
-from ..types import Loss, Objective
-from .measuring import Metric, mean_of
+from ..types import Loss, Metric, Objective
+from .measuring import mean_of
 
 _HF_BATCH = '{"input_ids": ..., "labels": ...}'
 _CAUSAL = ("ForCausalLM", "ForConditionalGeneration")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ConfigError, DataError, StepContractError
-from ..types import Loss, Objective
-from .measuring import Metric, leading, mean_of
+from ..types import Loss, Metric, Objective
+from .measuring import leading, mean_of
 
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
