@@ -1399,6 +1399,47 @@ def test_a_step_can_be_traced_and_tried_on_fake_tensors():
     assert {name: value.shape for name, value in new.params.items()} == {n: v.shape for n, v in state.params.items()}
 
 
+class Centering(nn.Linear):
+    """Keeps two averages in buffers, one of its inputs and one of its weights, and uses what it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("center", torch.zeros(4))
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.center = 0.5 * self.center + 0.5 * x.mean(0)
+        self.size = 0.5 * self.size + self.weight.square().mean()
+        return super().forward(x - self.center) * self.size
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("way", ["torch.func", "autograd"])
+def test_a_derivative_goes_through_the_new_buffers_too(way: str, microbatches: int):
+    chosen = program(Centering(), precision="64-true", microbatches=microbatches)
+    state, batch = init(chosen), vector_batch(dtype=torch.float64)
+
+    def after(weight: Tensor, center: Tensor) -> Tensor:
+        params, buffers = {**state.params, "weight": weight}, {**state.buffers, "center": center}
+        new, _ = chosen.train_step(state._replace(params=params, buffers=buffers), batch)
+        return new.buffers["center"].square().sum() + new.buffers["size"] * new.params["weight"].sum()
+
+    at = state.params["weight"], state.buffers["center"]
+    if way == "torch.func":
+        found = torch.func.grad(after, argnums=(0, 1))(*at)
+    else:
+        leaves = [value.clone().requires_grad_() for value in at]
+        found = torch.autograd.grad(after(*leaves), leaves)
+    for place, (value, gradient) in enumerate(zip(at, found, strict=True)):
+        step = torch.zeros_like(value)
+        step.view(-1)[1] = 1e-6
+        there, back = ([*at[:place], value + sign * step, *at[place + 1 :]] for sign in (1, -1))
+        expected = (after(*there) - after(*back)) / 2e-6
+        assert gradient.view(-1)[1].item() == pytest.approx(expected.item(), rel=1e-5)
+    new, _ = chosen.train_step(state, batch)
+    assert not any(value.requires_grad for value in new.buffers.values())
+
+
 def test_a_derivative_goes_through_frozen_weights_too():
     class Net(nn.Module):
         def __init__(self):

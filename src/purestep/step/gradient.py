@@ -33,7 +33,7 @@ def _forward(spec: Spec, state: TrainState, batch: Batch, context: tuple[Any, ..
             loss = check_loss(spec.objective(bound, precision_.cast(spec.policy, batch), *context), device)
         _check_connected(loss.mean)
         scaled = loss.mean if scale is None else loss.mean * scale
-        return scaled, (tree.detach(loss), tree.detach(bound.buffers))
+        return scaled, (tree.detach(loss), bound.buffers)
 
     return forward
 
@@ -153,8 +153,9 @@ def _value_and_grad(spec: Spec, forward: Forward, state: TrainState, named: Para
     # Where autograd follows the state, a derivative through the step has that of its gradients in it.
     through = modes.followed([*named.values(), *state.frozen.values(), *state.buffers.values()])
     with torch.enable_grad():
+        # Views, so that the gradient of this call does not go through buffers that an earlier one made of the same.
         leaves = {
-            name: value if through and value.requires_grad else value.detach().requires_grad_()
+            name: value.view_as(value) if through and value.requires_grad else value.detach().requires_grad_()
             for name, value in named.items()
         }
         bound = bind(leaves)
@@ -163,11 +164,12 @@ def _value_and_grad(spec: Spec, forward: Forward, state: TrainState, named: Para
             tensors = list(leaves.values())
             return torch.autograd.grad(found[0], tensors, create_graph=through, allow_unused=True), found[1]
 
-        found, extra = bound.hold(lambda: forward(bound), backward)
+        found, (loss, buffers) = bound.hold(lambda: forward(bound), backward)
     if all(grad is None for grad in found):
         raise _not_connected()
     pairs = zip(leaves.items(), found, strict=True)
-    return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}, extra
+    grads = {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}
+    return grads, (loss, buffers if through else tree.detach(buffers))
 
 
 def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
