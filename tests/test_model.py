@@ -412,6 +412,34 @@ class TestBuffers:
         assert_trees_close(state, kept, exact=True)
         assert (int(net.assigned), float(net.written)) == (0, 0.0)
 
+    @pytest.mark.parametrize("mode", ["autograd", "func", "eval", "trace"])
+    def test_one_in_the_memory_of_another_is_refused_where_it_is_written(self, mode: str):
+        class Net(nn.Linear):
+            def __init__(self, *, writes: bool) -> None:
+                super().__init__(4, 3)
+                self.register_buffer("table", torch.zeros(8))
+                self.register_buffer("first", self.table[:4])
+                self.register_buffer("last", self.table[4:])
+                self.writes = writes
+
+            def forward(self, x: Tensor) -> Tensor:
+                if self.writes:
+                    self.table.add_(x.detach().mean())
+                return super().forward(x + self.first)
+
+        for writes in (False, True):
+            chosen = program(Net(writes=writes), engine=mode if mode in ("autograd", "func") else "auto")
+            state, batch = chosen.init(device="cpu"), vector_batch()
+            calls: dict[str, Any] = {"eval": chosen.eval_step}
+            if mode == "trace":
+                calls["trace"] = ps.compile_step(chosen.train_step, capture="trace", backend="aot_eager")
+            step = calls.get(mode, chosen.train_step)
+            if not writes:
+                step(state, batch)
+                continue
+            with pytest.raises(StepContractError, match=r"^table: .*writes this buffer.* another .*cure: one buffer"):
+                step(state, batch)
+
     def test_two_calls_in_one_objective_see_each_other(self):
         def twice(m: Any, batch: Any) -> ps.Loss:
             x, y = batch
@@ -645,6 +673,12 @@ class TestWhatCannotBeTrained:
         twice[1].weight.data = twice[0].weight.data
         with pytest.raises(StateError, match=r"lies in the memory of"):
             model.template(twice)
+        inside = nn.Linear(2, 2)
+        inside.register_buffer("whole", torch.zeros(10))
+        inside.register_buffer("start", inside.whole[1:2])  # between the two in memory
+        inside.bias.data = inside.whole[2:4]
+        with pytest.raises(StateError, match=r"bias: lies in the memory of whole"):
+            model.template(inside)
         apart = nn.Linear(2, 2)
         whole = torch.zeros(10)
         apart.weight.data, apart.bias.data = whole[:4].view(2, 2), whole[4:6]

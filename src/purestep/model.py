@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from . import modes
 from .errors import ConfigError, StateError, StepContractError
-from .hollow import Named, check, hollow
+from .hollow import Named, check, hollow, overlaps
 from .types import Params
 
 _Found = TypeVar("_Found")
@@ -41,6 +41,7 @@ class Names(NamedTuple):
     persistent: frozenset[str]  # buffers that a state_dict holds
     ties: dict[str, str]  # alias -> the name it goes by here, as a state_dict has it
     aliases: dict[str, str]  # the same, of those that are attributes of their own and so must be set in every call
+    shared: tuple[str, ...]  # buffers that lie in the memory of another tensor, which a state keeps apart
 
 
 class Template(NamedTuple):
@@ -150,12 +151,15 @@ class Bound:
         return tensors | {_inner(alias): tensors[_inner(name)] for alias, name in self._names.aliases.items()}
 
     def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        shared = _marks({name: self.buffers[name] for name in self._names.shared if name in self.buffers})
+
         def call() -> Any:
             owner = getattr(self._module, target)
             found = owner if method == "__call__" else operator.attrgetter(method)(owner)
             output = found(*args, **kwargs)
             # Read here, while the tensors are swapped in: a buffer may have been assigned anew instead of written to.
             written = {name: _attribute(self._module, _inner(name)) for name in self._names.buffers}
+            _check_apart(shared, self.buffers, written)
             return output, written
 
         if self._held:
@@ -196,6 +200,17 @@ def _check_marks(marks: dict[str, _Mark], weights: Params) -> None:
         after = _mark(weights[name])
         if after != before:
             raise _written(name, "gives other memory to" if after[0] != before[0] else "writes in place")
+
+
+def _check_apart(shared: dict[str, _Mark], given: Params, found: Params) -> None:
+    for name, before in shared.items():
+        if found[name] is given[name] and _mark(found[name]) != before:
+            raise StepContractError(
+                "the forward pass writes this buffer, which lies in the memory of another tensor: "
+                "in a state they are two, and only one would change",
+                where=name,
+                hint="one buffer, and a property that makes the view of it",
+            )
 
 
 def _written(name: str, how: str) -> StepContractError:
@@ -306,7 +321,10 @@ def _names(module: nn.Module, objective: nn.Module | None) -> Names:
     persistent = _persistent(module, objective)
     ties = _ties(parameters) | _ties(buffers)
     saved = {alias: name for alias, name in ties.items() if name in found or {alias, name} <= persistent}
-    return Names(params, frozen, tuple(_first(buffers)), persistent, saved, _attributes(module, objective, ties))
+    kept = tuple(_first(buffers))
+    together = {name for pair in overlaps(dict(parameters), dict(buffers)) for name in pair}
+    shared = tuple(name for name in kept if name in together)
+    return Names(params, frozen, kept, persistent, saved, _attributes(module, objective, ties), shared)
 
 
 def _attributes(module: nn.Module, objective: nn.Module | None, ties: dict[str, str]) -> dict[str, str]:
