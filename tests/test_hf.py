@@ -6,6 +6,7 @@ import math
 import warnings
 from collections import UserDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,69 @@ def test_weights_count_what_the_loss_is_a_mean_over():
     model, batch = clip()
     assert ps.hf_loss()(model, batch).weight == 4
     assert ps.hf_loss()(*bert()).weight == 4
+
+
+def segformer(labels: int) -> Made:
+    config = hf.SegformerConfig(
+        num_labels=labels,
+        num_encoder_blocks=2,
+        **{"depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3], "strides": [2, 2]},
+        **{"num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 8},
+        **{"classifier_dropout_prob": 0.0, "drop_path_rate": 0.0},
+    )
+    model, generator = hf.SegformerForSemanticSegmentation(config), torch.Generator().manual_seed(1)
+    model.decode_head.batch_norm = nn.Identity()  # which would see the parts of a batch differently
+    pixels = torch.randint(labels, (4, 8, 8), generator=generator)
+    pixels[0, :5] = pixels[2] = 255  # what its configuration says is not counted
+    return model, {"pixel_values": torch.randn(4, 3, 8, 8, generator=generator), "labels": pixels}
+
+
+def wav2vec2(reduction: str = "mean") -> Made:
+    layers = {"conv_dim": [8], "conv_stride": [8], "conv_kernel": [8], "num_feat_extract_layers": 1}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}
+    names = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
+    rates = dict.fromkeys((*names, "layerdrop"), 0.0)
+    config = hf.Wav2Vec2Config(vocab_size=12, ctc_loss_reduction=reduction, **layers, **positions, **rates, **SMALL)
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(1, 12, (4, 6), generator=generator)
+    labels[0, 2:] = -100
+    return hf.Wav2Vec2ForCTC(config), {"input_values": torch.randn(4, 200, generator=generator), "labels": labels}
+
+
+@pytest.mark.parametrize(
+    ("make", "weight"),
+    [(partial(segformer, 3), 4 * 64 - 40 - 64), (partial(segformer, 1), 4 * 64), (wav2vec2, 4)],
+    ids=["segments", "one segment", "ctc"],
+)
+def test_what_is_no_mean_over_labels_that_are_not_ignored_is_weighed_by_what_it_is_a_mean_over(
+    make: Callable[[], Made], weight: int
+):
+    torch.manual_seed(0)
+    model, batch = make()
+    assert ps.hf_loss()(model, batch).weight == weight
+    halves = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 1), slice(1, 4))]
+    whole, parts = (
+        ps.program(model, ps.hf_loss(), optim.sgd(0.5), precision="64-true", accumulate=count) for count in (1, 2)
+    )
+    ps.testing.assert_accumulates(parts, whole, batch, halves, rtol=1e-5)  # CTC is computed in float32
+
+
+def test_a_sum_over_rows_counts_once_and_a_given_label_is_the_one_to_ignore():
+    assert ps.hf_loss()(*wav2vec2("sum")).weight == 1
+    model, batch = segformer(3)
+    assert ps.hf_loss(ignore_index=-100)(model, batch).weight == 4 * 64
+
+
+def test_without_labels_the_fields_that_were_found_are_named():
+    model, batch = segformer(3)
+    del batch["labels"]
+    with pytest.raises(
+        ps.errors.DataError, match=r"needs a mapping with 'labels', .* a mapping of 'pixel_values' .cure"
+    ):
+        ps.hf_loss()(model, batch)
+    named = r"loss for a batch of 'pixel_values', 'label_ids' \(cure: 'labels' in the batch, which its forward takes"
+    with pytest.raises(ps.errors.StepContractError, match=named):
+        ps.hf_loss()(model, {**batch, "label_ids": batch["pixel_values"]})
 
 
 def in_full(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | None = None, **_: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import purestep as ps
 from purestep import model, optim, tree
-from purestep.errors import ConfigError, StateError
+from purestep.errors import ConfigError, StateError, StepContractError
 
 LR = 0.25
 
@@ -308,6 +308,23 @@ class TestTheModuleIsATemplate:
             chosen.train_step(chosen.init(device="cpu"), (torch.ones(2, 5), torch.zeros(2, dtype=torch.int64)))
         assert is_hollow(chosen)
 
+    def test_its_attributes_are_looked_at_once(self):
+        """A vocabulary of many words is as slow to look at as to copy."""
+        looks: list[int] = []
+
+        class Table(dict[str, int]):
+            def values(self) -> Any:
+                looks.append(1)
+                return super().values()
+
+        net = tiny_mlp()
+        net.words = Table(a=1, b=2)  # pyright: ignore[reportAttributeAccessIssue]
+        made = model.template(net)
+        assert len(looks) == 1
+        tables = net.words, made.train.model.words, made.eval.model.words
+        assert all(table == {"a": 1, "b": 2} for table in tables)
+        assert len(set(map(id, tables))) == 3  # each copy has one of its own
+
     def test_a_second_program_of_it_is_another(self):
         net = tiny_mlp()
         first, second = program(net), program(net)
@@ -325,6 +342,63 @@ class TestTheModuleIsATemplate:
         assert state.params["0.weight"].eq(7).all()
 
 
+class Clamped(nn.Linear):
+    """Keeps its weights in bounds in the forward pass, in one of the ways that a loop with a module allows."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(4, 3)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        clamped = self.weight.detach().clamp(-0.1, 0.1)
+        with torch.no_grad():
+            if self.how == "data":
+                self.weight.data = clamped
+            elif self.how == "set_":
+                self.weight.set_(clamped)
+            elif self.how == "clamp_":
+                self.weight.clamp_(-0.1, 0.1)
+            elif self.how == "assigned":
+                self.weight = nn.Parameter(clamped)
+            else:
+                self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class TestWeightsThatAForwardPassWrites:
+    """They are those of a state, which is a value: the write would be lost, or change it."""
+
+    REFUSED = r"^weight: the forward pass .* this weight.*cure: .*weight\.clamp.*parametrize"
+
+    @pytest.mark.parametrize("mode", ["autograd", "func", "eval", "bind", "trace"])
+    @pytest.mark.parametrize("how", ["data", "set_", "clamp_", "assigned"])
+    def test_they_are_refused(self, how: str, mode: str):
+        chosen = program(Clamped(how), engine=mode if mode in ("autograd", "func") else "auto")
+        state, batch = chosen.init(device="cpu"), vector_batch()
+        calls: dict[str, Any] = {
+            "eval": lambda: chosen.eval_step(state, batch),
+            "bind": lambda: chosen.bind(state)(batch[0]),
+            "trace": lambda: ps.compile_step(chosen.train_step, capture="trace", backend="aot_eager")(state, batch),
+        }
+        torchs = (how, mode) == ("data", "func")  # which torch itself refuses
+        with pytest.raises(RuntimeError if torchs else StepContractError, match=r"\.data" if torchs else self.REFUSED):
+            calls.get(mode, lambda: chosen.train_step(state, batch))()
+
+    def test_those_past_autograd_are_found_by_the_look_at_purity(self):
+        chosen = program(Clamped("past autograd"))
+        with pytest.raises(StepContractError, match=r"params/weight: .*past autograd.*nn\.utils\.parametrize"):
+            ps.testing.assert_pure(chosen.train_step, chosen.init(device="cpu"), vector_batch())
+
+    def test_the_cure_for_weights_that_stay_in_bounds(self):
+        def clamped(updates: dict[str, Tensor], params: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: (params[name] + u).clamp(-0.1, 0.1) - params[name] for name, u in updates.items()}
+
+        tx = optim.chain(optim.sgd(LR), optim.stateless(clamped))
+        chosen = ps.program(nn.Linear(4, 3), ps.supervised(nn.CrossEntropyLoss()), tx)
+        state = trained(chosen, [vector_batch()])
+        assert state.params["weight"].abs().max() <= 0.1 + 1e-6
+
+
 class TestBuffers:
     def test_written_and_assigned_ones_come_back_in_the_state(self):
         net = Counting()
@@ -337,6 +411,34 @@ class TestBuffers:
         assert new.buffers["assigned"].dtype == torch.int64
         assert_trees_close(state, kept, exact=True)
         assert (int(net.assigned), float(net.written)) == (0, 0.0)
+
+    @pytest.mark.parametrize("mode", ["autograd", "func", "eval", "trace"])
+    def test_one_in_the_memory_of_another_is_refused_where_it_is_written(self, mode: str):
+        class Net(nn.Linear):
+            def __init__(self, *, writes: bool) -> None:
+                super().__init__(4, 3)
+                self.register_buffer("table", torch.zeros(8))
+                self.register_buffer("first", self.table[:4])
+                self.register_buffer("last", self.table[4:])
+                self.writes = writes
+
+            def forward(self, x: Tensor) -> Tensor:
+                if self.writes:
+                    self.table.add_(x.detach().mean())
+                return super().forward(x + self.first)
+
+        for writes in (False, True):
+            chosen = program(Net(writes=writes), engine=mode if mode in ("autograd", "func") else "auto")
+            state, batch = chosen.init(device="cpu"), vector_batch()
+            calls: dict[str, Any] = {"eval": chosen.eval_step}
+            if mode == "trace":
+                calls["trace"] = ps.compile_step(chosen.train_step, capture="trace", backend="aot_eager")
+            step = calls.get(mode, chosen.train_step)
+            if not writes:
+                step(state, batch)
+                continue
+            with pytest.raises(StepContractError, match=r"^table: .*writes this buffer.* another .*cure: one buffer"):
+                step(state, batch)
 
     def test_two_calls_in_one_objective_see_each_other(self):
         def twice(m: Any, batch: Any) -> ps.Loss:
@@ -571,6 +673,12 @@ class TestWhatCannotBeTrained:
         twice[1].weight.data = twice[0].weight.data
         with pytest.raises(StateError, match=r"lies in the memory of"):
             model.template(twice)
+        inside = nn.Linear(2, 2)
+        inside.register_buffer("whole", torch.zeros(10))
+        inside.register_buffer("start", inside.whole[1:2])  # between the two in memory
+        inside.bias.data = inside.whole[2:4]
+        with pytest.raises(StateError, match=r"bias: lies in the memory of whole"):
+            model.template(inside)
         apart = nn.Linear(2, 2)
         whole = torch.zeros(10)
         apart.weight.data, apart.bias.data = whole[:4].view(2, 2), whole[4:6]

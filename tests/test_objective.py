@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import tiny_mlp, vector_batch
+from helpers import assert_trees_close, tiny_mlp, vector_batch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -114,6 +114,54 @@ def test_no_reduction_is_no_objective():
         ConfigError, match=r"""criterion: reduction="none" gives no scalar \(cure: reduction="mean"\)"""
     ):
         ps.supervised(nn.MSELoss(reduction="none"))
+    with pytest.raises(ConfigError, match="gives no scalar"):
+        ps.supervised(partial(functional.mse_loss, reduction="none"))
+
+
+class Rows(nn.Module):
+    """A criterion that takes row losses inside, and may or may not reduce them."""
+
+    def __init__(self, reduction: str, *, reduces: bool) -> None:
+        super().__init__()
+        self.reduction, self.reduces = reduction, reduces
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        rows = functional.cross_entropy(outputs, targets, reduction="none")
+        return rows.mean() if self.reduces else rows
+
+
+def test_a_setting_of_somebody_elses_criterion_is_not_taken_for_what_it_returns():
+    batch = vector_batch()
+
+    def step(criterion: nn.Module) -> Any:
+        program = ps.program(tiny_mlp(), ps.supervised(criterion), optim.sgd(0.1))
+        return program.train_step(program.init(device="cpu"), batch)
+
+    new, metrics = step(Rows("none", reduces=True))
+    assert_trees_close(new.params, step(nn.CrossEntropyLoss())[0].params, rtol=1e-6, atol=1e-7)
+    assert float(metrics["loss"].weight) == 16
+    for reduction in ("none", "mean"):
+        with pytest.raises(StepContractError, match=r'the loss has shape \[16\] .*cure: reduction="mean"'):
+            step(Rows(reduction, reduces=False))
+
+
+@pytest.mark.parametrize(
+    ("metric", "found"),
+    [
+        (lambda o, y: ((o.argmax(1) == y).float(), 16), r"total of shape \[16\] and a weight of shape \[\]"),
+        (lambda o, y: ps.Mean(o.sum(), torch.ones(16)), r"total of shape \[\] and a weight of shape \[16\]"),
+        (lambda o, y: (torch.ones(2, 3), torch.ones(2, 3)), r"total of shape \[2, 3\] and a weight"),
+    ],
+    ids=["rows over a number", "a number over rows", "matrices"],
+)
+def test_a_metric_of_two_shapes_is_no_mean(metric: Any, found: str):
+    """Broadcast it would be a mean that is too small by the number of rows."""
+    objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"hits": metric})
+    program = ps.program(tiny_mlp(), objective, optim.sgd(0.1))
+    state = program.init(device="cpu")
+    for call in (program.train_step, program.eval_step):
+        with pytest.raises(StepContractError, match=rf"metrics/hits: .*{found}.*cure: total\.sum\(\)"):
+            call(state, vector_batch())
 
 
 @pytest.mark.parametrize("value", [1.0, None, (torch.ones(()), 1)])
@@ -333,7 +381,7 @@ class TestHuggingFace:
     @pytest.mark.parametrize("batch", [(X, Y), {"input_ids": X}, X, None])
     def test_without_labels_there_is_no_loss(self, batch: Any):
         with pytest.raises(
-            DataError, match=r"""batch: hf_loss needs a mapping with 'labels' \(cure: {"input_ids": ..."""
+            DataError, match=r"""batch: hf_loss needs a mapping with 'labels', .* \(cure: {"input_ids": ..."""
         ):
             ps.hf_loss()(FakeForCausalLM(), batch)
 
@@ -342,7 +390,9 @@ class TestHuggingFace:
             def forward(self, labels: Tensor) -> Any:
                 return SimpleNamespace(logits=labels)
 
-        with pytest.raises(StepContractError, match=r"Headless: the model returned no loss \(cure: ps.supervised"):
+        with pytest.raises(
+            StepContractError, match=r"Headless: the model returned no loss .* of 'labels' \(cure: ps.supervised"
+        ):
             ps.hf_loss()(Headless(), {"labels": Y})
 
     @pytest.mark.peer

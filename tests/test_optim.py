@@ -393,7 +393,7 @@ def test_an_optimizer_is_the_chain_that_it_says() -> None:
     ("make", "message"),
     [
         (lambda: optim.sgd(-1.0), "learning_rate is -1.0, outside [0.0, inf)"),
-        (lambda: optim.sgd(0.1, -0.9), "decay is -0.9"),
+        (lambda: optim.sgd(0.1, -0.9), "sgd: momentum is -0.9"),
         (lambda: optim.sgd(0.1, nesterov=True), "sgd: nesterov without momentum (cure: momentum=0.9)"),
         (lambda: optim.sgd(0.1, 0.9, nesterov=True, dampening=0.1), "nesterov with dampening=0.1"),
         (lambda: optim.sgd(0.1, weight_decay=-0.1), "weight_decay is -0.1"),
@@ -596,6 +596,50 @@ def torch_error(
         params, state = new_params, new_state
         worst = max(worst, *(float((p - q.detach()).abs().max()) for p, q in zip(params.values(), twins, strict=True)))
     return worst
+
+
+WRONG = {
+    "learning_rate": -0.1,
+    **dict.fromkeys(("b1", "b2", "decay", "rho"), 1.5),
+    **dict.fromkeys(("eps", "momentum", "dampening", "weight_decay", "lr_decay", "initial_accumulator_value"), -0.1),
+    **dict.fromkeys(("momentum_decay", "decay_rate", "clipping_threshold", "ns_steps"), -0.1),
+    "adjust": "none",
+}
+NAMED = ["adamw", "adam", "nadam", "radam", "adamax", "sgd", "lion", "rmsprop", "adagrad", "adadelta"]
+NAMED += ["adafactor", "lamb", "muon"]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_an_error_names_the_optimizer_and_the_argument_that_were_typed(name: str) -> None:
+    make = getattr(optim, name)
+    typed = [argument for argument in inspect.signature(make).parameters if argument in WRONG]
+    assert {"learning_rate", "weight_decay"} <= set(typed)
+    for argument in typed:
+        wanted = f"{name}: no adjustment 'none'" if argument == "adjust" else rf"{name}: {argument} is .*{argument}="
+        with pytest.raises(ConfigError, match=f"^{wanted}"):
+            make(**{argument: WRONG[argument]})
+    if "momentum" in typed:
+        with pytest.raises(ConfigError, match=rf"schedule.*cure: optim\.inject\(optim\.{name}\)\(\.\.\., momentum="):
+            make(momentum=lambda count: 0.9)
+
+
+def test_what_is_left_of_such_errors() -> None:
+    with pytest.raises(ConfigError, match=r"^sgd: nesterov with dampening=0\.1"):
+        optim.sgd(0.1, momentum=0.9, nesterov=True, dampening=0.1)
+    with pytest.raises(ConfigError, match=r"^adafactor: eps is 1e-08, no pair \(cure: eps=\(None, 1e-3\)\)"):
+        optim.adafactor(eps=1e-8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("within", ["alone", "a chain", "a group"])
+def test_from_torch_is_not_made_anew_in_every_update(within: str) -> None:
+    def factory(lr: Any) -> Transform:
+        tx = optim.from_torch(T.SGD, lr=lr)
+        if within == "a chain":
+            return optim.chain(optim.clip_by_global_norm(1.0), tx)
+        return optim.partition({"all": tx}, [("", "all")]) if within == "a group" else tx
+
+    with pytest.raises(ConfigError, match=r"inject: .*torch's, in every update \(cure: optim\.inject\(optim\.adamw\)"):
+        optim.inject(factory)(lr=0.1).init({"w": torch.ones(2)})
 
 
 @pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "scheduled"])

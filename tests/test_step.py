@@ -4,6 +4,7 @@ import math
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
@@ -773,17 +774,38 @@ class TestSplittingABatch:
         assert_trees_close(state.buffers, run(streamed, cut((x, y), [4] * 4)).buffers, exact=True)
 
     @pytest.mark.parametrize(
-        ("batch", "sizes"),
+        ("batch", "found"),
         [
-            ((torch.ones(4, 4), torch.ones(5)), r"\[4, 5\]"),
-            ((torch.ones(2, 4), torch.ones(2)), r"\[2\]"),
-            ((), r"\[\]"),
+            ((torch.ones(4, 4), torch.ones(5)), r"4 rows in 0 and 5 rows in 1; 3 micro-batches need.*context"),
+            ((torch.ones(4, 4), {"a": np.ones(2)}), r"4 rows in 0 and 2 rows in 1/a; 3 micro-batches"),
+            ((torch.ones(2, 4), torch.ones(2)), r"has 2 rows, too few for 3 micro-batches \(cure: drop_last=True in"),
+            ((), r"holds no tensor to split into 3 micro-batches \(cure: microbatches=1"),
         ],
     )
-    def test_what_cannot_be_split_is_an_error(self, batch: Any, sizes: str):
+    def test_what_cannot_be_split_is_an_error(self, batch: Any, found: str):
         chosen = program(microbatches=3)
-        with pytest.raises(DataError, match=rf"batch: leading dimensions are {sizes}; 3 micro-batches need one common"):
+        with pytest.raises(DataError, match=rf"^batch: {found}"):
             chosen.train_step(init(chosen), batch)
+
+    def test_arrays_and_lists_of_one_entry_a_row_are_split_too(self):
+        """As a DataLoader leaves strings: a list, or a tuple where they are a field of a tuple."""
+        seen: list[Any] = []
+
+        def objective(model: Any, batch: Any) -> ps.Loss:
+            seen.append((batch["ids"].tolist(), batch["names"], batch["more"], batch["classes"]))
+            x, y = torch.from_numpy(batch["x"]), batch["y"]
+            return ps.Loss(functional.cross_entropy(model(x), y), len(x), {})
+
+        x, y = vector_batch(5)
+        batch = {"x": x.numpy(), "y": y, "ids": np.arange(5), "names": list("abcde"), "classes": ["cat", "dog"]}
+        batch["more"] = tuple({"file": name} for name in "abcde")
+        chosen = program(objective=objective, microbatches=2)
+        found, _ = chosen.train_step(init(chosen), batch)
+        assert [(ids, names) for ids, names, _, _ in seen] == [([0, 1, 2], list("abc")), ([3, 4], list("de"))]
+        assert [[entry["file"] for entry in more] for _, _, more, _ in seen] == [list("abc"), list("de")]
+        assert all(classes == ["cat", "dog"] for *_, classes in seen)
+        whole, _ = program().train_step(init(program()), (x, y))
+        assert_trees_close(found.params, whole.params, rtol=1e-5, atol=1e-6)
 
 
 class TestMetrics:
@@ -1375,6 +1397,47 @@ def test_a_step_can_be_traced_and_tried_on_fake_tensors():
     with FakeTensorMode(allow_non_fake_inputs=True):
         new, _ = chosen.train_step(state, (torch.empty(16, 4), torch.empty(16, dtype=torch.int64)))
     assert {name: value.shape for name, value in new.params.items()} == {n: v.shape for n, v in state.params.items()}
+
+
+class Centering(nn.Linear):
+    """Keeps two averages in buffers, one of its inputs and one of its weights, and uses what it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("center", torch.zeros(4))
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.center = 0.5 * self.center + 0.5 * x.mean(0)
+        self.size = 0.5 * self.size + self.weight.square().mean()
+        return super().forward(x - self.center) * self.size
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("way", ["torch.func", "autograd"])
+def test_a_derivative_goes_through_the_new_buffers_too(way: str, microbatches: int):
+    chosen = program(Centering(), precision="64-true", microbatches=microbatches)
+    state, batch = init(chosen), vector_batch(dtype=torch.float64)
+
+    def after(weight: Tensor, center: Tensor) -> Tensor:
+        params, buffers = {**state.params, "weight": weight}, {**state.buffers, "center": center}
+        new, _ = chosen.train_step(state._replace(params=params, buffers=buffers), batch)
+        return new.buffers["center"].square().sum() + new.buffers["size"] * new.params["weight"].sum()
+
+    at = state.params["weight"], state.buffers["center"]
+    if way == "torch.func":
+        found = torch.func.grad(after, argnums=(0, 1))(*at)
+    else:
+        leaves = [value.clone().requires_grad_() for value in at]
+        found = torch.autograd.grad(after(*leaves), leaves)
+    for place, (value, gradient) in enumerate(zip(at, found, strict=True)):
+        step = torch.zeros_like(value)
+        step.view(-1)[1] = 1e-6
+        there, back = ([*at[:place], value + sign * step, *at[place + 1 :]] for sign in (1, -1))
+        expected = (after(*there) - after(*back)) / 2e-6
+        assert gradient.view(-1)[1].item() == pytest.approx(expected.item(), rel=1e-5)
+    new, _ = chosen.train_step(state, batch)
+    assert not any(value.requires_grad for value in new.buffers.values())
 
 
 def test_a_derivative_goes_through_frozen_weights_too():

@@ -488,6 +488,35 @@ def test_set_hyperparams_reaches_every_leaf_of_that_name() -> None:
     }
 
 
+def test_set_hyperparams_reaches_one_group_by_its_name() -> None:
+    inner = transform.inject(transform.scale)(factor=1.0)
+    nested = transform.partition({"top": inner, "rest": inner}, [("weight", "top"), ("", "rest")])
+    state = transform.partition({"a": inner, "b": nested}, [("head", "a"), ("", "b")]).init(P)
+
+    def found(**values: Any) -> dict[str, float]:
+        new = transform.set_hyperparams(state, **values)
+        return {name: value.item() for name, value in transform.hyperparams(new).items()}
+
+    assert found(**{"b/top/factor": 3.0}) == {"a/factor": 1.0, "b/top/factor": 3.0, "b/rest/factor": 1.0}
+    assert found(**{"a/factor": 2.0}, factor=5.0) == {"a/factor": 2.0, "b/top/factor": 5.0, "b/rest/factor": 5.0}
+    with pytest.raises(
+        ConfigError, match=r"c/factor is no leaf.*cure: one of a/factor, b/top/factor, b/rest/factor, or"
+    ):
+        found(**{"c/factor": 2.0})
+    with pytest.raises(ConfigError, match=r"b/factor is no leaf of this state"):
+        found(**{"b/factor": 2.0})
+
+
+def test_a_group_with_a_schedule_does_not_keep_another_from_being_set() -> None:
+    rate = transform.inject(transform.scale_by_learning_rate)
+    groups = {"a": rate(learning_rate=lambda count: 0.1 + 0.0 * count), "b": rate(learning_rate=0.5)}
+    state = transform.partition(groups, [("enc", "a"), ("", "b")]).init(P)
+    new = transform.set_hyperparams(state, **{"b/learning_rate": 0.25})
+    assert transform.hyperparams(new)["b/learning_rate"].item() == 0.25
+    with pytest.raises(ConfigError, match=r"a/learning_rate follows a schedule"):
+        transform.set_hyperparams(state, **{"a/learning_rate": 0.25})
+
+
 def test_set_hyperparams_refuses_what_is_no_leaf() -> None:
     with pytest.raises(
         ConfigError, match=r"b2 is no leaf of this state \(cure: optim.inject\(optim.adamw\)\(b2=...\)\)"
@@ -698,13 +727,13 @@ def test_the_relative_step_is_a_bound_by_the_learning_rate() -> None:
         (lambda: transform.scale("2"), "scale: factor is '2', a str, no int, float"),  # type: ignore[arg-type]
         (lambda: transform.scale(lambda count: 2.0), "optim.inject(optim.scale)(..., factor=schedule)"),  # type: ignore[arg-type]
         (lambda: transform.trace(0.9, nesterov=True, dampening=0.1), "trace: nesterov with dampening=0.1"),
-        (lambda: transform.scale_by_adam(1.0), "adam: b1 is 1.0, outside [0.0, 1.0)"),
-        (lambda: transform.scale_by_adam(b2=-0.1), "adam: b2 is -0.1"),
-        (lambda: transform.scale_by_adam(eps=-1.0), "adam: eps is -1.0"),
+        (lambda: transform.scale_by_adam(1.0), "scale_by_adam: b1 is 1.0, outside [0.0, 1.0)"),
+        (lambda: transform.scale_by_adam(b2=-0.1), "scale_by_adam: b2 is -0.1"),
+        (lambda: transform.scale_by_adam(eps=-1.0), "scale_by_adam: eps is -1.0"),
         (
             lambda: transform.scale_by_adam(lambda count: 0.9),  # type: ignore[arg-type]
-            "adam: b1 is a schedule, and only learning_rate takes one "
-            "(cure: optim.inject(optim.adam)(..., b1=schedule))",
+            "scale_by_adam: b1 is a schedule, and only learning_rate takes one "
+            "(cure: optim.inject(optim.scale_by_adam)(..., b1=schedule))",
         ),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -53,6 +52,7 @@ def _left_where_they_are() -> None:
 # --- attributes -------------------------------------------------------------------------------------------------------
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+_PLAIN = (str, int, float, bool, bytes, type(None))  # lead nowhere; a vocabulary has many
 
 
 def _check_attributes(module: nn.Module, made: nn.Module) -> None:
@@ -72,6 +72,8 @@ def _check_attributes(module: nn.Module, made: nn.Module) -> None:
 
 
 def _leads_to(value: Any, wrong: dict[int, str], seen: set[int]) -> str | None:
+    if type(value) in _PLAIN:
+        return None
     if id(value) in wrong:
         return wrong[id(value)]
     if id(value) in seen:
@@ -129,19 +131,26 @@ def _check_tensor(name: str, value: Tensor) -> None:
 
 def _check_memory(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
     """A trained weight that is another tensor too, without being the same object, would come apart from it."""
-    spans = sorted(
-        (start, start + _length(value), name, value)
-        for name, value in {**parameters, **buffers}.items()
-        if (start := _address(value))
-    )
-    for (_, end, first, one), (start, _, second, other) in itertools.pairwise(spans):
-        apart = start >= end or (one is other and (first in parameters) == (second in parameters))
-        if not apart and any(name in parameters and parameters[name].requires_grad for name in (first, second)):
+    for first, second in overlaps(parameters, buffers):
+        if any(name in parameters and parameters[name].requires_grad for name in (first, second)):
             raise StateError(
                 f"lies in the memory of {first}, which is a tensor of its own; trained, they would differ",
                 where=second,
                 hint="the same nn.Parameter under both names, or a property that makes the one of the other",
             )
+
+
+def overlaps(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Names of two tensors that have memory in common, as a view has, without being tied: one object of one kind."""
+    named = {**parameters, **buffers}
+    spans = sorted((start, start + _length(value), name) for name, value in named.items() if (start := _address(value)))
+    reach, furthest = 0, ""
+    for start, end, name in spans:
+        tied = start < reach and named[name] is named[furthest] and (name in parameters) == (furthest in parameters)
+        if start < reach and not tied:
+            yield furthest, name
+        if end > reach:
+            reach, furthest = end, name
 
 
 def _address(value: Tensor) -> int:

@@ -64,8 +64,10 @@ class Untouched:
             for path in (*before, *after):
                 how = _written(before.get(path), after.get(path))
                 if how:
-                    where = _join(name, path)
-                    raise Impure(f"the step writes what it was given{how}", where=where, hint="x + 1, not x.add_(1)")
+                    where, hint = _join(name, path), "x + 1, not x.add_(1)"
+                    if where.startswith(("state/params/", "state/frozen/")):
+                        hint += "; for what a forward pass does to its weights, torch.nn.utils.parametrize"
+                    raise Impure(f"the step writes what it was given{how}", where=where, hint=hint)
 
 
 def _leaves(part: Tree, *, content: bool) -> dict[str, _Leaf]:

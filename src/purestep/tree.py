@@ -33,15 +33,15 @@ def leaves(tree: Tree) -> list[Any]:
     return optree.tree_leaves(tree, namespace=_SPACE)
 
 
-def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
-    """Leaves and structure; `unflatten` is the way back.
+def flatten(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeDef]:
+    """Leaves and structure; `unflatten` is the way back. ``is_leaf(node)`` makes a node a leaf.
 
     Example:
         >>> found, treedef = flatten({"b": 2, "a": (1, None)})
         >>> found, unflatten(treedef, [10, 20])
         ([1, 2], {'b': 20, 'a': (10, None)})
     """
-    found, treedef = optree.tree_flatten(tree, namespace=_SPACE)
+    found, treedef = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=_SPACE)
     return found, treedef
 
 

@@ -82,6 +82,8 @@ def _number(other: Any) -> float:
 
 
 Metrics: TypeAlias = dict[str, Mean]
+Metric: TypeAlias = Callable[[Any, Any], Any]
+"""``metric(outputs, targets)``: a Mean, a ``(total, weight)`` pair, or a 0-d tensor that is a mean over the batch."""
 
 
 class Loss(NamedTuple):

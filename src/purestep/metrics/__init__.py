@@ -11,6 +11,7 @@ over classes is a `Mean` of vectors: ``compute()`` gives the classes, ``float`` 
 
 from __future__ import annotations
 
+from ..types import Metric as Metric
 from .classification import Average as Average
 from .classification import CountOptions as CountOptions
 from .classification import Counts as Counts
@@ -19,7 +20,6 @@ from .classification import counts as counts
 from .classification import f1 as f1
 from .classification import precision as precision
 from .classification import recall as recall
-from .mean import Metric as Metric
 from .mean import as_mean as as_mean
 from .mean import compute as compute
 from .mean import empty as empty

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 from .. import tree
 from ..errors import StepContractError
 from ..types import Mean, Metrics
-
-Metric: TypeAlias = Callable[[Any, Any], Mean]
-"""``metric(outputs, targets)``."""
 
 
 def empty() -> Metrics:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StepContractError
-from ..types import Mean
-from .mean import Metric
+from ..types import Mean, Metric
 from .shapes import logits_of
 
 

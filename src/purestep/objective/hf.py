@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, StepContractError
-from ..types import Loss, Objective
-from .measuring import Metric, mean_of
+from ..types import Loss, Metric, Objective
+from .measuring import mean_of
 
 _HF_BATCH = '{"input_ids": ..., "labels": ...}'
 _CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
@@ -22,13 +22,14 @@ _UNSHIFTED = (  # decoders that expect labels shifted already, though their name
 
 
 def hf_loss(
-    *, metrics: Mapping[str, Metric] | None = None, causal: bool | None = None, ignore_index: int = -100
+    *, metrics: Mapping[str, Metric] | None = None, causal: bool | None = None, ignore_index: int | None = None
 ) -> Objective:
     """The loss that a Hugging Face model computes itself, weighted by the labels it counts.
 
     The batch is a mapping that goes to the model as keyword arguments. A causal model predicts each label from the
     tokens before it, so the first label of every row is not counted. What has no ``labels`` weighs its number of rows:
-    ``start_positions`` and the like, and two-tower models, which are asked for their loss (``return_loss=True``).
+    ``start_positions`` and the like, and two-tower models, which are asked for their loss (``return_loss=True``); so
+    does a CTC loss, which is a mean over rows (1 where the model's configuration asks for their sum).
 
     The weight does what ``num_items_in_batch`` does elsewhere: micro-batches with different numbers of tokens add up to
     the gradient of the whole batch.
@@ -36,7 +37,7 @@ def hf_loss(
     Args:
         metrics: name -> ``f(outputs, labels)``; without ``labels``, ``f(outputs, batch)``.
         causal: whether the model shifts the labels; None reads it from the model's class.
-        ignore_index: labels that do not count.
+        ignore_index: labels that do not count; None: -100, or what the configuration of a segmentation model says.
 
     Raises:
         DataError: when called: a batch that is no mapping or has no labels.
@@ -61,18 +62,10 @@ def hf_loss(
         outputs = model(**named)
         mean = _loss_of(outputs)
         if mean is None:
-            raise StepContractError(
-                "the model returned no loss",
-                where=type(_module(model)).__name__,
-                hint="ps.supervised(criterion) for this model",
-            )
+            raise _no_loss(_module(model), named)
         labels = named.get("labels")
         targets, sized = (named if labels is None else labels), _sized(named)
-        if isinstance(labels, Tensor):
-            shifts = _is_causal(model) if causal is None else causal
-            weight = _counted_labels(labels[..., 1:] if shifts else labels, ignore_index)
-        else:
-            weight = torch.full((), sized.shape[0], device=mean.device)
+        weight = _weight(model, labels, sized.shape[0], mean, causal=causal, ignore_index=ignore_index)
         values = {name: mean_of(metric(outputs, targets), sized) for name, metric in measured.items()}
         return Loss(mean, weight.to(torch.float32), values)
 
@@ -87,7 +80,23 @@ def _labelled(model: Any, batch: Any) -> Mapping[str, Any]:
             return named
         if "return_loss" in inspect.signature(_module(model).forward).parameters:
             return {**named, "return_loss": True}
-    raise DataError("hf_loss needs a mapping with 'labels'", where="batch", hint=_HF_BATCH)
+    found = f"a mapping of {_names(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    raise DataError(f"hf_loss needs a mapping with 'labels', and this is {found}", where="batch", hint=_HF_BATCH)
+
+
+def _names(named: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, named)) or "nothing"
+
+
+def _no_loss(module: Any, named: Mapping[str, Any]) -> StepContractError:
+    forward = inspect.signature(getattr(module, "forward", module)).parameters
+    taken = [name for name in forward if "label" in name and name not in named]
+    hint = f"{' and '.join(map(repr, taken))} in the batch, which its forward takes" if taken else ""
+    return StepContractError(
+        f"the model returned no loss for a batch of {_names(named)}",
+        where=type(module).__name__,
+        hint=hint or "ps.supervised(criterion) for this model",
+    )
 
 
 def _loss_of(outputs: Any) -> Any:
@@ -108,18 +117,30 @@ def _sized(named: Mapping[str, Any]) -> Tensor:
     return found[0]
 
 
-def _counted_labels(labels: Tensor, ignore_index: int) -> Tensor:
-    if labels.is_floating_point():
+def _weight(
+    model: Any, labels: Any, rows: int, mean: Tensor, *, causal: bool | None, ignore_index: int | None
+) -> Tensor:
+    module = _module(model)
+    name, config = type(module).__name__, getattr(module, "config", None)
+    if "ForCTC" in name:
+        return torch.full((), 1 if getattr(config, "ctc_loss_reduction", "") == "sum" else rows, device=mean.device)
+    if not isinstance(labels, Tensor):
+        return torch.full((), rows, device=mean.device)
+    segments = "ForSemanticSegmentation" in name
+    # What such a model says of one class alone, with or without it, is a mean over all elements.
+    if labels.is_floating_point() or (segments and getattr(config, "num_labels", None) == 1):
         return torch.full((), labels.numel(), device=labels.device)
-    return (labels != ignore_index).sum()
+    if ignore_index is None:
+        ignore_index = getattr(config, "semantic_loss_ignore_index", -100) if segments else -100
+    shifts = _is_causal(module) if causal is None else causal
+    return ((labels[..., 1:] if shifts else labels) != ignore_index).sum()
 
 
 def _module(model: Any) -> Any:
     return getattr(model, "module", model)
 
 
-def _is_causal(model: Any) -> bool:
-    module = _module(model)
+def _is_causal(module: Any) -> bool:
     name = type(module).__name__
     if name.startswith(_UNSHIFTED) or getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return False

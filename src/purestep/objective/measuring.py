@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -10,9 +10,6 @@ from torch import Tensor
 
 from ..errors import DataError, StepContractError
 from ..types import Mean
-
-Metric = Callable[[Any, Any], Any]
-"""``metric(outputs, targets)``: a Mean, a ``(total, weight)`` pair, or a tensor that is a mean over the batch."""
 
 
 def mean_of(value: Any, targets: Any) -> Mean:

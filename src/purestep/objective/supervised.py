@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ConfigError, DataError, StepContractError
-from ..types import Loss, Objective
-from .measuring import Metric, leading, mean_of
+from ..types import Loss, Metric, Objective
+from .measuring import leading, mean_of
 
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
@@ -49,7 +50,7 @@ def supervised(
         forward: (model, inputs) -> outputs. Default: a mapping becomes keyword arguments, a tuple arguments.
 
     Raises:
-        ConfigError: a criterion with ``reduction="none"``, or a class instead of one of its instances.
+        ConfigError: one of torch's losses with ``reduction="none"``, or a class instead of one of its instances.
         DataError: when called: a batch that is no pair or mapping of inputs and targets, or cannot be counted.
         StepContractError: when called: the criterion returned no tensor, or a metric none of what a `Metric` may.
 
@@ -63,7 +64,8 @@ def supervised(
     """
     if isinstance(criterion, type):
         raise ConfigError("is a class", where=criterion.__name__, hint=f"{criterion.__name__}(), an instance")
-    if _setting(criterion, "reduction", "mean") == "none":
+    # Another's may use such a setting inside and reduce after it: the step looks at what it returns.
+    if _setting(criterion, "reduction", "mean") == "none" and _is_torchs(_called(criterion)):
         raise ConfigError('reduction="none" gives no scalar', where="criterion", hint='reduction="mean"')
     measured = dict(metrics or {})
     module = criterion if isinstance(criterion, nn.Module) and _has_tensors(criterion) else None
@@ -150,6 +152,11 @@ def _setting(criterion: Any, name: str, default: Any) -> Any:
 def _called(criterion: Any) -> Any:
     # With arguments by position too, what it is called with is no longer outputs and targets.
     return criterion.func if isinstance(criterion, functools.partial) and not criterion.args else criterion
+
+
+def _is_torchs(called: Any) -> bool:
+    named = called if isinstance(called, types.FunctionType | types.BuiltinFunctionType) else type(called)
+    return (named.__module__ or "").startswith("torch.")
 
 
 def _weight(criterion: Any, class_weight: Tensor | None, outputs: Any, targets: Any, mean: Tensor) -> Tensor:

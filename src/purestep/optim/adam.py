@@ -11,6 +11,7 @@ from ..transform import (
     Transform,
     chain,
     decay_parts,
+    require_typed,
     scale_by_adam,
     scale_by_adamax,
     scale_by_learning_rate,
@@ -58,6 +59,7 @@ def adamw(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
+    require_typed("adamw", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
     return chain(
         scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
         *decay_parts(weight_decay, mask),
@@ -102,6 +104,7 @@ def adam(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
+    require_typed("adam", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
     return chain(
         *decay_parts(weight_decay, mask),
         scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
@@ -145,6 +148,8 @@ def nadam(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1056
     """
+    typed = {"eps": eps, "momentum_decay": momentum_decay, "weight_decay": weight_decay}
+    require_typed("nadam", learning_rate, below_one={"b1": b1, "b2": b2}, **typed)
     decay = decay_parts(weight_decay, mask)
     direction = scale_by_nadam(b1, b2, eps=eps, momentum_decay=momentum_decay)
     return _decayed(direction, decay, decoupled_weight_decay, learning_rate)
@@ -184,6 +189,7 @@ def radam(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
+    require_typed("radam", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
     decay = decay_parts(weight_decay, mask)
     return _decayed(scale_by_radam(b1, b2, eps=eps), decay, decoupled_weight_decay, learning_rate)
 
@@ -220,6 +226,7 @@ def adamax(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
+    require_typed("adamax", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
     return _decayed(scale_by_adamax(b1, b2, eps=eps), decay_parts(weight_decay, mask), False, learning_rate)
 
 

@@ -30,6 +30,11 @@ class FromTorchState(NamedTuple):
     slots: Slots  # name -> key -> what the optimizer keeps for this parameter: tensors, or lists and dicts of them
     group: dict[str, Any]  # key -> what it keeps in its parameter group; mostly nothing
 
+    cure_for_inject = (  # it would be looked at and traced anew in every update
+        "optim.inject(optim.adamw)(learning_rate=1e-3), purestep's own; "
+        "or from_torch(torch.optim.AdamW, lr=schedule), with other transforms injected apart"
+    )
+
 
 class _Plan(NamedTuple):
     """What is known of an optimizer on certain parameters."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
+from ..errors import ConfigError
 from ..transform import (
     NEWTON_SCHULZ,
     Adjust,
@@ -18,6 +20,7 @@ from ..transform import (
     decay_mask,
     decay_parts,
     require,
+    require_typed,
     scale_by_adam,
     scale_by_factored_rms,
     scale_by_learning_rate,
@@ -62,8 +65,14 @@ def adafactor(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
+    require_typed("adafactor", learning_rate, decay_rate=decay_rate, weight_decay=weight_decay)
     require("adafactor", low=1.0, clipping_threshold=clipping_threshold)
+    pair: Any = eps
+    if not isinstance(pair, tuple | list) or len(cast(tuple[Any, ...], pair)) != 2:
+        raise ConfigError(f"eps is {eps!r}, no pair", where="adafactor", hint="eps=(None, 1e-3)")
     least_gradient, least_weight = eps
+    require("adafactor", eps=0.0 if least_gradient is None else least_gradient)
+    require("adafactor", eps=least_weight)
     return chain(
         scale_by_factored_rms(decay_rate, eps=least_gradient),
         clip_by_block_rms(clipping_threshold),
@@ -108,6 +117,7 @@ def lamb(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
+    require_typed("lamb", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
     return chain(
         scale_by_adam(b1, b2, eps=eps),
         *decay_parts(weight_decay, mask),
@@ -160,6 +170,10 @@ def muon(
         >>> {label: list(group.selected) for label, group in state.groups.items()}
         {'muon': ['1.weight'], 'adamw': ['0.weight', '1.bias', '2.weight', '2.bias']}
     """
+    require_typed("muon", learning_rate, below_one={"momentum": momentum}, eps=eps, weight_decay=weight_decay)
+    require("muon", high=100, ns_steps=ns_steps)
+    if adjust not in ("original", "match_rms_adamw"):
+        raise ConfigError(f"no adjustment {adjust!r}", where="muon", hint='"original" or "match_rms_adamw"')
     return chain(
         scale_by_muon(momentum, nesterov=nesterov, ns_coefficients=ns_coefficients, ns_steps=ns_steps, eps=eps),
         scale_by_shape(adjust),

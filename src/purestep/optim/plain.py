@@ -13,6 +13,7 @@ from ..transform import (
     chain,
     decay_parts,
     is_on,
+    require_typed,
     scale_by_learning_rate,
     scale_by_lion,
     trace,
@@ -50,8 +51,11 @@ def sgd(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
+    require_typed("sgd", learning_rate, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
     if nesterov and not is_on(momentum):
         raise ConfigError("nesterov without momentum", where="sgd", hint="momentum=0.9")
+    if nesterov and not isinstance(dampening, torch.Tensor) and dampening != 0:
+        raise ConfigError(f"nesterov with dampening={dampening}", where="sgd", hint="dampening=0.0")
     velocity = [trace(momentum, nesterov=nesterov, dampening=dampening)] if is_on(momentum) else []
     return chain(*decay_parts(weight_decay, mask), *velocity, scale_by_learning_rate(learning_rate))
 
@@ -90,5 +94,6 @@ def lion(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
+    require_typed("lion", learning_rate, below_one={"b1": b1, "b2": b2}, weight_decay=weight_decay)
     direction = scale_by_lion(b1, b2, mu_dtype=mu_dtype)
     return chain(direction, *decay_parts(weight_decay, mask), scale_by_learning_rate(learning_rate))

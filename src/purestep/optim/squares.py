@@ -10,6 +10,7 @@ from ..transform import (
     chain,
     decay_parts,
     is_on,
+    require_typed,
     scale_by_adadelta,
     scale_by_inverse_time,
     scale_by_learning_rate,
@@ -55,6 +56,8 @@ def rmsprop(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.2
     """
+    typed = {"eps": eps, "momentum": momentum, "weight_decay": weight_decay}
+    require_typed("rmsprop", learning_rate, below_one={"decay": decay}, **typed)
     velocity = [trace(momentum)] if is_on(momentum) else []
     direction = scale_by_rms(decay, eps=eps, centered=centered)
     return chain(*decay_parts(weight_decay, mask), direction, *velocity, scale_by_learning_rate(learning_rate))
@@ -95,6 +98,8 @@ def adagrad(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
+    typed = {"lr_decay": lr_decay, "initial_accumulator_value": initial_accumulator_value, "eps": eps}
+    require_typed("adagrad", learning_rate, below_one=None, weight_decay=weight_decay, **typed)
     slowing = [scale_by_inverse_time(lr_decay)] if is_on(lr_decay) else []
     direction = scale_by_rss(initial_accumulator_value, eps=eps)
     return chain(*decay_parts(weight_decay, mask), direction, *slowing, scale_by_learning_rate(learning_rate))
@@ -130,5 +135,6 @@ def adadelta(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.8944
     """
+    require_typed("adadelta", learning_rate, below_one={"rho": rho}, eps=eps, weight_decay=weight_decay)
     direction = scale_by_adadelta(rho, eps=eps)
     return chain(*decay_parts(weight_decay, mask), direction, scale_by_learning_rate(learning_rate))

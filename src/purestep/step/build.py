@@ -52,7 +52,8 @@ def program(
         precision: "32-true", "64-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
         ema: decay of the averaged weights in [0, 1), or an `ema.average(...)`; None for none.
         accumulate: micro-batches (calls of train_step) to an optimizer update, >= 1.
-        microbatches: parts that each batch is split into inside one call, along the leading dimension, >= 1.
+        microbatches: parts that each batch is split into inside one call, along the leading dimension, >= 1: tensors,
+            arrays, and lists of one entry a row. What has no rows goes to every part.
         tail: what ``flush`` does with a window left open at the end of an epoch: apply it with its true weight, carry
             it over, or drop it.
         engine: "func" (`torch.func.grad_and_value`), "autograd" (`torch.autograd.grad`, for activation checkpointing

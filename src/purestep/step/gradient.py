@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ def _forward(spec: Spec, state: TrainState, batch: Batch, context: tuple[Any, ..
             loss = check_loss(spec.objective(bound, precision_.cast(spec.policy, batch), *context), device)
         _check_connected(loss.mean)
         scaled = loss.mean if scale is None else loss.mean * scale
-        return scaled, (tree.detach(loss), tree.detach(bound.buffers))
+        return scaled, (tree.detach(loss), bound.buffers)
 
     return forward
 
@@ -98,7 +100,15 @@ def _checked_metrics(given: Any, device: torch.device) -> Metrics:
                 "the step has a metric of this name itself", where=f"metrics/{name}", hint="another name"
             )
     # What a metric is beside a pair of numbers (a torchmetrics.Metric computes itself), it stays.
-    return {n: counted_anew(mean, *(_checked_part(n, part, device) for part in mean)) for n, mean in found.items()}
+    checked = {n: counted_anew(mean, *(_checked_part(n, part, device) for part in mean)) for n, mean in found.items()}
+    for name, (total, weight) in checked.items():
+        if total.shape != weight.shape or total.dim() > 1:
+            raise StepContractError(
+                f"is a Mean of a total of shape {list(total.shape)} and a weight of shape {list(weight.shape)}",
+                where=f"metrics/{name}",
+                hint="total.sum() of what is one number a row; a vector of each for one mean a class",
+            )
+    return checked
 
 
 def _checked_part(name: str, given: Any, device: torch.device) -> Tensor:
@@ -143,8 +153,9 @@ def _value_and_grad(spec: Spec, forward: Forward, state: TrainState, named: Para
     # Where autograd follows the state, a derivative through the step has that of its gradients in it.
     through = modes.followed([*named.values(), *state.frozen.values(), *state.buffers.values()])
     with torch.enable_grad():
+        # Views, so that the gradient of this call does not go through buffers that an earlier one made of the same.
         leaves = {
-            name: value if through and value.requires_grad else value.detach().requires_grad_()
+            name: value.view_as(value) if through and value.requires_grad else value.detach().requires_grad_()
             for name, value in named.items()
         }
         bound = bind(leaves)
@@ -153,11 +164,12 @@ def _value_and_grad(spec: Spec, forward: Forward, state: TrainState, named: Para
             tensors = list(leaves.values())
             return torch.autograd.grad(found[0], tensors, create_graph=through, allow_unused=True), found[1]
 
-        found, extra = bound.hold(lambda: forward(bound), backward)
+        found, (loss, buffers) = bound.hold(lambda: forward(bound), backward)
     if all(grad is None for grad in found):
         raise _not_connected()
     pairs = zip(leaves.items(), found, strict=True)
-    return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}, extra
+    grads = {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}
+    return grads, (loss, buffers if through else tree.detach(buffers))
 
 
 def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
@@ -207,17 +219,54 @@ def kept_buffers(old: Params, micro: Micro, counted: Tensor) -> Params:
 
 
 def _parts(batch: Batch, count: int) -> Iterator[Batch]:
-    leaves, treedef = tree.flatten(batch)
-    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
-    if len(sizes) != 1 or min(sizes) < count:
+    rows = _rows(batch, count)
+
+    def is_listed(node: Any) -> bool:
+        # Names and the like, as collating leaves them: a list or tuple of what is no tensor, one a row.
+        return type(node) in (list, tuple) and not any(map(_is_array, tree.leaves(node))) and len(node) == rows
+
+    def split(node: Any) -> Any:
+        if isinstance(node, Tensor) and node.dim():
+            return node.tensor_split(count)
+        if not is_listed(node) and not (_is_array(node) and node.ndim):
+            return (node,) * count
+        # As torch splits: the first parts are the longer ones.
+        bounds = [at * (rows // count) + min(at, rows % count) for at in range(count + 1)]
+        return tuple(node[start:end] for start, end in itertools.pairwise(bounds))
+
+    leaves, treedef = tree.flatten(batch, is_leaf=is_listed)
+    parts = [split(leaf) for leaf in leaves]
+    for index in range(count):
+        yield tree.unflatten(treedef, [part[index] for part in parts])
+
+
+def _rows(batch: Batch, count: int) -> int:
+    """How many rows there are to split.
+
+    Raises:
+        DataError: none, not as many everywhere, or too few.
+    """
+    found = [leaf.shape[0] for leaf in tree.leaves(batch) if _is_array(leaf) and leaf.ndim]
+    if not found:
+        raise DataError(f"holds no tensor to split into {count} micro-batches", where="batch", hint="microbatches=1")
+    rows = found[0]
+    if any(size != rows for size in found):
+        sizes = {path: leaf.shape[0] for path, leaf in tree.with_paths(batch) if _is_array(leaf) and leaf.ndim}
+        apart = dict((*list(sizes.items())[:1], next(item for item in sizes.items() if item[1] != rows)))
         raise DataError(
-            f"leading dimensions are {sorted(sizes)}; {count} micro-batches need one common size of at least {count}",
+            f"{' and '.join(f'{size} rows in {path}' for path, size in apart.items())}; "
+            f"{count} micro-batches need as many in each",
             where="batch",
             hint="pass what must not be split as context, or microbatches=1",
         )
-    split = [leaf.tensor_split(count) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * count for leaf in leaves]
-    for index in range(count):
-        yield tree.unflatten(treedef, [part[index] for part in split])
+    if rows < count:
+        hint = "drop_last=True in the loader, where it is the last one of an epoch; or fewer microbatches"
+        raise DataError(f"has {rows} rows, too few for {count} micro-batches", where="batch", hint=hint)
+    return rows
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor | np.ndarray)
 
 
 def times(grad: Tensor, weight: Tensor) -> Tensor:

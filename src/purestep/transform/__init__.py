@@ -18,6 +18,7 @@ from .base import global_norm as global_norm
 from .base import identity as identity
 from .base import require as require
 from .base import require_rate as require_rate
+from .base import require_typed as require_typed
 from .base import stateless as stateless
 from .clip import adaptive_grad_clip as adaptive_grad_clip
 from .clip import clip_by_global_norm as clip_by_global_norm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -184,9 +184,9 @@ def require(where: str, /, *, low: float = 0.0, high: float = math.inf, **values
         ConfigError: naming the argument, its value and the range.
 
     Example:
-        >>> require("adam", high=1.0, b1=1.5)
+        >>> require("scale_by_adam", high=1.0, b1=1.5)
         Traceback (most recent call last):
-        purestep.errors.ConfigError: adam: b1 is 1.5, outside [0.0, 1.0) (cure: b1=0.0)
+        purestep.errors.ConfigError: scale_by_adam: b1 is 1.5, outside [0.0, 1.0) (cure: b1=0.0)
     """
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -216,3 +216,21 @@ def require_rate(where: str, learning_rate: Rate) -> None:
         )
     if not callable(learning_rate):
         require(where, learning_rate=learning_rate)
+
+
+def require_typed(
+    where: str, /, learning_rate: Rate, *, below_one: Mapping[str, Any] | None = None, **values: Any
+) -> None:
+    """What a named optimizer was called with, under the names of its own arguments, which its parts do not know.
+
+    Raises:
+        ConfigError: naming the optimizer, the argument, its value and the range.
+
+    Example:
+        >>> require_typed("sgd", 0.1, momentum=-0.9)
+        Traceback (most recent call last):
+        purestep.errors.ConfigError: sgd: momentum is -0.9, outside [0.0, inf) (cure: momentum=0.0)
+    """
+    require_rate(where, learning_rate)
+    require(where, high=1.0, **(below_one or {}))
+    require(where, **values)

@@ -39,6 +39,9 @@ def inject(
     Returns:
         A function of the factory's keyword arguments; every one given as float, 0-d tensor or schedule is a leaf.
 
+    Raises:
+        ConfigError: at init, where one of torch's own optimizers is among what the factory makes.
+
     Example:
         >>> from purestep.transform import scale_by_learning_rate
         >>> tx = inject(scale_by_learning_rate)(learning_rate=0.5)
@@ -76,7 +79,7 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], given: d
     def init(params: Params) -> InjectState:
         count = zero_count(params)
         values = leaves(count, constants)
-        inner = factory(**fixed, **values).init(params)
+        _check_may_be_made_anew(inner := factory(**fixed, **values).init(params))
         return InjectState(count, values, {name: Empty() for name in schedules}, inner)
 
     def update(updates: Params, state: InjectState, params: Params) -> tuple[Params, InjectState]:
@@ -88,6 +91,21 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], given: d
         return template.labels(params)
 
     return Transform(init, update, template.elementwise, labels)
+
+
+def _check_may_be_made_anew(inner: Tree) -> None:
+    """Every update calls the factory with the leaves as they are then, so what it makes must be cheap to make."""
+    for node in _nodes(inner):
+        cure = getattr(node, "cure_for_inject", None)
+        if cure is not None:
+            raise ConfigError("the factory makes an optimizer of torch's, in every update", where="inject", hint=cure)
+
+
+def _nodes(tree: Tree) -> Iterator[Any]:
+    yield tree
+    if isinstance(tree, tuple | dict):
+        for part in tree.values() if isinstance(tree, dict) else tree:  # pyright: ignore[reportUnknownVariableType]
+            yield from _nodes(part)
 
 
 def _leaf(value: Any, count: Tensor) -> Tensor:
@@ -133,7 +151,8 @@ def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
 
     Args:
         opt_state: the state of a transform with an `inject` in it; it stays as it is.
-        values: name -> number, by the names of `hyperparams`. Below a `partition` every group's leaf of that name.
+        values: name -> number, by the names of `hyperparams`. Below a `partition`, ``learning_rate=0.1`` is for every
+            group, ``**{"head/learning_rate": 0.1}`` for one, and comes before the other.
 
     Raises:
         ConfigError: for a name that is no leaf, or one that a schedule fills.
@@ -144,28 +163,45 @@ def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
         >>> set_hyperparams(state, factor=3.0).hyperparams["factor"].item()
         3.0
     """
-    done: set[str] = set()
-    new = _replaced(opt_state, values, done)
-    missing = next((name for name in values if name not in done), None)
-    if missing is not None:
-        hint = f"optim.inject(optim.adamw)({missing}=...)"
-        raise ConfigError(f"{missing} is no leaf of this state", where="set_hyperparams", hint=hint)
-    return new
+    leaves = dict(_leaves(opt_state, ""))
+    for name in values:
+        if name not in leaves and not any(leaf.rpartition("/")[2] == name for leaf in leaves):
+            hint = f"one of {', '.join(leaves)}, or " if leaves else ""
+            hint += f"optim.inject(optim.adamw)({name.rpartition('/')[2]}=...)"
+            raise ConfigError(f"{name} is no leaf of this state", where="set_hyperparams", hint=hint)
+    named = {leaf: key for leaf in leaves for key in (leaf.rpartition("/")[2], leaf) if key in values}
+    for leaf, key in named.items():
+        if leaves[leaf]:
+            hint = f"a number instead of a schedule for {leaf.rpartition('/')[2]} in inject"
+            raise ConfigError(f"{key} follows a schedule", where="set_hyperparams", hint=hint)
+    return _replaced(opt_state, {leaf: values[key] for leaf, key in named.items()}, "")
 
 
-def _replaced(node: Tree, values: Mapping[str, float | Tensor], done: set[str]) -> Tree:
+def _leaves(node: Tree, prefix: str) -> Iterator[tuple[str, bool]]:
+    """Of every leaf that `inject` made, its name and whether a schedule fills it."""
     if isinstance(node, InjectState):
-        fixed = next((name for name in values if name in node.scheduled), None)
-        if fixed is not None:
-            hint = f"a number instead of a schedule for {fixed} in inject"
-            raise ConfigError(f"{fixed} follows a schedule", where="set_hyperparams", hint=hint)
-        mine = {name: _leaf(value, node.step) for name, value in values.items() if name in node.hyperparams}
-        done.update(mine)
-        return node._replace(hyperparams={**node.hyperparams, **mine}, inner=_replaced(node.inner, values, done))
+        yield from ((f"{prefix}{name}", name in node.scheduled) for name in node.hyperparams)
+    for part, within in _inside(node, prefix):
+        yield from _leaves(part, within)
+
+
+def _inside(node: Tree, prefix: str) -> Iterator[tuple[Tree, str]]:
     if isinstance(node, PartitionState):
-        return PartitionState({label: _replaced(group, values, done) for label, group in node.groups.items()})
+        yield from ((group, f"{prefix}{label}/") for label, group in node.groups.items())
+    elif isinstance(node, InjectState | MaskedState):
+        yield node.inner, prefix
+    elif type(node) is tuple:
+        yield from ((part, prefix) for part in node)
+
+
+def _replaced(node: Tree, values: Mapping[str, float | Tensor], prefix: str) -> Tree:
+    inside = [_replaced(part, values, within) for part, within in _inside(node, prefix)]
+    if isinstance(node, PartitionState):
+        return PartitionState(dict(zip(node.groups, inside, strict=True)))
+    if isinstance(node, InjectState):
+        old = node.hyperparams.items()
+        new = {name: _leaf(values.get(f"{prefix}{name}", value), node.step) for name, value in old}
+        return node._replace(hyperparams=new, inner=inside[0])
     if isinstance(node, MaskedState):
-        return node._replace(inner=_replaced(node.inner, values, done))
-    if type(node) is tuple:
-        return tuple(_replaced(part, values, done) for part in node)
-    return node
+        return node._replace(inner=inside[0])
+    return tuple(inside) if type(node) is tuple else node

@@ -60,9 +60,9 @@ def scale_by_muon(
         >>> bool((torch.linalg.svdvals(update) - 1).abs().max() < 0.4)
         True
     """
-    require("muon", high=1.0, momentum=momentum)
-    require("muon", high=100, ns_steps=ns_steps)
-    require("muon", eps=eps)
+    require("scale_by_muon", high=1.0, momentum=momentum)
+    require("scale_by_muon", high=100, ns_steps=ns_steps)
+    require("scale_by_muon", eps=eps)
 
     def init(params: Params) -> ScaleByMuonState:
         for name, param in params.items():
@@ -183,9 +183,9 @@ def scale_by_factored_rms(decay_rate: float = 0.8, *, eps: float | None = None) 
         >>> tuple(state.row["w"].shape), tuple(state.column["w"].shape)
         ((3, 1), (1, 5))
     """
-    require("adafactor", decay_rate=decay_rate)
+    require("scale_by_factored_rms", decay_rate=decay_rate)
     if eps is not None:
-        require("adafactor", eps=eps)
+        require("scale_by_factored_rms", eps=eps)
 
     def init(params: Params) -> ScaleByFactoredRmsState:
         many = {name: param for name, param in params.items() if param.ndim > 1}

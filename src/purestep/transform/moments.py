@@ -69,8 +69,8 @@ def scale_by_adam(
         >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
         [1.0, -1.0]
     """
-    require("adam", high=1.0, b1=b1, b2=b2)
-    require("adam", eps=eps)
+    require("scale_by_adam", high=1.0, b1=b1, b2=b2)
+    require("scale_by_adam", eps=eps)
 
     def init(params: Params) -> ScaleByAdamState:
         nu_max = zeros_like_squares(params, nu_dtype) if amsgrad else Empty()
@@ -137,8 +137,8 @@ def scale_by_nadam(
         >>> tx.init(params).mu_product.item()
         1.0
     """
-    require("nadam", high=1.0, b1=b1, b2=b2)
-    require("nadam", eps=eps, momentum_decay=momentum_decay)
+    require("scale_by_nadam", high=1.0, b1=b1, b2=b2)
+    require("scale_by_nadam", eps=eps, momentum_decay=momentum_decay)
 
     def init(params: Params) -> ScaleByNadamState:
         step = zero_count(params)
@@ -189,8 +189,8 @@ def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) 
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)  # not yet adaptive
         3.0
     """
-    require("radam", high=1.0, b1=b1, b2=b2)
-    require("radam", eps=eps)
+    require("scale_by_radam", high=1.0, b1=b1, b2=b2)
+    require("scale_by_radam", eps=eps)
 
     def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
         del params  # A function of gradients alone.
@@ -240,8 +240,8 @@ def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8)
         >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
         [1.0, -1.0]
     """
-    require("adamax", high=1.0, b1=b1, b2=b2)
-    require("adamax", eps=eps)
+    require("scale_by_adamax", high=1.0, b1=b1, b2=b2)
+    require("scale_by_adamax", eps=eps)
 
     def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
         del params  # A function of gradients alone.
@@ -289,7 +289,7 @@ def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, *, mu_dtype: torch.dtype 
         >>> tx.update(params, tx.init(params), params)[0]["w"].tolist()
         [1.0, -1.0]
     """
-    require("lion", high=1.0, b1=b1, b2=b2)
+    require("scale_by_lion", high=1.0, b1=b1, b2=b2)
 
     def init(params: Params) -> ScaleByLionState:
         return ScaleByLionState(zeros_like(params, mu_dtype))

@@ -50,8 +50,8 @@ def scale_by_rms(decay: Scalar = 0.99, *, eps: Scalar = 1e-8, centered: bool = F
         >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
         [2.0, -2.0]
     """
-    require("rmsprop", high=1.0, decay=decay)
-    require("rmsprop", eps=eps)
+    require("scale_by_rms", high=1.0, decay=decay)
+    require("scale_by_rms", eps=eps)
 
     def init(params: Params) -> ScaleByRmsState:
         return ScaleByRmsState(zeros_like_squares(params), zeros_like(params) if centered else Empty())
@@ -95,7 +95,7 @@ def scale_by_rss(initial_accumulator_value: float = 0.0, *, eps: Scalar = 1e-10)
         >>> tx.update(params, tx.init(params), params)[0]["w"].tolist()
         [1.0, -1.0]
     """
-    require("adagrad", initial_accumulator_value=initial_accumulator_value, eps=eps)
+    require("scale_by_rss", initial_accumulator_value=initial_accumulator_value, eps=eps)
 
     def init(params: Params) -> ScaleByRssState:
         return ScaleByRssState({name: z + initial_accumulator_value for name, z in zeros_like_squares(params).items()})
@@ -177,8 +177,8 @@ def scale_by_adadelta(rho: Scalar = 0.9, *, eps: Scalar = 1e-6) -> Transform:
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         1.4142
     """
-    require("adadelta", high=1.0, rho=rho)
-    require("adadelta", eps=eps)
+    require("scale_by_adadelta", high=1.0, rho=rho)
+    require("scale_by_adadelta", eps=eps)
 
     def init(params: Params) -> ScaleByAdadeltaState:
         return ScaleByAdadeltaState(zeros_like_squares(params), zeros_like_squares(params))
