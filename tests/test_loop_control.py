@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import events, optim
-from purestep.errors import ConfigError, StateError
+from purestep.errors import ConfigError, NonFiniteError, StateError
 from purestep.signals import Preempted
 from purestep.types import Mean, Program, TrainState
 
@@ -640,12 +640,42 @@ def test_another_monitor_of_a_run_that_goes_on_begins_anew(tmp_path: Path, caplo
     assert "was judged by val_loss min, and goes on with val_accuracy max" in caplog.text
 
 
-def test_a_run_in_which_no_update_is_applied_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    program = ps.program(tiny_mlp(), ps.supervised(CRITERION), optim.sgd(0.1), nonfinite="skip")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_that_skips_everything_ends(accumulate: int, tmp_path: Path) -> None:
+    """Limited by steps alone it would have no end."""
+    program = mlp(nonfinite="skip", accumulate=accumulate)
+    given = [*batches(2), *poisoned(200, *range(200))]
+    with pytest.raises(NonFiniteError, match=r"100 updates in a row .* nonfinite=.raise.") as caught:
+        fit(program.init(), given, program, steps=100, snapshots=tmp_path)
+    result = caught.value.result
+    assert caught.value.where == f"up to epoch 1, batch {2 + 100 * accumulate}"
+    assert caught.value.step == 2 + 100 * accumulate
+    assert int(result.state.updates) == 2 // accumulate
+    assert result.stop_reason == "error"
+
+
+def test_what_was_applied_in_between_breaks_the_row() -> None:
+    program = mlp(nonfinite="skip")
+    given = poisoned(150, *range(0, 75), *range(76, 150))
+    assert int(fit(program.init(), given, program, epochs=1).state.updates) == 1
+
+
+def test_a_run_that_skips_goes_back_before_it_ends() -> None:
+    program, told = mlp(nonfinite="skip"), Told()
+    given = [*poisoned(110, *range(1, 110)), *batches(10)]
+    result = fit(program.init(), given, program, epochs=1, rollback=1, sinks=[told], log_every=1)
+    assert int(result.state.updates) >= 10
+    with pytest.raises(NonFiniteError, match="100 updates in a row"):
+        fit(program.init(), poisoned(300, *range(300)), program, epochs=1, rollback=1)
+
+
+def test_data_without_targets_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """A state that halts at what is not finite has not: the weight of all batches is 0, which is no error."""
+    program = ps.program(tiny_mlp(), ps.supervised(nn.CrossEntropyLoss(ignore_index=0)), optim.sgd(0.1))
     x, y = batches(1)[0]
-    result = fit(program.init(), {"train": [(x * torch.nan, y)] * 150}, program, epochs=1)
+    result = fit(program.init(), {"train": [(x, y * 0)] * 150}, program, epochs=1)
     assert int(result.state.updates) == 0
-    assert [record.message for record in caplog.records if "no update has been applied in 100 calls" in record.message]
+    assert "no target counts in 100 updates in a row, up to epoch 1, batch 100" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])

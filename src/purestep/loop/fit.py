@@ -51,7 +51,8 @@ def fit(
         StateError: ``init_state``, or what a callback returned, is no state to train.
         DataError: an empty, exhausted or failing loader; a batch of another structure than the first.
         NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state,
-            and `purestep.testing.replay` makes the call again from what is written beside the snapshots.
+            and `purestep.testing.replay` makes the call again from what is written beside the snapshots. With
+            ``nonfinite="skip"``: 100 updates in a row that were refused.
         StepContractError: the step is not pure (see `FitConfig.check_every`), or returns no state and metrics.
         SnapshotError: a snapshot that does not fit, is damaged or cannot be written; `Locked`: another run's directory.
         RankError: more than one process.

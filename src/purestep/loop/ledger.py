@@ -25,7 +25,7 @@ _BARE = ("grad_norm", "scale")  # of a step's metrics, what says nothing about t
 _HIDDEN = ("applied",)
 _DEPTH = 64  # calls whose metrics travel together
 _log = logging.getLogger("purestep")
-_REFUSALS = 100  # in a row, of which a warning tells
+_REFUSALS = 100  # in a row, which end a run, or of which a warning tells
 _HELD = 1 << 28  # bytes of batches that are held until it is known that they were good
 
 
@@ -83,7 +83,7 @@ class Ledger:
         """The record with what has arrived, and the log lines that are complete; ``wait`` for everything.
 
         Raises:
-            NonFiniteError: the state has halted.
+            NonFiniteError: the state has halted; or it goes on, and too many updates in a row were refused.
         """
         arrived = self._meter.rows(wait=wait)
         if not arrived:
@@ -133,7 +133,7 @@ class Ledger:
         """What is on its way belongs to calls that are undone."""
         self._meter.rows(wait=True)
         self._held.clear()
-        self.pending = 0
+        self.pending = self._refusals = 0
 
     def window(self, call: int) -> list[tuple[Tag, Any]]:
         """The calls, and their batches, of the update that halted at this call (as the state counts)."""
@@ -157,12 +157,21 @@ class Ledger:
         _check_rates(tag, values)
         self._check_halted(state)
         self._refusals += 1
-        if self._refusals == _REFUSALS:
-            _log.warning(
-                "no update has been applied in %d calls in a row, up to epoch %d, batch %d: gradients are not finite, "
-                "or no target counts (a run limited by steps alone has no end then)",
-                *(_REFUSALS, tag.epoch + 1, tag.batch + 1),
-            )
+        if self._refusals != _REFUSALS:
+            return
+        place = f"epoch {tag.epoch + 1}" + (f", batch {tag.batch + 1}" if tag.batch >= 0 else "")
+        if self._halts:  # it would have, so that there was nothing to learn from
+            text = "no target counts in %d updates in a row, up to %s (a run limited by steps alone has no end then)"
+            _log.warning(text, _REFUSALS, place)
+            return
+        error = NonFiniteError(
+            f"{_REFUSALS} updates in a row were refused: gradients are not finite, or no target counts; nothing is "
+            "trained any more",
+            where=f"up to {place}",
+            hint='ps.program(..., nonfinite="raise"), which names what is not finite',
+        )
+        error.step = tag.call + self._before
+        raise error
 
     def _line(self, tag: Tag, updates: int, sums: Totals, rates: Mapping[str, float]) -> Logged:
         values = named(meter_.means(sums, self.kinds), rates)
