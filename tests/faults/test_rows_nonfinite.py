@@ -58,6 +58,35 @@ def test_the_place_is_right_inside_an_accumulation_window(place: int) -> None:
     assert int(caught.value.result.state.updates) == place // 3
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_window_that_an_epoch_leaves_open_is_not_kept_with_what_is_not_finite(compiled: bool, tmp_path: Path) -> None:
+    """A run that goes on from it would blame the batches of another epoch, at every attempt."""
+    program = mlp(accumulate=4, tail="carry")
+    settings: dict[str, Any] = {"epochs": 2, "compile": AOT if compiled else False}
+    with pytest.raises(NonFiniteError, match=r"epoch 1, batch 6: .*batch/0 .*not finite") as caught:
+        fit(program.init(), poisoned(7, 5), program, snapshots=tmp_path, **settings)
+    assert ps.Snapshots(tmp_path, writer=False).steps() == []
+    state = caught.value.result.state
+    assert (int(state.updates), int(state.step), int(state.key[1]), int(state.halted)) == (1, 6, 6, 0)
+    assert float(program.train_step(state, vector_batch())[1]["loss"]) > 0
+    assert not torch.isfinite(incident.read(caught.value.path, program.init()).batch[0]).any()
+
+
+def test_an_open_window_is_left_behind_by_going_back() -> None:
+    program = mlp(accumulate=4, tail="carry")
+    given = Later(poisoned(7, 5), epoch=1)
+    result = fit(program.init(), given, program, epochs=4, rollback=1)
+    assert int(result.state.updates) == 5  # one of the first epoch, none of the second
+
+
+@pytest.mark.parametrize("options", [{"nonfinite": "skip"}, {"precision": "16-mixed"}])
+def test_an_open_window_may_hold_what_a_run_would_go_on_from(options: Any, tmp_path: Path) -> None:
+    program = mlp(accumulate=4, tail="carry", **options)
+    given, settings = Later(poisoned(7, 5), epoch=0), {"snapshots": tmp_path}
+    fit(program.init(), given, program, epochs=1, **settings)
+    assert int(fit(program.init(), given, program, epochs=2, **settings).state.updates) == 2
+
+
 def test_the_place_is_right_in_a_run_that_goes_on_from_a_trained_state() -> None:
     program = mlp()
     first = fit(program.init(), batches(4), program, epochs=2)

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import tree
+from ..anomaly import not_finite
 from ..compile.graphs import Stacked
-from ..compile.live import is_state
+from ..compile.live import is_state, states
 from ..errors import NonFiniteError, StepContractError
 from ..events import Logged
 from ..types import Empty, Metrics, TrainState, Tree
@@ -83,11 +84,16 @@ class Ledger:
         """The record with what has arrived, and the log lines that are complete; ``wait`` for everything.
 
         Raises:
-            NonFiniteError: the state has halted; or it goes on, and too many updates in a row were refused.
+            NonFiniteError: the state has halted, or with ``wait`` is bound to; or it goes on, and too many updates in a
+                row were refused.
         """
         arrived = self._meter.rows(wait=wait)
-        if not arrived:
-            return record, []
+        found = self._taken_in(arrived, record, state) if arrived else (record, list[Logged]())
+        if wait and self._halts:
+            _check_windows(state)
+        return found
+
+    def _taken_in(self, arrived: list[Rows], record: Record, state: Tree) -> tuple[Record, list[Logged]]:
         lines: list[Logged] = []
         updates, last = record.updates, dict(record.last)
         interval, line = dict(record.interval), dict(record.line)
@@ -253,6 +259,43 @@ def halted(state: Tree, place: Callable[[int], str] = _nowhere) -> NonFiniteErro
     )
     error.step = call
     return error
+
+
+def _check_windows(state: Tree) -> None:
+    """A window that stays open is kept, and its end would be blamed for what is in it now.
+
+    Raises:
+        NonFiniteError: it is not finite.
+    """
+    part = next((part for part in states(state) if _is_spoilt(part)), None)
+    if part is not None:
+        call = int(part.step)
+        error = NonFiniteError(
+            f"the loss or a gradient is not finite in the accumulation window that is open at call {call}",
+            where="accum",
+            hint=CURE,
+        )
+        error.step = call
+        raise error
+
+
+def _is_spoilt(node: TrainState) -> bool:
+    """Whether the state would halt at the end of its window. A loss scale rather falls, and the run goes on."""
+    halts = isinstance(node.scaler, Empty) and not isinstance(node.halted, Empty)
+    return halts and any(map(not_finite, tree.leaves(node.accum)))
+
+
+def halting(state: Tree) -> Tree:
+    """The tree with every state that would halt at the end of its window as if the last call had been that end."""
+
+    def one(node: Any) -> Any:
+        if not is_state(node) or not _is_spoilt(node):
+            return node
+        left, *sums = node.accum
+        emptied = type(node.accum)(left, *tree.map(torch.zeros_like, sums))
+        return TrainState(*node)._replace(halted=node.step.clone(), accum=emptied)
+
+    return tree.map(one, state, is_leaf=is_state)
 
 
 def thawed(state: Tree) -> Tree:

@@ -188,6 +188,7 @@ class Run:
     def _go_back(self, error: NonFiniteError) -> None:
         found = self.keeper.back(self.state, self.record)
         if found is None:
+            self.state = ledger.halting(self.state)
             window = self.ledger.window(error.step or 0)
             raise blame.explained(error, ledger.thawed(self.state), window, self.eager, self.feeds.train)
         self.ledger.forget()
