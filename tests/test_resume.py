@@ -245,6 +245,30 @@ def test_a_snapshot_is_good_for_another_directory(whole: Any, tmp_path: Path) ->
     assert (tmp_path / "b" / "16.archived").is_dir()
 
 
+def test_the_same_command_goes_on_where_it_was(whole: Any, tmp_path: Path) -> None:
+    """A job that began from another run's snapshots, was preempted twice and is started again as it was."""
+    interrupted(tmp_path / "old", 4)
+    command = {"resume": str(tmp_path / "old")}
+    for after in (3, 7):
+        interrupted(tmp_path / "new", after, **command)
+    interrupted(tmp_path / "new", 2)  # and once without the path
+    same(run(tmp_path / "new", stop=(rest := Stop(99)), **command), whole)
+    assert 99 - rest.left == EPOCHS * BATCHES - (4 + 3 + 7 + 2)  # no batch twice
+    assert not list((tmp_path / "new").glob("*.archived"))
+
+
+def test_from_another_origin_a_run_is_begun(whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a", "b"):
+        interrupted(tmp_path / name, 4)
+    interrupted(tmp_path / "new", 3, resume=str(tmp_path / "a"))
+    same(run(tmp_path / "new", resume=str(tmp_path / "b")), whole)
+    assert len(list((tmp_path / "new").glob("*.archived"))) == 1
+    for step in ps.Snapshots(tmp_path / "new", writer=False).steps():
+        (tmp_path / "new" / str(step) / "manifest.json").unlink()
+    same(run(tmp_path / "new", resume=str(tmp_path / "b")), whole)
+    assert "the run begins anew from" in caplog.text
+
+
 def test_a_snapshot_saved_by_hand_is_a_state_without_a_place(tmp_path: Path) -> None:
     made = program()
     first = fit(made.init(seed=5), loaders(), made, epochs=1)

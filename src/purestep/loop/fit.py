@@ -41,7 +41,9 @@ def fit(
             (``ps.sinks.progress()``), and ``training_history.json`` beside the snapshots (``ps.sinks.history_json``).
         fields: those of `FitConfig`: ``epochs=10, monitor="val_loss", early_stopping=5, ...``; they win over config.
             Where they say nothing, a run goes on from the newest snapshot of its directory (``resume="auto"``), an
-            average is what is evaluated, and steps are compiled on CUDA alone: ``help(ps.FitConfig)``.
+            average is what is evaluated, and steps are compiled on CUDA alone: ``help(ps.FitConfig)``. The same call
+            made again goes on where it was, also one with ``resume="old", snapshots="new"``: what has gone on from
+            "old" in "new" is not begun again.
 
     Returns:
         `FitResult`: the last state, the history, the best epoch, the number of epochs and why it ended.

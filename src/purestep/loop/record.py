@@ -29,6 +29,7 @@ class Record(NamedTuple):
     rollbacks: int = 0  # how often the run went back to a good state
     history: Mapping[str, list[Cell]] = MappingProxyType({})
     judged: str = ""  # the monitor and its mode, of which the best is
+    origin: str = ""  # the directory that the run began from, where that is another one than its own
 
     def stepped(self) -> Record:
         """After a call with one more batch: `_replace`, which every step would wait for, in a quarter of its time."""
