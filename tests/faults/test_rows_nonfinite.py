@@ -19,7 +19,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
 from purestep import incident, optim, testing
-from purestep.errors import ConfigError, Corrupt, Mismatch, NonFiniteError, NotFound, StateError, WriteFailed
+from purestep.errors import (
+    ConfigError,
+    Corrupt,
+    Mismatch,
+    NonFiniteError,
+    NotFound,
+    StateError,
+    StepContractError,
+    WriteFailed,
+)
 from purestep.events import Logged
 from purestep.types import Program, TrainState
 
@@ -77,6 +86,34 @@ def test_an_open_window_is_left_behind_by_going_back() -> None:
     given = Later(poisoned(7, 5), epoch=1)
     result = fit(program.init(), given, program, epochs=4, rollback=1)
     assert int(result.state.updates) == 5  # one of the first epoch, none of the second
+
+
+@pytest.mark.filterwarnings("ignore:Error detected")  # torch's word, with the traceback of the forward pass
+@pytest.mark.parametrize("loss", ["nan", "inf"])
+def test_an_anomaly_is_left_behind_by_going_back_as_without_the_mode(loss: str) -> None:
+    """torch finds the one while it differentiates, the other one is found in the state."""
+    program = ps.program(nn.Linear(4, 1), ps.supervised(nn.MSELoss()), optim.sgd(0.1, momentum=0.9))
+    given = [(x, x[:, :1]) for x, _ in batches(5)]
+    given[3] = (given[3][0], torch.full((8, 1), torch.nan if loss == "nan" else 1e38))
+    settings: dict[str, Any] = {"epochs": 3, "log_every": 1, "rollback": 3}
+    expected = fit(program.init(), given, program, **settings)
+    found = fit(program.init(), given, program, detect_anomaly=True, **settings)
+    assert_trees_close(found.state, expected.state, exact=True)
+    assert found.history == expected.history
+    with pytest.raises(NonFiniteError, match="epoch 3, batch 4: "):
+        fit(program.init(), given, program, detect_anomaly=True, **{**settings, "rollback": 2})
+
+
+@pytest.mark.filterwarnings("ignore:Error detected")
+def test_a_step_is_looked_at_though_its_first_call_is_left_behind() -> None:
+    one = mlp()
+
+    def train_step(state: TrainState, batch: Any) -> Any:
+        torch.rand(())
+        return one.train_step(state, batch)
+
+    with pytest.raises(StepContractError, match="global generator"):
+        fit(one.init(), poisoned(9, 0), Program(train_step), epochs=1, detect_anomaly=True, rollback=1)
 
 
 @pytest.mark.parametrize("options", [{"nonfinite": "skip"}, {"precision": "16-mixed"}])

@@ -21,7 +21,7 @@ from ..errors import NonFiniteError, StepContractError
 from ..signals import Preempted, Signals, interrupted
 from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
-from . import blame, cadence, compiling, ledger, restoring, setup
+from . import blame, cadence, compiling, ledger, restoring, rollback, setup
 from . import meter as meter_
 from .calling import caller
 from .judging import Judge, below_minimum, ended_before, judge, limit_reached
@@ -149,7 +149,12 @@ class Run:
     def _step(self, batch: Any) -> None:
         """One call of train_step. Nothing is read from the device."""
         record = self.record
-        self.state, metrics = self.call(self.state, batch, record)
+        try:
+            self.state, metrics = self.call(self.state, batch, record)
+        except NonFiniteError as error:  # of the anomaly mode, which does not wait until metrics are read
+            if not self._went_back(error, rollback.past(self.state), record.stepped()):
+                raise
+            return
         closes = self.left == 1
         self.left = self.window if closes else self.left - 1
         self.record = record.stepped()
@@ -186,15 +191,21 @@ class Run:
             self._tell(line)
 
     def _go_back(self, error: NonFiniteError) -> None:
-        found = self.keeper.back(self.state, self.record)
-        if found is None:
+        if not self._went_back(error, self.state, self.record):
             self.state = ledger.halting(self.state)
             window = self.ledger.window(error.step or 0)
             raise blame.explained(error, ledger.thawed(self.state), window, self.eager, self.feeds.train)
+
+    def _went_back(self, error: NonFiniteError, state: Tree, record: Record) -> bool:
+        """To the last good state, behind what this state and record have been through; False where it may not."""
+        found = self.keeper.back(state, record)
+        if found is None:
+            return False
         self.ledger.forget()
         self.state, self.record = found
         self.left = setup.window_left(self.state, self.window)
         log.warning("went back to update %d: %s", self.record.updates, error)
+        return True
 
     def _salvaged(self, error: BaseException) -> bool:
         adopted = self.config.donate == "init"
