@@ -611,6 +611,38 @@ def test_a_run_that_ends_in_the_evaluation_it_is_resumed_in_trains_no_further(ha
     assert_trees_close(again.state, whole.state, exact=True)
 
 
+def test_a_step_that_measures_nothing_has_a_last_row_too(tmp_path: Path) -> None:
+    one = [torch.ones(1)]
+    loaders, program = {"train": one * 4, "val": one}, scripted([0.5] * 9)
+
+    def interrupt(_: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    told = Told()
+    settings: dict[str, Any] = {"steps": 6, "check_every": None, "snapshots": tmp_path}
+    keyboard_interrupt(
+        lambda: fit(script_state(), loaders, program, callbacks=[at(events.EvalStepEnd, 2, interrupt)], **settings)
+    )
+    result = fit(script_state(), loaders, program, sinks=[told], **settings)
+    assert result.history == {"epoch": [1, 2], "step": [4, 6], "val_loss": [0.5, 0.5]}
+    rows = [event.updates for event in told.events if isinstance(event, events.EpochEnd)]
+    assert rows == [6]
+
+
+def test_an_evaluation_that_was_broken_off_is_done_again_where_nothing_is_measured(tmp_path: Path) -> None:
+    one = [torch.ones(1)]
+    given = {"train": one * 4, "val": one}, scripted([0.5] * 9)
+    settings: dict[str, Any] = {"epochs": 1, "evaluate_every": 0.5, "check_every": None, "snapshots": tmp_path}
+
+    def interrupt(_: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    keyboard_interrupt(
+        lambda: fit(script_state(), *given, callbacks=[at(events.EvalStepEnd, 1, interrupt)], **settings)
+    )
+    assert fit(script_state(), *given, **settings).history["step"] == [2, 4]
+
+
 def test_a_longer_run_over_a_stream_counts_no_epoch_twice(tmp_path: Path) -> None:
     program, given = mlp(), batches(5)
 

@@ -31,6 +31,12 @@ class Record(NamedTuple):
     judged: str = ""  # the monitor and its mode, of which the best is
     origin: str = ""  # the directory that the run began from, where that is another one than its own
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether something was done since the last row of the history; a step may measure nothing."""
+        steps = self.history.get("step")
+        return bool(self.interval) or self.updates > int((steps[-1] if steps else None) or 0)
+
     def stepped(self) -> Record:
         """After a call with one more batch: `_replace`, which every step would wait for, in a quarter of its time."""
         epoch, batch, calls, *rest = self

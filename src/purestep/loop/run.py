@@ -118,7 +118,7 @@ class Run:
         fed = self.ledger.timed(self.feeds.train.epoch(self.record.epoch, self.record.batch))
         fed = data.prefetch(self.signals.watch(fed), data.device_of(self.state), name="train")
         with closing(Ahead(fed)) as batches:
-            if self.record.batch and self.record.interval and self._ends_behind_batch(batches):
+            if self.record.batch and self.record.is_ahead and self._ends_behind_batch(batches):
                 return  # the run was told to end in this evaluation, which was to be its last
             for batch in batches:
                 self._step(batch)
@@ -283,7 +283,7 @@ class Run:
     def _last_row(self) -> None:
         """The run ends inside an epoch: score the last state and save it. An open window stays open, to go on from."""
         self._settle(wait=True)
-        if self.record.interval:
+        if self.record.is_ahead:
             self._boundary(list(self.feeds.evaluation))
         self._save()
 
