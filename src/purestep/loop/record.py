@@ -29,6 +29,7 @@ class Record(NamedTuple):
     rollbacks: int = 0  # how often the run went back to a good state
     history: Mapping[str, list[Cell]] = MappingProxyType({})
     judged: str = ""  # the monitor and its mode, of which the best is
+    window: int = 0  # batches to an update; 0: nobody has said
     origin: str = ""  # the directory that the run began from, where that is another one than its own
 
     @property

@@ -60,12 +60,13 @@ class Run:
         self.signals = signals
         self.view = setup.view_to_evaluate(state, config)
         self.judge: Judge = judge(config, feeds.evaluation, feeds.train.length)
-        self.state, record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
-        self.record = self.judge.begun(record)
+        self.window = program.static.accumulate if program.static else 1
+        state, record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
+        self.state = setup.windowed(state, self.window, record.window)
+        self.record = self.judge.begun(record)._replace(window=self.window)
         self.eager = compiling.in_eager(program)
         self.program = compiling.ready_program(program, self.state, config)
         self.call = caller(self.eager, self.program, self.state, config)
-        self.window = program.static.accumulate if program.static else 1
         intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
         self.plan = cadence.Plan(intervals, feeds.train.length, self.window)
         self.left = setup.window_left(self.state, self.window)
