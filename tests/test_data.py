@@ -205,6 +205,55 @@ def test_a_sampler_of_the_users_own_is_drawn_under_the_seed():
     assert values(opened()[0], 1, 3) == whole[1][3:]
 
 
+class Own:
+    """Draws indices, or batches, from a generator of its own."""
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.rng, torch.Generator):
+            return iter(torch.randperm(10, generator=self.rng).tolist())
+        return iter(
+            random.Random.sample(self.rng, range(10), 10)
+            if isinstance(self.rng, random.Random)
+            else self.rng.permutation(10).tolist()
+        )
+
+
+OWN = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "numpy": lambda: np.random.default_rng(3),
+    "numpy of old": lambda: np.random.RandomState(3),
+    "python": lambda: random.Random(3),
+}
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "sampler": lambda rng: DataLoader(Plain(), 2, sampler=Own(rng)),
+    "batch sampler": lambda rng: DataLoader(Plain(), batch_sampler=BatchSampler(Own(rng), 2, drop_last=False)),
+    "iterable": Own,
+}
+
+
+@pytest.mark.parametrize("rng", OWN)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_generator_of_a_samplers_own_is_seeded_at_every_epoch(holder: str, rng: str):
+    """A run that goes on has not drawn from it what the epochs before did."""
+
+    def opened() -> Feed:
+        return open_feed(HOLDERS[holder](OWN[rng]()), seed=1)
+
+    def order(feed: Feed, epoch: int, start: int = 0) -> list[str]:
+        return [str(batch) for batch in feed.epoch(epoch, start)]
+
+    feed = opened()
+    whole = [order(feed, epoch) for epoch in range(3)]
+    assert whole[0] != whole[1]
+    assert order(opened(), 2, 3) == whole[2][3:]
+
+
 @pytest.mark.parametrize(
     "sampler",
     [

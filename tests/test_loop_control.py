@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import events, optim
-from purestep.errors import ConfigError, StateError
+from purestep.errors import ConfigError, NonFiniteError, StateError
 from purestep.signals import Preempted
 from purestep.types import Mean, Program, TrainState
 
@@ -611,6 +611,38 @@ def test_a_run_that_ends_in_the_evaluation_it_is_resumed_in_trains_no_further(ha
     assert_trees_close(again.state, whole.state, exact=True)
 
 
+def test_a_step_that_measures_nothing_has_a_last_row_too(tmp_path: Path) -> None:
+    one = [torch.ones(1)]
+    loaders, program = {"train": one * 4, "val": one}, scripted([0.5] * 9)
+
+    def interrupt(_: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    told = Told()
+    settings: dict[str, Any] = {"steps": 6, "check_every": None, "snapshots": tmp_path}
+    keyboard_interrupt(
+        lambda: fit(script_state(), loaders, program, callbacks=[at(events.EvalStepEnd, 2, interrupt)], **settings)
+    )
+    result = fit(script_state(), loaders, program, sinks=[told], **settings)
+    assert result.history == {"epoch": [1, 2], "step": [4, 6], "val_loss": [0.5, 0.5]}
+    rows = [event.updates for event in told.events if isinstance(event, events.EpochEnd)]
+    assert rows == [6]
+
+
+def test_an_evaluation_that_was_broken_off_is_done_again_where_nothing_is_measured(tmp_path: Path) -> None:
+    one = [torch.ones(1)]
+    given = {"train": one * 4, "val": one}, scripted([0.5] * 9)
+    settings: dict[str, Any] = {"epochs": 1, "evaluate_every": 0.5, "check_every": None, "snapshots": tmp_path}
+
+    def interrupt(_: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    keyboard_interrupt(
+        lambda: fit(script_state(), *given, callbacks=[at(events.EvalStepEnd, 1, interrupt)], **settings)
+    )
+    assert fit(script_state(), *given, **settings).history["step"] == [2, 4]
+
+
 def test_a_longer_run_over_a_stream_counts_no_epoch_twice(tmp_path: Path) -> None:
     program, given = mlp(), batches(5)
 
@@ -640,12 +672,42 @@ def test_another_monitor_of_a_run_that_goes_on_begins_anew(tmp_path: Path, caplo
     assert "was judged by val_loss min, and goes on with val_accuracy max" in caplog.text
 
 
-def test_a_run_in_which_no_update_is_applied_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    program = ps.program(tiny_mlp(), ps.supervised(CRITERION), optim.sgd(0.1), nonfinite="skip")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_that_skips_everything_ends(accumulate: int, tmp_path: Path) -> None:
+    """Limited by steps alone it would have no end."""
+    program = mlp(nonfinite="skip", accumulate=accumulate)
+    given = [*batches(2), *poisoned(200, *range(200))]
+    with pytest.raises(NonFiniteError, match=r"100 updates in a row .* nonfinite=.raise.") as caught:
+        fit(program.init(), given, program, steps=100, snapshots=tmp_path)
+    result = caught.value.result
+    assert caught.value.where == f"up to epoch 1, batch {2 + 100 * accumulate}"
+    assert caught.value.step == 2 + 100 * accumulate
+    assert int(result.state.updates) == 2 // accumulate
+    assert result.stop_reason == "error"
+
+
+def test_what_was_applied_in_between_breaks_the_row() -> None:
+    program = mlp(nonfinite="skip")
+    given = poisoned(150, *range(0, 75), *range(76, 150))
+    assert int(fit(program.init(), given, program, epochs=1).state.updates) == 1
+
+
+def test_a_run_that_skips_goes_back_before_it_ends() -> None:
+    program, told = mlp(nonfinite="skip"), Told()
+    given = [*poisoned(110, *range(1, 110)), *batches(10)]
+    result = fit(program.init(), given, program, epochs=1, rollback=1, sinks=[told], log_every=1)
+    assert int(result.state.updates) >= 10
+    with pytest.raises(NonFiniteError, match="100 updates in a row"):
+        fit(program.init(), poisoned(300, *range(300)), program, epochs=1, rollback=1)
+
+
+def test_data_without_targets_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """A state that halts at what is not finite has not: the weight of all batches is 0, which is no error."""
+    program = ps.program(tiny_mlp(), ps.supervised(nn.CrossEntropyLoss(ignore_index=0)), optim.sgd(0.1))
     x, y = batches(1)[0]
-    result = fit(program.init(), {"train": [(x * torch.nan, y)] * 150}, program, epochs=1)
+    result = fit(program.init(), {"train": [(x, y * 0)] * 150}, program, epochs=1)
     assert int(result.state.updates) == 0
-    assert [record.message for record in caplog.records if "no update has been applied in 100 calls" in record.message]
+    assert "no target counts in 100 updates in a row, up to epoch 1, batch 100" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])

@@ -152,6 +152,43 @@ def test_the_other_tails_are_resumed_too(tail: Any, tmp_path: Path) -> None:
     same(run(tmp_path, tail=tail), run(None, tail=tail))
 
 
+def accumulating(directory: Path, over: int, batches: int, **fields: Any) -> Any:
+    made = ps.program(
+        tiny_convnet(dropout=0), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1), accumulate=over, tail="carry"
+    )
+    return fit(
+        made.init(seed=5), [image_batch(4, seed) for seed in range(batches)], made, snapshots=directory, **fields
+    )
+
+
+@pytest.mark.parametrize(("then", "expected", "told"), [(2, 5, 1), (6, 2, 3), (4, 3, None)])
+def test_a_window_that_is_open_is_kept_where_accumulate_changes(
+    then: int, expected: int, told: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """3 of 4 batches are in it after an epoch of 7."""
+    accumulating(tmp_path, 4, 7, epochs=1)
+    caplog.clear()
+    assert int(accumulating(tmp_path, then, 7, epochs=2).state.updates) == expected
+    text = f"accumulate was 4 and is {then}: the window that is open has 3 batches in it, and is applied {told} batches"
+    assert (text in caplog.text) == (told is not None)
+
+
+def test_what_is_in_a_window_is_applied_whole_where_accumulate_changes(tmp_path: Path) -> None:
+    whole = accumulating(tmp_path / "whole", 4, 7, steps=2)
+    accumulating(tmp_path / "a", 4, 7, epochs=1)
+    assert_trees_close(accumulating(tmp_path / "a", 2, 7, steps=2).state.params, whole.state.params, exact=True)
+
+
+def test_between_two_windows_accumulate_may_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accumulating(tmp_path / "a", 4, 8, epochs=1)
+    assert int(accumulating(tmp_path / "a", 3, 8, epochs=2).state.updates) == 2 + 2
+    two, four = (
+        ps.program(tiny_convnet(), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1), accumulate=n) for n in (2, 4)
+    )
+    assert int(fit(four.init(), [image_batch(4)] * 4, two, epochs=1).state.updates) == 2  # a state of another program
+    assert "accumulate was" not in caplog.text
+
+
 def test_early_stopping_keeps_its_patience(tmp_path: Path) -> None:
     """A monitor that never improves after the first epoch: the run must end where the whole one does."""
     fields: dict[str, Any] = {"epochs": 9, "monitor": "lr", "mode": "max", "early_stopping": 3}
@@ -243,6 +280,30 @@ def test_a_snapshot_is_good_for_another_directory(whole: Any, tmp_path: Path) ->
     same(run(tmp_path / "b", resume=str(tmp_path / "a")), whole)
     same(run(tmp_path / "b"), whole)
     assert (tmp_path / "b" / "16.archived").is_dir()
+
+
+def test_the_same_command_goes_on_where_it_was(whole: Any, tmp_path: Path) -> None:
+    """A job that began from another run's snapshots, was preempted twice and is started again as it was."""
+    interrupted(tmp_path / "old", 4)
+    command = {"resume": str(tmp_path / "old")}
+    for after in (3, 7):
+        interrupted(tmp_path / "new", after, **command)
+    interrupted(tmp_path / "new", 2)  # and once without the path
+    same(run(tmp_path / "new", stop=(rest := Stop(99)), **command), whole)
+    assert 99 - rest.left == EPOCHS * BATCHES - (4 + 3 + 7 + 2)  # no batch twice
+    assert not list((tmp_path / "new").glob("*.archived"))
+
+
+def test_from_another_origin_a_run_is_begun(whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a", "b"):
+        interrupted(tmp_path / name, 4)
+    interrupted(tmp_path / "new", 3, resume=str(tmp_path / "a"))
+    same(run(tmp_path / "new", resume=str(tmp_path / "b")), whole)
+    assert len(list((tmp_path / "new").glob("*.archived"))) == 1
+    for step in ps.Snapshots(tmp_path / "new", writer=False).steps():
+        (tmp_path / "new" / str(step) / "manifest.json").unlink()
+    same(run(tmp_path / "new", resume=str(tmp_path / "b")), whole)
+    assert "the run begins anew from" in caplog.text
 
 
 def test_a_snapshot_saved_by_hand_is_a_state_without_a_place(tmp_path: Path) -> None:

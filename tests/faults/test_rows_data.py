@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from faults import resuming
 from faults.runs import RUN, batches, fails, fit, mlp, refused, same
 from helpers import timed_out_after, vector_batch, worker_dies
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import purestep as ps
@@ -445,6 +447,34 @@ def test_row_35_a_key_that_holds_none_at_batch_5() -> None:
     program = mlp(objective=objective)
     train = [{"x": X, "y": Y, "extra": X}] * 4 + [{"x": X, "y": Y, "extra": None}]
     message = "^train, epoch 1, batch 5: batch/extra is None; batch 1 had a float32 tensor of rank 2"
+    refused(DataError, message, lambda: fit(program.init(), train, program, epochs=1))
+
+
+@dataclass
+class Pair:
+    """A batch that is no node to anybody."""
+
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Registered(Pair):
+    """One that torch knows."""
+
+
+register_dataclass(Registered)
+
+
+@pytest.mark.row("F35")
+@pytest.mark.parametrize("kind", [Pair, Registered])
+def test_row_35_a_dataclass_of_another_dtype_at_batch_7(kind: Any) -> None:
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        return ps.Loss(nn.functional.cross_entropy(model(batch.x.float()), batch.y), torch.ones(()), {})
+
+    program = mlp(objective=objective)
+    train = [*[kind(X, Y)] * 6, kind(X.double(), Y)]
+    message = "^train, epoch 1, batch 7: batch/x is a float64 tensor of rank 2; batch 1 had a float32 tensor of rank 2"
     refused(DataError, message, lambda: fit(program.init(), train, program, epochs=1))
 
 

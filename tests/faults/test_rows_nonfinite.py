@@ -19,7 +19,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
 from purestep import incident, optim, testing
-from purestep.errors import ConfigError, Corrupt, Mismatch, NonFiniteError, NotFound, StateError, WriteFailed
+from purestep.errors import (
+    ConfigError,
+    Corrupt,
+    Mismatch,
+    NonFiniteError,
+    NotFound,
+    StateError,
+    StepContractError,
+    WriteFailed,
+)
 from purestep.events import Logged
 from purestep.types import Program, TrainState
 
@@ -56,6 +65,63 @@ def test_the_place_is_right_inside_an_accumulation_window(place: int) -> None:
     with pytest.raises(NonFiniteError, match="epoch 1, batch") as caught:
         fit(program.init(), poisoned(7, place), program, epochs=1)
     assert int(caught.value.result.state.updates) == place // 3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_window_that_an_epoch_leaves_open_is_not_kept_with_what_is_not_finite(compiled: bool, tmp_path: Path) -> None:
+    """A run that goes on from it would blame the batches of another epoch, at every attempt."""
+    program = mlp(accumulate=4, tail="carry")
+    settings: dict[str, Any] = {"epochs": 2, "compile": AOT if compiled else False}
+    with pytest.raises(NonFiniteError, match=r"epoch 1, batch 6: .*batch/0 .*not finite") as caught:
+        fit(program.init(), poisoned(7, 5), program, snapshots=tmp_path, **settings)
+    assert ps.Snapshots(tmp_path, writer=False).steps() == []
+    state = caught.value.result.state
+    assert (int(state.updates), int(state.step), int(state.key[1]), int(state.halted)) == (1, 6, 6, 0)
+    assert float(program.train_step(state, vector_batch())[1]["loss"]) > 0
+    assert not torch.isfinite(incident.read(caught.value.path, program.init()).batch[0]).any()
+
+
+def test_an_open_window_is_left_behind_by_going_back() -> None:
+    program = mlp(accumulate=4, tail="carry")
+    given = Later(poisoned(7, 5), epoch=1)
+    result = fit(program.init(), given, program, epochs=4, rollback=1)
+    assert int(result.state.updates) == 5  # one of the first epoch, none of the second
+
+
+@pytest.mark.filterwarnings("ignore:Error detected")  # torch's word, with the traceback of the forward pass
+@pytest.mark.parametrize("loss", ["nan", "inf"])
+def test_an_anomaly_is_left_behind_by_going_back_as_without_the_mode(loss: str) -> None:
+    """torch finds the one while it differentiates, the other one is found in the state."""
+    program = ps.program(nn.Linear(4, 1), ps.supervised(nn.MSELoss()), optim.sgd(0.1, momentum=0.9))
+    given = [(x, x[:, :1]) for x, _ in batches(5)]
+    given[3] = (given[3][0], torch.full((8, 1), torch.nan if loss == "nan" else 1e38))
+    settings: dict[str, Any] = {"epochs": 3, "log_every": 1, "rollback": 3}
+    expected = fit(program.init(), given, program, **settings)
+    found = fit(program.init(), given, program, detect_anomaly=True, **settings)
+    assert_trees_close(found.state, expected.state, exact=True)
+    assert found.history == expected.history
+    with pytest.raises(NonFiniteError, match="epoch 3, batch 4: "):
+        fit(program.init(), given, program, detect_anomaly=True, **{**settings, "rollback": 2})
+
+
+@pytest.mark.filterwarnings("ignore:Error detected")
+def test_a_step_is_looked_at_though_its_first_call_is_left_behind() -> None:
+    one = mlp()
+
+    def train_step(state: TrainState, batch: Any) -> Any:
+        torch.rand(())
+        return one.train_step(state, batch)
+
+    with pytest.raises(StepContractError, match="global generator"):
+        fit(one.init(), poisoned(9, 0), Program(train_step), epochs=1, detect_anomaly=True, rollback=1)
+
+
+@pytest.mark.parametrize("options", [{"nonfinite": "skip"}, {"precision": "16-mixed"}])
+def test_an_open_window_may_hold_what_a_run_would_go_on_from(options: Any, tmp_path: Path) -> None:
+    program = mlp(accumulate=4, tail="carry", **options)
+    given, settings = Later(poisoned(7, 5), epoch=0), {"snapshots": tmp_path}
+    fit(program.init(), given, program, epochs=1, **settings)
+    assert int(fit(program.init(), given, program, epochs=2, **settings).state.updates) == 2
 
 
 def test_the_place_is_right_in_a_run_that_goes_on_from_a_trained_state() -> None:

@@ -241,6 +241,38 @@ def test_row_06_a_step_that_goes_backwards(tmp_path: Path) -> None:
         assert {"6.archived", "9.archived"} <= {path.name for path in tmp_path.iterdir()}
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_row_06_what_a_run_went_back_behind_is_no_part_of_it(again: bool, tmp_path: Path) -> None:
+    """Else a damaged step would be replaced by another run's, and the best one might be that run's, too."""
+    with Snapshots(tmp_path, monitor="val_loss") as snapshots:
+        for step, loss in ((5, 0.5), (10, 0.1), (15, 0.3)):
+            snapshots.save(step, small(step), metrics={"val_loss": loss})
+    with Snapshots(tmp_path, monitor="val_loss") as snapshots:
+        for _ in range(1 + again):
+            snapshots.restore(small(), step=5)
+        assert snapshots.steps() == [5, 10, 15]  # nothing is taken away by looking
+        snapshots.save(20, small(20), metrics={"val_loss": 0.4})
+        snapshots.wait()
+        assert (snapshots.steps(), snapshots.best()) == ([5, 20], 20)
+        assert {"10.archived", "15.archived"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("saves_first", [False, True])
+def test_row_06_a_look_at_an_older_step_takes_nothing_away(saves_first: bool, tmp_path: Path) -> None:
+    with Snapshots(tmp_path) as snapshots:
+        for step in (5, 10):
+            snapshots.save(step, small(step))
+    with Snapshots(tmp_path) as snapshots:
+        if saves_first:
+            snapshots.save(15, small(15))
+        else:
+            snapshots.restore(small())
+        snapshots.restore(small(), step=5)
+        snapshots.save(20, small(20))
+        snapshots.wait()
+        assert set(snapshots.steps()) >= {10, 20}
+
+
 def test_row_07_an_error_in_the_background_comes_once_and_the_next_save_is_tried(tmp_path: Path, plan: Any) -> None:
     def check(folder: Path) -> None:
         plan("snapshot.digest=raise:EDQUOT@1")

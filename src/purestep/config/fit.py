@@ -70,8 +70,9 @@ class FitConfig(BaseModel):
     """Updates between two lines of the log, at least 0; 0: only at the end of an epoch."""
 
     resume: fields.Resume = "auto"
-    """``"auto"``: go on from the newest whole snapshot in the run's directory, if there is one. A path: from there.
-    None: start afresh."""
+    """``"auto"``: go on from the newest whole snapshot in the run's directory, if there is one. A path: from there; or,
+    once a run that began there has snapshots of its own, from those. None: start afresh. Of another run, the steps in
+    the run's directory are set aside."""
 
     compile: fields.Compile = "auto"
     """``"auto"``: on CUDA, and with a warning in eager where a model cannot be captured. True: always, or an error.

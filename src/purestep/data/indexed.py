@@ -287,10 +287,8 @@ def _drawn(loader: DataLoader[Any], epoch: int, seed: int) -> Iterator[Any]:
     for part in {id(part): part for part in parts}.values():
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
-        own = getattr(part, "generator", None)
-        if isinstance(own, torch.Generator):
-            own.manual_seed(seed)
     with draws.scoped(seed):
+        draws.seed_own(source, seed)
         iterator = iter(source)
     for count in itertools.count():
         with draws.scoped(mix(seed, count)):

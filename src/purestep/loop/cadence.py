@@ -29,7 +29,7 @@ class Plan:
     def begin(self, record: Record, left: int) -> None:
         """An epoch begins here, or goes on: with so many batches left of the window."""
         held = self._window - left
-        if not held and record.interval:
+        if not held and record.is_ahead:
             held = self._window  # no row has been written here, so that an evaluation may have been broken off
         self._seen = max(0, record.batch - held)
 

@@ -110,12 +110,14 @@ class Caller:
     def _looked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics | Stacked]:
         calls = self._calls
         self._unlike(batch)
-        found = self._looks(state, batch, place) if calls == self._looks.due else None
-        if found is None or self._compiled:
-            found = self._made(state, batch)
-        if not self._compiled:
-            self._compare(found[0], place)
-        self._stop_at = min(self._looks.due, calls * 2 if calls < _EVERY else calls + _EVERY)
+        try:
+            found = self._looks(state, batch, place) if calls == self._looks.due else None
+            if found is None or self._compiled:
+                found = self._made(state, batch)
+            if not self._compiled:
+                self._compare(found[0], place)
+        finally:  # a run may leave behind what the anomaly mode has found, and go on
+            self._stop_at = min(self._looks.due, calls * 2 if calls < _EVERY else calls + _EVERY)
         return found
 
     def _compare(self, new: Tree, place: str) -> None:

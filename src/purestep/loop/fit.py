@@ -41,7 +41,9 @@ def fit(
             (``ps.sinks.progress()``), and ``training_history.json`` beside the snapshots (``ps.sinks.history_json``).
         fields: those of `FitConfig`: ``epochs=10, monitor="val_loss", early_stopping=5, ...``; they win over config.
             Where they say nothing, a run goes on from the newest snapshot of its directory (``resume="auto"``), an
-            average is what is evaluated, and steps are compiled on CUDA alone: ``help(ps.FitConfig)``.
+            average is what is evaluated, and steps are compiled on CUDA alone: ``help(ps.FitConfig)``. The same call
+            made again goes on where it was, also one with ``resume="old", snapshots="new"``: what has gone on from
+            "old" in "new" is not begun again.
 
     Returns:
         `FitResult`: the last state, the history, the best epoch, the number of epochs and why it ended.
@@ -51,7 +53,8 @@ def fit(
         StateError: ``init_state``, or what a callback returned, is no state to train.
         DataError: an empty, exhausted or failing loader; a batch of another structure than the first.
         NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state,
-            and `purestep.testing.replay` makes the call again from what is written beside the snapshots.
+            and `purestep.testing.replay` makes the call again from what is written beside the snapshots. With
+            ``nonfinite="skip"``: 100 updates in a row that were refused.
         StepContractError: the step is not pure (see `FitConfig.check_every`), or returns no state and metrics.
         SnapshotError: a snapshot that does not fit, is damaged or cannot be written; `Locked`: another run's directory.
         RankError: more than one process.

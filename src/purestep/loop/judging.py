@@ -138,7 +138,7 @@ def judge(config: FitConfig, loaders: Collection[str], length: int | None) -> Ju
 def ended_before(judge: Judge, record: Record) -> str | None:
     """Why a run that goes on is at its end already, which is told: otherwise it looks as if it had trained."""
     ending = "early_stopping" if judge.stops(record) else limit_reached(judge.config, record)
-    if ending == "steps" and record.batch and record.interval:
+    if ending == "steps" and record.batch and record.is_ahead:
         return None  # its last row is still to be made
     if ending is not None:
         told = "nothing is trained: the run had ended already, by %s, after %d epochs and %d updates"

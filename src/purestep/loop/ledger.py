@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import tree
+from ..anomaly import not_finite
 from ..compile.graphs import Stacked
-from ..compile.live import is_state
+from ..compile.live import is_state, states
 from ..errors import NonFiniteError, StepContractError
 from ..events import Logged
 from ..types import Empty, Metrics, TrainState, Tree
@@ -25,7 +26,7 @@ _BARE = ("grad_norm", "scale")  # of a step's metrics, what says nothing about t
 _HIDDEN = ("applied",)
 _DEPTH = 64  # calls whose metrics travel together
 _log = logging.getLogger("purestep")
-_REFUSALS = 100  # in a row, of which a warning tells
+_REFUSALS = 100  # in a row, which end a run, or of which a warning tells
 _HELD = 1 << 28  # bytes of batches that are held until it is known that they were good
 
 
@@ -83,11 +84,16 @@ class Ledger:
         """The record with what has arrived, and the log lines that are complete; ``wait`` for everything.
 
         Raises:
-            NonFiniteError: the state has halted.
+            NonFiniteError: the state has halted, or with ``wait`` is bound to; or it goes on, and too many updates in a
+                row were refused.
         """
         arrived = self._meter.rows(wait=wait)
-        if not arrived:
-            return record, []
+        found = self._taken_in(arrived, record, state) if arrived else (record, list[Logged]())
+        if wait and self._halts:
+            _check_windows(state)
+        return found
+
+    def _taken_in(self, arrived: list[Rows], record: Record, state: Tree) -> tuple[Record, list[Logged]]:
         lines: list[Logged] = []
         updates, last = record.updates, dict(record.last)
         interval, line = dict(record.interval), dict(record.line)
@@ -133,7 +139,7 @@ class Ledger:
         """What is on its way belongs to calls that are undone."""
         self._meter.rows(wait=True)
         self._held.clear()
-        self.pending = 0
+        self.pending = self._refusals = 0
 
     def window(self, call: int) -> list[tuple[Tag, Any]]:
         """The calls, and their batches, of the update that halted at this call (as the state counts)."""
@@ -157,12 +163,21 @@ class Ledger:
         _check_rates(tag, values)
         self._check_halted(state)
         self._refusals += 1
-        if self._refusals == _REFUSALS:
-            _log.warning(
-                "no update has been applied in %d calls in a row, up to epoch %d, batch %d: gradients are not finite, "
-                "or no target counts (a run limited by steps alone has no end then)",
-                *(_REFUSALS, tag.epoch + 1, tag.batch + 1),
-            )
+        if self._refusals != _REFUSALS:
+            return
+        place = f"epoch {tag.epoch + 1}" + (f", batch {tag.batch + 1}" if tag.batch >= 0 else "")
+        if self._halts:  # it would have, so that there was nothing to learn from
+            text = "no target counts in %d updates in a row, up to %s (a run limited by steps alone has no end then)"
+            _log.warning(text, _REFUSALS, place)
+            return
+        error = NonFiniteError(
+            f"{_REFUSALS} updates in a row were refused: gradients are not finite, or no target counts; nothing is "
+            "trained any more",
+            where=f"up to {place}",
+            hint='ps.program(..., nonfinite="raise"), which names what is not finite',
+        )
+        error.step = tag.call + self._before
+        raise error
 
     def _line(self, tag: Tag, updates: int, sums: Totals, rates: Mapping[str, float]) -> Logged:
         values = named(meter_.means(sums, self.kinds), rates)
@@ -244,6 +259,43 @@ def halted(state: Tree, place: Callable[[int], str] = _nowhere) -> NonFiniteErro
     )
     error.step = call
     return error
+
+
+def _check_windows(state: Tree) -> None:
+    """A window that stays open is kept, and its end would be blamed for what is in it now.
+
+    Raises:
+        NonFiniteError: it is not finite.
+    """
+    part = next((part for part in states(state) if _is_spoilt(part)), None)
+    if part is not None:
+        call = int(part.step)
+        error = NonFiniteError(
+            f"the loss or a gradient is not finite in the accumulation window that is open at call {call}",
+            where="accum",
+            hint=CURE,
+        )
+        error.step = call
+        raise error
+
+
+def _is_spoilt(node: TrainState) -> bool:
+    """Whether the state would halt at the end of its window. A loss scale rather falls, and the run goes on."""
+    halts = isinstance(node.scaler, Empty) and not isinstance(node.halted, Empty)
+    return halts and any(map(not_finite, tree.leaves(node.accum)))
+
+
+def halting(state: Tree) -> Tree:
+    """The tree with every state that would halt at the end of its window as if the last call had been that end."""
+
+    def one(node: Any) -> Any:
+        if not is_state(node) or not _is_spoilt(node):
+            return node
+        left, *sums = node.accum
+        emptied = type(node.accum)(left, *tree.map(torch.zeros_like, sums))
+        return TrainState(*node)._replace(halted=node.step.clone(), accum=emptied)
+
+    return tree.map(one, state, is_leaf=is_state)
 
 
 def thawed(state: Tree) -> Tree:

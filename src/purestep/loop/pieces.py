@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -250,11 +251,11 @@ def _are(leaves: list[Any], kinds: list[Any]) -> bool:
 
 
 def _kinds(leaves: list[Any]) -> list[Any]:
-    """What must not change from batch to batch; a mapping that is no node is looked at every time."""
+    """What must not change from batch to batch; mappings and dataclasses that are no nodes are looked into."""
     return [_kind(leaf) for leaf in leaves]
 
 
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.dim(), leaf.device
-    return object() if isinstance(leaf, Mapping) else type(leaf)
+    return object() if isinstance(leaf, Mapping) or is_dataclass(leaf) else type(leaf)

@@ -29,6 +29,14 @@ class Record(NamedTuple):
     rollbacks: int = 0  # how often the run went back to a good state
     history: Mapping[str, list[Cell]] = MappingProxyType({})
     judged: str = ""  # the monitor and its mode, of which the best is
+    window: int = 0  # batches to an update; 0: nobody has said
+    origin: str = ""  # the directory that the run began from, where that is another one than its own
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether something was done since the last row of the history; a step may measure nothing."""
+        steps = self.history.get("step")
+        return bool(self.interval) or self.updates > int((steps[-1] if steps else None) or 0)
 
     def stepped(self) -> Record:
         """After a call with one more batch: `_replace`, which every step would wait for, in a quarter of its time."""

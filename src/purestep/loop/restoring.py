@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import data
-from ..errors import ConfigError, Mismatch, NotFound
+from ..errors import ConfigError, Corrupt, Mismatch, NotFound
 from ..snapshot import Snapshot, Snapshots
 from ..types import Tree
 from . import setup
@@ -52,6 +52,9 @@ def open_snapshots(snapshots: Any, config: FitConfig, feed: data.Feed) -> tuple[
 def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Snapshot | None:
     """The snapshot to go on from, if there is one.
 
+    A job that is started again by the same command, with ``resume`` a path, goes on where it was: from its own
+    directory, whose snapshots say where the run began.
+
     Raises:
         NotFound: ``resume`` names a path without snapshots.
         Mismatch, Corrupt: what is there does not fit, or is damaged in every copy.
@@ -63,9 +66,13 @@ def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Sna
         return None
     source = snapshots
     if config.resume != "auto":
-        source = Snapshots(Path(config.resume), writer=False)
+        source = Snapshots(_place(config.resume), writer=False)
         if snapshots is not None and source.directory == snapshots.directory:
             source = snapshots
+        if snapshots is not None and source is not snapshots:
+            found = _gone_on(state, snapshots, source.directory)
+            if found is not None:
+                return found
     if source is None:
         return None
     try:
@@ -96,14 +103,39 @@ def resumed(state: Tree, snapshots: Snapshots | None, config: FitConfig, feed: d
     found = restored(state, snapshots, config)
     if found is None:
         return state, Record(), False
+    origin = _origin(found) if config.resume in (None, "auto") else _place(config.resume)
     if not isinstance(found.loop, Mapping) or "record" not in found.loop:
         # Saved by hand: a state without a loop's position. Later snapshots get later names.
-        return found.state, Record(calls=found.step), False
+        return found.state, Record(calls=found.step, origin=origin), False
     feed.restore(found.loop["feed"])
-    record = from_json(found.loop["record"])
+    record = from_json(found.loop["record"])._replace(origin=origin)
     log.info("resumed from step %d: epoch %d, batch %d", found.step, record.epoch + 1, record.batch)
     _warn_of_another_seed(state, found.state, source=config.resume)
     return found.state, record, True
+
+
+def _place(resume: str) -> str:
+    return str(Path(resume).absolute())
+
+
+def _origin(found: Snapshot) -> str:
+    """The directory that the run of a snapshot began from; "" where it began anew."""
+    record = found.loop.get("record") if isinstance(found.loop, Mapping) else None
+    return record.get("origin", "") if isinstance(record, Mapping) else ""
+
+
+def _gone_on(state: Tree, snapshots: Snapshots, origin: Path) -> Snapshot | None:
+    """The newest snapshot of the run's own directory, where that run began from ``origin``."""
+    try:
+        found = snapshots.restore(state)
+    except (Mismatch, NotFound):
+        return None
+    except Corrupt as error:
+        if snapshots.strict:
+            raise
+        log.warning("the run begins anew from %s: %s", origin, error)
+        return None
+    return found if _origin(found) == str(origin) else None
 
 
 def _warn_of_another_seed(given: Tree, found: Tree, *, source: str | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .. import tree
+from .. import rng, tree
 from ..compile import live
 from ..types import Tree
 from .record import Record
@@ -52,3 +52,12 @@ class Keeper:
             last=then.last,
             rollbacks=record.rollbacks + 1,
         )
+
+
+def past(state: Tree) -> Tree:
+    """The tree with its keys behind a call that came to nothing, so that its random numbers are not drawn again."""
+    return tree.map(
+        lambda node: node._replace(key=rng.advance(node.key)) if live.is_state(node) else node,
+        state,
+        is_leaf=live.is_state,
+    )

@@ -21,7 +21,7 @@ from ..errors import NonFiniteError, StepContractError
 from ..signals import Preempted, Signals, interrupted
 from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
-from . import blame, cadence, compiling, ledger, restoring, setup
+from . import blame, cadence, compiling, ledger, restoring, rollback, setup
 from . import meter as meter_
 from .calling import caller
 from .judging import Judge, below_minimum, ended_before, judge, limit_reached
@@ -60,12 +60,13 @@ class Run:
         self.signals = signals
         self.view = setup.view_to_evaluate(state, config)
         self.judge: Judge = judge(config, feeds.evaluation, feeds.train.length)
-        self.state, record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
-        self.record = self.judge.begun(record)
+        self.window = program.static.accumulate if program.static else 1
+        state, record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
+        self.state = setup.windowed(state, self.window, record.window)
+        self.record = self.judge.begun(record)._replace(window=self.window)
         self.eager = compiling.in_eager(program)
         self.program = compiling.ready_program(program, self.state, config)
         self.call = caller(self.eager, self.program, self.state, config)
-        self.window = program.static.accumulate if program.static else 1
         intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
         self.plan = cadence.Plan(intervals, feeds.train.length, self.window)
         self.left = setup.window_left(self.state, self.window)
@@ -118,7 +119,7 @@ class Run:
         fed = self.ledger.timed(self.feeds.train.epoch(self.record.epoch, self.record.batch))
         fed = data.prefetch(self.signals.watch(fed), data.device_of(self.state), name="train")
         with closing(Ahead(fed)) as batches:
-            if self.record.batch and self.record.interval and self._ends_behind_batch(batches):
+            if self.record.batch and self.record.is_ahead and self._ends_behind_batch(batches):
                 return  # the run was told to end in this evaluation, which was to be its last
             for batch in batches:
                 self._step(batch)
@@ -149,7 +150,12 @@ class Run:
     def _step(self, batch: Any) -> None:
         """One call of train_step. Nothing is read from the device."""
         record = self.record
-        self.state, metrics = self.call(self.state, batch, record)
+        try:
+            self.state, metrics = self.call(self.state, batch, record)
+        except NonFiniteError as error:  # of the anomaly mode, which does not wait until metrics are read
+            if not self._went_back(error, rollback.past(self.state), record.stepped()):
+                raise
+            return
         closes = self.left == 1
         self.left = self.window if closes else self.left - 1
         self.record = record.stepped()
@@ -186,14 +192,21 @@ class Run:
             self._tell(line)
 
     def _go_back(self, error: NonFiniteError) -> None:
-        found = self.keeper.back(self.state, self.record)
-        if found is None:
+        if not self._went_back(error, self.state, self.record):
+            self.state = ledger.halting(self.state)
             window = self.ledger.window(error.step or 0)
             raise blame.explained(error, ledger.thawed(self.state), window, self.eager, self.feeds.train)
+
+    def _went_back(self, error: NonFiniteError, state: Tree, record: Record) -> bool:
+        """To the last good state, behind what this state and record have been through; False where it may not."""
+        found = self.keeper.back(state, record)
+        if found is None:
+            return False
         self.ledger.forget()
         self.state, self.record = found
         self.left = setup.window_left(self.state, self.window)
         log.warning("went back to update %d: %s", self.record.updates, error)
+        return True
 
     def _salvaged(self, error: BaseException) -> bool:
         adopted = self.config.donate == "init"
@@ -271,7 +284,7 @@ class Run:
     def _last_row(self) -> None:
         """The run ends inside an epoch: score the last state and save it. An open window stays open, to go on from."""
         self._settle(wait=True)
-        if self.record.interval:
+        if self.record.is_ahead:
             self._boundary(list(self.feeds.evaluation))
         self._save()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -20,6 +21,8 @@ from .entry import is_key
 
 if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
     from ..config import FitConfig
+
+_log = logging.getLogger("purestep")
 
 
 class Feeds(NamedTuple):
@@ -169,6 +172,32 @@ def window_left(state: Tree, window: int) -> int:
     if window == 1 or not isinstance(state, TrainState):
         return 1
     return int(state.accum.left)
+
+
+def windowed(state: Tree, window: int, before: int) -> Tree:
+    """The state with the end of its accumulation window where this program has it.
+
+    A gradient is divided by the weight that is in its window, so that a window which was begun under another number
+    is as good as any: nothing of it is lost.
+
+    Args:
+        state: to train.
+        window: micro-batches to an update.
+        before: the same in the run that the state comes from; 0 where that is not known.
+    """
+    if window == 1 or not isinstance(state, TrainState):
+        return state
+    left = int(state.accum.left)
+    before = before or max(left, window)  # with more to come than a window has, one of another size has just begun
+    if before == window:
+        return state
+    done, rest = before - left, max(window - before + left, 1)
+    if done:
+        text = (
+            "accumulate was %d and is %d: the window that is open has %d batches in it, and is applied %d batches later"
+        )
+        _log.warning(text, before, window, done, rest)
+    return state._replace(accum=state.accum._replace(left=torch.full_like(state.accum.left, rest)))
 
 
 def checked_answer(state: Tree, answer: Tree, *, copied: bool) -> Tree:

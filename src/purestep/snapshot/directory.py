@@ -31,6 +31,32 @@ class Entry(NamedTuple):
     monitor: tuple[str, str] | None
 
 
+class Abandoned:
+    """The steps that a run has left behind, where it went back to an older one.
+
+    What is restored first is what a run begins from: newer steps are another run's, and go with the next save. A later
+    restore may be a look, at the best step so far: they go where they are in the way.
+    """
+
+    def __init__(self) -> None:
+        self.steps: set[int] = set()
+        self.at_once = False
+        self._begun = False
+        self._first: int | None = None
+
+    def restored(self, root: Path, step: int) -> None:
+        """This step has been read."""
+        if not self._begun:
+            self._first, self._begun = step, True
+        self.steps = {s for s in numbered(root) if s > step}
+        self.at_once = step == self._first
+
+    def saved(self) -> None:
+        """A step has been written: none that is older is in the way any more."""
+        self.steps = set()
+        self.at_once, self._first, self._begun = False, None, True
+
+
 def numbered(root: Path) -> list[int]:
     """Every step that has a directory, whole or not, in ascending order.
 
@@ -96,12 +122,12 @@ def best(found: list[Entry], monitor: str, mode: str, *, count: int = 1) -> list
     return [step for _, step in sorted(known)[:count]]
 
 
-def to_archive(root: Path, step: int, *, abandoned: set[int], overwrite: bool) -> tuple[int, ...]:
+def to_archive(root: Path, step: int, *, abandoned: Abandoned, overwrite: bool) -> tuple[int, ...]:
     """The steps to set aside so that this one can be saved.
 
     Args:
         step: about to be saved.
-        abandoned: what was there after an older step when that one was restored.
+        abandoned: what was there after an older step when that one was restored, and whether it is to go at once.
         overwrite: whether an equal step may be replaced.
 
     Raises:
@@ -109,10 +135,11 @@ def to_archive(root: Path, step: int, *, abandoned: set[int], overwrite: bool) -
     """
     there = numbered(root)
     later = [s for s in there if s >= step]
+    goes = abandoned.steps.issuperset(later)
+    if goes and (later or abandoned.at_once):
+        return tuple(s for s in there if s in abandoned.steps)
     if not later or (overwrite and later == [step]):
         return ()
-    if abandoned.issuperset(later):
-        return tuple(s for s in there if s in abandoned)
     if step in later and not overwrite:
         raise SnapshotError(f"step {step} is there already", where=str(root), hint="save(..., overwrite=True)")
     older = [s for s in there if s < step]

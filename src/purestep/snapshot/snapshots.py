@@ -16,7 +16,7 @@ from ..files import DirectoryLock, failpoint
 from ..types import Tree
 from . import background, cadence, copies, directory, host, reading, store, writer
 from . import manifest as manifests
-from .manifest import Manifest
+from .directory import Abandoned
 from .reading import Snapshot
 
 _log = logging.getLogger("purestep")
@@ -91,7 +91,7 @@ class Snapshots:
         self._lock = DirectoryLock(self.directory)
         self._background = background.Background()
         self._copies = copies.Copies()
-        self._abandoned: set[int] = set()
+        self._abandoned = Abandoned()
         self._closed = False
         self._pid = os.getpid()
         self._last = self._here = cadence.Mark(0, 0, time.monotonic())
@@ -287,8 +287,8 @@ class Snapshots:
 
         Raises:
             SnapshotError: the step is there already, or older than the newest one without a `restore` of an even older
-                one (after such a restore the steps that follow it are renamed to ``<step>.archived``); or ``loop`` or
-                ``meta`` are no JSON.
+                one (after such a restore, or one before anything else, the steps that follow it are renamed to
+                ``<step>.archived``); or ``loop`` or ``meta`` are no JSON.
             StateError: a leaf that cannot be stored.
             WriteFailed: no memory for the copy; or the save before failed, and this one is under way all the same.
             Locked: another run writes into the directory.
@@ -296,7 +296,7 @@ class Snapshots:
         self.open()
         step = directory.checked_step(self.directory, step)
         look = self._copies.look(state)
-        manifest = Manifest(
+        manifest = manifests.Manifest(
             step=step,
             leaves=look.layout.records,
             loop=manifests.as_json(loop, where="loop"),
@@ -356,7 +356,7 @@ class Snapshots:
             found = self._read(template, step, prefixes)
         else:
             found = self._newest_good(template, prefixes)
-        self._abandoned = {s for s in directory.numbered(self.directory) if s > found.step}
+        self._abandoned.restored(self.directory, found.step)
         return found
 
     def _read(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:

@@ -23,7 +23,7 @@ class Job(NamedTuple):
     buffers: host.Buffers
     overwrite: bool
     archive: tuple[int, ...]  # steps of an abandoned branch, set aside before the commit
-    abandoned: set[int]  # the caller's, who looks at it between jobs only: what is archived leaves it
+    abandoned: directory.Abandoned  # the caller's, who looks at it between jobs only
     keep: int | None
     keep_best: int
     platforms: str | None
@@ -110,7 +110,7 @@ def _commit(job: Job, staging: Path) -> None:
     failpoint("snapshot.archive")
     for step in job.archive:
         directory.set_aside(job.root, step, "archived")
-        job.abandoned.discard(step)
+    job.abandoned.saved()
     target = job.root / str(job.manifest.step)
     if job.overwrite and target.exists():
         failpoint("snapshot.replace")

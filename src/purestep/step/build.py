@@ -60,8 +60,9 @@ def program(
             and foreign autograd Functions; `torch.func` can neither map nor differentiate such a step), "auto": func
             inside a graph or a transform, else autograd. Gradients are the same.
         nonfinite: what a loss or gradient that is not finite does: "raise" freezes the state until the host has
-            looked (`fit` raises), "skip" goes on without that update. An update that finite gradients make infinite
-            (Adam's with ``eps=0`` where one is 0) is applied, and found by the loss after it.
+            looked (`fit` raises), "skip" goes on without that update (`fit` raises once 100 in a row were refused). An
+            update that finite gradients make infinite (Adam's with ``eps=0`` where one is 0) is applied, and found by
+            the loss after it.
         keep_eval: glob patterns of submodules that stay in eval mode.
         scaler: of the loss; None: `scaler.dynamic()` for "16-mixed", none for the others.
 
