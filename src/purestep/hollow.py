@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import tree
 from .errors import StateError
 
 Named = Iterable[tuple[str, Tensor]]
@@ -130,7 +131,7 @@ def _check_tensor(name: str, value: Tensor) -> None:
 def _check_memory(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
     """A trained weight that is another tensor too, without being the same object, would come apart from it."""
     spans = sorted(
-        (start, start + _length(value), name, value)
+        (start, start + tree.extent(value) * value.element_size(), name, value)
         for name, value in {**parameters, **buffers}.items()
         if (start := _address(value))
     )
@@ -151,11 +152,6 @@ def _address(value: Tensor) -> int:
         return value.data_ptr()
     except RuntimeError:  # a tensor without memory
         return 0
-
-
-def _length(value: Tensor) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return (last + 1) * value.element_size()
 
 
 def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:

@@ -99,8 +99,7 @@ def apart(value: Tensor, buffers: list[Tensor]) -> Tensor:
 
 def memory_of(leaf: Tensor) -> Tensor:
     """What a tensor lies in, as a vector: slices and expanded tensors keep the strides that kernels are made for."""
-    length = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
-    return leaf.detach().as_strided((length if leaf.numel() else 0,), (1,))
+    return leaf.detach().as_strided((tree.extent(leaf),), (1,))
 
 
 def unshared(leaf: Tensor) -> Tensor:
