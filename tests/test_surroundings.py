@@ -216,3 +216,31 @@ def test_draws_into_a_slice_in_place_are_refused(draw: Any):
 
     with pytest.raises(StepContractError, match=r"into a slice in place \(aten\..*of \[6, 4\] with.*draw a tensor of"):
         ps.compile_step(step)((torch.zeros(6, 4),), (torch.randn(6, 8),))
+
+
+def scoped_inside() -> None:
+    ps.rng.seed(ps.rng.mix(3, "noise"))
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+@pytest.mark.parametrize("seed", [lambda: torch.manual_seed(3), scoped_inside], ids=["torch", "purestep"])
+def test_a_seed_inside_a_step_is_refused(seed: Any, capture: str):
+    def step(state: Pair, batch: Pair) -> tuple[Pair, Any]:
+        seed()
+        return (state[0] + torch.rand(3),), {}
+
+    with pytest.raises(StepContractError, match=r"seeds torch's generator itself, with \d+.*no torch.manual_seed.*key"):
+        ps.compile_step(step, capture=capture, backend="aot_eager")((torch.zeros(3),), (torch.zeros(3),))
+
+
+def test_a_generator_that_is_put_back_inside_a_step_draws_again():
+    def step(state: Pair, batch: Pair) -> tuple[Pair, Any]:
+        with torch.random.fork_rng(devices=[]):
+            first = torch.rand(3)
+        return (state[0] + first + 2 * torch.rand(3) + 4 * torch.rand(3),), {}
+
+    torch.manual_seed(1)
+    expected, _ = step((torch.zeros(3),), (torch.zeros(3),))
+    torch.manual_seed(1)
+    found, _ = ps.compile_step(step, backend="aot_eager")((torch.zeros(3),), (torch.zeros(3),))
+    assert torch.equal(found[0], expected[0])

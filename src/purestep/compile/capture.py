@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,12 +103,18 @@ def _each_its_own(inputs: list[Tensor]) -> list[Tensor]:
 _FIRST = 1 << 40  # the seed a capture starts from: positions must not run into seeds that a step sets itself
 
 
+@contextmanager
+def _drawing() -> Generator[None]:
+    with rng.scoped(_FIRST), rng.replaying():
+        yield
+
+
 def _recorded(function: Flat) -> Flat:
     """The function as a trace should run it: its draws replayed, its looks at values named."""
 
     def run(*tensors: Tensor) -> Any:
         try:
-            with rng.scoped(_FIRST), rng.replaying():
+            with _drawing():
                 return function(*tensors)
         except PurestepError:
             raise
@@ -136,7 +143,7 @@ def rehearse(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any])
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # no public name
 
-    with rng.capturing(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with rng.capturing(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _drawing():
         fakes = [[mode.from_tensor(x) if isinstance(x, Tensor) else x for x in group] for group in (tensors, leaves)]
         try:
             core(*fakes)
