@@ -245,8 +245,8 @@ class _Replaying(TorchDispatchMode):
             raise StepContractError(
                 f"the step seeds torch's generator itself, with {position}, which no graph can hold",
                 where="step",
-                hint="no torch.manual_seed, no rng.scoped inside: the key of the state seeds each call; numbers that never "
-                "change are drawn before, with ps.rng.generator(ps.rng.key(0), 'name'), and kept in a buffer",
+                hint="no torch.manual_seed, no rng.scoped inside: the key of the state seeds each call; numbers that "
+                "never change are drawn before, with ps.rng.generator(ps.rng.key(0), 'name'), and kept in a buffer",
             )
         torch.default_generator.manual_seed(position + 1)
         self._known.add(position + 1)

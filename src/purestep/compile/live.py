@@ -7,6 +7,7 @@ older one raises when it is read.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -195,6 +196,7 @@ class Store:
         self.leaves: list[Tensor] | None = None  # of the state, without its key, where they are at hand
         self.parts = [tuple(found) for found in states(self.named)]
         self.single = isinstance(self.named, TrainState)  # else a tree of several
+        self.shown: list[tuple[Any, Any]] | None = None  # its dicts and lists, and what is in them, once somebody has them
 
     def _fill(self, leaves: list[Tensor], *, copied: set[int]) -> list[Tensor]:
         chosen: dict[str, list[Tensor]] = {"int64": [], "float32": [], "own": [], "key": []}
@@ -225,8 +227,22 @@ class Store:
         other = object.__new__(Store)
         vars(other).update(vars(self))
         other.buffers, other.named, other.hosts, other.parts = buffers, named, hosts, [named]
-        other.generation, other.calls, other.failed, other.leaves = 0, 0, False, None
+        other.generation, other.calls, other.failed, other.leaves, other.shown = 0, 0, False, None, None
         return other
+
+    def show(self) -> None:
+        """Somebody reads the state, and may put another tensor into a dict of it."""
+        if self.shown is None:
+            self.shown = [(node, node.copy()) for node in _containers(self.parts)]
+
+    def is_as_shown(self) -> bool:
+        """Whether no leaf has been put in, or taken out. Asks nothing of a state that nobody has read."""
+        if self.shown is None:
+            return True
+        try:
+            return all(node == held for node, held in self.shown)  # what is the same object is not compared
+        except Exception:  # of two tensors that are compared
+            return False
 
     def check(self, kinds: tuple[Any, ...]) -> None:
         """Raise StateError where a tensor of a state has been given memory of another layout (``tensor.data = ...``):
@@ -272,6 +288,17 @@ class Store:
         told = f"donated at step {self.hosts[index].calls - (self.calls - calls) + 1}"
         last = self.failed and generation == self.generation - 1
         return f"{told}, which failed and may have written half of it" if last else told
+
+
+def _containers(node: Any) -> list[Any]:
+    """Everything in a tree that can be written to and is no tensor."""
+    if isinstance(node, dict):
+        named = cast(dict[Any, Any], node)
+        return [named, *(found for child in named.values() for found in _containers(child))]
+    if not isinstance(node, tuple | list | deque):
+        return []
+    found = [each for child in cast(Any, node) for each in _containers(child)]
+    return found if isinstance(node, tuple) else [node, *found]
 
 
 def overlaps(leaf: Tensor) -> bool:
@@ -322,7 +349,10 @@ class LiveState(TrainState):
 
     def item(self, index: int) -> Any:
         self.alive()
-        return tuple.__getitem__(self, index)
+        found = tuple.__getitem__(self, index)
+        if type(found) is not Tensor and self.live_store is not None:
+            self.live_store.show()
+        return found
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self.item(index) for index in range(len(self))])

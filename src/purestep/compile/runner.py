@@ -198,7 +198,7 @@ class CompiledStep:
             if store is not None:
                 standing.check_alive(state)
                 store = store if standing.stands(state, store) else None
-        if store is None or (store.holds_callers and self.static is None):
+        if store is None or (store.holds_callers and self.static is None) or not store.is_as_shown():
             return None
         if store.layout is None or store.layouts is self.layouts:
             return store
