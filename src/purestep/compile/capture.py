@@ -119,11 +119,7 @@ def _recorded(function: Flat) -> Flat:
         except PurestepError:
             raise
         except _data_dependent() as error:
-            raise DataDependent(
-                f"the step looks at the value of a tensor: {error}",
-                where=_user_line(error),
-                hint="torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing",
-            ) from error
+            raise _looked(error) from error
 
     return run
 
@@ -188,16 +184,29 @@ def _unpacking(run: Flat) -> native.Compiled:
     return call
 
 
-def _user_line(error: BaseException) -> str:
-    """The innermost line of the traceback that is neither torch's nor ours."""
-    found = ""
+def _looked(error: BaseException) -> DataDependent:
+    """What to do about a look at a value, which may be one of torch's own."""
+    met, (place, layer) = str(error).strip().partition("\n")[0], _where(error)
+    cure = "torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing"
+    if "_ctc_loss" in met:
+        cure = "the step itself, in eager mode: torch's ctc_loss reads its lengths on the host, tensors or not"
+    if getattr(layer, "momentum", 0) is None and hasattr(layer, "num_batches_tracked"):
+        cure = f"{type(layer).__name__}(..., momentum=0.1): momentum=None divides by a count of batches on the host"
+    return DataDependent(f"the step looks at the value of a tensor: {met}", where=place, hint=cure)
+
+
+def _where(error: BaseException) -> tuple[str, Any]:
+    """The innermost line of the traceback that is neither torch's nor ours, else the layer; and that layer."""
+    found, layer = "", None
     step = error.__traceback__
     while step is not None:
         name = step.tb_frame.f_code.co_filename
         if "/optree/" not in name and not name.startswith(_LIBRARIES):
             found = f"{name}:{step.tb_lineno}"
+        inside = step.tb_frame.f_locals.get("self")
+        layer = inside if isinstance(inside, torch.nn.Module) else layer
         step = step.tb_next
-    return found or "step"
+    return found or (f"a {type(layer).__name__}" if layer is not None else "step"), layer
 
 
 def dynamo(function: types.FunctionType, *, backend: Any, options: Mapping[str, Any] | None) -> Flat:

@@ -7,7 +7,6 @@ older one raises when it is read.
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -196,7 +195,9 @@ class Store:
         self.leaves: list[Tensor] | None = None  # of the state, without its key, where they are at hand
         self.parts = [tuple(found) for found in states(self.named)]
         self.single = isinstance(self.named, TrainState)  # else a tree of several
-        self.shown: list[tuple[Any, Any]] | None = None  # its dicts and lists, and what is in them, once somebody has them
+        self.shown: list[tuple[Any, Any]] | None = (
+            None  # its dicts and lists, and what is in them, once somebody has them
+        )
 
     def _fill(self, leaves: list[Tensor], *, copied: set[int]) -> list[Tensor]:
         chosen: dict[str, list[Tensor]] = {"int64": [], "float32": [], "own": [], "key": []}
@@ -233,7 +234,7 @@ class Store:
     def show(self) -> None:
         """Somebody reads the state, and may put another tensor into a dict of it."""
         if self.shown is None:
-            self.shown = [(node, node.copy()) for node in _containers(self.parts)]
+            self.shown = [(node, node.copy()) for node in skeleton.containers(self.parts)]
 
     def is_as_shown(self) -> bool:
         """Whether no leaf has been put in, or taken out. Asks nothing of a state that nobody has read."""
@@ -288,17 +289,6 @@ class Store:
         told = f"donated at step {self.hosts[index].calls - (self.calls - calls) + 1}"
         last = self.failed and generation == self.generation - 1
         return f"{told}, which failed and may have written half of it" if last else told
-
-
-def _containers(node: Any) -> list[Any]:
-    """Everything in a tree that can be written to and is no tensor."""
-    if isinstance(node, dict):
-        named = cast(dict[Any, Any], node)
-        return [named, *(found for child in named.values() for found in _containers(child))]
-    if not isinstance(node, tuple | list | deque):
-        return []
-    found = [each for child in cast(Any, node) for each in _containers(child)]
-    return found if isinstance(node, tuple) else [node, *found]
 
 
 def overlaps(leaf: Tensor) -> bool:

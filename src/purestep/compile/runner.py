@@ -95,6 +95,8 @@ class CompiledStep:
         return self._graphs.count
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
+        if rng.in_graph():  # of a step that calls this one
+            return self._steps_of(self.eager)(state, *batch)
         new, metrics = self.stacked(state, *batch)
         return new, unstacked(metrics)
 
@@ -127,7 +129,8 @@ class CompiledStep:
             )
 
     def _nothing_to_flush(self) -> bool:
-        return self.static is None or self.static.accumulate == 1 or self.static.tail == "carry"
+        assert self.static is not None  # a flush of the user's own is not compiled
+        return self.static.accumulate == 1 or self.static.tail == "carry"
 
     # --- donated ------------------------------------------------------------------------------------------------------
 
