@@ -220,3 +220,25 @@ def test_a_step_asks_nothing_of_a_state_that_nobody_has_read(monkeypatch: pytest
     assert store.shown is None
     assert state.params
     assert store.shown is not None
+
+
+@pytest.mark.parametrize("donate", [True, "init"])
+def test_a_batch_that_is_part_of_the_state_is_read_as_it_was(donate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In compiled code one tensor of the state is written while others are computed still."""
+
+    def step(state: TrainState, x: Tensor) -> Any:
+        a, b = state.params["a"], state.params["b"]
+        params = {"a": a * 0.5 + 1, "b": b + x.cumsum(1)}
+        return state._replace(params=params, updates=state.updates + 1), {"sum": Mean((x @ x).sum(), one)}
+
+    def run(step: Any) -> Any:
+        state = mlp().init()._replace(params={name: torch.eye(4) for name in "ab"})
+        for _ in range(3):
+            state, _ = step(state, state.params["a"])
+        return ps.clone(state).params
+
+    expected = run(step)
+    assert_trees_close(run(ps.compile_step(step, donate=donate)), expected)
+    monkeypatch.setattr(live.Store, "beside", lambda _, leaves: leaves)
+    wrong = run(ps.compile_step(step, donate=donate))
+    assert not torch.equal(wrong["b"], expected["b"])

@@ -195,6 +195,7 @@ class Store:
         self.leaves: list[Tensor] | None = None  # of the state, without its key, where they are at hand
         self.parts = [tuple(found) for found in states(self.named)]
         self.single = isinstance(self.named, TrainState)  # else a tree of several
+        self.is_read = adopt  # by somebody, who may give a part of it back as a batch
         self.shown: list[tuple[Any, Any]] | None = (
             None  # its dicts and lists, and what is in them, once somebody has them
         )
@@ -228,7 +229,8 @@ class Store:
         other = object.__new__(Store)
         vars(other).update(vars(self))
         other.buffers, other.named, other.hosts, other.parts = buffers, named, hosts, [named]
-        other.generation, other.calls, other.failed, other.leaves, other.shown = 0, 0, False, None, None
+        other.generation, other.calls, other.failed, other.is_read = 0, 0, False, False
+        other.leaves = other.shown = None
         return other
 
     def show(self) -> None:
@@ -238,10 +240,8 @@ class Store:
 
     def is_as_shown(self) -> bool:
         """Whether no leaf has been put in, or taken out. Asks nothing of a state that nobody has read."""
-        if self.shown is None:
-            return True
         try:
-            return all(node == held for node, held in self.shown)  # what is the same object is not compared
+            return all(node == held for node, held in self.shown or ())  # what is the same object is not compared
         except Exception:  # of two tensors that are compared
             return False
 
@@ -339,9 +339,11 @@ class LiveState(TrainState):
 
     def item(self, index: int) -> Any:
         self.alive()
-        found = tuple.__getitem__(self, index)
-        if type(found) is not Tensor and self.live_store is not None:
-            self.live_store.show()
+        found, store = tuple.__getitem__(self, index), self.live_store
+        if store is not None:
+            store.is_read = True
+            if type(found) is not Tensor:
+                store.show()
         return found
 
     def __iter__(self) -> Iterator[Any]:

@@ -150,7 +150,7 @@ class CompiledStep:
             if unlike is not None:
                 unlike(batch[0])
             graph, leaves = self._found(store, phase, batch)
-        if batch[1:]:  # a context, as the weights that the state has
+        if store.is_read or batch[1:]:  # a context, as the weights that the state has
             leaves = store.beside(leaves)
         metrics = self._launched(graph, store, leaves)
         store.end(1 if self.unroll == 1 else len(batch[0]))
