@@ -105,6 +105,26 @@ def test_a_backend_that_a_trace_does_not_have_and_an_unknown_donation_are_refuse
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize(("capture", "donate"), CAPTURES)
+def test_a_step_may_call_compiled_ones(capture: str, donate: bool) -> None:
+    program = mlp()
+    fast = ps.compile_program(program, donate=donate, backend="aot_eager")
+
+    def step(made: Program) -> Callable[..., Any]:
+        def both(state: TrainState, batch: Any) -> Any:
+            new, metrics = made.train_step(state, batch)
+            assert made.eval_step
+            return new, metrics | {"after": made.eval_step(new, batch)["loss"]}
+
+        return both
+
+    expected = run(step(program), program.init(), batches(2))
+    for outer in (fast, fast._replace(train_step=compiled(fast.train_step, donate=donate))):
+        found = run(compiled(step(outer), capture=capture, donate=donate), program.init(), batches(2))
+        assert_trees_close(found, expected)
+
+
+@pytest.mark.compile
 def test_auto_traces_and_takes_dynamo_only_where_a_trace_does_not_work() -> None:
     program = mlp()
     with count_graphs() as dynamo_graphs:
@@ -1405,3 +1425,26 @@ def test_ctrl_c_at_any_line_of_a_donated_call_leaves_no_state_that_seems_alive(w
 def test_what_is_no_step_is_refused_with_the_cure(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"the step is a (Program|str).*compile_program\(program\)"):
         ps.compile_step(given)
+
+
+# --- what torch itself looks at ---------------------------------------------------------------------------------------
+
+
+def ctc(model: Any, batch: Any) -> ps.Loss:
+    scores, labels, *lengths = model(batch[0]).log_softmax(-1), *batch[1:]
+    return ps.Loss(nn.functional.ctc_loss(scores, labels, *lengths), torch.ones(()), {})
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_look_of_torchs_own_at_a_value_has_its_cure(backend: str) -> None:
+    step = partial(ps.compile_step, capture="trace", backend=backend)
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None))
+    program = ps.program(module, ps.supervised(CRITERION), optim.sgd(0.1))
+    with pytest.raises(StepContractError, match=r"^a BatchNorm1d: .*cure: BatchNorm1d\(\.\.\., momentum=0\.1\)"):
+        step(program.train_step)(program.init(), vector_batch())
+    program = ps.program(nn.Linear(4, 3), ctc, optim.sgd(0.1))
+    batch = torch.randn(6, 2, 4), torch.ones(2, 3).long(), torch.tensor([6, 6]), torch.tensor([3, 2])
+    with pytest.raises(
+        StepContractError, match=r"test_compile\.py:\d+: .*ctc_loss.*cure: the step itself, in eager mode"
+    ):
+        step(program.train_step)(program.init(), batch)

@@ -180,3 +180,65 @@ def test_a_context_that_is_part_of_the_state_is_read_as_it_was(monkeypatch: pyte
     assert overlaps(ps.compile_step(step, donate=True)) == pytest.approx(expected, rel=1e-4)
     monkeypatch.setattr(live.Store, "beside", lambda self, leaves: leaves)
     assert overlaps(ps.compile_step(step, donate=True)) != pytest.approx(expected, rel=1e-4)
+
+
+# --- what is put into a dict of a live state --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("alone", [True, False], ids=["one state", "several"])
+def test_a_leaf_that_is_put_into_a_dict_of_a_live_state_is_taken(donate: bool, alone: bool) -> None:
+    """Also where the dict was read a step ago: it is the same one."""
+    made = mlp()
+
+    def run(step: Callable[..., Any], *, late: bool = False) -> Any:
+        state: Any = made.init() if alone else (made.init(), made.init(1))
+        read: list[Any] = []
+        for number in range(4):
+            read.append((state if alone else state[0]).params)
+            if number == 2:
+                read[1 if late else 2]["2.bias"] = torch.ones(3)
+            state, _ = step(state, vector_batch())
+        return ps.clone(state)
+
+    def both(state: Any, batch: Any) -> Any:
+        first, metrics = made.train_step(state[0], batch)
+        return (first, made.train_step(state[1], batch)[0]), metrics
+
+    step = made.train_step if alone else both
+    compiled = ps.compile_step(step, donate=donate, backend="aot_eager")
+    assert_trees_close(run(compiled, late=donate), run(step))
+
+
+def test_a_step_asks_nothing_of_a_state_that_nobody_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = ps.compile_step(mlp().train_step, donate=True, backend="aot_eager")
+    state, _ = step(mlp().init(), vector_batch())
+    for _ in range(2):
+        state, _ = step(state, vector_batch())
+        assert int(state.step) == int(state.updates)
+    store: Any = state.live_store
+    assert store.shown is None
+    assert state.params
+    assert store.shown is not None
+
+
+@pytest.mark.parametrize("donate", [True, "init"])
+def test_a_batch_that_is_part_of_the_state_is_read_as_it_was(donate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In compiled code one tensor of the state is written while others are computed still."""
+
+    def step(state: TrainState, x: Tensor) -> Any:
+        a, b = state.params["a"], state.params["b"]
+        params = {"a": a * 0.5 + 1, "b": b + x.cumsum(1)}
+        return state._replace(params=params, updates=state.updates + 1), {"sum": Mean((x @ x).sum(), one)}
+
+    def run(step: Any) -> Any:
+        state = mlp().init()._replace(params={name: torch.eye(4) for name in "ab"})
+        for _ in range(3):
+            state, _ = step(state, state.params["a"])
+        return ps.clone(state).params
+
+    expected = run(step)
+    assert_trees_close(run(ps.compile_step(step, donate=donate)), expected)
+    monkeypatch.setattr(live.Store, "beside", lambda _, leaves: leaves)
+    wrong = run(ps.compile_step(step, donate=donate))
+    assert not torch.equal(wrong["b"], expected["b"])

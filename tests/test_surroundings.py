@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import purestep as ps
 from purestep.compile import native, recording
+from purestep.errors import StepContractError
 
 pytestmark = pytest.mark.compile
 
@@ -184,3 +186,61 @@ def test_draws_are_those_of_the_eager_step_in_its_order():
         state, _ = step(state, batch)
         for name, leaf in expected.params.items():
             close(state.params[name], leaf)
+
+
+def turned(x: Tensor) -> Tensor:
+    """Draws into turned tensors and slices, of which the layout is left to whoever reads them."""
+    dropped = functional.dropout(torch.tanh(x).t()) * functional.dropout(torch.tanh(x).t())
+    coins = torch.empty(6, 9).t().bernoulli_(0.5) + (x * 2).t()[:, ::2].bernoulli_(0.3).sum()
+    others = torch.empty(6, 9).t().normal_() + torch.rand_like(x.t()) + torch.bernoulli(x.t(), 0.5)
+    return dropped.cos().t().reshape(-1).cumsum(0).view(6, 9).t() + coins + others
+
+
+@pytest.mark.usefixtures("no_way_out")
+def test_draws_into_turned_tensors_are_those_of_the_eager_step():
+    def step(state: Pair, batch: Pair) -> tuple[Pair, Any]:
+        return (state[0] + turned(batch[0]),), {}
+
+    state, batch = (torch.zeros(9, 6),), (torch.randn(6, 9),)
+    torch.manual_seed(1)
+    expected, _ = step(state, batch)
+    torch.manual_seed(1)
+    found, _ = ps.compile_step(step)(state, batch)
+    close(found[0], expected[0])
+
+
+@pytest.mark.parametrize("draw", [Tensor.uniform_, Tensor.normal_])
+def test_draws_into_a_slice_in_place_are_refused(draw: Any):
+    def step(state: Pair, batch: Pair) -> tuple[Pair, Any]:
+        return (state[0] + draw((batch[0] * 2)[:, ::2]),), {}
+
+    with pytest.raises(StepContractError, match=r"into a slice in place \(aten\..*of \[6, 4\] with.*draw a tensor of"):
+        ps.compile_step(step)((torch.zeros(6, 4),), (torch.randn(6, 8),))
+
+
+def scoped_inside() -> None:
+    ps.rng.seed(ps.rng.mix(3, "noise"))
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+@pytest.mark.parametrize("seed", [lambda: torch.manual_seed(3), scoped_inside], ids=["torch", "purestep"])
+def test_a_seed_inside_a_step_is_refused(seed: Any, capture: str):
+    def step(state: Pair, batch: Pair) -> tuple[Pair, Any]:
+        seed()
+        return (state[0] + torch.rand(3),), {}
+
+    with pytest.raises(StepContractError, match=r"seeds torch's generator itself, with \d+.*no torch.manual_seed.*key"):
+        ps.compile_step(step, capture=capture, backend="aot_eager")((torch.zeros(3),), (torch.zeros(3),))
+
+
+def test_a_generator_that_is_put_back_inside_a_step_draws_again():
+    def step(state: Pair, batch: Pair) -> tuple[Pair, Any]:
+        with torch.random.fork_rng(devices=[]):
+            first = torch.rand(3)
+        return (state[0] + first + 2 * torch.rand(3) + 4 * torch.rand(3),), {}
+
+    torch.manual_seed(1)
+    expected, _ = step((torch.zeros(3),), (torch.zeros(3),))
+    torch.manual_seed(1)
+    found, _ = ps.compile_step(step, backend="aot_eager")((torch.zeros(3),), (torch.zeros(3),))
+    assert torch.equal(found[0], expected[0])

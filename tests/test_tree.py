@@ -168,3 +168,18 @@ def test_registering_touches_no_other_namespace():
     import optree
 
     assert optree.tree_leaves(Live(1, (2,))) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "expected"),
+    [
+        (torch.zeros(()), 1),
+        (torch.zeros(2, 3), 6),
+        (torch.zeros(2, 3).t(), 6),
+        (torch.zeros(4, 6)[1:3, ::2], 11),
+        (torch.zeros(1, 3).expand(5, 3), 3),
+        (torch.zeros(0, 3), 0),
+    ],
+)
+def test_how_far_a_tensor_reaches(leaf: torch.Tensor, expected: int):
+    assert tree.extent(leaf) == expected

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import tree
 from .errors import StateError
 
 Named = Iterable[tuple[str, Tensor]]
@@ -143,7 +144,11 @@ def _check_memory(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> 
 def overlaps(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Names of two tensors that have memory in common, as a view has, without being tied: one object of one kind."""
     named = {**parameters, **buffers}
-    spans = sorted((start, start + _length(value), name) for name, value in named.items() if (start := _address(value)))
+    spans = sorted(
+        (start, start + tree.extent(value) * value.element_size(), name)
+        for name, value in named.items()
+        if (start := _address(value))
+    )
     reach, furthest = 0, ""
     for start, end, name in spans:
         tied = start < reach and named[name] is named[furthest] and (name in parameters) == (furthest in parameters)
@@ -160,11 +165,6 @@ def _address(value: Tensor) -> int:
         return value.data_ptr()
     except RuntimeError:  # a tensor without memory
         return 0
-
-
-def _length(value: Tensor) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return (last + 1) * value.element_size()
 
 
 def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:

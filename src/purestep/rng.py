@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from .errors import ConfigError
+from .errors import ConfigError, StepContractError
 
 _MASK = (1 << 64) - 1
 
@@ -200,6 +200,9 @@ def replaying() -> AbstractContextManager[Any]:
     generators, so the second run would draw anew. The seed of the generator serves as the position here; checkpointing
     saves and restores it as it would in eager.
 
+    Raises:
+        StepContractError: at a draw after the generator was seeded inside.
+
     Example:
         >>> with scoped(7), replaying():
         ...     before = torch.get_rng_state()
@@ -232,12 +235,21 @@ class _Replaying(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._drawn: dict[int, Any] = {}
+        self._known = {torch.default_generator.initial_seed()}  # positions that the generator was left at
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not is_draw(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         position = torch.default_generator.initial_seed()
+        if position not in self._known:
+            raise StepContractError(
+                f"the step seeds torch's generator itself, with {position}, which no graph can hold",
+                where="step",
+                hint="no torch.manual_seed, no rng.scoped inside: the key of the state seeds each call; numbers that "
+                "never change are drawn before, with ps.rng.generator(ps.rng.key(0), 'name'), and kept in a buffer",
+            )
         torch.default_generator.manual_seed(position + 1)
+        self._known.add(position + 1)
         if position in self._drawn:
             kept = self._drawn[position]
             # A draw that fills a tensor has to fill this one too.

@@ -151,6 +151,18 @@ class Paths:
         return self._known[1], found
 
 
+def extent(leaf: Tensor) -> int:
+    """How many elements of memory there are from a tensor's first to its last, both included.
+
+    Example:
+        >>> extent(torch.ones(2, 6)), extent(torch.ones(2, 6)[:, ::2]), extent(torch.ones(0, 6))
+        (12, 11, 0)
+    """
+    if not leaf.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+
+
 def layout_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
     """What tells, in a call with as many leaves, one argument each, whether all are laid out like these: of the same
     type, dtype, device, shape and strides, dense, requiring gradients or not. It holds none of them.

@@ -15,6 +15,7 @@ On the CPU `native` hands the traced graph straight to inductor. What differs fr
     pieces      weights of equal layers, of one packed vector, by pointers of their own: one kernel for all of them
     blocks      equal layers of a graph as calls of one function
     elementary  tanh in fewer operations
+    draws       random numbers into tensors that lie in memory as they do in eager mode
     toolchain   g++ runs beside inductor's Python
     shortcuts   what inductor does for nothing while it writes C++, left out
     kept        libraries of earlier runs, found by what the function does; `carried` takes them to other machines

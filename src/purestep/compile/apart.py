@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode, fake_tensor
 
+from .. import tree
+
 _PACKAGES = ("torch._dynamo", "torch._inductor")
 
 _ALONE = (
@@ -80,8 +82,7 @@ def _like(leaf: Tensor) -> Tensor:
     shape, strides, start = leaf.shape, leaf.stride(), leaf.storage_offset()
     if not start:
         return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
-    length = start + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
-    whole = torch.empty(length if leaf.numel() else start, dtype=leaf.dtype, device=leaf.device)
+    whole = torch.empty(start + tree.extent(leaf), dtype=leaf.dtype, device=leaf.device)
     return whole.as_strided(shape, strides, start)
 
 

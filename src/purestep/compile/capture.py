@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,21 +103,23 @@ def _each_its_own(inputs: list[Tensor]) -> list[Tensor]:
 _FIRST = 1 << 40  # the seed a capture starts from: positions must not run into seeds that a step sets itself
 
 
+@contextmanager
+def _drawing() -> Generator[None]:
+    with rng.scoped(_FIRST), rng.replaying():
+        yield
+
+
 def _recorded(function: Flat) -> Flat:
     """The function as a trace should run it: its draws replayed, its looks at values named."""
 
     def run(*tensors: Tensor) -> Any:
         try:
-            with rng.scoped(_FIRST), rng.replaying():
+            with _drawing():
                 return function(*tensors)
         except PurestepError:
             raise
         except _data_dependent() as error:
-            raise DataDependent(
-                f"the step looks at the value of a tensor: {error}",
-                where=_user_line(error),
-                hint="torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing",
-            ) from error
+            raise _looked(error) from error
 
     return run
 
@@ -136,7 +139,7 @@ def rehearse(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any])
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # no public name
 
-    with rng.capturing(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with rng.capturing(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _drawing():
         fakes = [[mode.from_tensor(x) if isinstance(x, Tensor) else x for x in group] for group in (tensors, leaves)]
         try:
             core(*fakes)
@@ -181,16 +184,29 @@ def _unpacking(run: Flat) -> native.Compiled:
     return call
 
 
-def _user_line(error: BaseException) -> str:
-    """The innermost line of the traceback that is neither torch's nor ours."""
-    found = ""
+def _looked(error: BaseException) -> DataDependent:
+    """What to do about a look at a value, which may be one of torch's own."""
+    met, (place, layer) = str(error).strip().partition("\n")[0], _where(error)
+    cure = "torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing"
+    if "_ctc_loss" in met:
+        cure = "the step itself, in eager mode: torch's ctc_loss reads its lengths on the host, tensors or not"
+    if getattr(layer, "momentum", 0) is None and hasattr(layer, "num_batches_tracked"):
+        cure = f"{type(layer).__name__}(..., momentum=0.1): momentum=None divides by a count of batches on the host"
+    return DataDependent(f"the step looks at the value of a tensor: {met}", where=place, hint=cure)
+
+
+def _where(error: BaseException) -> tuple[str, Any]:
+    """The innermost line of the traceback that is neither torch's nor ours, else the layer; and that layer."""
+    found, layer = "", None
     step = error.__traceback__
     while step is not None:
         name = step.tb_frame.f_code.co_filename
         if "/optree/" not in name and not name.startswith(_LIBRARIES):
             found = f"{name}:{step.tb_lineno}"
+        inside = step.tb_frame.f_locals.get("self")
+        layer = inside if isinstance(inside, torch.nn.Module) else layer
         step = step.tb_next
-    return found or "step"
+    return found or (f"a {type(layer).__name__}" if layer is not None else "step"), layer
 
 
 def dynamo(function: types.FunctionType, *, backend: Any, options: Mapping[str, Any] | None) -> Flat:

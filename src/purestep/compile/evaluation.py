@@ -30,6 +30,8 @@ class CompiledEval:
         return self._graphs.count
 
     def __call__(self, state: Any, *batch: Any, index: int = 0) -> Metrics:
+        if rng.in_graph():  # of a step that calls this one
+            return self.eager(state, *batch)
         check_untransformed()
         given = live_.plain(state)
         parts = live_.states(given)

@@ -99,8 +99,7 @@ def apart(value: Tensor, buffers: list[Tensor]) -> Tensor:
 
 def memory_of(leaf: Tensor) -> Tensor:
     """What a tensor lies in, as a vector: slices and expanded tensors keep the strides that kernels are made for."""
-    length = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
-    return leaf.detach().as_strided((length if leaf.numel() else 0,), (1,))
+    return leaf.detach().as_strided((tree.extent(leaf),), (1,))
 
 
 def unshared(leaf: Tensor) -> Tensor:
@@ -196,6 +195,10 @@ class Store:
         self.leaves: list[Tensor] | None = None  # of the state, without its key, where they are at hand
         self.parts = [tuple(found) for found in states(self.named)]
         self.single = isinstance(self.named, TrainState)  # else a tree of several
+        self.is_read = adopt  # by somebody, who may give a part of it back as a batch
+        self.shown: list[tuple[Any, Any]] | None = (
+            None  # its dicts and lists, and what is in them, once somebody has them
+        )
 
     def _fill(self, leaves: list[Tensor], *, copied: set[int]) -> list[Tensor]:
         chosen: dict[str, list[Tensor]] = {"int64": [], "float32": [], "own": [], "key": []}
@@ -226,8 +229,21 @@ class Store:
         other = object.__new__(Store)
         vars(other).update(vars(self))
         other.buffers, other.named, other.hosts, other.parts = buffers, named, hosts, [named]
-        other.generation, other.calls, other.failed, other.leaves = 0, 0, False, None
+        other.generation, other.calls, other.failed, other.is_read = 0, 0, False, False
+        other.leaves = other.shown = None
         return other
+
+    def show(self) -> None:
+        """Somebody reads the state, and may put another tensor into a dict of it."""
+        if self.shown is None:
+            self.shown = [(node, node.copy()) for node in skeleton.containers(self.parts)]
+
+    def is_as_shown(self) -> bool:
+        """Whether no leaf has been put in, or taken out. Asks nothing of a state that nobody has read."""
+        try:
+            return all(node == held for node, held in self.shown or ())  # what is the same object is not compared
+        except Exception:  # of two tensors that are compared
+            return False
 
     def check(self, kinds: tuple[Any, ...]) -> None:
         """Raise StateError where a tensor of a state has been given memory of another layout (``tensor.data = ...``):
@@ -323,7 +339,12 @@ class LiveState(TrainState):
 
     def item(self, index: int) -> Any:
         self.alive()
-        return tuple.__getitem__(self, index)
+        found, store = tuple.__getitem__(self, index), self.live_store
+        if store is not None:
+            store.is_read = True
+            if type(found) is not Tensor:
+                store.show()
+        return found
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self.item(index) for index in range(len(self))])

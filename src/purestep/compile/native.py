@@ -24,6 +24,7 @@ from . import (
     blocks,
     calls,
     carried,
+    draws,
     elementary,
     kept,
     kernels,
@@ -101,6 +102,7 @@ def _made(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool) -
     with config.patch(_chosen(options) | caching), lazy._use_lazy_graph_module(True):
         with mode:
             graph = _traced(record.function, fakes)
+        draws.check(graph)
         with recording.below_autocast():
             return _made_of(graph, fakes, mode, options)
 
@@ -111,11 +113,11 @@ def _made_of(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, options: Ma
 
     graph = passes.finished(_functional(graph, fakes, mode))
     work = _work(graph)
-    draws, threads = passes.draws(graph), _threads(graph, work)  # inductor changes the graph
+    is_drawing, threads = passes.draws(graph), _threads(graph, work)  # inductor changes the graph
     with config.patch(_by_size(work) | dict(options or {})):
         with shortcuts.while_loading(), toolchain.beside() as ahead, shortcuts.taken():
             run = _lowered(graph, fakes, mode, ahead)
-        return kept.Made(calls.of(run), draws, arena.possible(), threads)
+        return kept.Made(calls.of(run), is_drawing, arena.possible(), threads)
 
 
 def _functional(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> GraphModule:
@@ -133,7 +135,7 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Decomposed while it is traced: so views are recorded of the layouts that they will be taken of.
-    table = rows.decompositions(select_decomp_table())
+    table = draws.decompositions(rows.decompositions(select_decomp_table()))
     with no_recurrent_kernel():
         graph: GraphModule = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     graph.graph.eliminate_dead_code()
@@ -168,6 +170,7 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
         graph = products.placed(graph)
         rows.register()
         sources.register()
+        draws.register()
         ahead([kernel.source for kernel in kernels.called(graph)])
         in_arena = arena.possible()
         if in_arena:

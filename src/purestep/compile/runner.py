@@ -95,6 +95,8 @@ class CompiledStep:
         return self._graphs.count
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
+        if rng.in_graph():  # of a step that calls this one
+            return self._steps_of(self.eager)(state, *batch)
         new, metrics = self.stacked(state, *batch)
         return new, unstacked(metrics)
 
@@ -127,7 +129,8 @@ class CompiledStep:
             )
 
     def _nothing_to_flush(self) -> bool:
-        return self.static is None or self.static.accumulate == 1 or self.static.tail == "carry"
+        assert self.static is not None  # a flush of the user's own is not compiled
+        return self.static.accumulate == 1 or self.static.tail == "carry"
 
     # --- donated ------------------------------------------------------------------------------------------------------
 
@@ -147,7 +150,7 @@ class CompiledStep:
             if unlike is not None:
                 unlike(batch[0])
             graph, leaves = self._found(store, phase, batch)
-        if batch[1:]:  # a context, as the weights that the state has
+        if store.is_read or batch[1:]:  # a context, as the weights that the state has
             leaves = store.beside(leaves)
         metrics = self._launched(graph, store, leaves)
         store.end(1 if self.unroll == 1 else len(batch[0]))
@@ -198,7 +201,7 @@ class CompiledStep:
             if store is not None:
                 standing.check_alive(state)
                 store = store if standing.stands(state, store) else None
-        if store is None or (store.holds_callers and self.static is None):
+        if store is None or (store.holds_callers and self.static is None) or not store.is_as_shown():
             return None
         if store.layout is None or store.layouts is self.layouts:
             return store

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -58,3 +58,14 @@ def _numbered(skeleton: Tree, found: Tree) -> list[tuple[int, Any]]:
         nodes = cast(Sequence[Any], skeleton)
         return [pair for node, child in zip(nodes, found, strict=True) for pair in _numbered(node, child)]
     return [(int(index), leaf) for index, leaf in zip(tree.leaves(skeleton), tree.leaves(found), strict=True)]
+
+
+def containers(node: Any) -> list[Any]:
+    """Everything in a tree that can be written to and is no tensor."""
+    if isinstance(node, dict):
+        named = cast(dict[Any, Any], node)
+        return [named, *(found for child in named.values() for found in containers(child))]
+    if not isinstance(node, tuple | list | deque):
+        return []
+    found = [each for child in cast(Any, node) for each in containers(child)]
+    return found if isinstance(node, tuple) else [node, *found]
