@@ -1448,3 +1448,11 @@ def test_a_look_of_torchs_own_at_a_value_has_its_cure(backend: str) -> None:
         StepContractError, match=r"test_compile\.py:\d+: .*ctc_loss.*cure: the step itself, in eager mode"
     ):
         step(program.train_step)(program.init(), batch)
+
+
+def test_a_mean_over_nothing_has_its_cure() -> None:
+    program = ps.program(nn.Linear(4, 3), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
+    batch, state = (torch.zeros(0, 4), torch.zeros(0, 3)), program.init()
+    assert not program.train_step(state, batch)[1]["applied"].total
+    with pytest.raises(StepContractError, match=r"a mean over no elements .*cure: no empty batches"):
+        ps.compile_step(program.train_step, capture="trace")(state, batch)

@@ -323,7 +323,7 @@ def _check_generators(before: dict[str, Any]) -> None:
             raise Impure(
                 f"the step draws from {name} global generator",
                 where="step",
-                hint="with rng.scoped(seed): ..., or a torch.Generator of its own",
+                hint="with rng.scoped(seed): ... (in eager mode alone), or a torch.Generator of its own",
             )
 
 

@@ -120,6 +120,14 @@ def _recorded(function: Flat) -> Flat:
             raise
         except _data_dependent() as error:
             raise _looked(error) from error
+        except ZeroDivisionError as error:
+            if all(tensor.numel() for tensor in tensors):
+                raise
+            raise StepContractError(
+                "a mean over no elements cannot be captured: torch divides by their number as it is traced",
+                where=_where(error)[0],
+                hint="no empty batches in a compiled step (the step itself, in eager mode, takes them)",
+            ) from error
 
     return run
 

@@ -196,9 +196,8 @@ class Store:
         self.parts = [tuple(found) for found in states(self.named)]
         self.single = isinstance(self.named, TrainState)  # else a tree of several
         self.is_read = adopt  # by somebody, who may give a part of it back as a batch
-        self.shown: list[tuple[Any, Any]] | None = (
-            None  # its dicts and lists, and what is in them, once somebody has them
-        )
+        self.shown: list[tuple[Any, Any]] | None = None  # its dicts and lists, read by somebody, and what is in them
+        self.memory: set[int] | None = None  # addresses of its buffers, asked for where something may lie there
 
     def _fill(self, leaves: list[Tensor], *, copied: set[int]) -> list[Tensor]:
         chosen: dict[str, list[Tensor]] = {"int64": [], "float32": [], "own": [], "key": []}
@@ -230,7 +229,7 @@ class Store:
         vars(other).update(vars(self))
         other.buffers, other.named, other.hosts, other.parts = buffers, named, hosts, [named]
         other.generation, other.calls, other.failed, other.is_read = 0, 0, False, False
-        other.leaves = other.shown = None
+        other.leaves = other.shown = other.memory = None
         return other
 
     def show(self) -> None:
@@ -259,7 +258,9 @@ class Store:
 
     def beside(self, leaves: list[Any]) -> list[Any]:
         """What a step is given besides the state; a part of that very state, which the step writes, as a copy."""
-        memory = {buffer.untyped_storage().data_ptr() for buffer in self.buffers if buffer.numel()}
+        if self.memory is None:
+            self.memory = {buffer.untyped_storage().data_ptr() for buffer in self.buffers if buffer.numel()}
+        memory = self.memory
 
         def is_part(leaf: Any) -> bool:
             dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
