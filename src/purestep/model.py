@@ -178,11 +178,14 @@ _Mark = tuple[int, int]  # of a tensor: its memory, and how often it was written
 
 def _marks(weights: Params) -> dict[str, _Mark]:
     """What is looked at before and after a forward pass; in a graph nothing: that is looked at while it is made."""
-    return {} if torch.compiler.is_compiling() else {name: _mark(weight) for name, weight in weights.items()}
+    if torch.compiler.is_compiling():
+        return {}
+    if modes.transformed():
+        weights = {name: modes.behind(weight) for name, weight in weights.items()}
+    return {name: _mark(weight) for name, weight in weights.items()}
 
 
 def _mark(weight: Tensor) -> _Mark:
-    weight = modes.behind(weight)
     try:
         version = weight._version  # pyright: ignore[reportPrivateUsage]  # torch has no other
         if type(weight) in (Tensor, nn.Parameter):
@@ -196,15 +199,15 @@ def _mark(weight: Tensor) -> _Mark:
 def _check_marks(marks: dict[str, _Mark], weights: Params) -> None:
     """Raise StepContractError for a weight that was written. Writes through ``weight.data`` are not counted by torch:
     `purestep.testing.assert_pure` and fit's first batches look at the numbers."""
-    for name, before in marks.items():
-        after = _mark(weights[name])
+    for name, after in (_marks(weights) if marks else {}).items():
+        before = marks[name]
         if after != before:
             raise _written(name, "gives other memory to" if after[0] != before[0] else "writes in place")
 
 
 def _check_apart(shared: dict[str, _Mark], given: Params, found: Params) -> None:
-    for name, before in shared.items():
-        if found[name] is given[name] and _mark(found[name]) != before:
+    for name, after in (_marks({name: found[name] for name in shared}) if shared else {}).items():
+        if found[name] is given[name] and after != shared[name]:
             raise StepContractError(
                 "the forward pass writes this buffer, which lies in the memory of another tensor: "
                 "in a state they are two, and only one would change",
