@@ -684,6 +684,12 @@ class TestWhatCannotBeTrained:
         apart.weight.data, apart.bias.data = whole[:4].view(2, 2), whole[4:6]
         apart.register_buffer("left", whole[6:])
         model.template(apart)  # side by side, as an LSTM's weights lie on a GPU
+        columns, matrix = nn.Linear(2, 2), torch.zeros(3, 4)
+        columns.a, columns.b = nn.Parameter(matrix[:, :2]), nn.Parameter(matrix[:, 2:])
+        model.template(columns)  # between each other
+        columns.c = nn.Parameter(matrix[:, 1:3].expand(3, 2))
+        with pytest.raises(StateError, match=r"lies in the memory of"):
+            model.template(columns)
 
     @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
     def test_embeddings_that_no_step_can_train_are_named(self, kind: type[nn.Module]):

@@ -144,13 +144,35 @@ def overlaps(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Itera
     """Names of two tensors that have memory in common, as a view has, without being tied: one object of one kind."""
     named = {**parameters, **buffers}
     spans = sorted((start, start + _length(value), name) for name, value in named.items() if (start := _address(value)))
-    reach, furthest = 0, ""
+    reaching: list[tuple[int, str]] = []  # ends and names of what began before and may reach this one
     for start, end, name in spans:
-        tied = start < reach and named[name] is named[furthest] and (name in parameters) == (furthest in parameters)
-        if start < reach and not tied:
-            yield furthest, name
-        if end > reach:
-            reach, furthest = end, name
+        reaching = [(until, other) for until, other in reaching if until > start]
+        others = [other for _, other in reaching]
+        if any(named[name] is named[other] and (name in parameters) == (other in parameters) for other in others):
+            continue
+        yield from ((other, name) for other in others if _meet(named[other], named[name]))
+        reaching.append((end, name))
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    """Whether they share an element. Two columns of a matrix lie between each other's elements and share none."""
+    size, start = one.element_size(), min(_address(one), _address(other))
+    dense = all(value.numel() * value.element_size() == _length(value) for value in (one, other))
+    if dense or other.element_size() != size or (_address(one) - _address(other)) % size:
+        return True
+    end = max(_address(value) + _length(value) for value in (one, other))
+    taken = torch.zeros((end - start) // size, dtype=torch.bool)
+    first, second = (
+        # An expanded dimension is one element, again and again.
+        taken.as_strided(
+            [n if stride else 1 for n, stride in zip(value.shape, value.stride(), strict=True)],
+            value.stride(),
+            (_address(value) - start) // size,
+        )
+        for value in (one, other)
+    )
+    first.fill_(True)
+    return bool(second.any())
 
 
 def _address(value: Tensor) -> int:
