@@ -619,6 +619,16 @@ class TestWhatCannotBeTrained:
             program(net)
         assert caught.value.__cause__ is not None
 
+    def test_a_module_that_copies_to_itself_is_named(self):
+        """Its mode would be that of the last of the two copies, and the user's module would change."""
+
+        class Single(nn.Dropout):
+            def __deepcopy__(self, memo: Any) -> Single:
+                return self
+
+        with pytest.raises(StateError, match=r"^1: is no copy: its __deepcopy__ returns the module itself"):
+            model.template(nn.Sequential(nn.Linear(2, 2), Single()))
+
     def test_a_weight_that_an_attribute_holds_too_is_named(self):
         class Net(nn.Module):
             def __init__(self) -> None:

@@ -38,6 +38,14 @@ def hollow(module: nn.Module) -> nn.Module:
             hint="keep only parameters, buffers and plain values as attributes "
             "(torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm)",
         ) from error
+    kept = set(map(id, module.modules()))
+    for name, part in made.named_modules():
+        if id(part) in kept:
+            raise StateError(
+                "is no copy: its __deepcopy__ returns the module itself, which a step would put into another mode",
+                where=name or type(part).__name__,
+                hint="no __deepcopy__, or one that makes a new module",
+            )
     _check_attributes(module, made)
     for part in made.modules():
         if isinstance(part, nn.RNNBase):
