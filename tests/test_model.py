@@ -708,6 +708,31 @@ class TestWhatCannotBeTrained:
         with pytest.raises(StateError, match=r"^0: sparse=True makes a sparse gradient"):
             model.template(nn.Sequential(kind(4, 2, sparse=True)))
 
+    @pytest.mark.parametrize("engine", ["autograd", "func"])
+    def test_a_buffer_that_was_none_and_is_filled_is_named(self, engine: str):
+        """Evaluation, which has a copy of its own, would find None."""
+
+        class Seen(nn.Module):
+            def __init__(self, persistent: bool) -> None:
+                super().__init__()
+                self.register_buffer("mean", None, persistent=persistent)
+
+            def forward(self, x: Tensor) -> Tensor:
+                if self.mean is None:
+                    self.mean = x.mean(0).detach()
+                return x - self.mean
+
+        message = r"0\.mean: .*fills this buffer.* None.*cure: register_buffer\('mean', torch\.zeros\(\(4,\)\)\)"
+        chosen = program(nn.Sequential(Seen(True), nn.Linear(4, 3)), engine=engine)
+        state = chosen.init(device="cpu")
+        for _ in range(2):
+            with pytest.raises(StepContractError, match=message):
+                chosen.train_step(state, BATCHES[0])
+        with pytest.raises(StepContractError, match=message):
+            chosen.bind(state)(BATCHES[0][0])
+        kept = nn.BatchNorm1d(4, track_running_stats=False)  # whose buffers stay None
+        trained(program(nn.Sequential(kept, Seen(False), nn.Linear(4, 3)), engine=engine), BATCHES)
+
     def test_names_of_the_objective_are_reserved(self):
         class Net(nn.Module):
             def __init__(self) -> None:

@@ -183,6 +183,18 @@ def _meet(one: Tensor, other: Tensor) -> bool:
     return bool(second.any())
 
 
+def empty(modules: Iterable[tuple[str, nn.Module]]) -> tuple[str, ...]:
+    """Names of buffers registered as None that a state_dict would hold if they were filled. A mask or a table that is
+    made when it is first needed is left out of it, and is no state."""
+    return tuple(
+        f"{path}.{name}" if path else name
+        for path, owner in modules
+        if not type(owner).__module__.startswith("torch.nn.modules.")  # norms that keep no statistics never fill them
+        for name, buffer in owner._buffers.items()  # pyright: ignore[reportPrivateUsage]  # named_buffers has no None
+        if buffer is None and name not in owner._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    )
+
+
 def _address(value: Tensor) -> int:
     if value.device.type == "meta" or not value.numel():
         return 0
