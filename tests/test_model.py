@@ -574,6 +574,18 @@ class TestKindsOfModules:
         x = BATCHES[0][0]
         assert torch.allclose(chosen.bind(state)(x), theirs(x), atol=1e-6)
 
+    def test_weights_of_a_class_that_cannot_be_copied_train_as_in_torch(self):
+        class Special(Tensor):
+            def __deepcopy__(self, memo: Any) -> Special:
+                raise RuntimeError("not that way")
+
+        net, plain = nn.Linear(4, 3), nn.Linear(4, 3)
+        net.load_state_dict(plain.state_dict())
+        net.weight = nn.Parameter(net.weight.detach().as_subclass(Special))
+        state = trained(program(net), BATCHES)
+        params = {name: weight.as_subclass(Tensor) for name, weight in state.params.items()}
+        assert_same_weights(state._replace(params=params), trained_by_torch(plain, BATCHES))
+
     @pytest.mark.parametrize("wrap", ["weight_norm", "spectral_norm", "orthogonal"])
     def test_parametrizations_train_as_in_torch(self, wrap: str):
         net = nn.Sequential(getattr(nn.utils.parametrizations, wrap)(nn.Linear(4, 3)))

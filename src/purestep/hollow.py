@@ -23,14 +23,8 @@ def hollow(module: nn.Module) -> nn.Module:
     Raises:
         StateError: what cannot be copied; an attribute that leads to other weights than those of a state.
     """
-    # Seeding deepcopy's memo with meta tensors copies the structure without the weights, and keeps ties.
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     try:
-        made = copy.deepcopy(module, memo)
+        made = without_weights(module)
     except (RuntimeError, TypeError) as error:
         raise StateError(
             f"the module cannot be copied: {error}",
@@ -51,6 +45,18 @@ def hollow(module: nn.Module) -> nn.Module:
         if isinstance(part, nn.RNNBase):
             part.flatten_parameters = _left_where_they_are
     return made
+
+
+def without_weights(module: nn.Module) -> nn.Module:
+    """The copy alone: of a hollow module, which has been looked at, another one."""
+    # Seeding deepcopy's memo with meta tensors copies the structure without the weights, and keeps ties. Nor is a class
+    # of tensors asked for a copy of its own, which not every one can make.
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(module, memo)
 
 
 def _left_where_they_are() -> None:

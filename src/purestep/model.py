@@ -7,7 +7,6 @@ is never touched. `bind` makes the pure call that an objective is given.
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import operator
 from collections.abc import Callable, Iterable
@@ -19,7 +18,7 @@ from torch.func import functional_call
 
 from . import writes
 from .errors import ConfigError, StateError
-from .hollow import Named, check, empty, hollow, overlaps
+from .hollow import Named, check, empty, hollow, overlaps, without_weights
 from .types import Params
 
 _Found = TypeVar("_Found")
@@ -198,7 +197,7 @@ def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval
     """
     names = _names(module, objective)
     train = _Dispatch(hollow(module), None if objective is None else hollow(objective))
-    evaluation = copy.deepcopy(train)  # which has been looked at, and has no weights
+    evaluation = without_weights(train)  # which has been looked at
     train.train()
     evaluation.eval()
     _keep_eval(train.model, keep_eval)
