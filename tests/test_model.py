@@ -574,6 +574,18 @@ class TestKindsOfModules:
         x = BATCHES[0][0]
         assert torch.allclose(chosen.bind(state)(x), theirs(x), atol=1e-6)
 
+    def test_weights_of_a_class_that_cannot_be_copied_train_as_in_torch(self):
+        class Special(Tensor):
+            def __deepcopy__(self, memo: Any) -> Special:
+                raise RuntimeError("not that way")
+
+        net, plain = nn.Linear(4, 3), nn.Linear(4, 3)
+        net.load_state_dict(plain.state_dict())
+        net.weight = nn.Parameter(net.weight.detach().as_subclass(Special))
+        state = trained(program(net), BATCHES)
+        params = {name: weight.as_subclass(Tensor) for name, weight in state.params.items()}
+        assert_same_weights(state._replace(params=params), trained_by_torch(plain, BATCHES))
+
     @pytest.mark.parametrize("wrap", ["weight_norm", "spectral_norm", "orthogonal"])
     def test_parametrizations_train_as_in_torch(self, wrap: str):
         net = nn.Sequential(getattr(nn.utils.parametrizations, wrap)(nn.Linear(4, 3)))
@@ -618,6 +630,16 @@ class TestWhatCannotBeTrained:
         with pytest.raises(StateError, match=r"cannot be copied.*parametrizations\.weight_norm instead") as caught:
             program(net)
         assert caught.value.__cause__ is not None
+
+    def test_a_module_that_copies_to_itself_is_named(self):
+        """Its mode would be that of the last of the two copies, and the user's module would change."""
+
+        class Single(nn.Dropout):
+            def __deepcopy__(self, memo: Any) -> Single:
+                return self
+
+        with pytest.raises(StateError, match=r"^1: is no copy: its __deepcopy__ returns the module itself"):
+            model.template(nn.Sequential(nn.Linear(2, 2), Single()))
 
     def test_a_weight_that_an_attribute_holds_too_is_named(self):
         class Net(nn.Module):
@@ -684,6 +706,12 @@ class TestWhatCannotBeTrained:
         apart.weight.data, apart.bias.data = whole[:4].view(2, 2), whole[4:6]
         apart.register_buffer("left", whole[6:])
         model.template(apart)  # side by side, as an LSTM's weights lie on a GPU
+        columns, matrix = nn.Linear(2, 2), torch.zeros(3, 4)
+        columns.a, columns.b = nn.Parameter(matrix[:, :2]), nn.Parameter(matrix[:, 2:])
+        model.template(columns)  # between each other
+        columns.c = nn.Parameter(matrix[:, 1:3].expand(3, 2))
+        with pytest.raises(StateError, match=r"lies in the memory of"):
+            model.template(columns)
 
     @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
     def test_embeddings_that_no_step_can_train_are_named(self, kind: type[nn.Module]):
@@ -691,6 +719,31 @@ class TestWhatCannotBeTrained:
             model.template(kind(4, 2, max_norm=1.0))
         with pytest.raises(StateError, match=r"^0: sparse=True makes a sparse gradient"):
             model.template(nn.Sequential(kind(4, 2, sparse=True)))
+
+    @pytest.mark.parametrize("engine", ["autograd", "func"])
+    def test_a_buffer_that_was_none_and_is_filled_is_named(self, engine: str):
+        """Evaluation, which has a copy of its own, would find None."""
+
+        class Seen(nn.Module):
+            def __init__(self, persistent: bool) -> None:
+                super().__init__()
+                self.register_buffer("mean", None, persistent=persistent)
+
+            def forward(self, x: Tensor) -> Tensor:
+                if self.mean is None:
+                    self.mean = x.mean(0).detach()
+                return x - self.mean
+
+        message = r"0\.mean: .*fills this buffer.* None.*cure: register_buffer\('mean', torch\.zeros\(\(4,\)\)\)"
+        chosen = program(nn.Sequential(Seen(True), nn.Linear(4, 3)), engine=engine)
+        state = chosen.init(device="cpu")
+        for _ in range(2):
+            with pytest.raises(StepContractError, match=message):
+                chosen.train_step(state, BATCHES[0])
+        with pytest.raises(StepContractError, match=message):
+            chosen.bind(state)(BATCHES[0][0])
+        kept = nn.BatchNorm1d(4, track_running_stats=False)  # whose buffers stay None
+        trained(program(nn.Sequential(kept, Seen(False), nn.Linear(4, 3)), engine=engine), BATCHES)
 
     def test_names_of_the_objective_are_reserved(self):
         class Net(nn.Module):

@@ -526,8 +526,10 @@ def test_set_hyperparams_refuses_what_is_no_leaf() -> None:
 
 def test_set_hyperparams_refuses_what_a_schedule_fills() -> None:
     tx = transform.inject(transform.scale_by_learning_rate)(learning_rate=lambda count: 0.1 + 0.0 * count)
-    with pytest.raises(ConfigError, match=r"learning_rate follows a schedule"):
-        transform.set_hyperparams(tx.init(W), learning_rate=0.5)
+    number = transform.inject(transform.scale_by_learning_rate)(learning_rate=0.5)
+    for found in (tx, transform.chain(tx, number), transform.chain(number, tx)):
+        with pytest.raises(ConfigError, match=r"learning_rate follows a schedule"):
+            transform.set_hyperparams(found.init(W), learning_rate=0.5)
 
 
 def test_hyperparams_below_a_partition_carry_the_label() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 from .errors import ConfigError
 
@@ -50,3 +50,29 @@ def check_positive(where: str, **numbers: Any) -> None:
     for name, value in numbers.items():
         if value <= 0:
             raise ConfigError(f"{name}={value!r} is not positive", where=where, hint=f"{name}=0.1")
+
+
+def check_callable(where: str, cure: str, **functions: Any) -> None:
+    """Each can be called.
+
+    Raises:
+        ConfigError: for another value, with its name.
+    """
+    for name, value in functions.items():
+        if not callable(value):
+            raise ConfigError(f"{name}={value!r} is no function", where=where, hint=cure)
+
+
+def listed(where: str, cure: str, **series: Any) -> list[Any]:
+    """What is in the one argument that is given, which must be a list or anything else to go through.
+
+    Raises:
+        ConfigError: it is no series, with its name.
+    """
+    ((name, value),) = series.items()
+    if not isinstance(value, str | bytes):
+        try:
+            return list(cast("list[Any]", value))
+        except TypeError:  # a number, a function, a tensor without dimensions
+            pass
+    raise ConfigError(f"{name}={value!r} is no list", where=where, hint=cure)

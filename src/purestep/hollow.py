@@ -24,14 +24,8 @@ def hollow(module: nn.Module) -> nn.Module:
     Raises:
         StateError: what cannot be copied; an attribute that leads to other weights than those of a state.
     """
-    # Seeding deepcopy's memo with meta tensors copies the structure without the weights, and keeps ties.
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     try:
-        made = copy.deepcopy(module, memo)
+        made = without_weights(module)
     except (RuntimeError, TypeError) as error:
         raise StateError(
             f"the module cannot be copied: {error}",
@@ -39,11 +33,31 @@ def hollow(module: nn.Module) -> nn.Module:
             hint="keep only parameters, buffers and plain values as attributes "
             "(torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm)",
         ) from error
+    kept = set(map(id, module.modules()))
+    for name, part in made.named_modules():
+        if id(part) in kept:
+            raise StateError(
+                "is no copy: its __deepcopy__ returns the module itself, which a step would put into another mode",
+                where=name or type(part).__name__,
+                hint="no __deepcopy__, or one that makes a new module",
+            )
     _check_attributes(module, made)
     for part in made.modules():
         if isinstance(part, nn.RNNBase):
             part.flatten_parameters = _left_where_they_are
     return made
+
+
+def without_weights(module: nn.Module) -> nn.Module:
+    """The copy alone: of a hollow module, which has been looked at, another one."""
+    # Seeding deepcopy's memo with meta tensors copies the structure without the weights, and keeps ties. Nor is a class
+    # of tensors asked for a copy of its own, which not every one can make.
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(module, memo)
 
 
 def _left_where_they_are() -> None:
@@ -144,18 +158,48 @@ def _check_memory(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> 
 def overlaps(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Names of two tensors that have memory in common, as a view has, without being tied: one object of one kind."""
     named = {**parameters, **buffers}
-    spans = sorted(
-        (start, start + tree.extent(value) * value.element_size(), name)
-        for name, value in named.items()
-        if (start := _address(value))
-    )
-    reach, furthest = 0, ""
+    spans = sorted((start, start + _length(value), name) for name, value in named.items() if (start := _address(value)))
+    reaching: list[tuple[int, str]] = []  # ends and names of what began before and may reach this one
     for start, end, name in spans:
-        tied = start < reach and named[name] is named[furthest] and (name in parameters) == (furthest in parameters)
-        if start < reach and not tied:
-            yield furthest, name
-        if end > reach:
-            reach, furthest = end, name
+        reaching = [(until, other) for until, other in reaching if until > start]
+        others = [other for _, other in reaching]
+        if any(named[name] is named[other] and (name in parameters) == (other in parameters) for other in others):
+            continue
+        yield from ((other, name) for other in others if _meet(named[other], named[name]))
+        reaching.append((end, name))
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    """Whether they share an element. Two columns of a matrix lie between each other's elements and share none."""
+    size, start = one.element_size(), min(_address(one), _address(other))
+    dense = all(value.numel() * value.element_size() == _length(value) for value in (one, other))
+    if dense or other.element_size() != size or (_address(one) - _address(other)) % size:
+        return True
+    end = max(_address(value) + _length(value) for value in (one, other))
+    taken = torch.zeros((end - start) // size, dtype=torch.bool)
+    first, second = (
+        # An expanded dimension is one element, again and again.
+        taken.as_strided(
+            [n if stride else 1 for n, stride in zip(value.shape, value.stride(), strict=True)],
+            value.stride(),
+            (_address(value) - start) // size,
+        )
+        for value in (one, other)
+    )
+    first.fill_(True)
+    return bool(second.any())
+
+
+def empty(modules: Iterable[tuple[str, nn.Module]]) -> tuple[str, ...]:
+    """Names of buffers registered as None that a state_dict would hold if they were filled. A mask or a table that is
+    made when it is first needed is left out of it, and is no state."""
+    return tuple(
+        f"{path}.{name}" if path else name
+        for path, owner in modules
+        if not type(owner).__module__.startswith("torch.nn.modules.")  # norms that keep no statistics never fill them
+        for name, buffer in owner._buffers.items()  # pyright: ignore[reportPrivateUsage]  # named_buffers has no None
+        if buffer is None and name not in owner._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    )
 
 
 def _address(value: Tensor) -> int:
@@ -165,6 +209,10 @@ def _address(value: Tensor) -> int:
         return value.data_ptr()
     except RuntimeError:  # a tensor without memory
         return 0
+
+
+def _length(value: Tensor) -> int:
+    return tree.extent(value) * value.element_size()
 
 
 def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:

@@ -7,7 +7,6 @@ is never touched. `bind` makes the pure call that an objective is given.
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import operator
 from collections.abc import Callable, Iterable
@@ -17,18 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from . import modes
-from .errors import ConfigError, StateError, StepContractError
-from .hollow import Named, check, hollow, overlaps
+from . import writes
+from .errors import ConfigError, StateError
+from .hollow import Named, check, empty, hollow, overlaps, without_weights
 from .types import Params
 
 _Found = TypeVar("_Found")
 _Result = TypeVar("_Result")
 
-_COMPUTED = (
-    "w = weight.clamp(-1, 1) and compute with w, or torch.nn.utils.parametrize; "
-    "for weights that stay in bounds, optim.stateless(f) as the last part of the chain"
-)
 OBJECTIVE = "objective."  # prefix of the names of an objective's own parameters and buffers
 
 
@@ -42,6 +37,7 @@ class Names(NamedTuple):
     ties: dict[str, str]  # alias -> the name it goes by here, as a state_dict has it
     aliases: dict[str, str]  # the same, of those that are attributes of their own and so must be set in every call
     shared: tuple[str, ...]  # buffers that lie in the memory of another tensor, which a state keeps apart
+    empty: tuple[str, ...]  # buffers registered as None, which a state does not hold
 
 
 class Template(NamedTuple):
@@ -118,11 +114,11 @@ class Bound:
         """
         before = {name: buffer.clone() for name, buffer in self.buffers.items()}
 
-        marks = _marks(self._tensors)
+        marks = writes.marks(self._tensors)
 
         def both() -> _Result:
             found = forward()
-            _check_marks(marks, self._tensors)
+            writes.check_weights(marks, self._tensors)
             for name, buffer in before.items():
                 owner, attribute = _place(self._module, _inner(name))
                 setattr(owner, attribute, buffer)
@@ -142,7 +138,7 @@ class Bound:
             weights = set(map(id, self._tensors.values()))
             lost = [name for name, weight in given.items() if found[name] is not weight and id(weight) in weights]
             if lost:
-                raise _written(lost[0], "assigns another parameter to")
+                raise writes.assigned(lost[0])
         return result
 
     def _named(self) -> Params:
@@ -151,7 +147,7 @@ class Bound:
         return tensors | {_inner(alias): tensors[_inner(name)] for alias, name in self._names.aliases.items()}
 
     def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        shared = _marks({name: self.buffers[name] for name in self._names.shared if name in self.buffers})
+        shared = writes.marks({name: self.buffers[name] for name in self._names.shared if name in self.buffers})
 
         def call() -> Any:
             owner = getattr(self._module, target)
@@ -159,66 +155,19 @@ class Bound:
             output = found(*args, **kwargs)
             # Read here, while the tensors are swapped in: a buffer may have been assigned anew instead of written to.
             written = {name: _attribute(self._module, _inner(name)) for name in self._names.buffers}
-            _check_apart(shared, self.buffers, written)
+            writes.check_apart(shared, self.buffers, written)
+            writes.check_empty({name: _place(self._module, _inner(name)) for name in self._names.empty})
             return output, written
 
         if self._held:
             output, written = call()
         else:
-            marks = _marks(self._tensors)
+            marks = writes.marks(self._tensors)
             output, written = self._with_weights(call)
-            _check_marks(marks, self._tensors)
+            writes.check_weights(marks, self._tensors)
         if self.buffers:
             self.buffers = written
         return output
-
-
-_Mark = tuple[int, int]  # of a tensor: its memory, and how often it was written
-
-
-def _marks(weights: Params) -> dict[str, _Mark]:
-    """What is looked at before and after a forward pass; in a graph nothing: that is looked at while it is made."""
-    return {} if torch.compiler.is_compiling() else {name: _mark(weight) for name, weight in weights.items()}
-
-
-def _mark(weight: Tensor) -> _Mark:
-    weight = modes.behind(weight)
-    try:
-        version = weight._version  # pyright: ignore[reportPrivateUsage]  # torch has no other
-        if type(weight) in (Tensor, nn.Parameter):
-            return weight.data_ptr(), version
-        # Fake tensors, with which a graph is made, have no address.
-        return weight.untyped_storage()._cdata, version  # pyright: ignore[reportPrivateUsage]
-    except RuntimeError:  # without memory, or not counted
-        return 0, 0
-
-
-def _check_marks(marks: dict[str, _Mark], weights: Params) -> None:
-    """Raise StepContractError for a weight that was written. Writes through ``weight.data`` are not counted by torch:
-    `purestep.testing.assert_pure` and fit's first batches look at the numbers."""
-    for name, before in marks.items():
-        after = _mark(weights[name])
-        if after != before:
-            raise _written(name, "gives other memory to" if after[0] != before[0] else "writes in place")
-
-
-def _check_apart(shared: dict[str, _Mark], given: Params, found: Params) -> None:
-    for name, before in shared.items():
-        if found[name] is given[name] and _mark(found[name]) != before:
-            raise StepContractError(
-                "the forward pass writes this buffer, which lies in the memory of another tensor: "
-                "in a state they are two, and only one would change",
-                where=name,
-                hint="one buffer, and a property that makes the view of it",
-            )
-
-
-def _written(name: str, how: str) -> StepContractError:
-    return StepContractError(
-        f"the forward pass {how} this weight, which is of the state that was given and stays what it is",
-        where=name.removeprefix("model."),
-        hint=_COMPUTED,
-    )
 
 
 class _Dispatch(nn.Module):
@@ -248,7 +197,7 @@ def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval
     """
     names = _names(module, objective)
     train = _Dispatch(hollow(module), None if objective is None else hollow(objective))
-    evaluation = copy.deepcopy(train)  # which has been looked at, and has no weights
+    evaluation = without_weights(train)  # which has been looked at
     train.train()
     evaluation.eval()
     _keep_eval(train.model, keep_eval)
@@ -324,7 +273,8 @@ def _names(module: nn.Module, objective: nn.Module | None) -> Names:
     kept = tuple(_first(buffers))
     together = {name for pair in overlaps(dict(parameters), dict(buffers)) for name in pair}
     shared = tuple(name for name in kept if name in together)
-    return Names(params, frozen, kept, persistent, saved, _attributes(module, objective, ties), shared)
+    attributes, nothing = _attributes(module, objective, ties), empty(_modules(module, objective))
+    return Names(params, frozen, kept, persistent, saved, attributes, shared, nothing)
 
 
 def _attributes(module: nn.Module, objective: nn.Module | None, ties: dict[str, str]) -> dict[str, str]:

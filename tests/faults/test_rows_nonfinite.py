@@ -172,8 +172,14 @@ def test_the_state_of_a_program_inside_a_tree_is_looked_at_too() -> None:
 def test_anomalies_are_found_at_once_and_named() -> None:
     program = mlp()
     message = r"epoch 1, batch 3: batch/0 is not finite; .*returned nan values"
-    with pytest.warns(UserWarning, match="Traceback of forward call"), pytest.raises(NonFiniteError, match=message):
+    with pytest.warns(UserWarning, match="Traceback"), pytest.raises(NonFiniteError, match=message) as caught:
         fit(program.init(), poisoned(4, 2), program, epochs=1, detect_anomaly=True)
+
+    assert 'nonfinite="skip"' in str(caught.value)
+    skipping = mlp(nonfinite="skip")  # which is no cure where it is on
+    with pytest.warns(UserWarning, match="Traceback"), pytest.raises(NonFiniteError, match=message) as caught:
+        fit(skipping.init(), poisoned(4, 2), skipping, epochs=1, detect_anomaly=True)
+    assert "cure: mend what is named, or detect_anomaly=False, which leaves out this update" in str(caught.value)
 
     class Root(nn.Module):
         def __init__(self) -> None:

@@ -18,7 +18,7 @@ from ..compile.graphs import Graphs, Stacked
 from ..compile.live import states
 from ..errors import NonFiniteError, PurestepError, StepContractError
 from ..types import Metrics, Program, TrainStep, Tree
-from .ledger import halts
+from .ledger import can_halt, halts
 from .looks import Looks
 from .pieces import BatchCheck, check_pair
 from .record import Record
@@ -185,8 +185,11 @@ def _named(found: str, state: Tree, batch: Any, record: Record) -> NonFiniteErro
     leaves = [(f"batch/{path}", leaf) for path, leaf in tree.with_paths(batch)] + tree.with_paths(state)
     blamed = tuple(path.rstrip("/") for path, leaf in leaves if not_finite(leaf))
     what = f"{blamed[0]} is not finite" if blamed else "every leaf of batch and state is finite"
-    error = NonFiniteError(
-        f"{what}; {found}", where=_place(record), hint='ps.program(..., nonfinite="skip"), or mend what is named'
-    )
+    cures = ["mend what is named"]
+    if can_halt(state):
+        cures.insert(0, 'ps.program(..., nonfinite="skip")')
+    elif states(state):  # which skips already; this mode says what
+        cures.append("detect_anomaly=False, which leaves out this update")
+    error = NonFiniteError(f"{what}; {found}", where=_place(record), hint=", or ".join(cures))
     error.step, error.leaves, error.state, error.batch = record.calls + 1, blamed, state, batch
     return error

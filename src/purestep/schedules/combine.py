@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..arguments import check_count, check_finite
+from ..arguments import check_callable, check_count, check_finite, is_number, listed
 from ..errors import ConfigError
 from .clock import Count, Schedule
 
@@ -29,7 +29,7 @@ def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedul
         boundaries: the count at which each but the first begins: rising, one fewer than schedules.
 
     Raises:
-        ConfigError: boundaries that are no rising counts of at least 1, or another number of them.
+        ConfigError: boundaries that are no rising counts of at least 1, or another number of them; what is no schedule.
 
     Example:
         >>> from purestep.schedules import constant, linear
@@ -37,14 +37,18 @@ def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedul
         >>> [float(warm(t)) for t in (1, 2, 3)]
         [0.5, 1.0, 0.5]
     """
-    parts, begins = list(schedules), list(boundaries)
+    cure = "join([warmup, decay], [100])"
+    parts, begins = listed("join", cure, schedules=schedules), listed("join", cure, boundaries=boundaries)
+    for index, part in enumerate(parts):
+        hint = f"schedules.constant({part!r})" if is_number(part) else cure
+        check_callable("join", hint, **{f"schedules[{index}]": part})
     for boundary in begins:
         check_count("join", least=1, boundaries=boundary)
     if len(parts) != len(begins) + 1 or any(later <= sooner for sooner, later in pairwise(begins)):
         raise ConfigError(
             f"{len(parts)} schedules and the boundaries {begins}",
             where="join",
-            hint="rising boundaries, one fewer than schedules: join([warmup, decay], [100])",
+            hint=f"rising boundaries, one fewer than schedules: {cure}",
         )
 
     def schedule(count: Count) -> Tensor:
@@ -66,7 +70,7 @@ def per_epoch(schedule: AnySchedule, *, updates_per_epoch: int) -> Schedule:
         updates_per_epoch: at least 1; with accumulation, the number of windows.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: for numbers out of range, or no schedule.
 
     Example:
         >>> from purestep.schedules import step
@@ -74,6 +78,7 @@ def per_epoch(schedule: AnySchedule, *, updates_per_epoch: int) -> Schedule:
         >>> [float(by_epoch(t)) for t in (9, 10, 20)]
         [1.0, 0.5, 0.25]
     """
+    check_callable("per_epoch", "per_epoch(schedules.step(0.1, 30), updates_per_epoch=100)", schedule=schedule)
     check_count("per_epoch", least=1, updates_per_epoch=updates_per_epoch)
     return lambda count: schedule(torch.div(torch.as_tensor(count), updates_per_epoch, rounding_mode="floor"))
 

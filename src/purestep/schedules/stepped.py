@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_count, check_finite, check_positive
+from ..arguments import check_count, check_finite, check_positive, listed
 from ..errors import ConfigError
 from .clock import Count, Schedule, clock, half_wave, jump, line, through
 
@@ -50,7 +50,7 @@ def multistep(init_value: float, milestones: Iterable[int], *, gamma: float = 0.
         >>> [round(float(multistep(1.0, [10, 15])(t)), 4) for t in (9, 10, 15)]
         [1.0, 0.1, 0.01]
     """
-    points = list(milestones)
+    points = listed("multistep", "milestones=[30, 60]", milestones=milestones)
     check_finite("multistep", init_value=init_value)
     for milestone in points:
         check_count("multistep", least=1, milestones=milestone)
@@ -130,7 +130,7 @@ def piecewise(
         interpolate_type: how it goes from one boundary's value to the next one's. None: it jumps at the boundary.
 
     Raises:
-        ConfigError: for numbers out of range, or no such interpolation.
+        ConfigError: for numbers out of range, what is no mapping, or no such interpolation.
 
     Example:
         >>> [float(piecewise(1.0, {10: 0.5, 20: 0.5})(t)) for t in (9, 10, 20)]
@@ -139,9 +139,14 @@ def piecewise(
         0.75
     """
     check_finite("piecewise", init_value=init_value)
+    given: Any = boundaries_and_scales
+    if not isinstance(given, Mapping):
+        found = f"boundaries_and_scales={given!r} is no mapping"
+        raise ConfigError(found, where="piecewise", hint="{30: 0.1, 60: 0.1}")
+    for boundary in boundaries_and_scales:
+        check_count("piecewise", least=1, boundaries_and_scales=boundary)
     points = [(0.0, init_value)]
     for boundary, scale in sorted(boundaries_and_scales.items()):
-        check_count("piecewise", least=1, boundaries_and_scales=boundary)
         check_finite("piecewise", boundaries_and_scales=scale)
         if scale < 0:
             raise ConfigError(f"a scale of {scale} at {boundary}", where="piecewise", hint=f"{{{boundary}: 0.1}}")

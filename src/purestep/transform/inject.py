@@ -163,7 +163,9 @@ def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
         >>> set_hyperparams(state, factor=3.0).hyperparams["factor"].item()
         3.0
     """
-    leaves = dict(_leaves(opt_state, ""))
+    leaves: dict[str, bool] = {}
+    for name, scheduled in _leaves(opt_state, ""):  # two parts of a chain may have one of the same name
+        leaves[name] = scheduled or leaves.get(name, False)
     for name in values:
         if name not in leaves and not any(leaf.rpartition("/")[2] == name for leaf in leaves):
             hint = f"one of {', '.join(leaves)}, or " if leaves else ""
