@@ -8,6 +8,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import DataError
@@ -38,6 +39,7 @@ class IterableFeed(Feed):
 
     Args:
         source: gives the iterator of an epoch; called inside the random stream of that epoch.
+        owner: what is iterated, which may hold generators for itself.
         name, seed: as in `open_feed`.
         length, resume: as in `Feed`.
         announce: told the epoch before it begins.
@@ -46,6 +48,7 @@ class IterableFeed(Feed):
     def __init__(
         self,
         source: Callable[[int], Iterator[Batch]],
+        owner: Any,
         *,
         name: str,
         seed: int,
@@ -56,6 +59,7 @@ class IterableFeed(Feed):
         facts = {"kind": "iterable", "seed": seed, "batches": length}
         super().__init__(name=name, length=length, resume=resume, facts=facts)
         self._source = source
+        self._owner = owner
         self._seed = seed
         self._announce = announce
 
@@ -63,20 +67,23 @@ class IterableFeed(Feed):
         self._announce(epoch)
         seed = mix(self._seed, "order", epoch)
         _tell_cost(self.name, epoch, start)
-        with draws.scoped(seed):
+        own = draws.own(self._owner)
+        with draws.scoped(seed, own):
             iterator = self._source(epoch)
         try:
-            yield from islice(_scoped(iterator, seed), start, None)
+            yield from islice(_scoped(iterator, seed, own=own), start, None)
         finally:
             close = getattr(iterator, "close", None)
             if callable(close):
                 close()
 
 
-def _scoped(iterator: Iterator[Batch], seed: int, start: int = 0) -> Iterator[Batch]:
+def _scoped(
+    iterator: Iterator[Batch], seed: int, start: int = 0, own: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[Batch]:
     """Each batch is drawn under a seed of its own: where an epoch is entered, no random stream has to be put back."""
     for number in itertools.count(start):
-        with draws.scoped(mix(seed, number)):
+        with draws.scoped(mix(seed, number), own):
             try:
                 batch = next(iterator)
             except StopIteration:
