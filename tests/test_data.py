@@ -1104,8 +1104,13 @@ def test_limited_epochs_are_resumed_at_their_borders(name: str, count: int):
     for epoch, start, stored in places:
         again = opened()
         again.restore(json.loads(stored))
-        assert values(again, epoch, start) == whole[epoch][start:]
-        assert epoch == 3 or values(again, epoch + 1) == whole[epoch + 1]
+        twice = opened()
+        twice.restore(again.position(epoch, start) if start else json.loads(stored))
+        assert values(twice, epoch, start) == values(again, epoch, start) == whole[epoch][start:]
+        twice = opened()
+        twice.restore(again.position(epoch + 1, 0))
+        if epoch < 3:
+            assert values(twice, epoch + 1) == values(again, epoch + 1) == whole[epoch + 1]
 
 
 def test_an_iterator_whose_place_is_not_known_is_not_begun_anew():

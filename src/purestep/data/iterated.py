@@ -107,8 +107,10 @@ class OneShotFeed(Feed):
         self._restored: list[int] | None = None  # epoch, batch of it, batches given until then
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        before = self._given_before.get(epoch, self._given)
-        return {**super().position(epoch, consumed), "place": [epoch, consumed, before + consumed]}
+        place = [epoch, consumed, self._given_before.get(epoch, self._given) + consumed]
+        if self._restored is not None and not self._given and self._restored[:2] == place[:2]:
+            place = self._restored  # saved again before a batch was asked for
+        return {**super().position(epoch, consumed), "place": place}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         super().restore(position)
