@@ -708,13 +708,21 @@ class Counted(Stateful):
         return 4
 
 
-def test_a_state_of_the_very_end_is_that_of_the_next_beginning():
-    feed = open_feed(Counted())
-    whole = [values(feed, epoch) for epoch in range(3)]
-    again = open_feed(Counted())
-    again.restore(feed.position(1, 4))
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_state_of_the_very_end_is_that_of_the_next_beginning(counted: bool):
+    """What follows an epoch, an evaluation say, may be broken off: a loader without length was seen to end there."""
+    make = Counted if counted else Stateful
+    feed = open_feed(make())
+    whole = [values(feed, epoch) for epoch in range(2)]
+    place = feed.position(1, 4)
+    whole.append(values(feed, 2))
+    again, twice = open_feed(make()), open_feed(make())
+    again.restore(place)
     assert values(again, 1, 4) == []
-    assert values(again, 2) == whole[2]
+    twice.restore(again.position(1, 4))
+    for one in (again, twice):
+        assert values(one, 1, 4) == []
+        assert values(one, 2) == whole[2]
 
 
 class RunsOut(Stateful):

@@ -184,6 +184,7 @@ class StatefulFeed(Feed):
         self._states: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._restored: Any = None
         self._after_left: int | None = None  # an epoch that follows one which was not run to its end
+        self._ended: tuple[int, int] | None = None  # where an epoch was seen to end: its state may not say so
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         """As of any feed, with the loader's own state.
@@ -197,12 +198,15 @@ class StatefulFeed(Feed):
         if stored is None and consumed:
             raise DataError(f"no state is kept of batch {consumed} of epoch {epoch + 1}", where=self.name)
         found = {**super().position(epoch, consumed), "state": position.encode(stored, where=self.name)}
+        if self._ended == (epoch, consumed):
+            found["ended"] = [epoch, consumed]
         return found if self._after_left is None else {**found, "after_left": self._after_left}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         super().restore(position)
         self._restored = position.get("state")
         self._after_left = position.get("after_left")
+        self._ended = None if (ended := position.get("ended")) is None else (ended[0], ended[1])
 
     def left(self, epoch: int, consumed: int) -> None:
         if self._restored is not None:  # the epoch was entered where it is left: nobody has loaded the state
@@ -211,7 +215,7 @@ class StatefulFeed(Feed):
         self._after_left = epoch + 1
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        if start and start == self.length:
+        if start and (start == self.length or (epoch, start) == self._ended):
             # The state is that of an end: it is loaded where the next epoch begins, and may be asked for before.
             if self._restored is not None:
                 ended = position.decode(self._restored)
@@ -223,16 +227,17 @@ class StatefulFeed(Feed):
         if self._is_after_left(epoch, start):
             with draws.scoped(seed):
                 self._source(epoch)  # what goes on with the epoch that was left, where a loader does so; dropped
+        number = start
         # A loader whose restored state is that of an end may have to run out before it begins anew.
         for _ in range(2 if state is not None and not start else 1):
             with draws.scoped(seed):
                 iterator = self._source(epoch)
-            number = start
             for number, batch in enumerate(_scoped(iterator, seed, start), start + 1):
                 self._keep(epoch, number, copy.deepcopy(self._owner.state_dict()))
                 yield batch
             if number > start:
                 break
+        self._ended = epoch, number
         self._keep(epoch + 1, 0, copy.deepcopy(self._owner.state_dict()))
 
     def _load(self, epoch: int, start: int) -> Any:
