@@ -228,13 +228,30 @@ OWN = {
     "torch": lambda: torch.Generator().manual_seed(3),
     "numpy": lambda: np.random.default_rng(3),
     "numpy of old": lambda: np.random.RandomState(3),
+    "numpy of old, with another algorithm": lambda: np.random.RandomState(np.random.PCG64(3)),
     "python": lambda: random.Random(3),
 }
 HOLDERS: dict[str, Callable[[Any], Any]] = {
     "sampler": lambda rng: DataLoader(Plain(), 2, sampler=Own(rng)),
     "batch sampler": lambda rng: DataLoader(Plain(), batch_sampler=BatchSampler(Own(rng), 2, drop_last=False)),
     "iterable": Own,
+    "loader in an iterable": lambda rng: Around(DataLoader(Plain(), 2, sampler=Own(rng))),
+    "dataset of an iterable loader": lambda rng: open_feed(DataLoader(OwnStream(rng), 2), seed=1, replay=True),
 }
+
+
+class Around:
+    """Iterates another loader."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+
+
+class OwnStream(Own, IterableDataset[Any]):
+    pass
 
 
 @pytest.mark.parametrize("rng", OWN)
@@ -252,6 +269,37 @@ def test_a_generator_of_a_samplers_own_is_seeded_at_every_epoch(holder: str, rng
     whole = [order(feed, epoch) for epoch in range(3)]
     assert whole[0] != whole[1]
     assert order(opened(), 2, 3) == whole[2][3:]
+
+
+class Lazy(Own):
+    """Draws as it goes."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (float(self.rng.random()) for _ in range(10))
+
+
+def test_a_generator_that_two_loaders_share_is_resumed_in_each():
+    def opened() -> tuple[Feed, Feed]:
+        shared = np.random.default_rng(3)
+        return open_feed(Lazy(shared), seed=1), open_feed(Lazy(shared), seed=1, name="val")
+
+    train, val = opened()
+    batches = train.epoch(1)
+    whole = [*itertools.islice(batches, 3), list(val.epoch(0)), *batches][-7:]
+    assert list(opened()[0].epoch(1, 3)) == whole
+
+
+def test_two_generators_of_one_sampler_do_not_draw_the_same():
+    class Two(Lazy):
+        def __init__(self) -> None:
+            super().__init__(np.random.default_rng(3))
+            self.other = np.random.default_rng(4)
+
+        def __iter__(self) -> Iterator[Any]:
+            return ((float(self.rng.random()), float(self.other.random())) for _ in range(10))
+
+    feed = open_feed(Two())
+    assert all(first != second for first, second in feed.epoch(0))
 
 
 @pytest.mark.parametrize(
@@ -660,13 +708,21 @@ class Counted(Stateful):
         return 4
 
 
-def test_a_state_of_the_very_end_is_that_of_the_next_beginning():
-    feed = open_feed(Counted())
-    whole = [values(feed, epoch) for epoch in range(3)]
-    again = open_feed(Counted())
-    again.restore(feed.position(1, 4))
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_state_of_the_very_end_is_that_of_the_next_beginning(counted: bool):
+    """What follows an epoch, an evaluation say, may be broken off: a loader without length was seen to end there."""
+    make = Counted if counted else Stateful
+    feed = open_feed(make())
+    whole = [values(feed, epoch) for epoch in range(2)]
+    place = feed.position(1, 4)
+    whole.append(values(feed, 2))
+    again, twice = open_feed(make()), open_feed(make())
+    again.restore(place)
     assert values(again, 1, 4) == []
-    assert values(again, 2) == whole[2]
+    twice.restore(again.position(1, 4))
+    for one in (again, twice):
+        assert values(one, 1, 4) == []
+        assert values(one, 2) == whole[2]
 
 
 class RunsOut(Stateful):
@@ -1056,8 +1112,13 @@ def test_limited_epochs_are_resumed_at_their_borders(name: str, count: int):
     for epoch, start, stored in places:
         again = opened()
         again.restore(json.loads(stored))
-        assert values(again, epoch, start) == whole[epoch][start:]
-        assert epoch == 3 or values(again, epoch + 1) == whole[epoch + 1]
+        twice = opened()
+        twice.restore(again.position(epoch, start) if start else json.loads(stored))
+        assert values(twice, epoch, start) == values(again, epoch, start) == whole[epoch][start:]
+        twice = opened()
+        twice.restore(again.position(epoch + 1, 0))
+        if epoch < 3:
+            assert values(twice, epoch + 1) == values(again, epoch + 1) == whole[epoch + 1]
 
 
 def test_an_iterator_whose_place_is_not_known_is_not_begun_anew():

@@ -337,6 +337,40 @@ def test_a_run_may_be_resumed_compiled_or_not(tmp_path: Path) -> None:
     assert found.history["step"] == expected.history["step"]
 
 
+@pytest.mark.parametrize("every", [1.0, 1])
+@pytest.mark.parametrize("place", [events.EvalEnd, events.EpochEnd])
+@pytest.mark.parametrize("by", ["signal", "error"])
+def test_what_callbacks_answer_at_a_boundary_counts_once(every: Any, place: Any, by: str, tmp_path: Path) -> None:
+    """One of them ends the run there: all of them are asked again, or none of them is."""
+
+    def go(directory: Path | None, stops: int) -> Any:
+        shown: list[Any] = []
+
+        def answers(event: Any) -> Any:
+            shown.extend([event.state] if hasattr(event, "state") else [])
+            if not isinstance(event, events.EvalEnd | events.EpochEnd):
+                return None
+            return shown[-1]._replace(params={name: 0.9 * leaf for name, leaf in shown[-1].params.items()})
+
+        def ends(event: Any) -> None:
+            nonlocal stops
+            stops -= isinstance(event, place)
+            if stops == 0 and isinstance(event, place):
+                if by == "error":
+                    raise ValueError("mine")
+                signal.raise_signal(signal.SIGINT)
+
+        made, more = program(), {"test": [image_batch(4, 11)]}
+        fields: dict[str, Any] = {"snapshots": directory, "evaluate_every": every, "evaluate_on": "params"}
+        return fit(made.init(seed=5), loaders() | more, made, callbacks=[ends, answers], epochs=2, **fields)
+
+    expected = go(None, 0)
+    for _ in range(2):
+        with pytest.raises((KeyboardInterrupt, ValueError)):
+            go(tmp_path, 2 if place is events.EvalEnd else 1)
+    same(go(tmp_path, 0), expected)
+
+
 SCRIPT = """
 import sys
 from pathlib import Path

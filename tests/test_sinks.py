@@ -294,6 +294,24 @@ def test_a_resumed_run_has_no_row_twice_and_misses_none(
 
 
 @FORMATS
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_rows_of_one_step_are_told_apart_after_a_resume(
+    tmp_path: Path, make: Callable[..., Any], read: Callable[..., Any], done: int
+):
+    """Behind an evaluation inside the epoch came batches of a window that was dropped, so no further update."""
+    events = [epoch_end(1, val_loss=0.5), epoch_end(1, val_loss=0.25), epoch_end(2, val_loss=0.125)]
+    sink = make(tmp_path / "metrics")
+    for event in [start(), *events[: max(done, 1)]]:  # killed before the first row was in a snapshot, or after
+        sink(event)
+    sink.close()
+    sink = make(tmp_path / "metrics")
+    for event in [dataclasses.replace(start(updates=4, resumed=True), history={"epoch": [1] * done}), *events[done:]]:
+        sink(event)
+    sink.close()
+    assert [float(row["val_loss"]) for row in read(tmp_path / "metrics")] == [0.5, 0.25, 0.125]
+
+
+@FORMATS
 def test_a_fresh_run_moves_rows_aside(tmp_path: Path, make: Callable[..., Any], read: Callable[..., Any]):
     for _ in range(3):
         sink = make(tmp_path / "metrics.txt")

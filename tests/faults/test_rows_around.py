@@ -264,7 +264,7 @@ def test_row_54_fails_where_an_unscored_epoch_is_taken_for_done(
     real = run._save_what_is_done
 
     def forgetting(self: Any) -> None:
-        self.unscored = None
+        self.before = None
         real(self)
 
     monkeypatch.setattr(run, "_save_what_is_done", forgetting)

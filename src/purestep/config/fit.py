@@ -126,7 +126,7 @@ class FitConfig(BaseModel):
     rollback: fields.AtLeast0 = 0
     """How often a run may go back to its last good state (kept in memory at the start and after every evaluation) after
     a loss or gradient that is not finite, and go on behind the batches between, before `NonFiniteError` is raised: at
-    least 0."""
+    least 0. A run that was resumed begins to keep where it was resumed, so it may go back less far than a whole one."""
 
     progress: fields.Flag = True
     """A progress bar on a terminal and plain lines elsewhere. False: silence. A run with ``sinks=[...]`` has it where

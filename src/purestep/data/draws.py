@@ -10,13 +10,14 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 
 from .. import rng
 
@@ -24,12 +25,17 @@ EVERY = frozenset({"torch", "numpy", "python"})
 """The three generators."""
 
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
 @contextmanager
-def scoped(number: int) -> Generator[None]:
+def scoped(number: int, more: Mapping[str, Any] = _NONE) -> Generator[None]:
     """Draw from ``number``, and leave the three generators as they were (20 us).
 
     Args:
         number: in [0, 2**63).
+        more: of `own`, each of them to draw from a seed of its own, and left where that has led it: one may be held by
+            two loaders, or by a loader and its user.
 
     Example:
         >>> with scoped(1):
@@ -46,6 +52,8 @@ def scoped(number: int) -> Generator[None]:
             with rng.scoped(number):
                 np.random.seed(number & 0xFFFFFFFF)
                 random.seed(number)
+                for path, generator in more.items():
+                    _seed(generator, rng.mix(number, path))
                 yield
         finally:
             _put_back(numpys, pythons)
@@ -79,45 +87,63 @@ def seed(number: int, generators: Collection[str] = EVERY) -> None:
         random.seed(number)
 
 
-def seed_own(owner: Any, number: int) -> None:
-    """Inside `scoped`: seed the generators that an object holds for itself, and the samplers that it holds.
+def own(owner: Any) -> dict[str, Any]:
+    """The generators that an object holds for itself, by the path to them, for `scoped`.
 
-    Where they stand depends on the epochs before, which a run that goes on has not drawn. The place of one that is
-    reached in another way (a closure, a list) stays unknown.
+    What it iterates is looked into as well: samplers, loaders, datasets. One that is reached in another way (a closure,
+    a list) is not found: where it stands depends on the epochs before, which a run that goes on has not drawn.
 
     Args:
         owner: a sampler, or something to iterate.
-        number: in [0, 2**63).
 
     Example:
         >>> class Sampler:
         ...     def __init__(self):
         ...         self.rng = random.Random()
         >>> one, other = Sampler(), Sampler()
-        >>> seed_own(one, 1), seed_own(other, 1)
-        (None, None)
-        >>> one.rng.random() == other.rng.random()
+        >>> with scoped(1, own(one)):
+        ...     first = one.rng.random()
+        >>> with scoped(1, own(other)):
+        ...     print(other.rng.random() == first)
         True
     """
-    seen: set[int] = set()
-    waiting: list[Any] = [owner]
+    found: dict[str, Any] = {}
+    seen = {id(owner)}
+    waiting: list[tuple[str, Any]] = [("", owner)]
     while waiting:
-        part = waiting.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        for name, held in getattr(part, "__dict__", {}).items():
-            if isinstance(held, Sampler) or name == "sampler":
-                waiting.append(held)
-            elif isinstance(held, torch.Generator):
-                held.manual_seed(number)
-            elif isinstance(held, random.Random):
-                held.seed(number)
-            elif isinstance(held, np.random.RandomState):
-                held.seed(number & 0xFFFFFFFF)
-            elif isinstance(held, np.random.Generator):
-                bits: Any = held.bit_generator
-                bits.state = type(bits)(number).state
+        path, part = waiting.pop()
+        held = dict(getattr(part, "__dict__", {}))
+        if isinstance(part, Sampler):  # which may have them as properties or in slots
+            held |= {name: getattr(part, name, None) for name in ("generator", "sampler")}
+        for name, value in held.items():
+            if id(value) in seen:
+                continue
+            if isinstance(value, _KINDS):
+                found[path + name] = value
+            elif isinstance(value, Dataset | Iterable) and hasattr(value, "__dict__"):
+                waiting.append((f"{path}{name}/", value))
+            else:
+                continue
+            seen.add(id(value))
+    return found
+
+
+_KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+
+
+def _seed(generator: Any, number: int) -> None:
+    """One of `_KINDS`."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(number)
+    elif isinstance(generator, random.Random):
+        generator.seed(number)
+    elif isinstance(generator, np.random.Generator):
+        bits: Any = generator.bit_generator
+        bits.state = type(bits)(number).state
+    else:  # its `seed` knows but one kind of bit generator
+        state: Any = generator.get_state(legacy=False)
+        fresh: Any = getattr(np.random, state["bit_generator"])(number).state
+        generator.set_state({**fresh, "has_gauss": 0, "gauss": 0.0})
 
 
 class Watch(NamedTuple):

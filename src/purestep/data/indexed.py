@@ -287,11 +287,11 @@ def _drawn(loader: DataLoader[Any], epoch: int, seed: int) -> Iterator[Any]:
     for part in {id(part): part for part in parts}.values():
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
-    with draws.scoped(seed):
-        draws.seed_own(source, seed)
+    own = draws.own(source)
+    with draws.scoped(seed, own):
         iterator = iter(source)
     for count in itertools.count():
-        with draws.scoped(mix(seed, count)):
+        with draws.scoped(mix(seed, count), own):
             chunk = [_copied(indices) for indices in islice(iterator, _CHUNK)]
         if not chunk:
             return

@@ -8,6 +8,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import DataError
@@ -38,6 +39,7 @@ class IterableFeed(Feed):
 
     Args:
         source: gives the iterator of an epoch; called inside the random stream of that epoch.
+        owner: what is iterated, which may hold generators for itself.
         name, seed: as in `open_feed`.
         length, resume: as in `Feed`.
         announce: told the epoch before it begins.
@@ -46,6 +48,7 @@ class IterableFeed(Feed):
     def __init__(
         self,
         source: Callable[[int], Iterator[Batch]],
+        owner: Any,
         *,
         name: str,
         seed: int,
@@ -56,6 +59,7 @@ class IterableFeed(Feed):
         facts = {"kind": "iterable", "seed": seed, "batches": length}
         super().__init__(name=name, length=length, resume=resume, facts=facts)
         self._source = source
+        self._owner = owner
         self._seed = seed
         self._announce = announce
 
@@ -63,20 +67,23 @@ class IterableFeed(Feed):
         self._announce(epoch)
         seed = mix(self._seed, "order", epoch)
         _tell_cost(self.name, epoch, start)
-        with draws.scoped(seed):
+        own = draws.own(self._owner)
+        with draws.scoped(seed, own):
             iterator = self._source(epoch)
         try:
-            yield from islice(_scoped(iterator, seed), start, None)
+            yield from islice(_scoped(iterator, seed, own=own), start, None)
         finally:
             close = getattr(iterator, "close", None)
             if callable(close):
                 close()
 
 
-def _scoped(iterator: Iterator[Batch], seed: int, start: int = 0) -> Iterator[Batch]:
+def _scoped(
+    iterator: Iterator[Batch], seed: int, start: int = 0, own: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[Batch]:
     """Each batch is drawn under a seed of its own: where an epoch is entered, no random stream has to be put back."""
     for number in itertools.count(start):
-        with draws.scoped(mix(seed, number)):
+        with draws.scoped(mix(seed, number), own):
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -100,8 +107,10 @@ class OneShotFeed(Feed):
         self._restored: list[int] | None = None  # epoch, batch of it, batches given until then
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        before = self._given_before.get(epoch, self._given)
-        return {**super().position(epoch, consumed), "place": [epoch, consumed, before + consumed]}
+        place = [epoch, consumed, self._given_before.get(epoch, self._given) + consumed]
+        if self._restored is not None and not self._given and self._restored[:2] == place[:2]:
+            place = self._restored  # saved again before a batch was asked for
+        return {**super().position(epoch, consumed), "place": place}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         super().restore(position)
@@ -175,6 +184,7 @@ class StatefulFeed(Feed):
         self._states: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._restored: Any = None
         self._after_left: int | None = None  # an epoch that follows one which was not run to its end
+        self._ended: tuple[int, int] | None = None  # where an epoch was seen to end: its state may not say so
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         """As of any feed, with the loader's own state.
@@ -188,12 +198,15 @@ class StatefulFeed(Feed):
         if stored is None and consumed:
             raise DataError(f"no state is kept of batch {consumed} of epoch {epoch + 1}", where=self.name)
         found = {**super().position(epoch, consumed), "state": position.encode(stored, where=self.name)}
+        if self._ended == (epoch, consumed):
+            found["ended"] = [epoch, consumed]
         return found if self._after_left is None else {**found, "after_left": self._after_left}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         super().restore(position)
         self._restored = position.get("state")
         self._after_left = position.get("after_left")
+        self._ended = None if (ended := position.get("ended")) is None else (ended[0], ended[1])
 
     def left(self, epoch: int, consumed: int) -> None:
         if self._restored is not None:  # the epoch was entered where it is left: nobody has loaded the state
@@ -202,7 +215,7 @@ class StatefulFeed(Feed):
         self._after_left = epoch + 1
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        if start and start == self.length:
+        if start and (start == self.length or (epoch, start) == self._ended):
             # The state is that of an end: it is loaded where the next epoch begins, and may be asked for before.
             if self._restored is not None:
                 ended = position.decode(self._restored)
@@ -214,16 +227,17 @@ class StatefulFeed(Feed):
         if self._is_after_left(epoch, start):
             with draws.scoped(seed):
                 self._source(epoch)  # what goes on with the epoch that was left, where a loader does so; dropped
+        number = start
         # A loader whose restored state is that of an end may have to run out before it begins anew.
         for _ in range(2 if state is not None and not start else 1):
             with draws.scoped(seed):
                 iterator = self._source(epoch)
-            number = start
             for number, batch in enumerate(_scoped(iterator, seed, start), start + 1):
                 self._keep(epoch, number, copy.deepcopy(self._owner.state_dict()))
                 yield batch
             if number > start:
                 break
+        self._ended = epoch, number
         self._keep(epoch + 1, 0, copy.deepcopy(self._owner.state_dict()))
 
     def _load(self, epoch: int, start: int) -> Any:

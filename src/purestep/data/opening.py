@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ..errors import DataError
 from ..rng import mix
 from ..types import Batch
-from . import draws
 from .feed import Feed, Resume, hold
 from .indexed import IndexedFeed, length_of
 from .iterated import IterableFeed, OneShotFeed, SequenceFeed, StatefulFeed
@@ -35,7 +34,8 @@ def open_feed(loader: Any, *, name: str = "train", seed: int = 0, replay: bool =
     The loader's settings are kept (workers, batch size, collation, pinning, time-out, ``worker_init_fn``); its
     ``generator`` and ``in_order=False`` are not used. Items are loaded under seeds of (seed, epoch, index) where the
     dataset draws from torch's, numpy's or Python's global generator, with or without workers. The caller's generators
-    are left as they were; those that a sampler or an iterable holds as an attribute are seeded at every epoch.
+    are left as they were; those that a sampler or an iterable, or what it iterates in turn, holds as an attribute are
+    seeded too, whenever something is drawn.
 
     A loader with a state of its own is in charge of what its workers draw. A dataset in worker processes that draws
     from a generator of its own cannot be loaded again as it was; for datasets with indices that is noticed and logged.
@@ -95,12 +95,12 @@ def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float) 
         source = _streamed(loader, seed, timeout)
         if _stateful(loader.dataset) and loader.num_workers == 0:
             return StatefulFeed(source, loader.dataset, **_described(loader, name, seed))
-        return IterableFeed(source, resume=only_replay, **_described(loader, name, seed))
+        return IterableFeed(source, loader.dataset, resume=only_replay, **_described(loader, name, seed))
     if isinstance(loader, Sequence):
         return SequenceFeed(cast(Sequence[Batch], loader), name=name)
     if isinstance(loader, Iterator):
         return OneShotFeed(cast(Iterator[Batch], loader), name=name, seed=seed, resume=only_replay)
-    return IterableFeed(_drawn(loader, seed), resume="replay", **_described(loader, name, seed))
+    return IterableFeed(_iterate(loader), loader, resume="replay", **_described(loader, name, seed))
 
 
 def _iterable(loader: Any) -> bool:
@@ -139,14 +139,6 @@ def _announcer(loader: Any) -> Callable[[int], None]:
 
 def _iterate(loader: Iterable[Batch]) -> Callable[[int], Iterator[Batch]]:
     return lambda epoch: iter(loader)
-
-
-def _drawn(loader: Iterable[Batch], seed: int) -> Callable[[int], Iterator[Batch]]:
-    def source(epoch: int) -> Iterator[Batch]:
-        draws.seed_own(loader, mix(seed, "order", epoch))
-        return iter(loader)
-
-    return source
 
 
 def _streamed(loader: DataLoader[Any], seed: int, timeout: float) -> Callable[[int], Iterator[Batch]]:

@@ -76,7 +76,7 @@ class Run:
         self.keeper = Keeper(config.rollback)
         self.keeper.keep(self.state, self.record)
         self.ending: str | None = None
-        self.unscored: Record | None = None  # at the end of an epoch: where to go on if it is not evaluated to the end
+        self.before: tuple[Tree, Record] | None = None  # where to go on if a boundary is not told to the end
         self.begun = time.monotonic()
         is_saved = self.resumed or self.record.calls > 0  # also by hand, without a loop's record
         self.saver = Saver(snapshots, feeds.train, config, saved=self.record.calls if is_saved else None)
@@ -129,10 +129,9 @@ class Run:
         self._flush()
         self._settle(wait=True)
         files.failpoint("loop.epoch")
-        self.unscored = self.record
+        self.before = self.state, self.record
         self.record = self.record._replace(epoch=self.record.epoch + 1, batch=0)
-        if not self._boundary(self.plan.due_at_end(self.record)):
-            self.record = self.unscored
+        self._boundary(self.plan.due_at_end(self.record))
         self._between()
 
     def _ends_behind_batch(self, batches: Ahead) -> bool:
@@ -233,29 +232,38 @@ class Run:
             self._boundary(due)
         return False
 
-    def _boundary(self, due: list[str]) -> bool:
-        """Evaluate, write the row, decide, tell, save, in this order; False where an evaluation was broken off, which
-        is then done again on resuming."""
+    def _boundary(self, due: list[str]) -> None:
+        """Evaluate, write the row, decide, tell, save, in this order.
+
+        What is broken off before everybody was told is done again on resuming: callbacks are asked again, so what they
+        have answered so far is forgotten.
+        """
         before = self.record
+        self.before = self.before or (self.state, before)
         row: dict[str, Cell] = {"epoch": before.epoch + (before.batch > 0), "step": before.updates}
         row |= ledger.named(meter_.means(before.interval, self.ledger.kinds), before.last)
         for name in due:
             row |= self._evaluate(name)
             if self.signals.leaving:
-                return False
+                return self._undo_boundary()
         record = before._replace(interval={}, history=with_row(before.history, row))
         self.judge = self.judge.check(record, self.feeds.evaluation)
-        self.record, self.unscored = self.judge.judge(record, row), None
+        self.record = self.judge.judge(record, row)
         improved = self.judge.improved(before, self.record)
-        self.saver.scored(self.record, row)
         self.keeper.keep(self.state, self.record)
         if self.judge.stops(self.record):
             self.ending = self.ending or "early_stopping"
         shown = {name: cell(value) for name, value in row.items()}
         self._tell(events.EpochEnd(self.state, self.record.epoch, before.updates, shown, improved, self._ends()))
+        self.before = None
+        self.saver.scored(self.record, row)
         if improved or self._ends() or self.saver.due(self.record, self.ledger.pending):
             self._save()
-        return True
+
+    def _undo_boundary(self) -> None:
+        if self.before is not None:
+            (self.state, self.record), self.before = self.before, None
+            self.left = setup.window_left(self.state, self.window)
 
     def _ends(self) -> str | None:
         return self.ending or limit_reached(self.config, self.record)
@@ -326,7 +334,7 @@ class Run:
             self.saver.wait()
 
     def _save_what_is_done(self) -> None:
-        self.record = self.unscored or self.record
+        self._undo_boundary()
         self.record, lines = self.ledger.settle(self.record, self.state, wait=True)
         self._save(wait=True)
         for line in lines:

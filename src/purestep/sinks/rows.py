@@ -109,7 +109,6 @@ class Rows(ABC):
         self.path = path
         self._file: TextIO | None = None
         self._last: dict[str, int] = {}  # kind -> step of its last row in this run
-        self._before: set[tuple[Any, ...]] = set()  # the rows of the run before it was interrupted
         self._whole = True  # False after a failed write: there may be half a row at the end
 
     @abstractmethod
@@ -144,7 +143,7 @@ class Rows(ABC):
 
     def _begin(self, event: FitStart) -> None:
         self.close()
-        self._last, self._before = {}, set()
+        self._last = {}
         if not event.resumed:
             set_aside(self.path)
             self._write([])
@@ -152,14 +151,15 @@ class Rows(ABC):
         found = self._read()
         if not found:
             set_aside(self.path)  # no file of ours
-        rows = [row for row in found if row["step"] <= event.updates]
-        self._write(rows)
-        self._before = {_key(row) for row in rows}
+        # A row of the history may have been written, and the run killed before its snapshot: then it comes again.
+        # Steps do not tell: two rows have the same one where the window between them was dropped.
+        epochs = count(1)
+        known = max(map(len, event.history.values()), default=0)
+        kept = [row for row in found if row["step"] <= event.updates]
+        self._write([row for row in kept if row["kind"] != "epoch" or next(epochs) <= known])
 
     def _add(self, row: Row) -> None:
         kind, step = row["kind"], row["step"]
-        if _key(row) in self._before:
-            return  # written before the run was interrupted
         if step < self._last.get(kind, -1):  # the run has gone back: what followed has not been
             self._write([old for old in self._read() if old["step"] < step])
         line = self._line(row) if self._whole else None
@@ -189,10 +189,6 @@ class Rows(ABC):
         finally:
             write_bytes(self.path, self._text(rows).encode())
         self._whole = True
-
-
-def _key(row: Row) -> tuple[Any, ...]:
-    return row["kind"], row["step"], row.get("epoch")
 
 
 class _JsonLines(Rows):
