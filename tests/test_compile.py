@@ -23,7 +23,7 @@ import purestep as ps
 from purestep import compile as compile_
 from purestep import optim, tree
 from purestep.compile import graphs
-from purestep.errors import ConfigError, StateError, StepContractError
+from purestep.errors import ConfigError, DataError, StateError, StepContractError
 from purestep.types import Mean, Program, TrainState
 
 CRITERION = nn.CrossEntropyLoss()
@@ -819,6 +819,16 @@ def test_a_batch_that_cannot_be_trained_on_is_no_size() -> None:
         for rows in (5, 4, 3):
             state, _ = step(state, vector_batch(rows))
         assert dynamo_graphs() == 1
+
+
+@pytest.mark.compile
+def test_a_batch_that_the_step_refuses_is_told_as_in_eager_by_the_graph_for_every_size() -> None:
+    program = mlp(microbatches=4)
+    step, state = compiled(program.train_step), program.init()
+    for rows in (8, 16, 12):
+        state, _ = step(state, vector_batch(rows))
+    with pytest.raises(DataError, match="has 3 rows, too few for 4 micro-batches"):
+        step(state, vector_batch(3))
 
 
 @pytest.mark.compile

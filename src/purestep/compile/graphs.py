@@ -148,7 +148,7 @@ class Graphs:
         except Exception:  # whatever stops Dynamo: a graph a size does the same work
             return None
         self.count += 1
-        return graph
+        return graph._replace(run=_checked(graph.run, core))
 
     def _traced(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
         where = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -195,6 +195,20 @@ class Graphs:
     def _dynamo(self, core: Any) -> Graph:
         run = capture_.dynamo(core, backend=self.options.backend, options=self.options.options)
         return Graph(run, draws=True)
+
+
+def _checked(run: Callable[..., Any], core: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, and where Dynamo stops at a check of the step's (a batch too short for its parts), what that says."""
+
+    def call(tensors: list[Tensor], leaves: list[Any]) -> Any:
+        try:
+            return run(tensors, leaves)
+        except Exception as error:
+            if capture_.stopped(error):
+                capture_.rehearse(core, tensors, leaves)
+            raise
+
+    return call
 
 
 def _try_out(graph: Graph, tensors: list[Tensor], leaves: list[Any]) -> None:
