@@ -257,7 +257,8 @@ def _names(module: nn.Module, objective: nn.Module | None) -> Names:
             hint="rename the submodule 'objective'",
         )
     parameters, buffers = _parameters(module, objective), _buffers(module, objective)
-    check(_modules(module, objective), parameters, buffers)
+    modules = _modules(module, objective)
+    check(modules, parameters, buffers)
     found = _first(parameters)
     params = tuple(name for name, parameter in found.items() if parameter.requires_grad)
     if not params:
@@ -273,7 +274,7 @@ def _names(module: nn.Module, objective: nn.Module | None) -> Names:
     kept = tuple(_first(buffers))
     together = {name for pair in overlaps(dict(parameters), dict(buffers)) for name in pair}
     shared = tuple(name for name in kept if name in together)
-    attributes, nothing = _attributes(module, objective, ties), empty(_modules(module, objective))
+    attributes, nothing = _attributes(module, objective, ties), empty(modules)
     return Names(params, frozen, kept, persistent, saved, attributes, shared, nothing)
 
 

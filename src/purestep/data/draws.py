@@ -24,12 +24,12 @@ from .. import rng
 EVERY = frozenset({"torch", "numpy", "python"})
 """The three generators."""
 
-
-_NONE: Mapping[str, Any] = MappingProxyType({})
+NONE: Mapping[str, Any] = MappingProxyType({})
+"""What `own` finds where there is nothing."""
 
 
 @contextmanager
-def scoped(number: int, more: Mapping[str, Any] = _NONE) -> Generator[None]:
+def scoped(number: int, more: Mapping[str, Any] = NONE) -> Generator[None]:
     """Draw from ``number``, and leave the three generators as they were (20 us).
 
     Args:

@@ -8,7 +8,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 from ..errors import DataError
@@ -79,7 +78,7 @@ class IterableFeed(Feed):
 
 
 def _scoped(
-    iterator: Iterator[Batch], seed: int, start: int = 0, own: Mapping[str, Any] = MappingProxyType({})
+    iterator: Iterator[Batch], seed: int, start: int = 0, own: Mapping[str, Any] = draws.NONE
 ) -> Iterator[Batch]:
     """Each batch is drawn under a seed of its own: where an epoch is entered, no random stream has to be put back."""
     for number in itertools.count(start):

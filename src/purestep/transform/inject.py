@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import tree
 from ..errors import ConfigError
 from ..types import Empty, Labels, Params, Tree
 from .arithmetic import Schedule, rate_at, zero_count
@@ -95,17 +96,10 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], given: d
 
 def _check_may_be_made_anew(inner: Tree) -> None:
     """Every update calls the factory with the leaves as they are then, so what it makes must be cheap to make."""
-    for node in _nodes(inner):
-        cure = getattr(node, "cure_for_inject", None)
+    for part in tree.flatten(inner, is_leaf=lambda node: hasattr(node, "cure_for_inject"))[0]:
+        cure = getattr(part, "cure_for_inject", None)
         if cure is not None:
             raise ConfigError("the factory makes an optimizer of torch's, in every update", where="inject", hint=cure)
-
-
-def _nodes(tree: Tree) -> Iterator[Any]:
-    yield tree
-    if isinstance(tree, tuple | dict):
-        for part in tree.values() if isinstance(tree, dict) else tree:  # pyright: ignore[reportUnknownVariableType]
-            yield from _nodes(part)
 
 
 def _leaf(value: Any, count: Tensor) -> Tensor:
