@@ -342,6 +342,78 @@ class TestTheModuleIsATemplate:
         assert state.params["0.weight"].eq(7).all()
 
 
+def wrap(part: nn.Module) -> Any:
+    return torch.compile(part, backend="aot_eager")
+
+
+def nested() -> nn.Module:
+    inner = tiny_convnet()
+    inner[0] = wrap(inner[0])
+    return wrap(nn.Sequential(wrap(inner), nn.Identity()))
+
+
+def in_place() -> nn.Module:
+    net = tiny_convnet()
+    net.compile(backend="aot_eager")
+    return net
+
+
+class UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = tiny_convnet()
+        self.again = wrap(self.net[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + 0 * self.again(torch.ones(2, 4, 1, 1)).sum()
+
+
+class TestModulesThatWentThroughTorchCompile:
+    """A step is compiled whole, so the wrappers are left out; the names are those of the model."""
+
+    @pytest.mark.parametrize("capture", ["eager", "trace", "dynamo"])
+    @pytest.mark.parametrize("make", [lambda: wrap(tiny_convnet()), nested, in_place], ids=["root", "nested", "in-place"])
+    def test_they_train_as_the_plain_one(self, make: Any, capture: str):
+        whole = program(make())
+        step = whole.train_step
+        if capture != "eager":
+            step = ps.compile_step(step, capture=capture, backend="aot_eager")
+        state = whole.init(device="cpu")
+        assert not [name for name in (*state.params, *state.buffers) if "_orig_mod" in name]
+        for batch in [image_batch()] * 2:
+            state, _ = step(state, batch)
+        plain = trained(program(tiny_convnet()), [image_batch()] * 2)
+        for mine, theirs in ((state.params, plain.params), (state.buffers, plain.buffers)):
+            assert_trees_close(list(mine.values()), list(theirs.values()), rtol=1e-5, atol=1e-6)
+
+    def test_a_part_that_is_used_plain_too_is_one(self):
+        state = trained(program(UsedTwice()), [image_batch()])
+        assert int(state.buffers["net.1.num_batches_tracked"]) == 2
+        assert not [name for name in state.params if name.startswith("again")]
+
+    def test_masks_have_the_names_of_the_model(self):
+        net = nn.Sequential(wrap(nn.Linear(2, 3)), nn.LayerNorm(3))
+        assert optim.decay_mask(net) == {"0.weight": True, "0.bias": False, "1.weight": False, "1.bias": False}
+        assert set(optim.muon_labels(net)) == set(optim.decay_mask(net))
+
+    def test_weights_go_back_into_them(self):
+        net = wrap(tiny_convnet())
+        state = trained(program(net), [image_batch()])
+        ps.load_into(net, state)
+        assert_trees_close(dict(net._orig_mod.state_dict()), {**state.params, **state.buffers}, exact=True)
+
+    def test_they_are_not_changed(self):
+        net = nested()
+        names = list(net.state_dict())
+        trained(program(net), [image_batch()])
+        assert list(net.state_dict()) == names
+
+    def test_a_criterion(self):
+        chosen = program(tiny_mlp(), ps.supervised(wrap(nn.CrossEntropyLoss(weight=torch.ones(3)))))
+        assert list(chosen.init(device="cpu").buffers) == ["objective.weight"]
+        trained(chosen, BATCHES)
+
+
 class Clamped(nn.Linear):
     """Keeps its weights in bounds in the forward pass, in one of the ways that a loop with a module allows."""
 

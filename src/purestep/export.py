@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .ema import view as view_of
 from .errors import ConfigError, Mismatch
 from .files import replacing, write_failed
+from .hollow import uncompiled
 from .model import OBJECTIVE
 from .types import Params, Program, TrainState
 
@@ -148,6 +149,7 @@ def load_into(module: nn.Module, state: TrainState, view: str = "params") -> Non
     shown = view_of(state, view)
     stored = {**shown.params, **shown.frozen, **shown.buffers}
     stored = {name: value for name, value in stored.items() if not name.startswith(OBJECTIVE)}
+    module = uncompiled(module)  # of the same tensors
     own: Params = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     lines = _differences(stored, own)
     if lines:

@@ -18,14 +18,29 @@ Named = Iterable[tuple[str, Tensor]]
 """Of every name a tensor goes by, tied ones under each."""
 
 
-def hollow(module: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers have no memory; ties are kept.
+_WRAPPED = "_orig_mod"
+"""The attribute under which `torch.compile` keeps the module that it was given, and the prefix of its names."""
 
-    Raises:
-        StateError: what cannot be copied; an attribute that leads to other weights than those of a state.
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module without the wrappers of `torch.compile`: a step is compiled whole, and its names are the model's.
+
+    Returns:
+        The module itself where no part of it is wrapped; else a copy of its structure with the same parameters and
+        buffers. `module.compile()` wraps nothing: copies leave it out.
     """
+    wrapped = [part for part in module.modules() if isinstance(part._modules.get(_WRAPPED), nn.Module)]
+    if not wrapped:
+        return module
+    memo: dict[int, Any] = {id(each): each for each in (*module.parameters(), *module.buffers())}
+    for part in reversed(wrapped):  # the innermost first: one inside another is copied with it
+        memo[id(part)] = _copied(part._modules[_WRAPPED], memo)
+    return _copied(module, memo)
+
+
+def _copied(module: Any, memo: dict[int, Any]) -> Any:
     try:
-        made = without_weights(module)
+        return copy.deepcopy(module, memo)
     except (RuntimeError, TypeError) as error:
         raise StateError(
             f"the module cannot be copied: {error}",
@@ -33,6 +48,15 @@ def hollow(module: nn.Module) -> nn.Module:
             hint="keep only parameters, buffers and plain values as attributes "
             "(torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm)",
         ) from error
+
+
+def hollow(module: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers have no memory; ties are kept.
+
+    Raises:
+        StateError: what cannot be copied; an attribute that leads to other weights than those of a state.
+    """
+    made = without_weights(module)
     kept = set(map(id, module.modules()))
     for name, part in made.named_modules():
         if id(part) in kept:
@@ -57,7 +81,7 @@ def without_weights(module: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(module, memo)
+    return _copied(module, memo)
 
 
 def _left_where_they_are() -> None:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from . import writes
-from .errors import ConfigError, StateError
-from .hollow import Named, check, empty, hollow, overlaps, without_weights
+from . import tree, writes
+from .errors import ConfigError, StateError, StepContractError
+from .hollow import Named, check, empty, hollow, overlaps, uncompiled, without_weights
 from .types import Params
 
 _Found = TypeVar("_Found")
@@ -96,10 +96,18 @@ class Bound:
         return self._run("model", method, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        cure = ""
-        if not name.startswith("_") and hasattr(self.module, name):
-            cure = f" (cure: model.call({name!r}, ...), which has the weights; model.module.{name} has none)"
-        raise AttributeError(f"the bound model has no attribute {name!r}{cure}")
+        cure = "" if name.startswith("_") else self._cure(name, getattr(self.module, name, None))
+        raise AttributeError(f"the bound model has no attribute {name!r}{cure and f' (cure: {cure})'}")
+
+    def _cure(self, name: str, found: Any) -> str:
+        if name in self._names.params or name in self._names.frozen or name in self._names.buffers:
+            group = next(each for each in ("params", "frozen", "buffers") if name in getattr(self._names, each))
+            return f"model.{group}[{name!r}]"
+        if callable(found):
+            return f"model.call({name!r}, ...), which has the weights; model.module.{name} has none"
+        if any(isinstance(leaf, Tensor) for leaf in tree.leaves(found)):
+            return f"return it from forward, or from a method that model.call runs: a pure call leaves no {name} behind"
+        return "" if found is None else f"model.module.{name}"
 
     def objective(self, *args: Any, **kwargs: Any) -> Any:
         """The objective's own module (a criterion with parameters or buffers)."""
@@ -152,6 +160,9 @@ class Bound:
         def call() -> Any:
             owner = getattr(self._module, target)
             found = owner if method == "__call__" else operator.attrgetter(method)(owner)
+            if not callable(found):
+                cure = f"add a method that returns it: def read_{method.rpartition('.')[2]}(self, ...)"
+                raise StepContractError(f"is a {type(found).__name__}, not a method", where=method, hint=cure)
             output = found(*args, **kwargs)
             # Read here, while the tensors are swapped in: a buffer may have been assigned anew instead of written to.
             written = {name: _attribute(self._module, _inner(name)) for name in self._names.buffers}
@@ -195,6 +206,7 @@ def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval
         StateError: parameters that are integer, complex or lazy, or a module that cannot be copied.
         ConfigError: a pattern of ``keep_eval`` that matches no submodule.
     """
+    module, objective = uncompiled(module), None if objective is None else uncompiled(objective)
     names = _names(module, objective)
     train = _Dispatch(hollow(module), None if objective is None else hollow(objective))
     evaluation = without_weights(train)  # which has been looked at
@@ -214,6 +226,7 @@ def bind(
 
 def tensors(module: nn.Module, objective: nn.Module | None = None) -> tuple[Params, Params, Params]:
     """``(params, frozen, buffers)`` of a module as they are now, by name, tied ones once, not copied."""
+    module, objective = uncompiled(module), None if objective is None else uncompiled(objective)
     params: Params = {}
     frozen: Params = {}
     for name, parameter in _first(_parameters(module, objective)).items():

@@ -196,11 +196,26 @@ def _looked(error: BaseException) -> DataDependent:
     """What to do about a look at a value, which may be one of torch's own."""
     met, (place, layer) = str(error).strip().partition("\n")[0], _where(error)
     cure = "torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing"
+    if own := _function_of_torch(error):
+        cure = f"the step itself, in eager mode: torch's own {own} looks at it; or write {own} without that check"
     if "_ctc_loss" in met:
         cure = "the step itself, in eager mode: torch's ctc_loss reads its lengths on the host, tensors or not"
     if getattr(layer, "momentum", 0) is None and hasattr(layer, "num_batches_tracked"):
         cure = f"{type(layer).__name__}(..., momentum=0.1): momentum=None divides by a count of batches on the host"
     return DataDependent(f"the step looks at the value of a tensor: {met}", where=place, hint=cure)
+
+
+def _function_of_torch(error: BaseException) -> str:
+    """The function of torch.nn.functional that looked, where no line of the user's is below it."""
+    found, step = "", error.__traceback__
+    while step is not None:
+        name, function = step.tb_frame.f_code.co_filename, step.tb_frame.f_code.co_name
+        if name == torch.nn.functional.__file__:
+            found = found or function
+        elif not name.startswith(_LIBRARIES):
+            found = ""
+        step = step.tb_next
+    return found
 
 
 def _where(error: BaseException) -> tuple[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import ConfigError
+from ..hollow import uncompiled
 from ..transform import (
     NEWTON_SCHULZ,
     Adjust,
@@ -201,6 +202,7 @@ def muon_labels(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[str
         >>> muon_labels(torch.nn.Linear(2, 2))
         {'weight': 'muon', 'bias': 'adamw'}
     """
+    model = uncompiled(model)
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     rest = {id(module.weight) for module in model.modules() if isinstance(module, tables)}
     named = dict(model.named_parameters(remove_duplicate=False))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from ..errors import ConfigError, StateError
+from ..hollow import uncompiled
 from ..types import Empty, Labels, Params, Tree
 from .base import Transform, stateless
 
@@ -233,6 +234,7 @@ def decay_mask(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[str,
         >>> decay_mask(net)
         {'0.weight': True, '0.bias': False, '1.weight': False, '1.bias': False}
     """
+    model = uncompiled(model)
     mask: dict[str, bool] = {}
     words: dict[int, set[str]] = {}  # of one parameter, whatever it is called: names and their parts
     named: dict[str, set[str]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -34,14 +35,14 @@ def inject(
     itself: ``b2=0.999`` leaves ``1 - b2`` off by 1.3e-5, which a float64 run shows.
 
     Args:
-        factory: a function of keyword arguments that gives a transform, such as ``optim.adamw``.
+        factory: a function that returns a transform, such as ``optim.adamw``; its arguments have names.
         static: arguments that are passed on as they are, besides bools, ints, strings, None and the like.
 
     Returns:
-        A function of the factory's keyword arguments; every one given as float, 0-d tensor or schedule is a leaf.
+        A function of the factory's arguments; every one given as float, 0-d tensor or schedule is a leaf.
 
     Raises:
-        ConfigError: at init, where one of torch's own optimizers is among what the factory makes.
+        ConfigError: positional arguments that have no name in the factory's signature; at init, where one of torch's own optimizers is among what the factory makes.
 
     Example:
         >>> from purestep.transform import scale_by_learning_rate
@@ -52,12 +53,29 @@ def inject(
         -0.25
     """
 
-    def build(**arguments: Any) -> Transform:
+    def build(*positional: Any, **named: Any) -> Transform:
+        arguments = _by_name(factory, positional, named) if positional else named
         fixed = {name: value for name, value in arguments.items() if name in static or not _is_injected(value)}
         given = {name: value for name, value in arguments.items() if name not in fixed}
         return _injected(factory, fixed, given)
 
     return build
+
+
+def _by_name(factory: Callable[..., Transform], positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by the names that they have in the factory's signature."""
+    name = getattr(factory, "__name__", type(factory).__name__)
+    try:
+        signature = inspect.signature(factory)
+        found = signature.bind_partial(*positional).arguments
+    except (TypeError, ValueError) as error:
+        hint = "pass arguments by name: inject(optim.adamw)(learning_rate=0.1)"
+        raise ConfigError(f"cannot name its {len(positional)} positional arguments: {error}", where=name, hint=hint) from error
+    unnamed = [key for key in found if signature.parameters[key].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    for key in (*unnamed, *(key for key in found if key in named)):
+        how = "by position and by name" if key in named else "by position, and has no name"
+        raise ConfigError(f"{key} is given {how}", where=name, hint="pass each argument by name, once")
+    return {**found, **named}
 
 
 def _is_injected(value: Any) -> bool:
