@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import purestep as ps
 from purestep import compile as compile_
 from purestep import optim, tree
-from purestep.compile import graphs
+from purestep.compile import graphs, guards
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
 from purestep.types import Mean, Program, TrainState
 
@@ -804,7 +804,7 @@ def test_a_batch_may_be_a_list_or_a_tuple_and_one_follow_the_other(donate: bool)
 
 @pytest.mark.compile
 def test_a_batch_that_cannot_be_trained_on_is_no_size() -> None:
-    """Of two good sizes each has a graph of its own, traced; of the third on there is one for all."""
+    """Each of two good sizes has a graph; from the third on, one graph serves all. All of them are traced."""
     program = mlp()
     step, state = compiled(program.train_step), program.init()
     wrong = torch.ones(8, 5), torch.zeros(8, dtype=torch.int64)
@@ -818,7 +818,8 @@ def test_a_batch_that_cannot_be_trained_on_is_no_size() -> None:
             step(state, wrong)
         for rows in (5, 4, 3):
             state, _ = step(state, vector_batch(rows))
-        assert dynamo_graphs() == 1
+        assert dynamo_graphs() == 0
+    assert step.graphs == 6  # three of them were refused
 
 
 @pytest.mark.compile
@@ -889,9 +890,10 @@ def test_what_tries_a_graph_out_leaves_the_callers_random_numbers_alone(monkeypa
     monkeypatch.setattr(made, "_dynamo", lambda core: tried)
     tensors = [torch.ones(2), torch.ones(2, device="meta")]
     monkeypatch.setattr("purestep.compile.capture.trace", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("purestep.compile.capture.trace_sizes", lambda *_, **__: 1 / 0)
     made._traced(None, [], tensors)
-    made._for_all_sizes(None, [torch.ones(3)], tensors, [torch.Size([2])])
-    assert devices == [torch.device("meta")] * 2
+    made._for_all_sizes(None, [torch.ones(3)], tensors, [[(2,)]], [(True,)])
+    assert devices == [torch.device("meta")] * 3  # Dynamo's graph for all sizes is tried on two sizes
 
 
 @pytest.mark.compile
@@ -1090,14 +1092,14 @@ def test_which_leaves_are_alike(private: bool, monkeypatch: pytest.MonkeyPatch) 
     if not private:
         monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", ModuleType("another torch"))
     leaf, labels = torch.randn(4, 6), torch.arange(4)
-    alike = graphs.alike([leaf, labels])
+    alike = guards.alike([leaf, labels])
     assert isinstance(alike, partial) != private
     assert alike(torch.randn(9, 6)[5:], labels.clone())
     with torch.no_grad():
         assert alike(leaf, labels)
     found = {name: alike(other, labels) for name, other in unlike(leaf).items()}
     assert found == dict.fromkeys(found, False)
-    assert isinstance(graphs.alike([3.0]), partial)
+    assert isinstance(guards.alike([3.0]), partial)
 
 
 NORMED = "1.running_mean"

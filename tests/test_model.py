@@ -372,7 +372,9 @@ class TestModulesThatWentThroughTorchCompile:
     """A step is compiled whole, so the wrappers are left out; the names are those of the model."""
 
     @pytest.mark.parametrize("capture", ["eager", "trace", "dynamo"])
-    @pytest.mark.parametrize("make", [lambda: wrap(tiny_convnet()), nested, in_place], ids=["root", "nested", "in-place"])
+    @pytest.mark.parametrize(
+        "make", [lambda: wrap(tiny_convnet()), nested, in_place], ids=["root", "nested", "in-place"]
+    )
     def test_they_train_as_the_plain_one(self, make: Any, capture: str):
         whole = program(make())
         step = whole.train_step

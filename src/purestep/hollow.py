@@ -29,12 +29,12 @@ def uncompiled(module: nn.Module) -> nn.Module:
         The module itself where no part of it is wrapped; else a copy of its structure with the same parameters and
         buffers. `module.compile()` wraps nothing: copies leave it out.
     """
-    wrapped = [part for part in module.modules() if isinstance(part._modules.get(_WRAPPED), nn.Module)]
+    wrapped = [part for part in module.modules() if isinstance(getattr(part, _WRAPPED, None), nn.Module)]
     if not wrapped:
         return module
     memo: dict[int, Any] = {id(each): each for each in (*module.parameters(), *module.buffers())}
     for part in reversed(wrapped):  # the innermost first: one inside another is copied with it
-        memo[id(part)] = _copied(part._modules[_WRAPPED], memo)
+        memo[id(part)] = _copied(getattr(part, _WRAPPED), memo)
     return _copied(module, memo)
 
 

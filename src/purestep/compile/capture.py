@@ -11,14 +11,14 @@ import importlib
 import types
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from .. import rng
 from ..errors import ConfigError, PurestepError, StepContractError
-from . import native, passes, recording, sources
+from . import native, passes, recording, sizes, sources
 from .alone import with_compiler
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -58,6 +58,45 @@ def trace(
     if core._is_any_autocast_enabled():  # and will be in every call of this graph
         return _below_autocast(run), draws
     return run, draws
+
+
+def trace_sizes(
+    function: Flat,
+    inputs: list[Tensor],
+    leaves: list[Tensor],
+    dims: sizes.Varying,
+    *,
+    backend: Any,
+    options: Mapping[str, Any] | None,
+) -> tuple[native.Compiled, bool, Callable[[list[Tensor]], bool]] | None:
+    """One graph for batches of many sizes, whether it draws, and whether it serves given tensors of a batch.
+
+    Args:
+        function: of ``inputs`` and then ``leaves``; as for `trace`.
+        inputs: tensors of the state.
+        leaves: tensors of a batch, every varying size at least 2.
+        dims: which dimensions of each leaf vary.
+        backend: as for `trace`.
+        options: the same.
+
+    Returns:
+        None where a size that varies became a constant.
+    """
+    from torch._guards import TracingContext, tracing
+
+    if not isinstance(backend, str):  # one of the user's own is given real tensors
+        return None
+    with with_compiler():
+        symbols = sizes.Symbols(_each_its_own(inputs), _each_its_own(leaves), dims)
+        with rng.capturing(), torch.no_grad(), native.no_recurrent_kernel(), symbols.mode:
+            graph = passes.finished(passes.views_allowed(_traced(_recorded(function), symbols.fakes, "real")))
+        if not symbols.vary():
+            return None
+        draws = passes.draws(graph)
+        with recording.below_autocast(), tracing(TracingContext(symbols.mode)):
+            run = _lowered(graph, symbols.fakes, backend, options, shapes="from_tracing_context")
+        core: Any = importlib.import_module("torch._C")
+        return _below_autocast(run) if core._is_any_autocast_enabled() else run, draws, symbols.fits()
 
 
 def _made(
@@ -132,11 +171,11 @@ def _recorded(function: Flat) -> Flat:
     return run
 
 
-def _traced(function: Flat, inputs: list[Tensor]) -> GraphModule:
+def _traced(function: Flat, inputs: list[Tensor], mode: Literal["fake", "real"] = "fake") -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Constants that a step closes over (tables, masks) are real tensors beside fake ones.
-    return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    return make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
 
 
 def rehearse(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> None:
@@ -169,7 +208,11 @@ def _data_dependent() -> tuple[type[BaseException], ...]:
 
 
 def _lowered(
-    graph: GraphModule, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None
+    graph: GraphModule,
+    inputs: list[Tensor],
+    backend: Any,
+    options: Mapping[str, Any] | None,
+    shapes: str = "from_example_inputs",
 ) -> native.Compiled:
     if backend in ("eager", "aot_eager"):
         return _unpacking(graph)
@@ -178,7 +221,7 @@ def _lowered(
     # Documented, not yet public; torch.compile stands behind it.
     inductor: Any = importlib.import_module("torch._inductor")
     chosen = {"config_patches": sources.as_option(options or {})}
-    made = inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=chosen)
+    made = inductor.standalone_compile(graph, inputs, dynamic_shapes=shapes, options=chosen)
     return native.on_threads(_unpacking(made), torch.get_num_threads())
 
 
@@ -249,16 +292,6 @@ def dynamo(function: types.FunctionType, *, backend: Any, options: Mapping[str, 
 def stopped(error: BaseException) -> bool:
     """Whether this is Dynamo's word that it cannot capture a function."""
     return any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__)
-
-
-def mark_sizes(leaves: list[Any], first: tuple[Any, ...]) -> None:
-    """Tell Dynamo which sizes of a batch vary, so that its next graph serves all of them."""
-    dynamo_: Any = importlib.import_module("torch._dynamo")
-    for leaf, shape in zip(leaves, first, strict=True):
-        if isinstance(leaf, Tensor):
-            for dim in range(leaf.dim()):
-                if leaf.shape[dim] != shape[dim]:
-                    dynamo_.maybe_mark_dynamic(leaf, dim)
 
 
 def check(capture: str) -> None:

@@ -13,7 +13,9 @@ from ..types import Empty, Metrics, TrainState
 from . import live as live_
 from . import skeleton, standing
 from .contract import tensors_alone
-from .graphs import Graphs, Options, check_untransformed, kinds, resolved, unstacked
+from .graphs import Graphs, Options
+from .guards import check_untransformed, kinds, resolved
+from .outputs import unstacked
 from .runner import batch_leaves
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import modes, rng, tree
-from ..errors import PurestepError, StepContractError
-from ..types import Mean, Metrics
+from .. import rng, tree
+from ..errors import PurestepError
 from . import capture as capture_
 from . import live as live_
+from . import outputs as outputs_
+from . import sizes as sizes_
 from .alone import alone
+from .guards import kinds, ranks
 
 
 class Options(NamedTuple):
@@ -32,23 +35,6 @@ class Graph(NamedTuple):
 
     run: Callable[[list[Tensor], list[Any]], Any]
     draws: bool
-
-
-class Stacked(NamedTuple):
-    """Metrics as a graph returns them, in one vector: to a small step, a tensor a number is a tenth of its time."""
-
-    numbers: Tensor  # shape=(n,), float32
-    columns: tuple[tuple[str, int, int], ...]  # name, where its total and its weight are; one object for all calls
-
-    def metrics(self) -> Metrics:
-        """The same as a dict of Means."""
-        values, make = self.numbers.unbind(), tuple.__new__  # half the time of calling Mean
-        return {name: make(Mean, (values[total], values[weight])) for name, total, weight in self.columns}
-
-
-def unstacked(metrics: Metrics | Stacked) -> Metrics:
-    """A dict of Means, whichever it is."""
-    return metrics.metrics() if type(metrics) is Stacked else cast(Metrics, metrics)
 
 
 class Surroundings:
@@ -72,11 +58,33 @@ class Surroundings:
         return told
 
 
+class _AllSizes(NamedTuple):
+    """One graph for batches of many sizes."""
+
+    graph: Graph
+    fits: Callable[[list[Tensor], list[Any]], bool]  # (state's tensors, batch leaves) -> whether it serves them
+
+
+class _Family:
+    """Batches of one structure, whatever their sizes."""
+
+    def __init__(self) -> None:
+        self.seen: list[sizes_.Shapes] = []
+        self.exact: list[Any] = []  # keys of graphs of one size, the oldest first
+        self.general: _AllSizes | None = None
+        self.tried: sizes_.Varying | None = None  # the dimensions of the last attempt at a graph for all sizes
+
+
+_MOST = 64
+"""Graphs of one size each that a family keeps; the oldest one goes when another is made."""
+
+
 class Graphs:
     """The graphs of one step, by structure and by the shapes of the batch.
 
-    The first two sizes of a batch (an epoch's batches, and its last one) get a graph each; from the third on, one
-    graph for every size is made. Where Dynamo cannot make that one, each size keeps a graph of its own.
+    The first two sizes of a batch (an epoch's batches, and its last one) get a graph each. The third size makes one
+    graph for every size; it is made again when another dimension begins to vary. Sizes that it does not serve (its
+    guards say which) get a graph each, at most `_MOST` at a time.
     """
 
     def __init__(self, options: Options) -> None:
@@ -85,8 +93,7 @@ class Graphs:
         self.surroundings = Surroundings()
         self.slots: dict[Any, live_.Slots] = {}
         self._exact: dict[Any, Graph] = {}
-        self._seen: dict[Any, list[Any]] = {}  # structure, dtypes and ranks -> the shapes seen
-        self._sizes: dict[Any, Graph | None] = {}  # the same -> one graph for every other size; None: there is none
+        self._families: dict[Any, _Family] = {}  # structure, dtypes and ranks -> the sizes met
 
     def find(
         self, structure: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Callable[..., Any]]
@@ -103,27 +110,49 @@ class Graphs:
         known = self._exact.get(exact)
         if known is not None:
             return known
-        family = (exact[0], _ranks(leaves))
-        known = self._sizes.get(family)
+        family = self._families.setdefault((exact[0], ranks(leaves)), _Family())
+        known = self._served(exact, family, tensors, leaves)
         if known is not None:
             return known
         with alone():  # another thread may have made it by now
-            return self._exact.get(exact) or self._sizes.get(family) or self._new(exact, family, leaves, tensors, build)
+            known = self._exact.get(exact) or self._served(exact, family, tensors, leaves)
+            return known or self._new(exact, family, leaves, tensors, build)
+
+    def _served(self, exact: Any, family: _Family, tensors: list[Tensor], leaves: list[Any]) -> Graph | None:
+        general = family.general
+        if general is None or not general.fits(tensors, leaves):
+            return None
+        self._exact[exact] = general.graph
+        return general.graph
 
     def _new(
-        self, exact: Any, family: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]
+        self, exact: Any, family: _Family, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]
     ) -> Graph:
-        seen = self._seen.setdefault(family, [])
-        is_third = len(seen) >= 2 and family not in self._sizes
-        general = self._for_all_sizes(build(), leaves, tensors, seen[0]) if is_third else None
-        if general is not None:
-            self._sizes[family] = general
-            return general
-        graph = self._exact[exact] = self._make(build(), leaves, tensors)
+        shapes = sizes_.shapes(leaves)
+        varying = sizes_.varying([*family.seen, shapes])
+        example = sizes_.example(leaves, family.seen, varying) if len(family.seen) >= 2 else None
+        is_tried = example is not None and varying != family.tried
+        general = self._for_all_sizes(build(), example, tensors, family.seen, varying) if example and is_tried else None
+        if general is not None and general.fits(tensors, leaves):
+            graph = general.graph
+        else:
+            graph = self._make(build(), leaves, tensors)
+            family.exact.append(exact)
         # Here it is known that the batch can be trained on: one that cannot is no size, and says nothing of others.
-        seen.append([leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves])
-        if is_third:
-            self._sizes[family] = None
+        self._exact[exact] = graph
+        family.seen = [*family.seen, shapes][-_MOST:]
+        family.general = general or family.general
+        if is_tried:
+            family.tried = varying
+        if is_tried and general is None:
+            warnings.warn(
+                f"{len(family.seen)} sizes of batches, and no one graph serves them all: each size is compiled for "
+                "itself (cure: pad the batches to a few sizes)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        if len(family.exact) > _MOST:
+            self._exact.pop(family.exact.pop(0), None)
         return graph
 
     def _make(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
@@ -139,32 +168,59 @@ class Graphs:
         told, but = "torch.compile cannot capture it", "TorchRuntimeError"
         return graph._replace(run=_or_refuse(graph.run, told, hint="capture='trace'", but=but))
 
-    def _for_all_sizes(self, core: Any, leaves: list[Any], tensors: list[Tensor], first: Any) -> Graph | None:
-        """One graph for batches of any size, tried out on copies of the buffers."""
-        capture_.mark_sizes(leaves, first)
+    def _for_all_sizes(
+        self,
+        core: Any,
+        example: list[Any],
+        tensors: list[Tensor],
+        seen: list[sizes_.Shapes],
+        varying: sizes_.Varying,
+    ) -> _AllSizes | None:
+        """One graph for batches of any size; None where there is none. The traced one has the draws of an eager step,
+        and its guards are known; Dynamo's may specialize without a word, so it is tried on a second size."""
+        if self.options.backend == "inductor":
+            _check_layouts(example)
+        if self.options.capture != "dynamo":
+            try:
+                made = self._traced_for_all(core, example, tensors, varying)
+            except Exception:  # the size of a tensor as a number of Python's, a branch on a value: Dynamo may know
+                made = None
+            if made is not None:
+                return made
+        sizes_.mark(example, varying)
         graph = self._dynamo(core)
         try:
-            _try_out(graph, tensors, leaves)
+            _try_out(graph, tensors, example)
         except Exception:  # whatever stops Dynamo: a graph a size does the same work
             return None
+        graph = graph._replace(run=_checked(graph.run, core))
+        other = next(shapes for shapes in seen if shapes != sizes_.shapes(example))
+        if not _serves(graph, tensors, sizes_.like(example, other)):
+            return None
         self.count += 1
-        return graph._replace(run=_checked(graph.run, core))
+        return _AllSizes(graph, functools.partial(_serves, graph))
+
+    def _traced_for_all(
+        self, core: Any, example: list[Any], tensors: list[Tensor], varying: sizes_.Varying
+    ) -> _AllSizes | None:
+        flat, where, found = _flat(core, example, len(tensors))
+        made = capture_.trace_sizes(
+            flat,
+            tensors,
+            [example[index] for index in where],
+            [varying[index] for index in where],
+            backend=self.options.backend,
+            options=self.options.options,
+        )
+        if made is None:
+            return None
+        run, draws, fits = made
+        self.count += 1
+        graph = Graph(_caller(run, where, len(example), *found), draws)
+        return _AllSizes(graph, lambda _, batch: fits([batch[index] for index in where]))
 
     def _traced(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
-        where = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        found: list[Any] = []
-
-        def flat(*inputs: Tensor) -> list[Tensor]:
-            batch = list(leaves)
-            for index, leaf in zip(where, inputs[len(tensors) :], strict=True):
-                batch[index] = leaf
-            outputs, treedef = tree.flatten(core(list(inputs[: len(tensors)]), batch))
-            stacked = _numbers(outputs)
-            found[:] = [treedef, stacked]
-            scalars = [leaf for leaf, one in zip(outputs, stacked, strict=True) if one]
-            rest = [leaf for leaf, one in zip(outputs, stacked, strict=True) if not one]
-            return [torch.stack(scalars), *rest] if scalars else rest
-
+        flat, where, found = _flat(core, leaves, len(tensors))
         try:
             inputs = [*tensors, *(leaves[index] for index in where)]
             run, draws = capture_.trace(flat, inputs, backend=self.options.backend, options=self.options.options)
@@ -197,6 +253,41 @@ class Graphs:
         return Graph(run, draws=True)
 
 
+def _flat(core: Any, leaves: list[Any], count: int) -> tuple[capture_.Flat, list[int], list[Any]]:
+    """The core as a function of tensors alone, ``count`` of the state and those of the batch, which returns a list.
+
+    Returns:
+        That function; where in the batch its tensors are; and, filled by a call of it, the structure of what the core
+        returns, and which leaves of that are stacked in one vector.
+    """
+    where = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    found: list[Any] = []
+
+    def flat(*inputs: Tensor) -> list[Tensor]:
+        batch = list(leaves)
+        for index, leaf in zip(where, inputs[count:], strict=True):
+            batch[index] = leaf
+        outputs, treedef = tree.flatten(core(list(inputs[:count]), batch))
+        stacked = outputs_.numbers(outputs)
+        found[:] = [treedef, stacked]
+        scalars = [leaf for leaf, one in zip(outputs, stacked, strict=True) if one]
+        rest = [leaf for leaf, one in zip(outputs, stacked, strict=True) if not one]
+        return [torch.stack(scalars), *rest] if scalars else rest
+
+    return flat, where, found
+
+
+def _serves(graph: Graph, tensors: list[Tensor], leaves: list[Any]) -> bool:
+    """Whether Dynamo's graph takes a batch of this size as it is; tried on copies."""
+    dynamo: Any = importlib.import_module("torch._dynamo")
+    with dynamo.config.patch(error_on_recompile=True):
+        try:
+            _try_out(graph, tensors, leaves)
+        except Exception:  # Dynamo's word that it would compile again, or an error of the step's own: its graph says it
+            return False
+    return True
+
+
 def _checked(run: Callable[..., Any], core: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, and where Dynamo stops at a check of the step's (a batch too short for its parts), what that says."""
 
@@ -217,18 +308,11 @@ def _try_out(graph: Graph, tensors: list[Tensor], leaves: list[Any]) -> None:
         graph.run([tensor.clone() for tensor in tensors], leaves)
 
 
-def _numbers(outputs: list[Tensor]) -> list[bool]:
-    """Which outputs go into the one vector: 0-d float32, on the device of the first such."""
-    found = [leaf.dim() == 0 and leaf.dtype == torch.float32 for leaf in outputs]
-    device = next((leaf.device for leaf, one in zip(outputs, found, strict=True) if one), None)
-    return [one and leaf.device == device for leaf, one in zip(outputs, found, strict=True)]
-
-
 def _caller(
     run: Callable[[list[Tensor]], Any], where: list[int], count: int, treedef: tree.TreeDef, stacked: list[bool]
 ) -> Callable[[list[Tensor], list[Any]], Any]:
     """What a traced graph returns as a tree: scalars come in one vector, apart from the rest."""
-    all_tensors, build = len(where) == count, _builder(treedef, stacked)
+    all_tensors, build = len(where) == count, outputs_.builder(treedef, stacked)
 
     def call(tensors: list[Tensor], batch: list[Any]) -> Any:
         inputs = batch if all_tensors else [batch[index] for index in where]
@@ -255,126 +339,6 @@ def _in_words(native: str) -> str:
     return ""
 
 
-def _builder(treedef: tree.TreeDef, stacked: list[bool]) -> Callable[[Any], Any]:
-    """From what a graph returns to the tree."""
-    if not any(stacked):
-        return lambda outputs: tree.unflatten(treedef, list(outputs))
-    if all(stacked):
-        columns = _columns(tree.unflatten(treedef, list(range(len(stacked)))))
-        if columns is None:
-            return lambda outputs: tree.unflatten(treedef, outputs[0].unbind())
-        return lambda outputs: Stacked(outputs[0], columns)
-
-    def mixed(outputs: Any) -> Any:
-        scalars, rest = iter(outputs[0].unbind()), iter(outputs[1:])
-        return tree.unflatten(treedef, [next(scalars) if one else next(rest) for one in stacked])
-
-    return mixed
-
-
-def _columns(positions: Any) -> tuple[tuple[str, int, int], ...] | None:
-    """Name and positions of every metric, where the tree is a dict of Means and nothing else."""
-    if type(positions) is not dict or not all(type(mean) is Mean for mean in positions.values()):
-        return None
-    return tuple((name, mean[0], mean[1]) for name, mean in positions.items())
-
-
-def check_untransformed() -> None:
-    """Raise StepContractError inside `torch.func.vmap`, `grad` and the like: compiled code cannot read such tensors."""
-    if modes.transformed():
-        raise StepContractError(
-            "a compiled step is called inside torch.func.vmap, grad or another transform",
-            where="compile_step",
-            hint="outside of it; a step of one's own that uses transforms inside itself can be compiled",
-        )
-
-
-class Text:
-    """Stands for text of a batch inside a graph, which cannot hold it: using it is an error."""
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise StepContractError(
-            "the step reads text of the batch, which no compiled graph can hold",
-            where="batch",
-            hint="turn it into tensors in the loader, or leave it out: ps.supervised(..., prepare=...)",
-        )
-
-    __len__ = __iter__ = __getitem__ = __contains__ = __add__ = __str__ = __bool__ = __getattr__ = _refuse
-    __eq__ = __ne__ = __hash__ = _refuse  # sets and dicts compare too
-
-
-TEXT = Text()
-
-
-def without_text(leaves: list[Any]) -> list[Any]:
-    """The leaves of a batch with text replaced: its value must not select a graph."""
-    if any(isinstance(leaf, str | bytes) for leaf in leaves):
-        return [TEXT if isinstance(leaf, str | bytes) else leaf for leaf in leaves]
-    return leaves
-
-
-def resolved(leaf: Any) -> Any:
-    """The leaf with a conjugation or negation that torch has put off: compiled code reads memory as it is."""
-    if isinstance(leaf, Tensor) and (leaf.is_neg() or leaf.is_conj()):
-        return leaf.resolve_conj().resolve_neg()
-    return leaf
-
-
-def kinds(leaves: list[Any]) -> tuple[Any, ...]:
-    """What a compiled graph depends on: layout, dtype and device of tensors, the value of anything else."""
-    return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else _constant(x) for x in leaves)
-
-
-def _ranks(leaves: list[Any]) -> tuple[Any, ...]:
-    """The same with every size left open."""
-    return tuple((x.dtype, x.device, x.dim()) if isinstance(x, Tensor) else _constant(x) for x in leaves)
-
-
-def _check_layouts(leaves: list[Any]) -> None:
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
-            raise capture_.Uncaptured(
-                f"a {str(leaf.layout).removeprefix('torch.')} tensor in the batch, which inductor does not take",
-                where="batch",
-                hint="x.to_dense() in the loader, or the step in eager mode",
-            )
-
-
-def _constant(value: Any) -> Any:
-    """What tells one value from another: 1, 1.0 and True are equal, as are 0.0 and -0.0, and give other results."""
-    if value is TEXT:
-        return Text  # which can neither be hashed nor compared
-    if isinstance(value, float | complex):
-        return type(value), repr(value)
-    try:
-        hash(value)
-    except TypeError as error:
-        raise StepContractError(
-            f"a {type(value).__name__} in the batch, which no compiled graph can hold",
-            where="batch",
-            hint="tensors: torch.as_tensor(array), or ps.to_device(batch, state)",
-        ) from error
-    return type(value), value
-
-
-def alike(leaves: list[Any]) -> Callable[..., bool]:
-    """Asks of as many other leaves, one argument each, whether they are tensors of the same `kinds`; for every step.
-
-    `tree.layout_guard` tells apart what `kinds` does not, a tensor that requires gradients or one in inference mode:
-    whoever asks looks for a graph by `kinds` then.
-    """
-    return tree.layout_guard(leaves) or functools.partial(_same_kinds, kinds(leaves))
-
-
-def _same_kinds(known: tuple[Any, ...], *leaves: Any) -> bool:
-    for kind, leaf in zip(known, leaves, strict=True):
-        if type(leaf) is not Tensor or leaf.is_neg() or leaf.is_conj():
-            return False
-        if leaf.shape != kind[0] or leaf.stride() != kind[1] or leaf.dtype is not kind[2] or leaf.device != kind[3]:
-            return False
-    return True
-
-
 def _or_tell(run: Callable[..., Any], met: str) -> Callable[..., Any]:
     """``run``, and when Dynamo has to capture the step anew and cannot, an error that says what a trace met. Only its
     text is kept: an error holds all that was in use when it was raised, the state and the batch among it."""
@@ -398,3 +362,13 @@ def _or_refuse(run: Callable[..., Any], told: str, *, hint: str, met: str = "", 
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _check_layouts(leaves: list[Any]) -> None:
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+            raise capture_.Uncaptured(
+                f"a {str(leaf.layout).removeprefix('torch.')} tensor in the batch, which inductor does not take",
+                where="batch",
+                hint="x.to_dense() in the loader, or the step in eager mode",
+            )

@@ -20,18 +20,9 @@ from . import live as live_
 from . import skeleton, standing
 from .contract import checked, same_structure
 from .forks import Forks
-from .graphs import (
-    Graph,
-    Graphs,
-    Options,
-    Stacked,
-    alike,
-    check_untransformed,
-    kinds,
-    resolved,
-    unstacked,
-    without_text,
-)
+from .graphs import Graph, Graphs, Options
+from .guards import alike, check_untransformed, kinds, resolved, without_text
+from .outputs import Stacked, unstacked
 from .replay import Replays
 
 Unlike: TypeAlias = Callable[[Any], None] | None

@@ -14,8 +14,9 @@ from torch import Tensor
 from .. import compile as compile_
 from .. import files, purity, tree
 from ..anomaly import not_finite
-from ..compile.graphs import Graphs, Stacked
+from ..compile.graphs import Graphs
 from ..compile.live import states
+from ..compile.outputs import Stacked
 from ..errors import NonFiniteError, PurestepError, StepContractError
 from ..types import Metrics, Program, TrainStep, Tree
 from .ledger import can_halt, halts

@@ -13,8 +13,8 @@ import torch
 
 from .. import tree
 from ..anomaly import not_finite
-from ..compile.graphs import Stacked
 from ..compile.live import is_state, states
+from ..compile.outputs import Stacked
 from ..errors import NonFiniteError, StepContractError
 from ..events import Logged
 from ..types import Empty, Metrics, TrainState, Tree

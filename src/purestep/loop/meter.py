@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..compile.graphs import Stacked, unstacked
+from ..compile.outputs import Stacked, unstacked
 from ..errors import StepContractError
 from ..types import Mean, Metrics
 

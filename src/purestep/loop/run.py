@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import data, events, files
 from .. import ema as ema_
-from ..compile.graphs import Stacked, unstacked
+from ..compile.outputs import Stacked, unstacked
 from ..errors import NonFiniteError, StepContractError
 from ..signals import Preempted, Signals, interrupted
 from ..snapshot import Snapshots

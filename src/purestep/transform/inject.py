@@ -42,7 +42,8 @@ def inject(
         A function of the factory's arguments; every one given as float, 0-d tensor or schedule is a leaf.
 
     Raises:
-        ConfigError: positional arguments that have no name in the factory's signature; at init, where one of torch's own optimizers is among what the factory makes.
+        ConfigError: positional arguments that have no name in the factory's signature; at init, where one of torch's
+            own optimizers is among what the factory makes.
 
     Example:
         >>> from purestep.transform import scale_by_learning_rate
@@ -70,7 +71,9 @@ def _by_name(factory: Callable[..., Transform], positional: tuple[Any, ...], nam
         found = signature.bind_partial(*positional).arguments
     except (TypeError, ValueError) as error:
         hint = "pass arguments by name: inject(optim.adamw)(learning_rate=0.1)"
-        raise ConfigError(f"cannot name its {len(positional)} positional arguments: {error}", where=name, hint=hint) from error
+        raise ConfigError(
+            f"cannot name its {len(positional)} positional arguments: {error}", where=name, hint=hint
+        ) from error
     unnamed = [key for key in found if signature.parameters[key].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD]
     for key in (*unnamed, *(key for key in found if key in named)):
         how = "by position and by name" if key in named else "by position, and has no name"

@@ -1,0 +1,104 @@
+"""Sizes of batches: which dimensions vary, and tensors that stand for any size of them."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Shapes: TypeAlias = list["tuple[int, ...] | None"]
+"""A batch's shapes, one a leaf; None where a leaf is no tensor."""
+
+Varying: TypeAlias = "list[tuple[bool, ...]]"
+"""Which dimensions of each leaf vary; empty for a leaf that is no tensor."""
+
+
+def shapes(leaves: Sequence[Any]) -> Shapes:
+    """Of the leaves of one batch."""
+    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+
+def varying(seen: Sequence[Shapes]) -> Varying:
+    """The dimensions in which batches of one structure differ.
+
+    Example:
+        >>> varying([[(4, 8), None], [(3, 8), None]])
+        [(True, False), ()]
+    """
+    return [
+        () if of_leaf[0] is None else tuple(len(set(of_dimension)) > 1 for of_dimension in zip(*of_leaf, strict=True))
+        for of_leaf in zip(*seen, strict=True)
+    ]
+
+
+def example(leaves: list[Any], seen: Sequence[Shapes], varying: Varying) -> list[Any] | None:
+    """A batch whose varying dimensions are at least 2, since torch takes 0 and 1 for constants.
+
+    Returns:
+        The leaves themselves where they are such a batch, else empty tensors of the shapes of one that was seen; None
+        where none was.
+    """
+    for given in (shapes(leaves), *reversed(seen)):
+        moving = [itertools.compress(shape or (), dims) for shape, dims in zip(given, varying, strict=True)]
+        if all(size >= 2 for size in itertools.chain(*moving)):
+            return leaves if given == shapes(leaves) else like(leaves, given)
+    return None
+
+
+def like(leaves: list[Any], given: Shapes) -> list[Any]:
+    """The batch with tensors of zeros, of these shapes, in place of its own."""
+    return [leaf if shape is None else leaf.new_zeros(shape) for leaf, shape in zip(leaves, given, strict=True)]
+
+
+def mark(leaves: list[Any], varying: Varying) -> None:
+    """Tell Dynamo which sizes of a batch vary, so that its next graph serves all of them."""
+    dynamo: Any = importlib.import_module("torch._dynamo")
+    for leaf, dims in zip(leaves, varying, strict=True):
+        for dim in (dim for dim, moves in enumerate(dims) if moves):
+            dynamo.maybe_mark_dynamic(leaf, dim)
+
+
+class Symbols:
+    """Fake tensors with symbols for the sizes that vary, and what a graph made with them takes for granted.
+
+    Args:
+        inputs: tensors whose every size is constant.
+        leaves: tensors of the batch.
+        dims: which dimensions of each leaf vary.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], leaves: Sequence[Tensor], dims: Varying) -> None:
+        # Where torch keeps what its own compilers begin with; exported programs are made of the same pieces.
+        from torch._dynamo.source import LocalSource
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental import symbolic_shapes as shapes_
+
+        self._env = shapes_.ShapeEnv()
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._env)
+        constant = [self.mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
+        self._leaves: list[Any] = []
+        for index, (leaf, moves) in enumerate(zip(leaves, dims, strict=True)):
+            kinds = [shapes_.DimDynamic.DYNAMIC if each else shapes_.DimDynamic.STATIC for each in moves]
+            context = shapes_.StatelessSymbolicContext(dynamic_sizes=kinds)
+            source = LocalSource(f"batch{index}")
+            self._leaves.append(self.mode.from_tensor(leaf, source=source, symbolic_context=context))
+        self.fakes: list[Tensor] = [*constant, *self._leaves]
+
+    def vary(self) -> bool:
+        """Whether a size that varies is still a symbol: code that needs a number makes it one number for good."""
+        return any(
+            isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
+            for leaf in self._leaves
+            for size in leaf.shape
+        )
+
+    def fits(self) -> Callable[[list[Tensor]], bool]:
+        """Asks of tensors of a batch whether the graph serves them; to be called once the graph is compiled."""
+        guards, evaluate = self._env.produce_guards_expression(self._leaves, ignore_static=False), self._env
+        if not guards:
+            return lambda leaves: True
+        return lambda leaves: bool(evaluate.evaluate_guards_expression(guards, leaves))
