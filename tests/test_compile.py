@@ -1462,6 +1462,25 @@ def test_a_look_of_torchs_own_at_a_value_has_its_cure(backend: str) -> None:
         step(program.train_step)(program.init(), batch)
 
 
+def looks_itself(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs if outputs.sum() > 0 else -outputs).mean() + 0 * targets.sum()
+
+
+@pytest.mark.parametrize(
+    ("criterion", "cure"),
+    [
+        (lambda o, y: nn.functional.gaussian_nll_loss(o, y, torch.ones_like(y)), "torch's own gaussian_nll_loss looks"),
+        (lambda o, y: nn.GaussianNLLLoss()(o, y, torch.ones_like(y)), "torch's own gaussian_nll_loss looks"),
+        (looks_itself, "torch.where"),
+    ],
+    ids=["function", "module", "the user's"],
+)
+def test_the_cure_of_a_look_is_for_whoever_looks(criterion: Any, cure: str) -> None:
+    program = ps.program(nn.Linear(4, 3), ps.supervised(criterion), optim.sgd(0.1))
+    with pytest.raises(StepContractError, match=f"test_compile.py:.*cure: .*{cure}"):
+        ps.compile_step(program.train_step, capture="trace")(program.init(), (torch.ones(2, 4), torch.ones(2, 3)))
+
+
 def test_a_mean_over_nothing_has_its_cure() -> None:
     program = ps.program(nn.Linear(4, 3), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
     batch, state = (torch.zeros(0, 4), torch.zeros(0, 3)), program.init()

@@ -416,6 +416,126 @@ class TestModulesThatWentThroughTorchCompile:
         trained(chosen, BATCHES)
 
 
+class Moves(nn.Module):
+    """Moves its layers in each forward pass; ``how`` does it."""
+
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer = self.how(self.layer)
+        return self.how(self).norm(self.layer(x))
+
+
+def to_itself(part: nn.Module) -> nn.Module:
+    return part.to(torch.float32)
+
+
+def to_the_device(part: nn.Module) -> nn.Module:
+    return part.to(torch.device("cpu"))
+
+
+class TestModulesThatAForwardPassMoves:
+    @pytest.mark.parametrize("capture", ["eager", "trace", "dynamo"])
+    @pytest.mark.parametrize("how", [to_itself, to_the_device, nn.Module.float])
+    def test_to_where_they_are_is_nothing(self, how: Any, capture: str):
+        chosen, plain = program(Moves(how)), program(Moves(lambda part: part))
+        step = chosen.train_step
+        if capture != "eager":
+            step = ps.compile_step(step, capture=capture, backend="aot_eager")
+        state, expected = chosen.init(device="cpu"), plain.init(device="cpu")._replace(params=chosen.init().params)
+        for seed in range(2):
+            state, _ = step(state, vector_batch(seed=seed))
+            expected, _ = plain.train_step(expected, vector_batch(seed=seed))
+        assert_trees_close(state, expected, rtol=1e-5, atol=1e-6)
+        assert_trees_close(
+            chosen.eval_step(state, BATCHES[0]), plain.eval_step(expected, BATCHES[0]), rtol=1e-5, atol=1e-6
+        )
+
+    @pytest.mark.parametrize("capture", ["eager", "trace"])
+    def test_to_another_dtype_is_refused_by_name(self, capture: str):
+        chosen = program(Moves(nn.Module.double))
+        step = chosen.train_step if capture == "eager" else ps.compile_step(chosen.train_step, backend="aot_eager")
+        with pytest.raises(
+            StepContractError, match=r"layer.weight: the forward pass moves this tensor.*before ps.program"
+        ):
+            step(chosen.init(device="cpu"), vector_batch())
+
+
+class ScalesItsInput(nn.Module):
+    """Writes through a view of what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 1:].mul_(2)
+        return x
+
+
+class Normalizes(nn.Module):
+    """Writes an entry of a mapping of inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        mask.logical_not_()
+        return self.layer(x * mask)
+
+
+class TestModelsThatWriteTheirInput:
+    """They train as elsewhere, and the batch stays what it was."""
+
+    @pytest.mark.parametrize("how", ["autograd", "func", "microbatches", "trace", "dynamo", "donate", "fit"])
+    @pytest.mark.parametrize("first", [nn.ReLU(inplace=True), ScalesItsInput()], ids=["relu", "view"])
+    def test_the_batch_is_what_it_was(self, first: nn.Module, how: str):
+        net = nn.Sequential(first, nn.Linear(4, 3))
+        options: dict[str, Any] = {"engine": how} if how in ("autograd", "func") else {}
+        chosen = program(net, **options, microbatches=2 if how == "microbatches" else 1)
+        step: Any = chosen.train_step
+        if how in ("trace", "dynamo", "donate"):
+            capture = how if how != "donate" else "auto"
+            step = ps.compile_step(step, capture=capture, donate=how == "donate", backend="aot_eager")
+        given, kept = ([vector_batch(seed=seed) for seed in range(3)] for _ in range(2))
+        if how == "fit":
+            state = ps.fit(chosen.init(device="cpu"), given, chosen, epochs=1, device="cpu", progress=False).state
+        else:
+            state = chosen.init(device="cpu")
+            for batch in given:
+                state, _ = step(state, batch)
+        assert_trees_close(given, kept, exact=True)
+        copies = [(x.clone(), y) for x, y in kept]
+        assert_same_weights(ps.clone(state), trained_by_torch(net, copies), rtol=1e-5, atol=1e-6)
+
+    def test_each_structure_of_batches_is_looked_at(self):
+        def objective(bound: Any, batch: Any) -> ps.Loss:
+            found = bound(batch["x"], batch["mask"]) if isinstance(batch, dict) else bound(*batch)
+            return ps.Loss(found.square().mean(), 1, {})
+
+        chosen = program(Normalizes(), objective)
+        state = chosen.init(device="cpu")
+        for batch in ({"x": torch.ones(2, 4), "mask": torch.ones(2, 4) > 0}, (torch.ones(2, 4), torch.ones(2, 4) > 0)):
+            for _ in range(2):
+                chosen.train_step(state, batch)
+                chosen.eval_step(state, batch)
+                assert all(bool(leaf.all()) for leaf in tree.leaves(batch))
+
+    def test_only_what_is_written_is_copied(self):
+        seen: list[Any] = []
+
+        def objective(bound: Any, batch: Any) -> ps.Loss:
+            seen.append([leaf.data_ptr() for leaf in batch])
+            return ps.Loss(bound(*batch).square().mean(), 1, {})
+
+        chosen = program(Normalizes(), objective)
+        batch = torch.ones(2, 4), torch.ones(2, 4) > 0
+        for _ in range(2):
+            chosen.train_step(chosen.init(device="cpu"), batch)
+        assert [mine == theirs.data_ptr() for mine, theirs in zip(seen[1], batch, strict=True)] == [True, False]
+
+
 class Clamped(nn.Linear):
     """Keeps its weights in bounds in the forward pass, in one of the ways that a loop with a module allows."""
 
@@ -612,6 +732,28 @@ class TestBound:
         with pytest.raises(AttributeError, match=r"no attribute 'encoder' .*model.call\('encoder', ...\)"):
             bound.encoder(x)  # pyright: ignore
         assert not hasattr(bound, "decoder")
+
+    def test_what_it_lacks_has_a_cure_that_works(self):
+        class Net(nn.Linear):
+            scale = 2.0
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.aux = super().forward(x)
+                return self.aux
+
+        net = Net(2, 1)
+        bound = model.bind(model.template(net), *model.tensors(net))
+        bound(torch.ones(1, 2))
+        for name, cure in (
+            ("aux", "return it from forward"),
+            ("scale", "model.module.scale"),
+            ("weight", r"model.params\['weight'\]"),
+            ("forward", r"model.call\('forward'"),
+        ):
+            with pytest.raises(AttributeError, match=f"no attribute '{name}' .cure: {cure}"):
+                getattr(bound, name)
+        with pytest.raises(StepContractError, match="aux: is a Tensor, not a method .cure: add a method"):
+            bound.call("aux")
 
     def test_it_shows_weights_mode_and_the_hollow_module(self):
         net = tiny_mlp()

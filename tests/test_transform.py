@@ -449,6 +449,26 @@ def test_injected_numbers_give_the_updates_of_constants() -> None:
     assert set(injected.init(W).hyperparams) == {"learning_rate", "b1", "weight_decay"}
 
 
+def test_injected_numbers_may_be_given_by_position() -> None:
+    by_position = transform.inject(ps.optim.adamw)(0.1, 0.8, weight_decay=0.0)
+    by_name = transform.inject(ps.optim.adamw)(learning_rate=0.1, b1=0.8, weight_decay=0.0)
+    torch.testing.assert_close(updated(by_position, G, W, 3), updated(by_name, G, W, 3))
+    assert set(by_position.init(W).hyperparams) == {"learning_rate", "b1", "weight_decay"}
+    for wrong, found in (
+        (lambda: transform.inject(ps.optim.adamw)(*range(20)), "too many positional"),
+        (
+            lambda: transform.inject(ps.optim.adamw)(0.1, learning_rate=0.1),
+            "learning_rate is given by position and by name",
+        ),
+        (
+            lambda: transform.inject(lambda *rates: ps.optim.adamw(*rates))(0.1),
+            "rates is given by position, and has no name",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=found):
+            wrong()
+
+
 def test_injected_schedules_are_followed() -> None:
     tx = transform.inject(adam_like)(weight_decay=lambda count: 1.0 * (count < 1), learning_rate=1.0)
     still = {"w": torch.zeros(2)}

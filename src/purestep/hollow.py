@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import tree
-from .errors import StateError
+from .errors import StateError, StepContractError
 
 Named = Iterable[tuple[str, Tensor]]
 """Of every name a tensor goes by, tied ones under each."""
@@ -66,7 +66,8 @@ def hollow(module: nn.Module) -> nn.Module:
                 hint="no __deepcopy__, or one that makes a new module",
             )
     _check_attributes(module, made)
-    for part in made.modules():
+    for name, part in made.named_modules():
+        part._apply = functools.partial(_applied, part, name)  # pyright: ignore[reportPrivateUsage]  # all of .to, .half
         if isinstance(part, nn.RNNBase):
             part.flatten_parameters = _left_where_they_are
     return made
@@ -86,6 +87,19 @@ def without_weights(module: nn.Module) -> nn.Module:
 
 def _left_where_they_are() -> None:
     """On CUDA each call of an LSTM or GRU would move the weights of the state into memory of its own."""
+
+
+def _applied(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """``module.to(...)`` and the like in a forward pass: a module that is there already stays, as in torch."""
+    tensors = {**dict(module.named_parameters(recurse=recurse)), **dict(module.named_buffers(recurse=recurse))}
+    for inner, tensor in tensors.items():
+        if fn(tensor) is not tensor:
+            raise StepContractError(
+                f"the forward pass moves this tensor of {tensor.dtype} on {tensor.device} to another dtype or device",
+                where=f"{name}.{inner}" if name else inner,
+                hint="cast what the layer is given (x.to(weight.dtype)), or move the module before ps.program",
+            )
+    return module
 
 
 # --- attributes -------------------------------------------------------------------------------------------------------

@@ -175,7 +175,8 @@ def _traced(function: Flat, inputs: list[Tensor], mode: Literal["fake", "real"] 
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Constants that a step closes over (tables, masks) are real tensors beside fake ones.
-    return make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
+    graph: GraphModule = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
+    return passes.without_copies(graph)
 
 
 def rehearse(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> None:

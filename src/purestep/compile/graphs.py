@@ -17,6 +17,7 @@ from ..errors import PurestepError
 from . import capture as capture_
 from . import live as live_
 from . import outputs as outputs_
+from . import passes
 from . import sizes as sizes_
 from .alone import alone
 from .guards import kinds, ranks
@@ -266,7 +267,7 @@ def _flat(core: Any, leaves: list[Any], count: int) -> tuple[capture_.Flat, list
     def flat(*inputs: Tensor) -> list[Tensor]:
         batch = list(leaves)
         for index, leaf in zip(where, inputs[count:], strict=True):
-            batch[index] = leaf
+            batch[index] = passes.copied(leaf)  # a model may write its input; the batch stays what it was
         outputs, treedef = tree.flatten(core(list(inputs[:count]), batch))
         stacked = outputs_.numbers(outputs)
         found[:] = [treedef, stacked]

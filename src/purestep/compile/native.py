@@ -139,7 +139,7 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     with no_recurrent_kernel():
         graph: GraphModule = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     graph.graph.eliminate_dead_code()
-    return graph
+    return passes.without_copies(graph)
 
 
 @contextmanager

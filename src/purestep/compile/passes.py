@@ -46,6 +46,30 @@ def finished(graph: GraphModule) -> GraphModule:
     return _scalars_apart(graph) if _OFFSETS_STAY else graph
 
 
+def copied(leaf: Tensor) -> Tensor:
+    """A copy of a batch's tensor at the beginning of a graph; see `without_copies`."""
+    return leaf.clone(memory_format=torch.preserve_format)  # which nobody else spells out
+
+
+def without_copies(graph: GraphModule) -> GraphModule:
+    """The graph with inputs in place of those of their copies (`copied`) that nothing writes, nor a view of them."""
+    base, written = dict[Any, Any](), set[Any]()
+    for node in graph.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not node.all_input_nodes:
+            continue
+        if schema.is_mutable:
+            written |= {base.get(source, source) for source in node.all_input_nodes}
+        if schema.is_mutable or sources.is_view(node):
+            base[node] = base.get(node.all_input_nodes[0], node.all_input_nodes[0])
+    for node in list(graph.graph.nodes):
+        is_copy = node.target is torch.ops.aten.clone.default and node.kwargs.get("memory_format") is not None
+        if is_copy and node.args[0].op == "placeholder" and node not in written:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    return graph
+
+
 def _permutations_apart(graph: GraphModule) -> None:
     """A permutation as an index behind a copy: inductor has a pattern for `x[torch.randperm(n)]`, and fails where it is
     met (torch 2.13: "Not all inputs to pattern found")."""
