@@ -80,9 +80,7 @@ def _crossed(every: int, record: Record, ahead: int = 0) -> bool:
         record: whose updates have arrived on the host.
         ahead: updates that may have been made since.
     """
-    steps = record.history.get("step")
-    last = int(steps[-1] or 0) if steps else 0
-    return (record.updates + ahead) // every > last // every
+    return (record.updates + ahead) // every > record.told // every
 
 
 def _passed(every: float, since: int, batch: int, length: int | None) -> bool:

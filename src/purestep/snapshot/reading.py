@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,8 @@ from ..errors import Corrupt
 from ..types import Tree
 from . import host, store
 from . import manifest as manifests
+from . import table as tables
+from .environment import environment
 from .manifest import Leaf, Manifest
 
 _log = logging.getLogger("purestep")
@@ -36,7 +39,13 @@ class Snapshot(NamedTuple):
 
 
 def read(
-    folder: Path, template: Tree, prefixes: set[str] | None, *, platforms: str | None, tell: bool = False
+    folder: Path,
+    template: Tree,
+    prefixes: set[str] | None,
+    *,
+    platforms: str | None,
+    tell: bool = False,
+    strict: bool = False,
 ) -> Snapshot:
     """The state of one step in new tensors; leaves outside of the prefixes are copies of the template's.
 
@@ -46,6 +55,8 @@ def read(
         prefixes: see `manifest.select`.
         platforms: see `store`.
         tell: logs what has changed since the snapshot was written that makes the same steps give other bits.
+        strict: raises where earlier rows of the loop's record are damaged or missing, which are else None, with a
+            warning: no weight is lost with them.
 
     Raises:
         Mismatch: one line for each leaf that differs from the template, before any values are read.
@@ -76,9 +87,27 @@ def read(
         else:
             made.append(manifest.leaves[path].value)
     if tell:
-        _tell_changes(folder, manifest.environment, manifests.environment(tree.device([leaf for _, leaf in leaves])))
+        _tell_changes(folder, manifest.environment, environment(tree.device([leaf for _, leaf in leaves])))
     _, treedef = tree.flatten(template)
-    return Snapshot(manifest.step, tree.unflatten(treedef, made), manifest.loop, manifest.metrics, manifest.meta)
+    loop = _whole_loop(folder.parent, manifest, strict=strict)
+    return Snapshot(manifest.step, tree.unflatten(treedef, made), loop, manifest.metrics, manifest.meta)
+
+
+def _whole_loop(root: Path, manifest: Manifest, *, strict: bool) -> Any:
+    """The loop's record with the rows that are in files beside the snapshots."""
+    loop = manifest.loop
+    for path, earlier in manifest.earlier.items():
+        try:
+            rows = tables.read(root, earlier)
+        except Corrupt as error:
+            if strict:
+                raise
+            text = f"{error}: the first {earlier.rows} rows of {path} are lost, and None; the state is whole"
+            warnings.warn(f"{text} (cure: copy {earlier.file} along with its snapshots)", RuntimeWarning, stacklevel=5)
+            rows = [{}] * earlier.rows
+        keys = path.split("/")[1:]
+        loop = tables.placed(loop, keys, tables.joined(rows, tables.found(loop, keys)))
+    return loop
 
 
 def _tell_changes(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
