@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .. import stopping
+from ..errors import ConfigError
 from ..snapshot import Table
 from ..types import Tree
 
@@ -111,6 +112,21 @@ def with_row(history: Mapping[str, list[Cell]], row: Mapping[str, Cell]) -> Tabl
     """The history with one more row; what a row or an earlier one lacks is None, and so is what is not finite."""
     table = history if isinstance(history, Table) else Table(history)
     return table.with_row({name: cell(value) for name, value in row.items()})
+
+
+def joined(row: Mapping[str, Cell], values: Mapping[str, Cell], *, loader: str) -> dict[str, Cell]:
+    """The row with what an evaluation has measured.
+
+    Raises:
+        ConfigError: a name is there already: of loaders "val" and "val_hard", both may have a ``val_hard_loss``.
+    """
+    if both := row.keys() & values.keys():
+        raise ConfigError(
+            f"two metrics are called {min(both)!r} in the history: one is of the loader {loader!r}",
+            where="fit",
+            hint=f"rename the loader {loader!r}, or the metric",
+        )
+    return {**row, **values}
 
 
 def cell(value: Cell) -> Cell:

@@ -99,6 +99,10 @@ def _checked_metrics(given: Any, device: torch.device) -> Metrics:
             raise StepContractError(
                 "the step has a metric of this name itself", where=f"metrics/{name}", hint="another name"
             )
+        if isinstance(name, str) and name.endswith("]") and name.rpartition("[")[2][:-1].isdecimal():
+            raise StepContractError(
+                "an entry of a metric that is a vector has such a name", where=f"metrics/{name}", hint="another name"
+            )
     # What a metric is beside a pair of numbers (a torchmetrics.Metric computes itself), it stays.
     checked = {n: counted_anew(mean, *(_checked_part(n, part, device) for part in mean)) for n, mean in found.items()}
     for name, (total, weight) in checked.items():
