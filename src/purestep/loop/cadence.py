@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
+from ..arguments import whole
 from ..errors import ConfigError
 from .record import Record
 
@@ -91,4 +91,4 @@ def _passed(every: float, since: int, batch: int, length: int | None) -> bool:
         )
     # A third of 7 batches ends behind batches 3, 5 and 7: the first batch at or past each mark.
     part = every * length
-    return math.floor(batch / part + 1e-9) > math.floor(since / part + 1e-9)
+    return whole(batch / part) > whole(since / part)

@@ -120,7 +120,7 @@ def compare(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, where: st
     lines += [f"{path}: {stored[path].text()} in the snapshot only{near}" for path, near in _nearest(extra, missing)]
     if lines:
         count = f"{len(lines)} leaves differ" if len(lines) > 1 else "1 leaf differs"
-        hint = 'the template the snapshot was made from, or a part of it: restore(template, only={"params"})'
+        hint = 'the template the snapshot was made from; for its weights alone, restore(template, only="model")'
         raise Mismatch("\n  ".join([f"{count} from the template", *lines]), where=where, hint=hint)
 
 

@@ -256,11 +256,10 @@ class Snapshots:
         Raises:
             StateError: a leaf that cannot be stored.
         """
-        described = manifests.describe(tree.with_paths(state)).values()
-        size = sum(host.size(leaf.dtype, leaf.shape) for leaf in described if leaf.is_stored)
+        described = manifests.describe(tree.with_paths(state))
+        size = sum(host.size(leaf.dtype, leaf.shape) for leaf in described.values() if leaf.is_stored)
         # One more than is kept: an old step goes only after the new one is there.
-        wanted = (self.keep or 1) + self.keep_best + 1
-        directory.check_room(self.directory, size * max(1, wanted - len(self.steps())))
+        directory.check_room(self.directory, size * max(1, (self.keep or 1) + self.keep_best + 1 - len(self.steps())))
 
     # --- save -----------------------------------------------------------------------------------------------------
 
@@ -342,9 +341,10 @@ class Snapshots:
             template: a state of the structure, shapes, dtypes and devices that the result shall have.
             step: which one; by default the newest that is good. A damaged newer one is passed over with a warning and,
                 by the directory's writer, renamed to ``<step>.corrupt``.
-            only: paths (``"params"``, ``{"params/backbone", "buffers"}``): what to read; the rest is copied from the
-                template, and may differ from what is stored. A path takes all that lies under it, parts of dotted names
-                too: ``"params/layers.1"`` takes ``params/layers.1.weight``, and leaves ``params/layers.10.weight``.
+            only: what to read; the rest is copied from the template, and may differ from what is stored. ``"model"`` is
+                what a ``state_dict`` has, and the average: parameters, trained or frozen in either state, and buffers.
+                Else paths (``{"params/backbone", "buffers"}``), each with what lies under it: ``"params/layers.1"``
+                takes ``params/layers.1.weight``, not ``params/layers.10.weight``.
 
         Raises:
             NotFound: there is no snapshot, or not that one.
@@ -395,7 +395,6 @@ class Snapshots:
         raise directory.nothing_good(self.directory, damaged)
 
     def _pass_over(self, damaged: dict[int, Corrupt], used: int) -> None:
-        is_writer = self._is_writer and not self._closed
-        if is_writer:
+        if is_writer := self._is_writer and not self._closed:
             self.open()
         directory.pass_over(self.directory, damaged, used, rename=is_writer)
