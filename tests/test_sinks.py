@@ -7,8 +7,11 @@ import dataclasses
 import io
 import json
 import math
+import os
 import random
 import re
+import socket
+import stat
 import sys
 import threading
 import time
@@ -20,7 +23,10 @@ import pytest
 import torch
 
 import purestep as ps
+import purestep.sinks.history as history_module
+from purestep.errors import WriteFailed
 from purestep.events import EpochEnd, EvalEnd, Event, FitEnd, FitStart, Logged, Position, Saved, StepEnd
+from purestep.files import special_file
 from purestep.sinks import Progress, csv, default_sinks, guarded, history_json, jsonl, progress, tensorboard
 
 STATE = torch.zeros(1)
@@ -238,6 +244,211 @@ def test_a_resumed_run_moves_a_file_aside_that_is_no_history(tmp_path: Path, con
     assert (tmp_path / "h.1.json").read_text() == content
 
 
+def test_a_row_costs_the_same_after_many_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    encoded: list[int] = []
+    whole: list[int] = []
+    real_dumps, real_write = json.dumps, history_module.write_bytes
+    monkeypatch.setattr(json, "dumps", lambda *args, **kw: encoded.append(1) or real_dumps(*args, **kw))
+    monkeypatch.setattr(history_module, "write_bytes", lambda path, data: whole.append(1) or real_write(path, data))
+    sink = history_json(tmp_path / "h.json")
+    sink(start())
+    for epoch in range(1, 2001):
+        sink(epoch_end(epoch))
+    assert (len(encoded), len(whole)) == (2000, 1)
+    rows = json.loads(sink.path.read_text())
+    assert [row["epoch"] for row in rows] == list(range(1, 2001))
+    sink(fit_end({name: [row[name] for row in rows] for name in rows[0]}))
+    assert (len(encoded), len(whole)) == (2000, 1)  # nothing was missing
+
+
+@pytest.mark.parametrize("fault", ["removed", "cut", "longer", "written over"])
+def test_a_history_that_somebody_has_changed_is_written_anew(tmp_path: Path, fault: str):
+    sink = history_json(tmp_path / "h.json")
+    sink(start())
+    for epoch in (1, 2):
+        sink(epoch_end(epoch))
+    path = sink.path
+    text = path.read_text()
+    if fault == "removed":
+        path.unlink()
+    else:
+        path.write_text({"cut": text[:-5], "longer": text + "x", "written over": ""}[fault])
+    sink(epoch_end(3))
+    assert [row["epoch"] for row in json.loads(path.read_text())] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("part", [0, 7])
+def test_a_row_that_could_not_be_written_comes_with_the_next(tmp_path: Path, part: int, monkeypatch: Any):
+    sink = history_json(tmp_path / "h.json")
+    sink(start())
+    sink(epoch_end(1))
+    real = Path.open
+
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+            self.failed = False
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            self.file.close()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def write(self, data: bytes) -> int:
+            if self.failed:
+                return self.file.write(data)
+            self.failed = True
+            self.file.write(data[:part])
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda path, *args, **kw: Full(real(path, *args, **kw)))
+        with pytest.raises(OSError, match="No space left"):
+            sink(epoch_end(2))
+    assert [row["epoch"] for row in json.loads(sink.path.read_text())] == [1]  # whole in between
+    sink(epoch_end(3))
+    assert [row["epoch"] for row in json.loads(sink.path.read_text())] == [1, 2, 3]
+
+
+def test_a_torn_history_keeps_its_whole_rows_on_resuming(tmp_path: Path):
+    first = history_json(tmp_path / "h.json")
+    first(start())
+    for epoch in (1, 2, 3):
+        first(epoch_end(epoch))
+    text = first.path.read_text()
+    first.path.write_text(text[: text.index('"epoch": 3') + 5])
+    again = history_json(tmp_path / "h.json")
+    again(start(epoch=2, updates=8, resumed=True))
+    again(epoch_end(3))
+    assert [row["epoch"] for row in json.loads(again.path.read_text())] == [1, 2, 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["h.json"]
+
+
+def test_the_history_is_whole_after_a_failed_run(tmp_path: Path):
+    """The sink is slow, and the run ends by an error: what waits is written first."""
+    sink = history_json(tmp_path / "h.json")
+    real = sink._append  # pyright: ignore[reportPrivateUsage]
+    sink._append = lambda: (time.sleep(0.002), real())[1]  # type: ignore[method-assign]
+    batch = (torch.ones(2, 1), torch.ones(2, 1))
+    program = ps.program(torch.nn.Linear(1, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(1e-3))
+
+    def fail(event: Event) -> None:
+        if isinstance(event, StepEnd) and event.updates == 41:
+            raise RuntimeError("planted")
+
+    safe = guarded(sink, capacity=1, patience=0.05)
+    with pytest.raises(RuntimeError, match="planted"):
+        ps.fit(program.init(), [batch], program, epochs=100, sinks=[safe], callbacks=[fail])
+    assert [row["epoch"] for row in json.loads(sink.path.read_text())] == list(range(1, 41))
+    assert safe.dropped == 0
+
+
+# Pipes and devices.
+
+
+STREAMS = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no FIFOs on this system")
+
+
+def fifo(path: Path, *, link: bool) -> Path:
+    os.mkfifo(path)
+    if not link:
+        return path
+    other = path.with_name("link")
+    other.symlink_to(path.name)
+    return other
+
+
+@STREAMS
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("make", [csv, jsonl, history_json])
+def test_a_pipe_stays_where_it_is(tmp_path: Path, make: Callable[..., Any], resumed: bool, link: bool):
+    path = fifo(tmp_path / "pipe", link=link)
+    names = {entry.name for entry in tmp_path.iterdir()}
+    sink = make(path)
+    sink(start(resumed=resumed))
+    with pytest.raises(WriteFailed, match=r"is a FIFO, and no process reads from it \(cure: start its reader before"):
+        for event in [epoch_end(1), fit_end({"epoch": [1]})]:
+            sink(event)
+    sink.close()
+    assert {entry.name for entry in tmp_path.iterdir()} == names
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert path.is_symlink() == link
+
+
+@STREAMS
+@pytest.mark.parametrize("make", [csv, jsonl, history_json])
+def test_a_pipe_gets_the_rows(tmp_path: Path, make: Callable[..., Any]):
+    path = fifo(tmp_path / "pipe", link=False)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(descriptor, encoding="utf-8") as reader:
+        sink = make(path)
+        for event in [start(), logged(2), epoch_end(1, val_accuracy=0.5), logged(6), fit_end({"epoch": [1]})]:
+            sink(event)
+        sink.close()
+        text = reader.read()
+    if make is csv:
+        lines = text.splitlines()
+        assert [line.split(",")[0] for line in lines] == ["kind", "step", "kind", "epoch", "step"]
+        assert lines[2].startswith(lines[0])
+    elif make is jsonl:
+        assert keys([json.loads(line) for line in text.splitlines()]) == [("step", 2), ("epoch", 4), ("step", 6)]
+    else:
+        assert json.loads(text) == [{"epoch": 1}]
+
+
+@STREAMS
+@pytest.mark.parametrize("make", [csv, jsonl, history_json])
+@pytest.mark.parametrize("there", ["socket", "directory"])
+def test_what_cannot_be_written_to_is_refused_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any], there: str
+):
+    monkeypatch.chdir(tmp_path)  # a socket's path may not be long
+    path = Path("place")
+    if there == "directory":
+        path.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(path))
+    sink = make(path)
+    with pytest.raises(WriteFailed, match=rf"place: is a {there}.*cure: pass the path of a file"):
+        for event in [start(), epoch_end(1), fit_end({})]:
+            sink(event)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["place"]
+
+
+@STREAMS
+@pytest.mark.parametrize("make", [csv, jsonl, history_json])
+def test_devices_and_descriptors_of_the_process_are_written_to(tmp_path: Path, make: Callable[..., Any]):
+    """`/dev/stdout` may lead to a file, which is not the run's to rename or replace."""
+    target = tmp_path / "out"
+    with target.open("a") as file:
+        link = tmp_path / "stdout"
+        link.symlink_to(f"/proc/self/fd/{file.fileno()}")
+        for path in (link, Path("/dev/null")):
+            assert special_file(path)
+            sink = make(path)
+            for event in [start(), epoch_end(1), fit_end({"epoch": [1]})]:
+                sink(event)
+            sink.close()
+    assert target.read_text()
+    assert {entry.name for entry in tmp_path.iterdir()} == {"out", "stdout"}
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+
+
+@STREAMS
+def test_nothing_is_renamed_over_a_pipe(tmp_path: Path):
+    path = fifo(tmp_path / "weights.pt", link=False)
+    program = ps.program(torch.nn.Linear(1, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+    with pytest.raises(WriteFailed, match="is a FIFO, which is not replaced"):
+        ps.export_weights(path, program, program.init())
+    assert stat.S_ISFIFO(path.stat().st_mode)
+
+
 # Rows by step.
 
 
@@ -363,6 +574,21 @@ def test_rows_go_on_whole_after_a_failed_write(
     assert keys(read(tmp_path / "metrics")) == [("step", 2), ("step", 3), ("step", 5), ("step", 6)]
 
 
+@FORMATS
+def test_a_run_that_goes_back_has_no_line_twice(tmp_path: Path, make: Callable[..., Any], read: Callable[..., Any]):
+    sink = make(tmp_path / "metrics")
+    # Back to update 4 from behind 8, from behind 6 again, and to 8 itself.
+    for updates in (2, 4, 6, 8, 6, 6, 8, 8, 10):
+        if updates == 2:
+            sink(start())
+        sink(logged(updates))
+        if updates == 4:
+            sink(epoch_end(1))
+    sink.close()
+    rows = [("step", 2), ("step", 4), ("epoch", 4), ("step", 6), ("step", 8), ("step", 10)]
+    assert keys(read(tmp_path / "metrics")) == rows
+
+
 # TensorBoard.
 
 
@@ -410,6 +636,56 @@ def test_tensorboard_itself_takes_what_it_is_given(tmp_path: Path):
     assert list(tmp_path.iterdir())
 
 
+def points(directory: Path, tag: str) -> list[int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(directory))
+    found.Reload()
+    return [event.step for event in found.Scalars(tag)]
+
+
+@pytest.mark.peer
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
+def test_tensorboard_shows_every_step_once(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    sink = tensorboard(tmp_path)
+    twice = [epoch_end(1), epoch_end(1)]  # two rows of one update
+    back = [logged(5), logged(6), logged(5), logged(5), logged(6)]  # back from behind 6, then from behind 5
+    for event in [start(), *map(logged, range(1, 5)), *twice, *back]:
+        sink(event)
+    sink.close()  # killed; its last snapshot is of update 5
+    sink = tensorboard(tmp_path)
+    for event in [start(updates=5, epoch=1, resumed=True), *map(logged, (6, 7, 8)), epoch_end(2), fit_end({})]:
+        sink(event)
+    assert points(tmp_path, "steps_per_second") == list(range(1, 9))
+    assert points(tmp_path, "lr") == points(tmp_path, "train_loss") == list(range(1, 9))
+    assert points(tmp_path, "val_loss") == [4, 8]
+
+
+@pytest.mark.peer
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
+def test_tensorboard_shows_every_step_once_of_a_run_that_goes_back(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+
+    class Loader:
+        count = 0
+
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Any:
+            for _ in range(4):
+                self.count += 1
+                bad = self.count in (6, 7, 12)
+                yield torch.full((2, 1), math.nan if bad else 0.5), torch.zeros(2, 1)
+
+    program = ps.program(torch.nn.Linear(1, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.01))
+    kw = {"rollback": 3, "log_every": 1, "sinks": [tensorboard(tmp_path)]}
+    result = ps.fit(program.init(), {"train": Loader()}, program, epochs=4, **kw)
+    last = int(result.state.updates)
+    assert points(tmp_path, "steps_per_second") == points(tmp_path, "lr") == list(range(1, last + 1))
+
+
 # The guard.
 
 
@@ -449,6 +725,31 @@ def test_a_hanging_sink_holds_nobody_up(caplog: pytest.LogCaptureFixture):
     assert [record.message for record in caplog.records if "events are dropped" in record.message] != []
     assert any("still busy after 0.1 s" in record.message for record in caplog.records)
     release.set()
+
+
+def test_rows_are_not_dropped_and_files_are_waited_for(tmp_path: Path):
+    class Slow:
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def __call__(self, event: Event) -> None:
+            time.sleep(0.01)
+            self.seen.append(type(event))
+
+    slow, file = Slow(), Slow()
+    file.writes_files = True  # type: ignore[attr-defined]
+    for sink in (slow, file):
+        safe = guarded(sink, capacity=1, patience=0.05)
+        for event in [start(), *(event for n in range(1, 11) for event in (Saved(n, tmp_path), epoch_end(n)))]:
+            safe(event)
+        safe.close()
+    assert file.seen.count(Saved) == file.seen.count(EpochEnd) == 10
+    for _ in range(500):
+        if slow.seen.count(EpochEnd) == 10:
+            break
+        time.sleep(0.01)
+    assert slow.seen.count(EpochEnd) == 10
+    assert slow.seen.count(Saved) < 10
 
 
 def test_events_arrive_in_order_and_without_tensors():

@@ -18,6 +18,17 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def whole(number: float) -> int:
+    """The largest int that is not above the number, which may be short of it by a rounding error.
+
+    Example:
+        >>> 0.29 * 100, whole(0.29 * 100), whole(28.99)
+        (28.999999999999996, 29, 28)
+    """
+    near = round(number)
+    return near if abs(number - near) <= 1e-12 * max(1.0, abs(number)) else math.floor(number)
+
+
 def check_count(where: str, *, least: int, **counts: Any) -> None:
     """Each is a whole number of at least ``least``.
 

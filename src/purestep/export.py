@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import json
 import os
+from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +35,11 @@ def export_weights(
     Tied parameters stand under every name they have, buffers that the module does not persist and the objective's own
     tensors are left out: ``module.load_state_dict(...)`` takes the file as it is. What ``get_extra_state`` of a module
     returns is no tensor of a state, and is not in it.
+
+    A ``.pt`` file also holds the versions of the submodules (``state_dict()._metadata``), so that a module which has
+    changed its format knows which one this is. A ``.safetensors`` file holds them as JSON under ``"versions"`` in its
+    metadata, and ``load_file`` drops those: a module with a version loads a ``.pt`` file, or takes the weights from the
+    state by `load_into`.
 
     Args:
         path: ``.safetensors``, or ``.pt`` / ``.pth`` for `torch.load` with ``weights_only=True``.
@@ -65,16 +73,24 @@ def export_weights(
     if target.suffix not in (".safetensors", ".pt", ".pth"):
         raise ConfigError(f"{target.suffix!r} is no format", where=str(path), hint=".safetensors or .pt")
     tensors = weights(program, state, view, only=only)
+    versions = {} if program.static is None else dict(program.static.versions or {})
     with replacing(target) as temporary:
         try:
             if target.suffix == ".safetensors":
                 from safetensors.torch import save_file
 
-                save_file(tensors, temporary, metadata={"format": "pt"})
+                save_file(tensors, temporary, metadata={"format": "pt", "versions": json.dumps(versions)})
             else:
-                torch.save(tensors, temporary)
+                torch.save(_with_versions(tensors, versions), temporary)
         except Exception as error:  # both report a full disk by classes of their own
             raise write_failed(target, error) from error
+
+
+def _with_versions(tensors: Params, versions: dict[str, Any]) -> Params:
+    """As `state_dict` gives them: a module asks for the version of its weights before it loads them."""
+    found: Any = OrderedDict(tensors)
+    found._metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())
+    return found
 
 
 def weights(

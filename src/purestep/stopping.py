@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from .arguments import check_count, is_number
+from .arguments import check_count, is_number, whole
 from .errors import ConfigError
 
 Mode: TypeAlias = Literal["min", "max"]
@@ -146,7 +146,7 @@ def should_stop(record: Record, rule: EarlyStopping | None) -> bool:
 
 
 def start_epoch(rule: EarlyStopping | None, total_epochs: int | None) -> int:
-    """The first epoch, from 1, that may count as bad: ``max(1, int(total_epochs * start_ratio))``.
+    """The first epoch, from 1, that may count as bad: ``total_epochs * start_ratio``, rounded down.
 
     Raises:
         ConfigError: ``start_ratio`` is set and the number of epochs is not known.
@@ -163,7 +163,7 @@ def start_epoch(rule: EarlyStopping | None, total_epochs: int | None) -> int:
             where="EarlyStopping",
             hint="fit(..., epochs=100), or start_ratio=0.0",
         )
-    return max(1, int(total_epochs * rule.start_ratio))
+    return max(1, whole(total_epochs * rule.start_ratio))
 
 
 def default_mode(monitor: str) -> Mode:

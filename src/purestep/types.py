@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
@@ -95,14 +96,14 @@ class Loss(NamedTuple):
     Example:
         >>> def objective(model, batch):
         ...     error = (model(batch["x"]) - batch["y"]).square()
-        ...     return Loss(error.mean(), torch.tensor(float(error.numel())), {})
+        ...     return Loss(error.mean(), torch.tensor(float(error.numel())))
         >>> objective(lambda x: 2 * x, {"x": torch.ones(4), "y": torch.zeros(4)}).mean
         tensor(4.)
     """
 
     mean: Tensor  # shape=(), floating
     weight: Tensor  # shape=(), number of examples, tokens or elements that `mean` is a mean over
-    metrics: Metrics
+    metrics: Mapping[str, Mean] = MappingProxyType({})
 
 
 class TrainState(NamedTuple):
@@ -220,6 +221,7 @@ class Static(NamedTuple):
     has_ema: bool
     labels: Callable[[Params], Labels] | None  # None: the transform is not elementwise and needs the named tree
     steps: Callable[[Form], Steps]  # the same steps on another form of the state
+    versions: Mapping[str, Any] = MappingProxyType({})  # of a state_dict's ``_metadata``: submodule -> its version
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from ..arguments import whole
 from ..errors import ConfigError
 from .findings import ALIASES, ELSEWHERE
 from .fit import FitConfig
@@ -155,7 +156,7 @@ def count_batches(limit: int | float | None, length: int | None, *, loader: str)
             where=loader,
             hint="a number of batches (an int)",
         )
-    found = int(length * limit)
+    found = whole(length * limit)
     if limit > 0.0 and found == 0:
         raise ConfigError(
             f"a share of {limit} of {length} batches is none", where=loader, hint=f"{1 / length:.3g}, or 1"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
-from ..arguments import is_number
+from ..arguments import is_number, whole
 from ..errors import ConfigError, DataError, Mismatch, PurestepError
 from ..types import Batch
 
@@ -222,7 +222,7 @@ def limit(feed: Feed, amount: int | float) -> Feed:
         return _Limited(feed, amount)
     if feed.length is None:
         raise ConfigError(f"{amount} of a loader without length", where=feed.name, hint="a number of batches: 100")
-    return _Limited(feed, max(1, int(amount * feed.length)))
+    return _Limited(feed, max(1, whole(amount * feed.length)))
 
 
 class _Fixed(Feed):

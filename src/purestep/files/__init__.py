@@ -11,6 +11,7 @@ from .lock import DirectoryLock as DirectoryLock
 from .whole import read_json as read_json
 from .whole import remove_tree as remove_tree
 from .whole import replacing as replacing
+from .whole import special_file as special_file
 from .whole import sync_directory as sync_directory
 from .whole import sync_file as sync_file
 from .whole import sync_tree as sync_tree

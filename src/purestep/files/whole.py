@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -53,6 +54,41 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
 
 
+_SPECIAL = (
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
+
+
+def special_file(path: Path | str) -> str:
+    """What is at the path that can be written to and not replaced: ``"a FIFO"``, ``"a socket"``, ``"a character
+    device"``, ...; "" where there is a file, a directory or nothing.
+
+    Links are followed. What lies below ``/dev`` and ``/proc`` (``/dev/stdout``, which may lead to a file) counts too.
+
+    Example:
+        >>> special_file("/dev/null"), special_file("notes.txt")
+        ('a character device', '')
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return ""
+    kind = next((name for is_kind, name in _SPECIAL if is_kind(mode)), "")
+    if kind or not stat.S_ISREG(mode):
+        return kind
+    place = os.path.abspath(path)
+    for _ in range(40):  # as many links as Linux follows
+        if place.startswith(("/dev/", "/proc/")) and not place.startswith("/dev/shm/"):
+            return "a link of the system to an open file"
+        if not os.path.islink(place):
+            break
+        place = os.path.abspath(os.path.join(os.path.dirname(place), os.readlink(place)))
+    return ""
+
+
 @contextmanager
 def replacing(path: Path | str) -> Generator[Path]:
     """A temporary path beside ``path``; what is written there takes the name ``path`` when the block ends well.
@@ -72,6 +108,8 @@ def replacing(path: Path | str) -> Generator[Path]:
         ('whole', ['notes.txt'])
     """
     target = Path(path)
+    if kind := special_file(target):
+        raise WriteFailed(f"is {kind}, which is not replaced", where=str(path), hint="pass the path of a file")
     temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.{next(_serial)}.tmp")
     try:
         failpoint("files.write")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
+from ..arguments import whole
 from ..errors import ConfigError
 from .record import Record
 
@@ -80,9 +80,7 @@ def _crossed(every: int, record: Record, ahead: int = 0) -> bool:
         record: whose updates have arrived on the host.
         ahead: updates that may have been made since.
     """
-    steps = record.history.get("step")
-    last = int(steps[-1] or 0) if steps else 0
-    return (record.updates + ahead) // every > last // every
+    return (record.updates + ahead) // every > record.told // every
 
 
 def _passed(every: float, since: int, batch: int, length: int | None) -> bool:
@@ -93,4 +91,4 @@ def _passed(every: float, since: int, batch: int, length: int | None) -> bool:
         )
     # A third of 7 batches ends behind batches 3, 5 and 7: the first batch at or past each mark.
     part = every * length
-    return math.floor(batch / part + 1e-9) > math.floor(since / part + 1e-9)
+    return whole(batch / part) > whole(since / part)

@@ -59,8 +59,8 @@ class Judge(NamedTuple):
 
     def _is_known(self, record: Record) -> bool:
         """Whether the last row is of the very state of the one before: an epoch may end where it was just evaluated."""
-        same = all(len(set(record.history[name][-2:])) == 1 for name in ("epoch", "step"))
-        column = record.history.get(self.monitor or "", [])
+        same = all(len(set(record.history.last(name, 2))) == 1 for name in ("epoch", "step"))
+        column = record.history.last(self.monitor or "", 2)
         return same and len(column) > 1 and column[-2] is not None
 
     def _progress(self, record: Record) -> tuple[int, int] | None:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from ..compile.live import is_state, states
 from ..compile.outputs import Stacked
 from ..errors import NonFiniteError, StepContractError
 from ..events import Logged
+from ..step import rate_names
 from ..types import Empty, Metrics, TrainState, Tree
 from . import meter as meter_
 from .meter import Meter, Rows, Totals
@@ -48,10 +49,14 @@ class Ledger:
         log_every: updates between two lines, 0 for none.
         before: calls that the state had been through before this run's first.
         halts: the state may halt, so the batches of calls that are not settled are held.
+        rates: the metrics that are learning rates: the last value counts, not the mean.
     """
 
-    def __init__(self, log_every: int, *, before: int = 0, halts: bool = False) -> None:
+    def __init__(
+        self, log_every: int, *, before: int = 0, halts: bool = False, rates: Collection[str] = ("lr",)
+    ) -> None:
         self.pending = 0
+        self.rates = rates
         self._halts = halts
         self._warned = False
         self._refusals = 0  # updates in a row that were not applied
@@ -112,11 +117,11 @@ class Ledger:
                 self._refusals = 0
                 updates += 1
                 if self._log_every and updates % self._log_every == 0:
-                    _sum(rows.part(begun, index + 1), sums, last)
+                    _sum(rows.part(begun, index + 1), sums, last, self.rates)
                     begun = index + 1
                     lines.append(self._line(tag, updates, line, last))
                     line.clear()
-            _sum(rows.part(begun), sums, last)
+            _sum(rows.part(begun), sums, last, self.rates)
         self._let_go(arrived, state)
         return record._replace(updates=updates, interval=interval, line=line, last=last), lines
 
@@ -160,7 +165,7 @@ class Ledger:
 
     def _refused(self, tag: Tag, values: Totals, state: Tree) -> None:
         """An update was not applied: the state may have halted."""
-        _check_rates(tag, values)
+        _check_rates(tag, {name: pair for name, pair in values.items() if name in self.rates})
         self._check_halted(state)
         self._refusals += 1
         if self._refusals != _REFUSALS:
@@ -179,8 +184,16 @@ class Ledger:
         error.step = tag.call + self._before
         raise error
 
+    def named(self, sums: Totals, rates: Mapping[str, float]) -> dict[str, Cell]:
+        """A step's metrics by their names in the history: what is measured on training data is called ``train_``."""
+        found: dict[str, Cell] = {}
+        for name, value in meter_.means(sums, self.kinds).items():
+            if name not in _HIDDEN and name not in self.rates:
+                found[name if name in _BARE else f"train_{name}"] = value
+        return found | {name: value for name, value in rates.items() if name in self.rates}
+
     def _line(self, tag: Tag, updates: int, sums: Totals, rates: Mapping[str, float]) -> Logged:
-        values = named(meter_.means(sums, self.kinds), rates)
+        values = self.named(sums, rates)
         numbers = {name: value for name, value in values.items() if value is not None}
         speed, waiting = self._timer.rates()
         return Logged(tag.epoch, updates, numbers, speed, waiting)
@@ -210,15 +223,15 @@ _END = object()
 CURE = 'a smaller learning rate, optim.clip_by_global_norm(1.0), or ps.program(..., nonfinite="skip")'
 
 
-def _sum(rows: Rows, sums: Iterable[Totals], rates: dict[str, float]) -> None:
+def _sum(rows: Rows, sums: Iterable[Totals], last: dict[str, float], rates: Collection[str]) -> None:
     """Add the rows to each of the sums, and take the rates as they are in the last of them."""
     for one in sums:
         meter_.add_to(one, rows)
     for name, total, weight in rows.columns:
-        if _is_rate(name):
+        if name in rates:
             known = next((row for row in reversed(rows.numbers) if row[weight]), None)
             if known is not None:
-                rates[name] = known[total] / known[weight]
+                last[name] = known[total] / known[weight]
 
 
 def _calls_to_hold(batch: Any) -> int:
@@ -229,7 +242,8 @@ def _calls_to_hold(batch: Any) -> int:
 def opened(log_every: int, state: Tree, record: Record) -> Ledger:
     """The account of a run that begins, or goes on, with this state and record."""
     calls = int(state.key[1]) if isinstance(state, TrainState) else 0
-    return Ledger(log_every, before=calls - record.calls, halts=can_halt(state))
+    rates = {"lr"}.union(*(rate_names(part) for part in states(state)))
+    return Ledger(log_every, before=calls - record.calls, halts=can_halt(state), rates=rates)
 
 
 def can_halt(state: Tree) -> bool:
@@ -314,28 +328,15 @@ def thawed(state: Tree) -> Tree:
     return tree.map(one, state, is_leaf=is_state)
 
 
-def named(values: Mapping[str, float], rates: Mapping[str, float]) -> dict[str, Cell]:
-    """A step's metrics by their names in the history: what is measured on the training data is called ``train_``."""
-    found: dict[str, Cell] = {}
-    for name, value in values.items():
-        if name not in _HIDDEN and not _is_rate(name):
-            found[name if name in _BARE else f"train_{name}"] = value
-    return found | dict(rates)
-
-
 def _check_rates(tag: Tag, values: Totals) -> None:
     """A rate that cannot be used is a total without weight: see the step's metrics."""
     for name, (total, weight) in values.items():
-        if _is_rate(name) and not weight and total:  # nan is true
+        if not weight and total:  # nan is true
             raise StepContractError(
                 f"{name} is {total:g} at call {tag.call}; the state is what it was before it",
                 where=f"schedule, epoch {tag.epoch + 1}, batch {tag.batch + 1}",
                 hint="a schedule that stays in [0, inf), past its end too: schedules.warmup_cosine(...)",
             )
-
-
-def _is_rate(name: str) -> bool:
-    return name == "lr" or name.startswith("lr/")
 
 
 class Timer:

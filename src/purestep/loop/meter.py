@@ -7,6 +7,7 @@ without blocking, and turned into rows once the copy is there.
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -21,6 +22,9 @@ from ..types import Mean, Metrics
 
 Totals = dict[str, tuple[float, float]]
 """name -> (total, weight); entries of a vector-valued mean are called ``name[0]``, ``name[1]``, ..."""
+
+ENTRY = re.compile(r"(?s).+\[\d+\]")
+"""Names of entries, which no other metric may have."""
 
 Kinds = dict[str, type[Mean]]
 """name -> the class of a mean that is finished in a way of its own (`metrics.from_torchmetrics`)."""
@@ -197,7 +201,7 @@ def means(totals: Mapping[str, tuple[float, float]], kinds: Mapping[str, type[Me
     found = {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
     vectors: dict[str, list[float]] = {}
     for name, value in found.items():
-        if name.endswith("]"):
+        if ENTRY.fullmatch(name):
             vectors.setdefault(name.rpartition("[")[0], []).extend([] if math.isnan(value) else [value])
     averaged = {name: sum(values) / len(values) if values else math.nan for name, values in vectors.items()}
     return found | averaged | {name: float(mean) for name, mean in finished.items()}
@@ -213,7 +217,7 @@ def _finished(totals: Mapping[str, tuple[float, float]], kinds: Mapping[str, typ
     """What is left, and the means of a kind of their own, put together again from their entries."""
     left, found = dict(totals), {}
     for name, kind in kinds.items():
-        entries = [key for key in totals if key == name or key.startswith(f"{name}[")]
+        entries = [key for key in totals if key == name or (ENTRY.fullmatch(key) and key.rpartition("[")[0] == name)]
         pairs = [left.pop(key) for key in entries]
         if pairs:
             found[name] = kind(*(torch.tensor(column) for column in zip(*pairs, strict=True)))

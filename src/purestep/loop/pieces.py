@@ -189,7 +189,7 @@ def check_metrics(found: Any, *, where: str) -> Metrics:
     """What a step measured, if it is a dict of Means.
 
     Raises:
-        StepContractError: it is not, or they are on several devices.
+        StepContractError: it is not, they are on several devices, or one has a name that is reserved.
     """
     wrong = {"": found} if not isinstance(found, dict) else {k: v for k, v in found.items() if not _is_mean(v)}
     for name, value in wrong.items():
@@ -202,6 +202,10 @@ def check_metrics(found: Any, *, where: str) -> Metrics:
             f"metric {name!r} is a {kind}" if isinstance(found, dict) else f"returned a {kind}",
             where=where,
             hint="{name: ps.Mean(total, weight)}, two tensors",
+        )
+    if entry := next(filter(meter_.ENTRY.fullmatch, map(str, found)), None):
+        raise StepContractError(
+            f"metric {entry!r} has the name of an entry of a metric that is a vector", where=where, hint="another name"
         )
     meter_.check_devices([found], where=where)
     return found

@@ -8,6 +8,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .. import stopping
+from ..errors import ConfigError
+from ..snapshot import Table
 from ..types import Tree
 
 Cell = float | int | None
@@ -27,7 +29,7 @@ class Record(NamedTuple):
     best_step: int | None = None  # the snapshot that holds it
     evaluations: int = 0  # rows with a value of the monitor, which early stopping counts
     rollbacks: int = 0  # how often the run went back to a good state
-    history: Mapping[str, list[Cell]] = MappingProxyType({})
+    history: Table = Table()
     judged: str = ""  # the monitor and its mode, of which the best is
     window: int = 0  # batches to an update; 0: nobody has said
     origin: str = ""  # the directory that the run began from, where that is another one than its own
@@ -35,8 +37,12 @@ class Record(NamedTuple):
     @property
     def is_ahead(self) -> bool:
         """Whether something was done since the last row of the history; a step may measure nothing."""
-        steps = self.history.get("step")
-        return bool(self.interval) or self.updates > int((steps[-1] if steps else None) or 0)
+        return bool(self.interval) or self.updates > self.told
+
+    @property
+    def told(self) -> int:
+        """Updates at the last row of the history."""
+        return next((int(step or 0) for step in self.history.last("step", 1)), 0)
 
     def stepped(self) -> Record:
         """After a call with one more batch: `_replace`, which every step would wait for, in a quarter of its time."""
@@ -75,10 +81,14 @@ class FitResult(NamedTuple):
 
 
 def to_json(record: Record) -> dict[str, Any]:
-    """The record as JSON."""
+    """The record as JSON, its history too."""
+    return to_store(record) | {"history": dict(record.history)}
+
+
+def to_store(record: Record) -> dict[str, Any]:
+    """The record as a snapshot takes it: JSON, and the history as it is, of which only new rows are written."""
     found = record._asdict()
     return found | {
-        "history": dict(record.history),
         "best": stopping.to_json(record.best),
         "interval": _sums_to_json(record.interval),
         "line": _sums_to_json(record.line),
@@ -90,6 +100,7 @@ def from_json(found: Mapping[str, Any]) -> Record:
     """The way back: fields that a later version adds are left out, and those that an earlier one lacks keep their
     defaults."""
     known = {name: value for name, value in found.items() if name in Record._fields}
+    known["history"] = Table(known.get("history"))
     known["best"] = stopping.from_json(known["best"])
     known["interval"] = _sums_from_json(known["interval"])
     known["line"] = _sums_from_json(known.get("line", {}))
@@ -97,11 +108,25 @@ def from_json(found: Mapping[str, Any]) -> Record:
     return Record(**known)
 
 
-def with_row(history: Mapping[str, list[Cell]], row: Mapping[str, Cell]) -> dict[str, list[Cell]]:
+def with_row(history: Mapping[str, list[Cell]], row: Mapping[str, Cell]) -> Table:
     """The history with one more row; what a row or an earlier one lacks is None, and so is what is not finite."""
-    count = len(next(iter(history.values()), []))
-    names = [*history, *(name for name in row if name not in history)]
-    return {name: [*history.get(name, [None] * count), cell(row.get(name))] for name in names}
+    table = history if isinstance(history, Table) else Table(history)
+    return table.with_row({name: cell(value) for name, value in row.items()})
+
+
+def joined(row: Mapping[str, Cell], values: Mapping[str, Cell], *, loader: str) -> dict[str, Cell]:
+    """The row with what an evaluation has measured.
+
+    Raises:
+        ConfigError: a name is there already: of loaders "val" and "val_hard", both may have a ``val_hard_loss``.
+    """
+    if both := row.keys() & values.keys():
+        raise ConfigError(
+            f"two metrics are called {min(both)!r} in the history: one is of the loader {loader!r}",
+            where="fit",
+            hint=f"rename the loader {loader!r}, or the metric",
+        )
+    return {**row, **values}
 
 
 def cell(value: Cell) -> Cell:

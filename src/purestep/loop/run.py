@@ -22,12 +22,11 @@ from ..signals import Preempted, Signals, interrupted
 from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
 from . import blame, cadence, compiling, ledger, restoring, rollback, setup
-from . import meter as meter_
 from .calling import caller
 from .judging import Judge, below_minimum, ended_before, judge, limit_reached
 from .ledger import Tag
 from .pieces import Ahead, scores
-from .record import Cell, FitResult, Record, cell, with_row
+from .record import Cell, FitResult, Record, cell, joined, with_row
 from .rescue import rescue
 from .rollback import Keeper
 from .salvage import salvaged
@@ -241,9 +240,9 @@ class Run:
         before = self.record
         self.before = self.before or (self.state, before)
         row: dict[str, Cell] = {"epoch": before.epoch + (before.batch > 0), "step": before.updates}
-        row |= ledger.named(meter_.means(before.interval, self.ledger.kinds), before.last)
+        row |= self.ledger.named(dict(before.interval), before.last)
         for name in due:
-            row |= self._evaluate(name)
+            row = joined(row, self._evaluate(name), loader=name)
             if self.signals.leaving:
                 return self._undo_boundary()
         record = before._replace(interval={}, history=with_row(before.history, row))

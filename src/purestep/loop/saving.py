@@ -10,7 +10,7 @@ from .. import data, events, files
 from ..snapshot import Snapshots
 from ..types import Tree
 from .carrying import Carrier
-from .record import Cell, Record, to_json
+from .record import Cell, Record, to_store
 
 if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
     from ..config import FitConfig
@@ -51,7 +51,7 @@ class Saver:
             return None
         files.failpoint("loop.snapshot")
         self._snapshots.due(updates=record.updates + ahead, epoch=record.epoch)  # counts from here
-        loop = {"record": to_json(record), "feed": self._feed.position(record.epoch, record.batch)}
+        loop = {"record": to_store(record), "feed": self._feed.position(record.epoch, record.batch)}
         self._saved = record.calls
         self._snapshots.save(record.calls, state, loop=loop, metrics=metrics, overwrite=again)
         self._carrier.save()

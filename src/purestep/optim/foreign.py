@@ -27,6 +27,7 @@ class Maker(NamedTuple):
     optimizer: type[torch.optim.Optimizer]
     options: dict[str, Any]
     where: str  # for messages
+    lr_dtype: torch.dtype | None = None  # of a learning rate that is given as a tensor: torch computes in it
 
     def rate(self) -> float | None:
         """The learning rate, given or by default; None for an optimizer without one."""
@@ -69,10 +70,11 @@ def run(
     leaves = {name: param.detach().clone().requires_grad_() for name, param in params.items()}
     optimizer = make(maker, list(leaves.values()), is_traced=is_traced)
     if rate is not None:
-        # What promotes one parameter is what promotes the group.
-        upcast = all(_may_upcast(leaf) for leaf in leaves.values())
-        is_leaf = isinstance(rate, Tensor)
-        optimizer.param_groups[0]["lr"] = rate.to(torch.float64 if upcast else torch.float32) if is_leaf else rate
+        if isinstance(rate, Tensor):
+            # What promotes one parameter is what promotes the group.
+            upcast = all(_may_upcast(leaf) for leaf in leaves.values())
+            rate = rate.to(maker.lr_dtype or (torch.float64 if upcast else torch.float32))
+        optimizer.param_groups[0]["lr"] = rate
     if not is_first:
         optimizer.param_groups[0].update(_thawed(group, upcast=False))
     for name, leaf in leaves.items():
@@ -197,7 +199,7 @@ def trace(
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to load, and few optimizers come this way
 
     example = next(iter(arguments[0].values()))
-    rates = (torch.zeros((), device=example.device),) if is_scheduled else ()
+    rates = (torch.zeros((), dtype=maker.lr_dtype, device=example.device),) if is_scheduled else ()
     try:
         with _as_if_compiling(), rng.scoped(0):
             graph = make_fx(scheduled if is_scheduled else constant, tracing_mode="fake")(*arguments, *rates)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import modes, rng, tree
 from ..errors import ConfigError, StateError, StepContractError
-from ..transform import Rate, Transform, rate_at, reported, require_rate, zero_count
+from ..transform import Rate, Schedule, Transform, rate_at, reported, require_rate, zero_count
 from ..types import Empty, Params, Tree
 from .foreign import Maker, Outcome, Slots, run, trace
 from .probe import initial, probe
@@ -92,7 +92,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
                 where=maker.where,
                 hint="one of purestep's own: optim.adamw(1e-3)",
             )
-        rate = None if schedule is None else rate_at(schedule, state.step)
+        rate = None if schedule is None else _rate(schedule, state.step)
         arguments = (params, updates, state.slots, state.group)
         plan = plans.get(_key(params))
         if rng.in_graph() or _is_traced():
@@ -119,7 +119,15 @@ def _maker(optimizer: Any, lr: Rate | None, kwargs: dict[str, Any]) -> Maker:
     if lr is not None:
         require_rate(where, lr)
     start = lr if lr is None or isinstance(lr, float | int) else float(rate_at(lr, torch.zeros((), dtype=torch.int64)))
-    return Maker(optimizer, kwargs if start is None else {"lr": start, **kwargs}, where)
+    dtype = lr.dtype if isinstance(lr, Tensor) and lr.is_floating_point() else None
+    return Maker(optimizer, kwargs if start is None else {"lr": start, **kwargs}, where, dtype)
+
+
+def _rate(given: Tensor | Schedule, step: Tensor) -> Tensor:
+    """The rate of an update: what a schedule gives, or a tensor as it is now, in its own dtype."""
+    if isinstance(given, Tensor) and given.is_floating_point():
+        return given.detach().clone()
+    return rate_at(given, step)
 
 
 def _key(params: Params) -> tuple[Any, ...]:
@@ -163,8 +171,9 @@ def _prepare(maker: Maker, params: Params, *, is_scheduled: bool) -> tuple[Slots
 
 
 def _eager_step(plan: _Plan, maker: Maker, arguments: _Arguments, rate: Any, step: Tensor) -> Outcome:
-    # Optimizers compare and format their learning rate as a Python number.
-    number = None if rate is None else float(rate)
+    # Optimizers compare and format their learning rate as a Python number. One that the caller gave as a tensor they
+    # are called with as such, and round as they do then.
+    number = rate if rate is None or maker.lr_dtype is not None else float(rate)
     is_first = plan.first_differs and bool(step == 0)
     outcome = run(maker, *arguments, rate=number, is_first=is_first)
     if tree.signature((outcome.slots, outcome.group)) != tree.signature(arguments[2:]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -84,20 +85,28 @@ def per_epoch(schedule: AnySchedule, *, updates_per_epoch: int) -> Schedule:
 
 
 def from_torch_scheduler(
-    scheduler: Callable[..., LRScheduler], learning_rate: float, *, steps: int, **kwargs: Any
+    scheduler: Callable[..., LRScheduler], learning_rate: float, *, steps: int, key: str = "lr", **kwargs: Any
 ) -> Schedule:
     """The learning rates that one of torch's schedulers goes through, written down in a table.
+
+    `OneCycleLR` and `CyclicLR` cycle the momentum too, unless they are told ``cycle_momentum=False``. A table is of one
+    number: ``key="momentum"`` gives that of the momentum, for an optimizer with both injected:
+    ``optim.inject(optim.sgd)(learning_rate=rates, momentum=momenta)``, or ``b1=momenta`` of ``optim.adamw``.
 
     Args:
         scheduler: a class of `torch.optim.lr_scheduler`, a subclass of your own, or a function
             ``optimizer -> scheduler`` (for `SequentialLR` and `ChainedScheduler`).
         learning_rate: what the optimizer starts with, finite.
         steps: how many values to write down, at least 1; the last one holds from then on. Epochs, under `per_epoch`.
+        key: which number of the optimizer's parameter group: "lr" or "momentum".
         **kwargs: the scheduler's own arguments.
 
     Raises:
         ConfigError: `ReduceLROnPlateau`, whose values depend on a metric; a scheduler that is built already; a value
-            that is not finite.
+            that is not finite; another key.
+
+    Warns:
+        UserWarning: the scheduler cycles the momentum, and the table is of the learning rate.
 
     Example:
         >>> from torch.optim.lr_scheduler import LambdaLR
@@ -107,7 +116,9 @@ def from_torch_scheduler(
     """
     check_finite("from_torch_scheduler", learning_rate=learning_rate)
     check_count("from_torch_scheduler", least=1, steps=steps)
-    table = torch.tensor(_tabulate(scheduler, learning_rate, steps, kwargs), dtype=torch.float64)
+    if key not in ("lr", "momentum"):
+        raise ConfigError(f"key={key!r}", where="from_torch_scheduler", hint='"lr" or "momentum"')
+    table = torch.tensor(_tabulate(scheduler, learning_rate, steps, key, kwargs), dtype=torch.float64)
 
     held: dict[torch.device, Tensor] = {}
 
@@ -125,21 +136,36 @@ def from_torch_scheduler(
 
 
 def _tabulate(
-    scheduler: Callable[..., LRScheduler], learning_rate: float, steps: int, kwargs: dict[str, Any]
+    scheduler: Callable[..., LRScheduler], learning_rate: float, steps: int, key: str, kwargs: dict[str, Any]
 ) -> list[float]:
     _check_scheduler(scheduler)
     optimizer = SGD([torch.zeros(1)], lr=learning_rate, momentum=0.9)  # momentum: what cyclic schedulers insist on
     made: Any = scheduler(optimizer, **kwargs)  # a user's function may return anything
     _check_scheduler(type(made) if isinstance(made, LRScheduler) else made)
-    values = [float(optimizer.param_groups[0]["lr"])]
+    group = optimizer.param_groups[0]
+    values, momenta = [float(group[key])], {float(group["momentum"])}
     for _ in range(steps - 1):
         optimizer.step()
         made.step()
-        values.append(float(optimizer.param_groups[0]["lr"]))
+        values.append(float(group[key]))
+        momenta.add(float(group["momentum"]))
+    if key == "momentum" and len(momenta) == 1:
+        raise ConfigError(f"{type(made).__name__} cycles no momentum", where="from_torch_scheduler", hint='key="lr"')
+    if key == "lr" and len(momenta) > 1:
+        name = type(made).__name__
+        warnings.warn(
+            f"{name} cycles the momentum between {min(momenta):g} and {max(momenta):g}, and this schedule is of the "
+            f'learning rate alone (cure: cycle_momentum=False; or from_torch_scheduler({name}, ..., key="momentum"), '
+            "and both in optim.inject(optim.sgd)(learning_rate=..., momentum=...))",
+            UserWarning,
+            stacklevel=3,
+        )
     for index, value in enumerate(values):
         if not math.isfinite(value):
             raise ConfigError(
-                f"the learning rate of step {index} is {value}", where="from_torch_scheduler", hint=f"steps={index}"
+                f"the {'learning rate' if key == 'lr' else key} of step {index} is {value}",
+                where="from_torch_scheduler",
+                hint=f"steps={index}",
             )
     return values
 

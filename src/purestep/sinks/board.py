@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,40 @@ class TensorBoard:
         self.directory = directory
         self._make = writer
         self._writer: Any = None
+        self._second = 0  # in which the last event file was begun
+        self._last = 0  # update of the last line of the log
+        self._written: dict[str, int] = {}  # tag -> update of its last point
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, FitStart):
-            self.close()
             # What an interrupted run wrote after its last snapshot is struck out: TensorBoard ignores those steps.
-            self._writer = self._make(str(self.directory), purge_step=event.updates + 1 if event.resumed else None)
+            self._open(event.updates + 1 if event.resumed else None)
+            self._last = event.updates
         elif isinstance(event, Logged):
+            if event.updates <= self._last:  # the run has gone back: what followed has not been
+                self._open(event.updates)
+            self._last = event.updates
             self._scalars({**event.values, "steps_per_second": event.steps_per_second}, event.updates)
         elif isinstance(event, EpochEnd):
             self._scalars({**event.record}, event.updates)
         elif isinstance(event, FitEnd):
             self.close()
 
+    def _open(self, purge_step: int | None) -> None:
+        """Begin an event file, from which on the points at and after ``purge_step`` count no more."""
+        self.close()
+        while int(time.time()) <= self._second:  # files are read by name, and names of one second are not in order
+            time.sleep(0.02)
+        self._second = int(time.time())
+        self._writer = self._make(str(self.directory), purge_step=purge_step)
+        self._written = {tag: at for tag, at in self._written.items() if purge_step is not None and at < purge_step}
+
     def _scalars(self, values: dict[str, Any], updates: int) -> None:
+        """One point a tag and update: of a line of the log and a row of the history at one update, the line's."""
         for key, value in values.items():
-            if isinstance(value, (int, float)):
+            if isinstance(value, (int, float)) and self._written.get(key, -1) < updates:
                 self._writer.add_scalar(key, value, updates)
+                self._written[key] = updates
 
     def close(self) -> None:
         """Flush and close the event file."""
@@ -45,7 +63,10 @@ class TensorBoard:
 
 
 def tensorboard(directory: Path | str) -> TensorBoard:
-    """Scalars for TensorBoard, by optimizer update.
+    """Scalars for TensorBoard, by optimizer update: one point a tag and update, in order.
+
+    What a line of the log and a row of the history both have at one update is the line's value. A run that goes on from
+    a snapshot, or goes back to a good state, begins an event file that strikes out the points it makes once more.
 
     Args:
         directory: where the event files go.

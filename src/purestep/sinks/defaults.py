@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .bar import progress as progress_sink
 from .guard import Sink
-from .rows import history_json
+from .history import history_json
 
 
 def default_sinks(directory: Path | str | None, *, progress: bool = True) -> list[Sink]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from ..events import Event, FitEnd
+from ..events import EpochEnd, Event, FitEnd, FitStart
 
 Sink: TypeAlias = Callable[[Any], Any]
 """A callable of events. Optional: ``close()``; ``wants``, the classes of the events it is to see; ``foreground``, True
@@ -18,6 +18,9 @@ where it is quick enough to be called by the training thread itself; ``writes_fi
 to go without it."""
 
 _log = logging.getLogger("purestep")
+_KEPT = (FitStart, EpochEnd, FitEnd)
+"""Never dropped: the rows of a run are in memory anyway, as its history."""
+_LINES = 64  # times as many events may wait for a file, which is late rather than lost
 
 
 class Guarded:
@@ -32,7 +35,9 @@ class Guarded:
         self._foreground = bool(getattr(sink, "foreground", False))
         self.writes_files = bool(getattr(sink, "writes_files", False))
         self._patience = patience
-        self._queue: queue.Queue[Event | None] = queue.Queue(capacity)
+        self._capacity = capacity * (_LINES if self.writes_files else 1)
+        self._delivered = 0
+        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def __call__(self, event: Event) -> None:
@@ -45,16 +50,25 @@ class Guarded:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"purestep sink {self.name}", daemon=True)
             self._thread.start()
-        self._put(light, self._patience if isinstance(event, FitEnd) else 0.0)
+        if self._queue.qsize() < self._capacity or isinstance(event, _KEPT):
+            self._queue.put(light)
+            return
+        self.dropped += 1
+        if self.dropped == 1:
+            _log.warning("sink %s: too slow, events are dropped; training goes on", self.name)
 
     def close(self) -> None:
-        """Deliver what is waiting, for as long as the patience lasts, and close the sink."""
+        """Deliver what is waiting, for as long as the patience lasts, and close the sink. A sink that writes files is
+        waited for as long as it gets on: at least one event in that time."""
         thread, self._thread = self._thread, None
         if thread is None:
             self._finish()
             return
-        self._put(None, self._patience)
-        thread.join(self._patience)
+        self._queue.put(None)
+        before = -1
+        while thread.is_alive() and before != self._delivered and (before < 0 or self.writes_files):
+            before = self._delivered
+            thread.join(self._patience)
         if thread.is_alive():
             waiting = self._queue.qsize()
             _log.warning("sink %s: still busy after %g s, left with %d events", self.name, self._patience, waiting)
@@ -62,15 +76,8 @@ class Guarded:
     def _run(self) -> None:
         while (event := self._queue.get()) is not None:
             self._deliver(event)
+            self._delivered += 1
         self._finish()
-
-    def _put(self, event: Event | None, timeout: float) -> None:
-        try:
-            self._queue.put(event, block=timeout > 0, timeout=timeout or None)
-        except queue.Full:
-            self.dropped += 1
-            if self.dropped == 1:
-                _log.warning("sink %s: too slow, events are dropped; training goes on", self.name)
 
     def _deliver(self, event: Event) -> None:
         try:
@@ -105,8 +112,10 @@ def guarded(sink: Sink, *, capacity: int = 1024, patience: float = 5.0) -> Guard
 
     Args:
         sink: see `Sink`.
-        capacity: events that may wait, >= 1; further ones are dropped and counted.
-        patience: seconds, > 0, that the end of a run waits for a busy sink.
+        capacity: events that may wait, >= 1; further ones are dropped and counted, except the start, the rows and the
+            end of a run. For a sink that writes files, 64 times as many may wait.
+        patience: seconds, > 0, that the end of a run waits for a busy sink; for one that writes files, without any
+            event being done.
 
     Example:
         >>> from purestep.events import Saved

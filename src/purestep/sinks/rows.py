@@ -1,7 +1,8 @@
-"""Files of rows: the history as JSON, and rows by step as CSV or JSON lines.
+"""Files of rows by step: CSV and JSON lines.
 
 What is in a file belongs to one run. A fresh run moves a file that it finds aside; a resumed run keeps the rows up to
-the place where it goes on, so that no step is there twice and none is missing.
+the place where it goes on, so that no step is there twice and none is missing. A pipe or device gets every row as it
+comes, once.
 """
 
 from __future__ import annotations
@@ -9,89 +10,15 @@ from __future__ import annotations
 import csv as csv_format
 import io
 import json
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any, TextIO, TypeAlias, cast
+from typing import Any, TextIO, cast
 
 from ..events import EpochEnd, Event, FitEnd, FitStart, Logged
-from ..files import read_json, write_bytes
-
-Row: TypeAlias = dict[str, Any]
-
-
-class History:
-    """One JSON list with a row an epoch; see `history_json`."""
-
-    writes_files = True
-    wants = (FitStart, EpochEnd, FitEnd)
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._rows: list[Row] = []
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, FitStart):
-            self._rows = self._kept(event)
-        elif isinstance(event, EpochEnd):
-            self._rows.append({key: finite(value) for key, value in event.record.items()})
-            self._write()
-        elif isinstance(event, FitEnd):
-            # The history of the run came through its snapshots, so it is right even where this file was lost.
-            self._rows = _as_rows(event.history)
-            self._write()
-
-    def _kept(self, event: FitStart) -> list[Row]:
-        if not event.resumed:
-            set_aside(self.path)
-            return []
-        if event.history:
-            return _as_rows(event.history)
-        try:
-            stored = read_json(self.path)
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError):
-            stored = None
-        if not isinstance(stored, list) or not all(isinstance(row, dict) for row in cast("list[Any]", stored)):
-            set_aside(self.path)
-            return []
-        rows = cast("list[Row]", stored)
-        return [row for row in rows if _number(row.get("epoch")) <= event.epoch]
-
-    def _write(self) -> None:
-        write_bytes(self.path, (json.dumps(self._rows, indent=1, allow_nan=False) + "\n").encode())
-
-    def close(self) -> None:
-        """Nothing is held open."""
-
-
-def _as_rows(history: Mapping[str, list[Any]]) -> list[Row]:
-    return [
-        {key: finite(values[index]) for key, values in history.items() if index < len(values)}
-        for index in range(max(map(len, history.values()), default=0))
-    ]
-
-
-def history_json(path: Path | str) -> History:
-    """``training_history.json``: a list of ``{"epoch": 1, "train_loss": ..., "val_loss": ..., "lr": ...}``.
-
-    Written anew after every epoch (to a temporary file, flushed, renamed) and at the end of the run from its whole
-    history. What is not a finite number is null.
-
-    Args:
-        path: of the file. A fresh run moves one that is there to ``training_history.1.json`` and so on.
-
-    Example:
-        >>> import tempfile
-        >>> sink = history_json(Path(tempfile.mkdtemp(), "training_history.json"))
-        >>> sink(EpochEnd(None, 1, 10, {"epoch": 1, "train_loss": 0.5}, improved=True, stopping=None))
-        >>> json.loads(sink.path.read_text())
-        [{'epoch': 1, 'train_loss': 0.5}]
-    """
-    return History(Path(path))
+from ..files import write_bytes
+from .history import Row
+from .output import finite, is_stream, open_stream, set_aside
 
 
 class Rows(ABC):
@@ -123,6 +50,10 @@ class Rows(ABC):
     def _line(self, row: Row) -> str | None:
         """One more row as text; None where the file has to be written anew for it."""
 
+    def _streamed(self, row: Row) -> str:
+        """One more row as text for a pipe, which cannot be written anew."""
+        return self._line(row) or self._text([row])
+
     def __call__(self, event: Event) -> None:
         if isinstance(event, FitStart):
             self._begin(event)
@@ -144,6 +75,8 @@ class Rows(ABC):
     def _begin(self, event: FitStart) -> None:
         self.close()
         self._last = {}
+        if is_stream(self.path):
+            return
         if not event.resumed:
             set_aside(self.path)
             self._write([])
@@ -160,8 +93,13 @@ class Rows(ABC):
 
     def _add(self, row: Row) -> None:
         kind, step = row["kind"], row["step"]
-        if step < self._last.get(kind, -1):  # the run has gone back: what followed has not been
-            self._write([old for old in self._read() if old["step"] < step])
+        if is_stream(self.path):
+            self._append(self._streamed(row))
+            return
+        last = self._last.get(kind, -1)
+        # The run has gone back: what followed has not been. Two rows of the history may have one step, two lines not.
+        if step < last or (step == last and kind == "step"):
+            self._write([old for old in self._read() if old["step"] < step or (step == last and old["kind"] != kind)])
         line = self._line(row) if self._whole else None
         if line is None:
             self._write([*self._read(), row])
@@ -172,10 +110,13 @@ class Rows(ABC):
     def _append(self, line: str) -> None:
         self._whole = False
         if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8", newline="")
+            self._file = open_stream(self.path) if is_stream(self.path) else self._opened()
         self._file.write(line)
         self._file.flush()
         self._whole = True
+
+    def _opened(self) -> TextIO:
+        return self.path.open("a", encoding="utf-8", newline="")
 
     def _read(self) -> list[Row]:
         if not self.path.exists():
@@ -228,6 +169,13 @@ class _Csv(Rows):
     def _line(self, row: Row) -> str | None:
         return self._cells(row) if set(row) <= set(self._columns) else None
 
+    def _streamed(self, row: Row) -> str:
+        line = self._line(row)
+        if line is not None:
+            return line
+        self._columns = tuple(dict.fromkeys(["kind", "step", "epoch", *self._columns, *row]))
+        return self._joined(list(self._columns)) + self._cells(row)
+
     def _cells(self, row: Row) -> str:
         return self._joined(["" if row.get(key) is None else row[key] for key in self._columns])
 
@@ -243,7 +191,8 @@ def csv(path: Path | str) -> Rows:
     Rows are of two kinds, ``row["kind"]`` says which: see `Rows`.
 
     Args:
-        path: of the file. A fresh run moves one that is there aside (``metrics.1.csv``).
+        path: of the file. A fresh run moves one that is there aside (``metrics.1.csv``). A pipe or device
+            (``/dev/stdout``) is written to; there a new column makes a new line of names.
 
     Example:
         >>> import tempfile
@@ -263,10 +212,11 @@ def jsonl(path: Path | str) -> Rows:
     Rows are of two kinds, ``row["kind"]`` says which: see `Rows`.
 
     Args:
-        path: of the file. A fresh run moves one that is there aside (``metrics.1.jsonl``).
+        path: of the file. A fresh run moves one that is there aside (``metrics.1.jsonl``). A pipe or device
+            (``/dev/stdout``) is written to.
 
     Example:
-        >>> import tempfile
+        >>> import math, tempfile
         >>> sink = jsonl(Path(tempfile.mkdtemp(), "metrics.jsonl"))
         >>> sink(EpochEnd(None, 1, 10, {"epoch": 1, "train_loss": math.nan}, improved=True, stopping=None))
         >>> sink.close()
@@ -274,21 +224,3 @@ def jsonl(path: Path | str) -> Rows:
         {"kind": "epoch", "step": 10, "epoch": 1, "train_loss": null}
     """
     return _JsonLines(Path(path))
-
-
-def set_aside(path: Path) -> Path | None:
-    """Give a file that is there the next free name ``name.1.suffix``, ``name.2.suffix``, ...; None where none is."""
-    if not path.exists():
-        return None
-    aside = next(found for n in count(1) if not (found := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists())
-    path.rename(aside)
-    return aside
-
-
-def finite(value: Any) -> Any:
-    """JSON has no nan and no infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.inf

@@ -5,3 +5,4 @@
 
 from .reading import Snapshot as Snapshot
 from .snapshots import Snapshots as Snapshots
+from .table import Table as Table

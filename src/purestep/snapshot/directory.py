@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import Corrupt, NotFound, SnapshotError
-from ..files import failpoint, remove_tree, sync_directory, write_failed
+from ..files import failpoint, read_json, remove_tree, sync_directory, write_failed
 from . import manifest as manifests
+from . import table as tables
 
 _REPLACED = ".replaced-"
 
@@ -178,6 +179,19 @@ def aside(root: Path, ending: str) -> list[str]:
     return sorted(name for name in os.listdir(root) if is_step(name.split(".")[0]) and name.split(".")[1:2] == [ending])
 
 
+def pass_over(root: Path, damaged: Mapping[int, Corrupt], used: int, *, rename: bool) -> None:
+    """Warns that newer steps are damaged, and where asked to renames them to ``<step>.corrupt``."""
+    lines = [f"  {step}: {error}" for step, error in damaged.items()]
+    if rename:
+        for step in damaged:
+            failpoint("snapshot.quarantine")
+            set_aside(root, step, "corrupt")
+        lines.append("  renamed to " + ", ".join(f"{step}.corrupt" for step in damaged))
+    lost = f"{max(damaged) - used} steps lost"
+    text = "\n".join([f"{root}: went back to step {used}, {lost}; damaged:", *lines])
+    warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+
 def nothing_good(root: Path, damaged: Mapping[int, Corrupt]) -> SnapshotError:
     """What to raise where no step can be restored: never what an empty directory gets, where there is a damaged one."""
     names = aside(root, "corrupt")
@@ -217,6 +231,21 @@ def sweep(root: Path) -> None:
             put_back(root, int(step))
         if name.startswith((".tmp-", ".old-", _REPLACED)):
             remove_tree(root / name)
+    _sweep_rows(root)
+
+
+def _sweep_rows(root: Path) -> None:
+    """Deletes files of rows that no snapshot refers to, one that is set aside neither."""
+    if not tables.unused(root, set()):
+        return
+    used: set[str] = set()
+    for path in root.glob(f"*/{manifests.NAME}"):
+        try:
+            used |= {earlier["file"] for earlier in read_json(path).get("earlier", {}).values()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return  # it may refer to any
+    for path in tables.unused(root, used):
+        remove_tree(path)
 
 
 def probe(root: Path) -> None:

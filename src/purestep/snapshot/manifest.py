@@ -15,21 +15,19 @@ import errno
 import hashlib
 import json
 import os
-import platform
 import zlib
 from collections.abc import Mapping
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..arguments import is_count
 from ..errors import Corrupt, Mismatch, SnapshotError
 from . import host
+from .table import Earlier, Table
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -80,6 +78,7 @@ class Manifest(NamedTuple):
     monitor: tuple[str, str] | None  # (metric, "min" or "max") that decided which snapshot is best
     environment: dict[str, Any]  # versions, thread count, device
     files: dict[str, File]  # by path below the step's directory
+    earlier: Mapping[str, Earlier] = MappingProxyType({})  # by path in ``loop``: the rows before those that are there
 
 
 # --- leaves -------------------------------------------------------------------------------------------------------
@@ -121,7 +120,7 @@ def compare(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, where: st
     lines += [f"{path}: {stored[path].text()} in the snapshot only{near}" for path, near in _nearest(extra, missing)]
     if lines:
         count = f"{len(lines)} leaves differ" if len(lines) > 1 else "1 leaf differs"
-        hint = 'the template the snapshot was made from, or a part of it: restore(template, only={"params"})'
+        hint = 'the template the snapshot was made from; for its weights alone, restore(template, only="model")'
         raise Mismatch("\n  ".join([f"{count} from the template", *lines]), where=where, hint=hint)
 
 
@@ -155,10 +154,10 @@ def select(paths: list[str], only: set[str] | None, *, where: str) -> set[str]:
     return found
 
 
-def as_json(value: Any, *, where: str) -> Any:
+def as_json(value: Any, *, where: str, tables: dict[str, Table] | None = None) -> Any:
     """A copy of ``value`` made of what JSON can hold: dict with text keys, list, text, numbers, bool, None.
 
-    Tuples become lists. NaN and infinities stay.
+    Tuples become lists. NaN and infinities stay. A `Table` goes into ``tables``, under its path, where that is given.
 
     Raises:
         SnapshotError: naming the entry that JSON would lose or change.
@@ -167,15 +166,18 @@ def as_json(value: Any, *, where: str) -> Any:
         return value
     if where.count("/") > _DEEP:
         raise SnapshotError(f"more than {_DEEP} levels", where=where[:40], hint="no dict or list that contains itself")
+    if isinstance(value, Table) and tables is not None:
+        tables[where] = value
+        return None
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value)
         for key in items:
             if not isinstance(key, str):
                 raise SnapshotError(f"the key {key!r} is no text", where=where, hint=f"{str(key)!r}")
-        return {key: as_json(entry, where=f"{where}/{key}") for key, entry in items.items()}
+        return {key: as_json(entry, where=f"{where}/{key}", tables=tables) for key, entry in items.items()}
     if isinstance(value, list | tuple):
         entries = cast("list[Any]", value)
-        return [as_json(entry, where=f"{where}/{index}") for index, entry in enumerate(entries)]
+        return [as_json(entry, where=f"{where}/{index}", tables=tables) for index, entry in enumerate(entries)]
     hint = "float(x), int(x), str(x) or a list of those; tensors belong into the state"
     raise SnapshotError(f"a {type(value).__qualname__} cannot be stored in JSON", where=where, hint=hint)
 
@@ -209,6 +211,7 @@ def write(folder: Path, manifest: Manifest) -> None:
         "library": "purestep",
         "leaves": {path: leaf._asdict() for path, leaf in manifest.leaves.items()},
         "files": {name: file._asdict() for name, file in manifest.files.items()},
+        "earlier": {path: earlier._asdict() for path, earlier in manifest.earlier.items()},
     }
     data = (json.dumps(record, indent=1) + "\n").encode()
     (folder / NAME).write_bytes(data)
@@ -332,6 +335,7 @@ def _from_record(record: dict[str, Any], *, where: str) -> Manifest:
             monitor=None if monitor is None else (str(monitor[0]), str(monitor[1])),
             environment=dict(record["environment"]),
             files={name: _file(entry) for name, entry in record["files"].items()},
+            earlier={path: Earlier.of(entry) for path, entry in record.get("earlier", {}).items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise Corrupt(f"not a manifest: {type(error).__name__}: {error}", where=where) from error
@@ -375,20 +379,3 @@ def check_values(path: str, leaf: Leaf, values: np.ndarray[Any, Any] | None, *, 
         raise Corrupt(f"{path} is {found} where {leaf.text()} was written", where=where)
     if host.digest(values) != leaf.crc32:
         raise Corrupt(f"the values of {path} are not those that were saved (their digest differs)", where=where)
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """What exact repetition depends on beyond the state: versions, threads, and the `device` of its leaves."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return _versions() | {"threads": torch.get_num_threads(), "device": name}
-
-
-@cache
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("purestep", "torch", "numpy", "orbax-checkpoint", "jax"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # run from a source tree that was never installed
-            found[name] = "unknown"
-    return found

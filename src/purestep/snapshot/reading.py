@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import warnings
 import zlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +16,11 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import Corrupt
-from ..types import Tree
-from . import host, store
+from ..types import TrainState, Tree
+from . import host, store, weights
 from . import manifest as manifests
+from . import table as tables
+from .environment import environment
 from .manifest import Leaf, Manifest
 
 _log = logging.getLogger("purestep")
@@ -36,7 +40,13 @@ class Snapshot(NamedTuple):
 
 
 def read(
-    folder: Path, template: Tree, prefixes: set[str] | None, *, platforms: str | None, tell: bool = False
+    folder: Path,
+    template: Tree,
+    prefixes: set[str] | None,
+    *,
+    platforms: str | None,
+    tell: bool = False,
+    strict: bool = False,
 ) -> Snapshot:
     """The state of one step in new tensors; leaves outside of the prefixes are copies of the template's.
 
@@ -46,6 +56,8 @@ def read(
         prefixes: see `manifest.select`.
         platforms: see `store`.
         tell: logs what has changed since the snapshot was written that makes the same steps give other bits.
+        strict: raises where earlier rows of the loop's record are damaged or missing, which are else None, with a
+            warning: no weight is lost with them.
 
     Raises:
         Mismatch: one line for each leaf that differs from the template, before any values are read.
@@ -54,15 +66,20 @@ def read(
     manifest = manifests.read(folder)
     leaves = tree.with_paths(template)
     described = manifests.describe(leaves)
-    chosen = manifests.select(list(described), prefixes, where="the template")
-    stored = manifests.select(list(manifest.leaves), prefixes, where=str(folder))
-    manifests.compare(
-        {path: leaf for path, leaf in manifest.leaves.items() if path in stored},
-        {path: leaf for path, leaf in described.items() if path in chosen},
-        where=str(folder),
-    )
-    wanted = {path: leaf for path, leaf in manifest.leaves.items() if path in chosen}
-    values = _values(folder, wanted, platforms)
+    moved = _model(template, prefixes, manifest)
+    rest = None if prefixes is None else {prefix for prefix in prefixes if prefix not in moved}
+    chosen, stored = set[str](), set[str]()
+    if rest is None or rest:
+        chosen = manifests.select(list(described), rest, where="the template")
+        stored = manifests.select(list(manifest.leaves), rest, where=str(folder))
+    sources = {path: path for path in chosen} | {p: source for found in moved.values() for p, source in found.items()}
+    chosen |= sources.keys()
+    _tell_of_the_rest(template, chosen, manifest)
+    held = {path: manifest.leaves[path] for path in stored}
+    held |= {path: manifest.leaves[source] for path, source in sources.items() if source in manifest.leaves}
+    manifests.compare(held, {path: leaf for path, leaf in described.items() if path in chosen}, where=str(folder))
+    values = _values(folder, {source: manifest.leaves[source] for source in sources.values()}, platforms)
+    uses = Counter(sources.values())
     made: list[Any] = []
     ties: dict[tuple[int, int | None], Tensor] = {}
     for path, leaf in leaves:
@@ -70,15 +87,52 @@ def read(
             made.append(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
         elif isinstance(leaf, Tensor):
             # One tensor at two places of the template is one tensor again, if it was stored with one value.
-            key = id(leaf), manifest.leaves[path].crc32
-            found = host.tensor(values.pop(path, None), leaf) if key not in ties else ties[key]
-            made.append(ties.setdefault(key, found))
+            source = sources[path]
+            key = id(leaf), manifest.leaves[source].crc32
+            if key not in ties:
+                uses[source] -= 1  # what is given to a tensor is given up, so that all but the last take a copy
+                given = values.get(source)
+                taken = values.pop(source, None) if not uses[source] or given is None else given.copy()
+                ties[key] = host.tensor(taken, leaf)
+            made.append(ties[key])
         else:
-            made.append(manifest.leaves[path].value)
+            made.append(manifest.leaves[sources[path]].value)
     if tell:
-        _tell_changes(folder, manifest.environment, manifests.environment(tree.device([leaf for _, leaf in leaves])))
+        _tell_changes(folder, manifest.environment, environment(tree.device([leaf for _, leaf in leaves])))
     _, treedef = tree.flatten(template)
-    return Snapshot(manifest.step, tree.unflatten(treedef, made), manifest.loop, manifest.metrics, manifest.meta)
+    loop = _whole_loop(folder.parent, manifest, strict=strict)
+    return Snapshot(manifest.step, tree.unflatten(treedef, made), loop, manifest.metrics, manifest.meta)
+
+
+def _tell_of_the_rest(template: Tree, chosen: set[str], manifest: Manifest) -> None:
+    """Weights without the statistics and the average that belong to them evaluate to something else."""
+    left = [path for path in manifest.leaves if path.split("/")[0] in ("buffers", "ema") and path not in chosen]
+    if isinstance(template, TrainState) and left and any(path.startswith("params/") for path in chosen):
+        fields = " and ".join(dict.fromkeys(path.split("/")[0] for path in left))
+        _log.warning('only the params are restored, %s stay the template\'s (cure: only="model")', fields)
+
+
+def _model(template: Tree, prefixes: set[str] | None, manifest: Manifest) -> dict[str, dict[str, str]]:
+    """Of the prefixes that mean a model: which leaves of the template come from which of the snapshot."""
+    found = {prefix: weights.sources(template, prefix, manifest.leaves.keys()) for prefix in prefixes or ()}
+    return {prefix: sources for prefix, sources in found.items() if sources is not None}
+
+
+def _whole_loop(root: Path, manifest: Manifest, *, strict: bool) -> Any:
+    """The loop's record with the rows that are in files beside the snapshots."""
+    loop = manifest.loop
+    for path, earlier in manifest.earlier.items():
+        try:
+            rows = tables.read(root, earlier)
+        except Corrupt as error:
+            if strict:
+                raise
+            text = f"{error}: the first {earlier.rows} rows of {path} are lost, and None; the state is whole"
+            warnings.warn(f"{text} (cure: copy {earlier.file} along with its snapshots)", RuntimeWarning, stacklevel=5)
+            rows = [{}] * earlier.rows
+        keys = path.split("/")[1:]
+        loop = tables.placed(loop, keys, tables.joined(rows, tables.found(loop, keys)))
+    return loop
 
 
 def _tell_changes(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:

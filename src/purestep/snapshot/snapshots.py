@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import time
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from .. import tree
 from ..errors import ConfigError, Corrupt, NotFound, SnapshotError, WriteFailed
-from ..files import DirectoryLock, failpoint
+from ..files import DirectoryLock
 from ..types import Tree
 from . import background, cadence, copies, directory, host, reading, store, writer
 from . import manifest as manifests
 from .directory import Abandoned
+from .environment import environment
 from .reading import Snapshot
+from .table import RowsFile, Table
 
 _log = logging.getLogger("purestep")
 
@@ -92,6 +93,7 @@ class Snapshots:
         self._background = background.Background()
         self._copies = copies.Copies()
         self._abandoned = Abandoned()
+        self._rows: dict[str, RowsFile] = {}  # the writer's
         self._closed = False
         self._pid = os.getpid()
         self._last = self._here = cadence.Mark(0, 0, time.monotonic())
@@ -254,11 +256,10 @@ class Snapshots:
         Raises:
             StateError: a leaf that cannot be stored.
         """
-        described = manifests.describe(tree.with_paths(state)).values()
-        size = sum(host.size(leaf.dtype, leaf.shape) for leaf in described if leaf.is_stored)
+        described = manifests.describe(tree.with_paths(state))
+        size = sum(host.size(leaf.dtype, leaf.shape) for leaf in described.values() if leaf.is_stored)
         # One more than is kept: an old step goes only after the new one is there.
-        wanted = (self.keep or 1) + self.keep_best + 1
-        directory.check_room(self.directory, size * max(1, wanted - len(self.steps())))
+        directory.check_room(self.directory, size * max(1, (self.keep or 1) + self.keep_best + 1 - len(self.steps())))
 
     # --- save -----------------------------------------------------------------------------------------------------
 
@@ -296,14 +297,15 @@ class Snapshots:
         self.open()
         step = directory.checked_step(self.directory, step)
         look = self._copies.look(state)
+        tables: dict[str, Table] = {}
         manifest = manifests.Manifest(
             step=step,
             leaves=look.layout.records,
-            loop=manifests.as_json(loop, where="loop"),
+            loop=manifests.as_json(loop, where="loop", tables=tables),
             metrics=manifests.as_metrics(metrics),
             meta=manifests.as_json(meta, where="meta"),
             monitor=self._monitor,
-            environment=manifests.environment(look.layout.device),
+            environment=environment(look.layout.device),
             files={},
         )
         self.waits += self._background.busy
@@ -317,6 +319,8 @@ class Snapshots:
             root=self.directory,
             manifest=manifest,
             buffers=buffers,
+            tables=tables,
+            rows=self._rows,
             overwrite=overwrite,
             archive=archive,
             abandoned=self._abandoned,
@@ -337,9 +341,10 @@ class Snapshots:
             template: a state of the structure, shapes, dtypes and devices that the result shall have.
             step: which one; by default the newest that is good. A damaged newer one is passed over with a warning and,
                 by the directory's writer, renamed to ``<step>.corrupt``.
-            only: paths (``"params"``, ``{"params/backbone", "buffers"}``): what to read; the rest is copied from the
-                template, and may differ from what is stored. A path takes all that lies under it, parts of dotted names
-                too: ``"params/layers.1"`` takes ``params/layers.1.weight``, and leaves ``params/layers.10.weight``.
+            only: what to read; the rest is copied from the template, and may differ from what is stored. ``"model"`` is
+                what a ``state_dict`` has, and the average: parameters, trained or frozen in either state, and buffers.
+                Else paths (``{"params/backbone", "buffers"}``), each with what lies under it: ``"params/layers.1"``
+                takes ``params/layers.1.weight``, not ``params/layers.10.weight``.
 
         Raises:
             NotFound: there is no snapshot, or not that one.
@@ -362,7 +367,9 @@ class Snapshots:
     def _read(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
         folder = directory.place(self.directory, step)
         try:
-            return reading.read(folder, template, prefixes, platforms=self._platforms, tell=self._is_writer)
+            return reading.read(
+                folder, template, prefixes, platforms=self._platforms, tell=self._is_writer, strict=self.strict
+            )
         except Corrupt:
             if folder.exists() or not directory.place(self.directory, step).exists():
                 raise
@@ -388,13 +395,6 @@ class Snapshots:
         raise directory.nothing_good(self.directory, damaged)
 
     def _pass_over(self, damaged: dict[int, Corrupt], used: int) -> None:
-        lines = [f"  {step}: {error}" for step, error in damaged.items()]
-        if self._is_writer and not self._closed:
+        if is_writer := self._is_writer and not self._closed:
             self.open()
-            for step in damaged:
-                failpoint("snapshot.quarantine")
-                directory.set_aside(self.directory, step, "corrupt")
-            lines.append("  renamed to " + ", ".join(f"{step}.corrupt" for step in damaged))
-        lost = f"{max(damaged) - used} steps lost"
-        text = "\n".join([f"{self.directory}: went back to step {used}, {lost}; damaged:", *lines])
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        directory.pass_over(self.directory, damaged, used, rename=is_writer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from ..files import failpoint, remove_tree, sync_directory, sync_tree, write_fai
 from . import directory, host, reading, store
 from . import manifest as manifests
 from .manifest import Manifest
+from .table import Earlier, RowsFile, Table, placed
 
 
 class Job(NamedTuple):
@@ -21,6 +22,8 @@ class Job(NamedTuple):
     root: Path
     manifest: Manifest  # without digests and files
     buffers: host.Buffers
+    tables: Mapping[str, Table]  # by path in the manifest's ``loop``
+    rows: dict[str, RowsFile]  # the same, of the whole run
     overwrite: bool
     archive: tuple[int, ...]  # steps of an abandoned branch, set aside before the commit
     abandoned: directory.Abandoned  # the caller's, who looks at it between jobs only
@@ -89,11 +92,23 @@ def _stage(job: Job, staging: Path) -> None:
         staging.mkdir()
     failpoint("snapshot.digest")
     digested = {path: leaves[path]._replace(crc32=host.digest(values)) for path, (_, values) in arrays.items()}
+    manifest = _with_tables(job)
     failpoint("snapshot.manifest")
     files = manifests.inventory(staging)
-    manifests.write(staging, job.manifest._replace(leaves=leaves | digested, files=files))
+    manifests.write(staging, manifest._replace(leaves=leaves | digested, files=files))
     failpoint("snapshot.sync")
     sync_tree(staging)
+
+
+def _with_tables(job: Job) -> Manifest:
+    """The manifest with the last rows of every table; those before them are in files beside the snapshots."""
+    loop, earlier = job.manifest.loop, dict[str, Earlier]()
+    for path, table in job.tables.items():
+        found = job.rows.setdefault(path, RowsFile()).write(job.root, table)
+        if found is not None:
+            earlier[path] = found
+        loop = placed(loop, path.split("/")[1:], table.columns(found.rows if found else 0))
+    return job.manifest._replace(loop=loop, earlier=earlier)
 
 
 def _verify(staging: Path, platforms: str | None) -> None:

@@ -13,3 +13,4 @@ from .build import static_of as static_of
 from .parts import Accum as Accum
 from .parts import Adding as Adding
 from .parts import Closing as Closing
+from .update import rate_names as rate_names

@@ -104,7 +104,7 @@ def program(
         engine=engine,
         halts=nonfinite == "raise",
     )
-    static = _static(spec)
+    static = _static(spec, _versions(model))
     steps = steps_of(spec, IDENTITY)
     for function in steps:  # how compile_step, given the bare function, finds what it may pack
         vars(function)["static"] = static
@@ -124,7 +124,13 @@ def static_of(function: Any) -> Static | None:
     return None if hasattr(function, "__wrapped__") else getattr(function, "static", None)
 
 
-def _static(spec: Spec) -> Static:
+def _versions(model: nn.Module) -> dict[str, Any]:
+    """The format that each submodule saves itself in, by its name: what `load_state_dict` asks for."""
+    named = model.named_modules(remove_duplicate=False)
+    return {name: getattr(module, "_version", None) for name, module in named}
+
+
+def _static(spec: Spec, versions: dict[str, Any]) -> Static:
     names = spec.template.names
     return Static(
         trained=names.params,
@@ -136,6 +142,7 @@ def _static(spec: Spec) -> Static:
         has_ema=not isinstance(spec.average.init({}, {}), Empty),
         labels=spec.tx.labels if spec.tx.elementwise else None,
         steps=lambda form: steps_of(spec, form),
+        versions=versions,
     )
 
 

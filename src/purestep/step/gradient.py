@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -87,7 +87,7 @@ def _beside(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _checked_metrics(given: Any, device: torch.device) -> Metrics:
-    found: dict[str, Any] = cast(Any, given) if isinstance(given, dict) else {"": given}
+    found: dict[str, Any] = dict(cast(Any, given)) if isinstance(given, Mapping) else {"": given}
     for name, mean in found.items():
         if not isinstance(mean, Mean):
             raise StepContractError(
@@ -98,6 +98,10 @@ def _checked_metrics(given: Any, device: torch.device) -> Metrics:
         if name in _OWN_METRICS:
             raise StepContractError(
                 "the step has a metric of this name itself", where=f"metrics/{name}", hint="another name"
+            )
+        if str(name).endswith("]") and str(name).rpartition("[")[2][:-1].isdecimal():
+            raise StepContractError(
+                "an entry of a metric that is a vector has such a name", where=f"metrics/{name}", hint="another name"
             )
     # What a metric is beside a pair of numbers (a torchmetrics.Metric computes itself), it stays.
     checked = {n: counted_anew(mean, *(_checked_part(n, part, device) for part in mean)) for n, mean in found.items()}

@@ -33,7 +33,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
             del metrics["finite"]
         else:
             new, metrics = _accumulate(spec, state, micro)
-        return _count_call(state, new), {**micro.metrics, **metrics}
+        return _count_call(state, new), _joined(micro.metrics, metrics)
 
     def flush(state: TrainState) -> tuple[TrainState, Metrics]:
         """Close a window that is still open, as the program's ``tail`` says."""
@@ -45,6 +45,25 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         return _count_call(state, new), metrics
 
     return Steps(train_step, flush)
+
+
+def _joined(measured: Metrics, own: Metrics) -> Metrics:
+    """The objective's metrics and the step's own.
+
+    Raises:
+        StepContractError: a name that both have: ``lr/<group>`` depends on the transformation.
+    """
+    both = measured.keys() & own.keys()
+    if both:
+        raise StepContractError(
+            "the step has a metric of this name itself", where=f"metrics/{min(both)}", hint="another name"
+        )
+    return {**measured, **own}
+
+
+def rate_names(state: TrainState) -> frozenset[str]:
+    """The metrics of a step that are learning rates: ``lr``, and ``lr/<group>`` where there are several groups."""
+    return frozenset(("lr", *_group_rates(_rates(state.opt_state))))
 
 
 def _no_state(found: Any) -> StateError:
