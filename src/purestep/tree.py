@@ -6,19 +6,17 @@ Paths are the names of fields, keys and indices joined by ``/``: ``opt_state/0/m
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import optree
 import torch
 from torch import Tensor
 
+from . import records
 from .errors import StateError
 from .types import Tree
 
@@ -228,7 +226,7 @@ def detach(tree: Tree) -> Tree:
 def dicts(tree: Tree) -> Tree:
     """The tree with mappings that are no nodes (Hugging Face's BatchEncoding) as plain dicts; else the tree itself.
 
-    The classes of `records` in it become nodes, from now on and everywhere.
+    The classes of records (`records.record`) in it become nodes, from now on and everywhere.
 
     Example:
         >>> from collections import UserDict
@@ -241,12 +239,11 @@ def dicts(tree: Tree) -> Tree:
     if isinstance(tree, Tensor):
         return tree
     for leaf in leaves(tree):
-        if not isinstance(leaf, _ATOMS) and (_is_mapping(leaf) or _is_new_record(leaf)):
-            return map(lambda leaf: {key: dicts(leaf[key]) for key in leaf} if _is_mapping(leaf) else leaf, _noded(tree))
+        if not isinstance(leaf, records.ATOMS) and (_is_mapping(leaf) or _is_new_record(leaf)):
+            return map(
+                lambda leaf: {key: dicts(leaf[key]) for key in leaf} if _is_mapping(leaf) else leaf, _noded(tree)
+            )
     return tree
-
-
-_ATOMS = (Tensor, np.ndarray, str, bytes, int, float, complex, type(None), type)
 
 
 def _is_mapping(leaf: Any) -> bool:
@@ -261,161 +258,20 @@ def _noded(tree: Tree) -> Tree:
     return tree
 
 
-def record(node: Any) -> dict[str, Any] | None:
-    """The attributes of a record, by name; None for anything else.
-
-    Records are dataclasses, attrs classes, namespaces, and objects of other classes that hold tensors, and besides them
-    only arrays, numbers, text, and containers and records of such.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> record(SimpleNamespace(y=2, x=1)), record({"x": 1})
-        ({'x': 1, 'y': 2}, None)
-    """
-    kind = type(node)
-    if kind in _RECORDS:
-        return _attributes(node)
-    if isinstance(node, (*_ATOMS, Mapping, tuple, list, torch.nn.Module)) or kind.__module__.startswith("torch."):
-        return None
-    held = _attributes(node)
-    if dataclasses.is_dataclass(kind) or hasattr(kind, "__attrs_attrs__") or isinstance(node, types.SimpleNamespace):
-        return held
-    return held if _holds_tensor(held) and all(_is_plain(value) for value in held.values()) else None
-
-
-def _attributes(node: Any) -> dict[str, Any]:
-    names = {name for cls in type(node).__mro__ for name in _slots(cls)} | set(getattr(node, "__dict__", ()))
-    return {name: getattr(node, name) for name in sorted(names) if hasattr(node, name)}
-
-
-def _slots(cls: type) -> Iterable[str]:
-    slots = cls.__dict__.get("__slots__", ())
-    return [name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__")]
-
-
-def _holds_tensor(node: Any) -> bool:
-    if isinstance(node, dict):
-        return any(_holds_tensor(child) for child in cast(dict[Any, Any], node).values())
-    if isinstance(node, list | tuple):
-        return any(_holds_tensor(child) for child in cast("list[Any] | tuple[Any, ...]", node))
-    return isinstance(node, Tensor) or (not isinstance(node, _ATOMS) and record(node) is not None)
-
-
-def _is_plain(node: Any) -> bool:
-    if isinstance(node, dict):
-        return all(_is_plain(child) for child in cast(dict[Any, Any], node).values())
-    if isinstance(node, list | tuple):
-        return all(_is_plain(child) for child in cast("list[Any] | tuple[Any, ...]", node))
-    return isinstance(node, (*_ATOMS, torch.dtype, torch.device)) or record(node) is not None
-
-
-_RECORDS: dict[type, None] = {}
-"""Classes that are nodes by now."""
-
-
 def _is_new_record(leaf: Any) -> bool:
-    return not isinstance(leaf, _ATOMS) and type(leaf) not in _RECORDS and record(leaf) is not None
+    return not isinstance(leaf, records.ATOMS) and type(leaf) not in records.KNOWN and records.record(leaf) is not None
 
 
 def _register_record(cls: type) -> None:
     def flat(node: Any) -> tuple[Any, ...]:
-        held = _attributes(node)
+        held = records.record(node) or {}
         return tuple(held.values()), tuple(held), tuple(held)
 
-    def back(names: tuple[str, ...], children: Iterable[Any]) -> Any:
-        # Not by its constructor, which may check what it is given, or make something of it.
-        return rebuilt(object.__new__(cls), dict(zip(names, children, strict=True)))
+    def back(names: Any, children: Iterable[Any]) -> Any:
+        return records.made(cls, dict(zip(names, children, strict=True)))
 
-    _RECORDS[cls] = None
+    records.KNOWN[cls] = None
     optree.register_pytree_node(cls, flat, back, path_entry_type=optree.GetAttrEntry, namespace=_SPACE)
-
-
-def rebuilt(node: Any, held: Mapping[str, Any]) -> Any:
-    """The record itself with these attributes, frozen or not."""
-    for name, value in held.items():
-        object.__setattr__(node, name, value)
-    return node
-
-
-def is_named(node: Any) -> bool:
-    """Whether a node's children have names: a mapping, a NamedTuple or a record."""
-    return isinstance(node, Mapping) or hasattr(node, "_fields") or record(node) is not None
-
-
-def names(node: Any) -> list[Any]:
-    """The names of such a node's children, in order.
-
-    Example:
-        >>> names({"b": 1, "a": 2})
-        ['a', 'b']
-    """
-    if isinstance(node, Mapping):
-        return sorted(cast("Mapping[Any, Any]", node), key=str)
-    return list(node._fields) if hasattr(node, "_fields") else list(record(node) or {})
-
-
-def children(node: Any) -> list[Any]:
-    """What is directly in a node: in a mapping, a list, a tuple or a record. Nothing is in a leaf.
-
-    Example:
-        >>> children({"x": (1, 2), "y": 3}), children(3)
-        ([(1, 2), 3], [])
-    """
-    if isinstance(node, Tensor):
-        return []
-    if isinstance(node, Mapping):
-        return list(cast("Mapping[Any, Any]", node).values())
-    if isinstance(node, list | tuple):
-        return list(cast("list[Any] | tuple[Any, ...]", node))
-    return list((record(node) or {}).values())
-
-
-def is_dense(leaf: Tensor) -> bool:
-    """Whether a tensor is one block of numbers: neither sparse nor nested nor quantized."""
-    return leaf.layout is torch.strided and not (leaf.is_nested or leaf.is_quantized)
-
-
-def layout_name(leaf: Tensor) -> str:
-    """What a tensor is that is not dense, in a word; "" for a dense one.
-
-    Example:
-        >>> layout_name(torch.eye(2).to_sparse()), layout_name(torch.eye(2))
-        ('sparse_coo', '')
-    """
-    if leaf.is_nested:
-        return "nested"
-    return "quantized" if leaf.is_quantized else "" if leaf.layout is torch.strided else str(leaf.layout)[6:]
-
-
-def dense_parts(leaf: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors that a sparse or nested tensor consists of; a dense one itself.
-
-    Example:
-        >>> [part.tolist() for part in dense_parts(torch.eye(2).to_sparse())]
-        [[[0, 1], [0, 1]], [1.0, 1.0]]
-    """
-    leaf = leaf.detach()
-    if leaf.is_nested:
-        return (leaf.values(), leaf.offsets()) if leaf.layout is torch.jagged else leaf.unbind()
-    if leaf.layout is torch.sparse_coo:
-        whole = leaf.coalesce()
-        return whole.indices(), whole.values()
-    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return leaf.crow_indices(), leaf.col_indices(), leaf.values()
-    if leaf.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return leaf.ccol_indices(), leaf.row_indices(), leaf.values()
-    return (leaf,)
-
-
-def nbytes(tree: Tree) -> int:
-    """How much memory the tensors of a tree take, sparse and nested ones by what is in them.
-
-    Example:
-        >>> nbytes((torch.ones(2, 3), "text"))
-        24
-    """
-    found = [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
-    return sum(part.nbytes for leaf in found for part in ((leaf,) if is_dense(leaf) else dense_parts(leaf)))
 
 
 def signature(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:

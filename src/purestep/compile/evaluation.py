@@ -13,7 +13,8 @@ from ..types import Empty, Metrics, TrainState
 from . import live as live_
 from . import skeleton, standing
 from .contract import tensors_alone
-from .graphs import Graphs, Options, check_untransformed, kinds, resolved, unstacked
+from .graphs import Graphs, Options, check_untransformed, unstacked
+from .leaves import kinds, resolved
 from .runner import batch_leaves
 
 

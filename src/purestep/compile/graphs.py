@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from ..types import Mean, Metrics
 from . import capture as capture_
 from . import live as live_
 from .alone import alone
+from .leaves import check_layouts, kinds, ranks
 
 
 class Options(NamedTuple):
@@ -103,7 +103,7 @@ class Graphs:
         known = self._exact.get(exact)
         if known is not None:
             return known
-        family = (exact[0], _ranks(leaves))
+        family = (exact[0], ranks(leaves))
         known = self._sizes.get(family)
         if known is not None:
             return known
@@ -127,8 +127,7 @@ class Graphs:
         return graph
 
     def _make(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
-        if self.options.backend == "inductor":
-            _check_layouts(leaves)
+        check_layouts(leaves)
         self.count += 1
         if self.options.capture != "dynamo":
             return self._traced(core, leaves, tensors)
@@ -287,92 +286,6 @@ def check_untransformed() -> None:
             where="compile_step",
             hint="outside of it; a step of one's own that uses transforms inside itself can be compiled",
         )
-
-
-class Text:
-    """Stands for text of a batch inside a graph, which cannot hold it: using it is an error."""
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise StepContractError(
-            "the step reads text of the batch, which no compiled graph can hold",
-            where="batch",
-            hint="turn it into tensors in the loader, or leave it out: ps.supervised(..., prepare=...)",
-        )
-
-    __len__ = __iter__ = __getitem__ = __contains__ = __add__ = __str__ = __bool__ = __getattr__ = _refuse
-    __eq__ = __ne__ = __hash__ = _refuse  # sets and dicts compare too
-
-
-TEXT = Text()
-
-
-def without_text(leaves: list[Any]) -> list[Any]:
-    """The leaves of a batch with text replaced: its value must not select a graph."""
-    if any(isinstance(leaf, str | bytes) for leaf in leaves):
-        return [TEXT if isinstance(leaf, str | bytes) else leaf for leaf in leaves]
-    return leaves
-
-
-def resolved(leaf: Any) -> Any:
-    """The leaf with a conjugation or negation that torch has put off: compiled code reads memory as it is."""
-    if isinstance(leaf, Tensor) and (leaf.is_neg() or leaf.is_conj()):
-        return leaf.resolve_conj().resolve_neg()
-    return leaf
-
-
-def kinds(leaves: list[Any]) -> tuple[Any, ...]:
-    """What a compiled graph depends on: layout, dtype and device of tensors, the value of anything else."""
-    return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else _constant(x) for x in leaves)
-
-
-def _ranks(leaves: list[Any]) -> tuple[Any, ...]:
-    """The same with every size left open."""
-    return tuple((x.dtype, x.device, x.dim()) if isinstance(x, Tensor) else _constant(x) for x in leaves)
-
-
-def _check_layouts(leaves: list[Any]) -> None:
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
-            raise capture_.Uncaptured(
-                f"a {str(leaf.layout).removeprefix('torch.')} tensor in the batch, which inductor does not take",
-                where="batch",
-                hint="x.to_dense() in the loader, or the step in eager mode",
-            )
-
-
-def _constant(value: Any) -> Any:
-    """What tells one value from another: 1, 1.0 and True are equal, as are 0.0 and -0.0, and give other results."""
-    if value is TEXT:
-        return Text  # which can neither be hashed nor compared
-    if isinstance(value, float | complex):
-        return type(value), repr(value)
-    try:
-        hash(value)
-    except TypeError as error:
-        raise StepContractError(
-            f"a {type(value).__name__} in the batch, which no compiled graph can hold",
-            where="batch",
-            hint="tensors: torch.as_tensor(array), or ps.to_device(batch, state)",
-        ) from error
-    return type(value), value
-
-
-def alike(leaves: list[Any]) -> Callable[..., bool]:
-    """Asks of as many other leaves, one argument each, whether they are tensors of the same `kinds`; for every step.
-
-    `tree.layout_guard` tells apart what `kinds` does not, a tensor that requires gradients or one in inference mode:
-    whoever asks looks for a graph by `kinds` then.
-    """
-    return tree.layout_guard(leaves) or functools.partial(_same_kinds, kinds(leaves))
-
-
-def _same_kinds(known: tuple[Any, ...], *leaves: Any) -> bool:
-    for kind, leaf in zip(known, leaves, strict=True):
-        if type(leaf) is not Tensor or leaf.is_neg() or leaf.is_conj():
-            return False
-        if leaf.shape != kind[0] or leaf.stride() != kind[1] or leaf.dtype is not kind[2] or leaf.device != kind[3]:
-            return False
-    return True
 
 
 def _or_tell(run: Callable[..., Any], met: str) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StepContractError
-from .graphs import kinds
+from .leaves import kinds
 from .live import Store, memory_of, unshared
 
 Run = Callable[[list[Tensor], list[Any]], Any]

@@ -25,13 +25,10 @@ from .graphs import (
     Graphs,
     Options,
     Stacked,
-    alike,
     check_untransformed,
-    kinds,
-    resolved,
     unstacked,
-    without_text,
 )
+from .leaves import alike, kinds, resolved, without_text
 from .replay import Replays
 
 Unlike: TypeAlias = Callable[[Any], None] | None

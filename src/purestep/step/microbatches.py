@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from torch import Tensor
 
-from .. import tree
+from .. import layouts, records, tree
 from ..errors import DataError
 from ..types import Batch
 
@@ -54,14 +54,14 @@ class _List(NamedTuple):
     def is_listed(self, rows: int, *, surely: bool) -> bool:
         """Whether it has an entry for each of so many rows. As many columns with as many rows are columns, unless
         another list says ``surely`` that lists have entries an example."""
-        return len(self.node) == rows and (surely or self.is_of_examples or self.rows != {rows})
+        return len(self.node) == rows and (surely or self.is_of_examples or self.rows != frozenset((rows,)))
 
 
 def _examples(batch: Batch, count: int) -> tuple[int, Callable[[Any], bool]]:
     """How many rows there are to split, and what tells whether a node has an entry for each."""
     lists = list(_lists(batch, is_root=True))
     inside = {id(leaf) for one in lists for leaf in tree.leaves(one.node)}
-    columns = [leaf.shape[0] for leaf in tree.leaves(batch) if _has_rows(leaf) and id(leaf) not in inside]
+    columns = [_rows(leaf) for leaf in tree.leaves(batch) if _has_rows(leaf) and id(leaf) not in inside]
     sure = [len(one.node) for one in lists if one.is_of_examples]
     listed_rows = frozenset[int]().union(*(one.rows for one in lists))
     if columns or sure:
@@ -79,7 +79,7 @@ def _examples(batch: Batch, count: int) -> tuple[int, Callable[[Any], bool]]:
         return id(node) in known
 
     found, _ = tree.flatten(batch, is_leaf=is_listed)
-    if any(leaf.shape[0] != rows for leaf in found if _has_rows(leaf)):
+    if any(_rows(leaf) != rows for leaf in found if _has_rows(leaf)):
         raise _uneven(batch, rows, count, is_listed)
     return rows, is_listed
 
@@ -89,24 +89,24 @@ def _lists(node: Any, *, is_root: bool = False) -> Iterator[_List]:
     is one only if the rows in it differ: else it is a tuple of columns."""
     if type(node) in (list, tuple):
         entries = cast("list[Any] | tuple[Any, ...]", node)
-        rows = frozenset(leaf.shape[0] for leaf in tree.leaves(entries) if _has_rows(leaf))
+        rows = frozenset(_rows(leaf) for leaf in tree.leaves(entries) if _has_rows(leaf))
         found = _List(node, rows, _are_examples(entries) and (len(rows) > 1 or not is_root))
         if found.is_of_examples or not is_root:
             yield found
         if found.is_of_examples:
             return
-    for child in tree.children(node):
+    for child in records.children(node):
         yield from _lists(child)
 
 
 def _are_examples(entries: list[Any] | tuple[Any, ...]) -> bool:
     """Whether the entries are of one structure that no columns have: the same names, or tuples of one and the same
     mixture of kinds."""
-    if all(tree.is_named(entry) for entry in entries):
-        return len({(type(entry), tuple(tree.names(entry))) for entry in entries}) == 1
+    if all(records.is_named(entry) for entry in entries):
+        return len({(type(entry), tuple(records.names(entry))) for entry in entries}) == 1
     if not all(isinstance(entry, list | tuple) for entry in entries):
         return False
-    kinds = {tuple(_kind(part) for part in tree.children(entry)) for entry in entries}
+    kinds = {tuple(_kind(part) for part in records.children(entry)) for entry in entries}
     return len(kinds) == 1 and len(set(next(iter(kinds)))) > 1
 
 
@@ -115,7 +115,7 @@ def _kind(part: Any) -> Any:
 
 
 def _uneven(batch: Batch, rows: int, count: int, is_listed: Callable[[Any], bool]) -> DataError:
-    sizes = {path: leaf.shape[0] for path, leaf in tree.with_paths(batch, is_leaf=is_listed) if _has_rows(leaf)}
+    sizes = {path: _rows(leaf) for path, leaf in tree.with_paths(batch, is_leaf=is_listed) if _has_rows(leaf)}
     apart = dict((*list(sizes.items())[:1], next(item for item in sizes.items() if item[1] != rows)))
     return DataError(
         f"{' and '.join(f'{size} rows in {path}' for path, size in apart.items())}; "
@@ -126,9 +126,9 @@ def _uneven(batch: Batch, rows: int, count: int, is_listed: Callable[[Any], bool
 
 
 def _check_splits(leaf: Tensor, count: int) -> None:
-    if not tree.is_dense(leaf):
+    if not layouts.is_dense(leaf):
         raise DataError(
-            f"holds a {tree.layout_name(leaf)} tensor, which torch does not split into {count} micro-batches",
+            f"holds a {layouts.layout_name(leaf)} tensor, which torch does not split into {count} micro-batches",
             where="batch",
             hint="x.to_dense() or a padded tensor in the loader, or microbatches=1",
         )
@@ -136,6 +136,10 @@ def _check_splits(leaf: Tensor, count: int) -> None:
 
 def _has_rows(leaf: Any) -> bool:
     return _is_array(leaf) and leaf.ndim > 0
+
+
+def _rows(leaf: Any) -> int:
+    return leaf.size(0) if isinstance(leaf, Tensor) and leaf.is_nested else leaf.shape[0]
 
 
 def _is_array(leaf: Any) -> bool:
