@@ -303,7 +303,11 @@ def observe(
         Impure: naming the kind of impurity and the leaf.
         Exception: what the first call raises.
     """
-    again = again or call
+    with rng.held():  # else another thread's draws would be this step's
+        return _observed(call, parts, again or call, leaks=leaks)
+
+
+def _observed(call: Callable[[], Pair], parts: dict[str, Tree], again: Callable[[], Pair], *, leaks: bool) -> Pair:
     watched, kind, drawn = Untouched(**parts), Kind(parts["state"]), _generators()
     first = call()
     watched.check()
