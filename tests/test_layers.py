@@ -28,7 +28,7 @@ LEVEL = {
     name: level
     for level, names in enumerate(
         (
-            "errors types",
+            "errors types layouts records",
             "tree rng arguments",
             "modes hollow",
             "writes",

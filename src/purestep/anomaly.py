@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
+from . import layouts
+
 # These write infinities on purpose: masks.
 _MASKING = frozenset(
     "full full_like new_full fill_ masked_fill masked_fill_ where tensor as_tensor __setitem__".split()
@@ -23,6 +25,8 @@ def not_finite(leaf: Any) -> int:
     """How many numbers of a leaf are not finite; 0 for what holds none that could be."""
     if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
         return 0
+    if not layouts.is_dense(leaf):
+        return sum(map(not_finite, layouts.dense_parts(leaf)))
     return leaf.numel() - int(torch.isfinite(leaf).sum())
 
 

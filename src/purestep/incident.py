@@ -2,7 +2,8 @@
 
 The file is a safetensors file. Its metadata hold, as JSON, the structure of both trees, the memory layout and the
 digest of every tensor, and notes; a digest of that JSON stands beside it. Nothing in it is ever run or imported: nodes
-come back as the dicts, lists and tuples they were, NamedTuples of the state as those of a template.
+come back as the dicts, lists and tuples they were, NamedTuples of the state as those of a template, other objects as
+namespaces with their attributes.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ import zlib
 from collections import namedtuple
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from . import tree
+from . import layouts, records, tree
 from .errors import Corrupt, Mismatch, NotFound, StateError
 from .files import replacing, write_failed
 from .types import Tree
 
-FORMAT = 1
+FORMAT = 2
 _PLAIN = (bool, int, float, str)
+_LAYOUTS = ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
 
 
 class Incident(NamedTuple):
@@ -40,7 +44,8 @@ def write(path: Path | str, state: Tree, batch: Any, notes: Mapping[str, Any]) -
     Args:
         path: of the file.
         state: a tree of tensors.
-        batch: dicts, lists, tuples, NamedTuples of tensors, numbers, text and None.
+        batch: dicts, lists, tuples, NamedTuples, dataclasses and the like (`records.record`), of tensors, arrays of
+            numbers, numbers, text and None.
         notes: what JSON can hold.
 
     Raises:
@@ -155,7 +160,11 @@ def _loaded(entry: dict[str, Any], tensors: dict[str, Tensor], device: torch.dev
 
 def _node(path: str, node: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if isinstance(node, Tensor):
+        if not layouts.is_dense(node):
+            return _in_parts(path, node, tensors)
         return {"tensor": _stored(path, node, tensors)}
+    if isinstance(node, np.ndarray) and node.dtype.kind in "biufc":
+        return {"array": _stored(path, torch.as_tensor(node), tensors)}
     if node is None or type(node) in _PLAIN:
         return {"value": node}
     if isinstance(node, Mapping):
@@ -168,13 +177,43 @@ def _node(path: str, node: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
         children = [_node(f"{path}/{index}", child, tensors) for index, child in enumerate(items)]
         found: dict[str, Any] = {"list" if isinstance(node, list) else "tuple": children}
         return found if fields is None else {**found, "name": type(items).__name__, "fields": list(fields)}
+    held = records.record(node)
+    if held is not None:
+        return {"object": [[name, _node(f"{path}/{name}", child, tensors)] for name, child in held.items()]}
     kind = f"{type(node).__module__}.{type(node).__qualname__}"
     raise StateError(f"a {kind} cannot be stored", where=path, hint="tensors, numbers and text in dicts and lists")
+
+
+def _in_parts(path: str, node: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    layout = "nested" if node.is_nested and node.layout is torch.strided else str(node.layout)[6:]
+    if node.is_quantized or (layout == "jagged" and node.dim() < 2):
+        layout = ""
+    if layout not in (*_LAYOUTS, "sparse_coo", "nested", "jagged"):
+        raise StateError(f"a {layouts.layout_name(node)} tensor cannot be stored", where=path, hint=".to_dense()")
+    parts = [_stored(path, part, tensors) for part in layouts.dense_parts(node)]
+    return {"layout": layout, "parts": parts, "shape": [] if node.is_nested else list(node.shape)}
+
+
+def _of_parts(layout: str, parts: list[Tensor], shape: list[int]) -> Tensor:
+    if layout == "nested":
+        return torch.nested.as_nested_tensor(parts)
+    if layout == "jagged":
+        return torch.nested.nested_tensor_from_jagged(*parts)
+    if layout == "sparse_coo":
+        return torch.sparse_coo_tensor(*parts, shape, is_coalesced=True, check_invariants=False)
+    kind: torch.layout = getattr(torch, layout)
+    return torch.sparse_compressed_tensor(*parts, shape, layout=kind, check_invariants=False)
 
 
 def _tree(node: dict[str, Any], leaf: Any) -> Any:
     if "tensor" in node:
         return leaf(node["tensor"])
+    if "array" in node:
+        return leaf(node["array"]).numpy()
+    if "layout" in node:
+        return _of_parts(node["layout"], [leaf(part) for part in node["parts"]], node["shape"])
+    if "object" in node:
+        return SimpleNamespace(**{name: _tree(child, leaf) for name, child in node["object"]})
     if "dict" in node:
         return {key: _tree(child, leaf) for key, child in node["dict"]}
     if "list" in node:

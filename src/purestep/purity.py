@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from . import rng, tree
+from . import layouts, rng, tree
 from .errors import StepContractError
 from .types import Metrics, Tree
 
@@ -78,7 +78,7 @@ def _leaves(part: Tree, *, content: bool) -> dict[str, _Leaf]:
             return _Leaf(0, None, found)
         return _Leaf(version(found), fingerprint(found, weights) if content else None, None)
 
-    return {path: leaf(found) for path, found in tree.with_paths(part)}
+    return {path: leaf(found) for path, found in tree.with_paths(tree.dicts(part))}
 
 
 def _written(before: _Leaf | None, after: _Leaf | None) -> str:
@@ -100,7 +100,8 @@ def version(leaf: Any) -> int:
 
 
 def fingerprint(leaf: Tensor, weights: dict[torch.device, Tensor]) -> Tensor | None:
-    """A number that depends on every bit of the leaf and on its place, shape=(), dtype=int64, on its device.
+    """A number that depends on every bit of the leaf and on its place, shape=(), dtype=int64, on its device. Of a
+    sparse or nested tensor, on its parts.
 
     `torch.hash_tensor` is a plain XOR: it sees neither swapped numbers nor an even number of equal ones replaced.
 
@@ -108,8 +109,12 @@ def fingerprint(leaf: Tensor, weights: dict[torch.device, Tensor]) -> Tensor | N
         leaf: of any dtype; None is the answer for what has no dense memory.
         weights: the multipliers by device, made here.
     """
-    if leaf.layout != torch.strided or leaf.device.type == "meta" or leaf.is_quantized:
+    if leaf.device.type == "meta" or leaf.is_quantized:
         return None
+    if not layouts.is_dense(leaf):
+        found = [fingerprint(part, weights) for part in layouts.dense_parts(leaf)]
+        total = torch.zeros((), dtype=torch.int64, device=leaf.device)
+        return sum((part * (2 * at + 1) for at, part in enumerate(found) if part is not None), total)
     found = leaf.detach().resolve_conj().resolve_neg()
     if type(found) is not Tensor and type(found) is not torch.nn.Parameter:
         return None
@@ -298,7 +303,11 @@ def observe(
         Impure: naming the kind of impurity and the leaf.
         Exception: what the first call raises.
     """
-    again = again or call
+    with rng.held():  # else another thread's draws would be this step's
+        return _observed(call, parts, again or call, leaks=leaks)
+
+
+def _observed(call: Callable[[], Pair], parts: dict[str, Tree], again: Callable[[], Pair], *, leaks: bool) -> Pair:
     watched, kind, drawn = Untouched(**parts), Kind(parts["state"]), _generators()
     first = call()
     watched.check()

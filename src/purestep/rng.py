@@ -7,10 +7,12 @@ index), evaluation from a fixed stream with the batch index.
 
 from __future__ import annotations
 
+import warnings
 import zlib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from threading import RLock
 from typing import Any, SupportsIndex
 
 import torch
@@ -130,9 +132,54 @@ def capturing() -> Generator[None]:
         _capturing.reset(token)
 
 
+_TURN = [RLock()]  # one lock; another one in a forked child
+_PATIENCE = 60.0  # seconds after which a thread that waits says so
+
+
+@contextmanager
+def held() -> Generator[None]:
+    """Let no other thread of this process into `scoped` or `held`: torch's, numpy's and Python's global generators are
+    one for all threads, and what is traced or run on a module's hollow copy is as well.
+
+    A thread that waits for another one while it holds them (a loader whose batches come from a thread that trains)
+    waits for ever; after a minute a warning says which thread holds them.
+
+    Example:
+        >>> with held(), held():
+        ...     print(in_graph())
+        False
+    """
+    turn = _taken()
+    try:
+        yield
+    finally:
+        turn.release()
+
+
+def _taken() -> Any:
+    """The lock, taken. It is given back by itself: a child that is forked meanwhile has another one."""
+    turn = _TURN[0]
+    while not turn.acquire(timeout=_PATIENCE):
+        warnings.warn(
+            f"a thread has waited {_PATIENCE:.0f} seconds for the global random generators: {turn!r} (cure: a dataset, "
+            "a loader and a step wait for no thread that trains or evaluates)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return turn
+
+
+def renew_turn() -> None:
+    """In a forked child: a thread that held the generators is not there any more."""
+    _TURN[0] = RLock()
+
+
 @contextmanager
 def scoped(seed: int, device: torch.device | None = None) -> Generator[None]:
-    """Draw from ``seed`` inside, and leave the caller's generators as they were.
+    """Draw from ``seed`` inside, and leave the caller's generators as they were. Threads take turns: see `held`.
+
+    A thread of the user's that draws by itself, outside of `scoped`, draws from whatever runs at that moment, and moves
+    it: ``with ps.rng.scoped(seed): model = Net()``.
 
     Args:
         seed: from `mix`.
@@ -145,18 +192,49 @@ def scoped(seed: int, device: torch.device | None = None) -> Generator[None]:
         >>> bool(draw() == draw())
         True
     """
-    generators = [torch.default_generator, *_device_generators(device)]
-    states = [found.get_state() for found in generators]
+    turn = _taken()
     try:
+        generators = [torch.default_generator, *_device_generators(device)]
+        states = [found.get_state() for found in generators]
         try:
-            for found in generators:
-                found.manual_seed(seed)
-            yield
-        finally:
+            try:
+                for found in generators:
+                    found.manual_seed(seed)
+                yield
+            finally:
+                _put_back(generators, states)
+        except BaseException:  # of the code inside, or Ctrl-C while they are put back
             _put_back(generators, states)
-    except BaseException:  # of the code inside, or Ctrl-C while they are put back
-        _put_back(generators, states)
-        raise
+            raise
+    finally:
+        turn.release()
+
+
+def aside(seed: int, device: torch.device | None = None) -> Callable[[], None]:
+    """Seed the generators for a long time, in which threads take turns, and return what puts them back.
+
+    Args:
+        seed, device: as of `scoped`.
+
+    Example:
+        >>> before = position()
+        >>> back = aside(3)
+        >>> _ = torch.rand(())
+        >>> back()
+        >>> position() == before
+        True
+    """
+    with held():
+        generators = [torch.default_generator, *_device_generators(device)]
+        states = [found.get_state() for found in generators]
+        for found in generators:
+            found.manual_seed(seed)
+
+    def back() -> None:
+        with held():
+            _put_back(generators, states)
+
+    return back
 
 
 def seed(number: int) -> None:

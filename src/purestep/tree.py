@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
+from . import records
 from .errors import StateError
 from .types import Tree
 
@@ -97,8 +98,8 @@ def _entry_text(entry: Any) -> str:
     return str(entry.entry)
 
 
-def with_paths(tree: Tree) -> list[tuple[str, Any]]:
-    """``[(path, leaf), ...]`` in the order of `leaves`.
+def with_paths(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """``[(path, leaf), ...]`` in the order of `leaves`; ``is_leaf(node)`` makes a node a leaf.
 
     Raises:
         StateError: a node that contains itself.
@@ -108,7 +109,7 @@ def with_paths(tree: Tree) -> list[tuple[str, Any]]:
         [('layers/0/w', 1), ('layers/1/w', 2)]
     """
     try:
-        accessors, found, _ = optree.tree_flatten_with_accessor(tree, namespace=_SPACE)
+        accessors, found, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, namespace=_SPACE)
     except RecursionError as error:
         raise _endless() from error
     return [(path_text(accessor), leaf) for accessor, leaf in zip(accessors, found, strict=True)]
@@ -225,18 +226,52 @@ def detach(tree: Tree) -> Tree:
 def dicts(tree: Tree) -> Tree:
     """The tree with mappings that are no nodes (Hugging Face's BatchEncoding) as plain dicts; else the tree itself.
 
+    The classes of records (`records.record`) in it become nodes, from now on and everywhere.
+
     Example:
         >>> from collections import UserDict
         >>> dicts((UserDict(x=1), 2))
         ({'x': 1}, 2)
+        >>> from types import SimpleNamespace
+        >>> leaves(dicts(SimpleNamespace(x=1, y=(2, 3))))
+        [1, 2, 3]
     """
-    if isinstance(tree, Tensor) or not any(_is_mapping(leaf) for leaf in leaves(tree)):
+    if isinstance(tree, Tensor):
         return tree
-    return map(lambda leaf: {key: dicts(leaf[key]) for key in leaf} if _is_mapping(leaf) else leaf, tree)
+    for leaf in leaves(tree):
+        if not isinstance(leaf, records.ATOMS) and (_is_mapping(leaf) or _is_new_record(leaf)):
+            return map(
+                lambda leaf: {key: dicts(leaf[key]) for key in leaf} if _is_mapping(leaf) else leaf, _noded(tree)
+            )
+    return tree
 
 
 def _is_mapping(leaf: Any) -> bool:
     return not isinstance(leaf, Tensor) and isinstance(leaf, Mapping)
+
+
+def _noded(tree: Tree) -> Tree:
+    """The tree, after the classes of its records have become nodes, those inside of others too."""
+    while new := {type(leaf) for leaf in leaves(tree) if _is_new_record(leaf)}:
+        for cls in new:
+            _register_record(cls)
+    return tree
+
+
+def _is_new_record(leaf: Any) -> bool:
+    return not isinstance(leaf, records.ATOMS) and type(leaf) not in records.KNOWN and records.record(leaf) is not None
+
+
+def _register_record(cls: type) -> None:
+    def flat(node: Any) -> tuple[Any, ...]:
+        held = records.record(node) or {}
+        return tuple(held.values()), tuple(held), tuple(held)
+
+    def back(names: Any, children: Iterable[Any]) -> Any:
+        return records.made(cls, dict(zip(names, children, strict=True)))
+
+    records.KNOWN[cls] = None
+    optree.register_pytree_node(cls, flat, back, path_entry_type=optree.GetAttrEntry, namespace=_SPACE)
 
 
 def signature(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:

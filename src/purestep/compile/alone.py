@@ -1,4 +1,4 @@
-"""One thread at a time makes a graph."""
+"""One thread at a time makes a graph, and none runs a step in eager meanwhile."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import importlib
 import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from threading import RLock
 from typing import Any
 
-_LOCK = RLock()
+from .. import rng
 
 
 @contextmanager
 def alone() -> Generator[None]:
     """One thread at a time: tracing patches torch and swaps tensors in the module, so that two spoil each other's
-    graphs and whatever is traced after. Once Dynamo is loaded, its own lock is held too.
+    graphs and whatever is traced after. Steps in eager and draws of other threads wait too. Once Dynamo is loaded, its
+    own lock is held as well.
 
     No garbage is collected inside, loading the compiler included: what is made lives until the end. And torch's log of
     every shape that does not fit is off: the error says it.
     """
     log: Any = importlib.import_module("torch._subclasses.fake_tensor").log
-    with _LOCK, ExitStack() as stack:
+    with rng.held(), ExitStack() as stack:
         was_on, was_quiet = gc.isenabled(), log.disabled
         gc.disable()
         log.disabled = True

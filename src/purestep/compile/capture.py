@@ -139,6 +139,10 @@ def _each_its_own(inputs: list[Tensor]) -> list[Tensor]:
     return found
 
 
+_SIZE_WANTED = ("expected to contain only concrete integers", "when unpacking SymInt, expected int")
+"""What torch's C++ says where it wants a number for a size, and gets one that is known when the step runs."""
+_SIZE_MET = "a size is read from it"
+
 _FIRST = 1 << 40  # the seed a capture starts from: positions must not run into seeds that a step sets itself
 
 
@@ -159,6 +163,10 @@ def _recorded(function: Flat) -> Flat:
             raise
         except _data_dependent() as error:
             raise _looked(error) from error
+        except RuntimeError as error:
+            if not any(words in str(error) for words in _SIZE_WANTED):
+                raise
+            raise _looked(error, _SIZE_MET) from error
         except ZeroDivisionError as error:
             if all(tensor.numel() for tensor in tensors):
                 raise
@@ -236,12 +244,14 @@ def _unpacking(run: Flat) -> native.Compiled:
     return call
 
 
-def _looked(error: BaseException) -> DataDependent:
-    """What to do about a look at a value, which may be one of torch's own."""
-    met, (place, layer) = str(error).strip().partition("\n")[0], _where(error)
+def _looked(error: BaseException, met: str = "") -> DataDependent:
+    """What to do about a look at a value, which may be one of torch's own; ``met`` instead of the error's words."""
+    met, (place, layer) = met or str(error).strip().partition("\n")[0], _where(error)
     cure = "torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing"
     if own := _function_of_torch(error):
         cure = f"the step itself, in eager mode: torch's own {own} looks at it; or write {own} without that check"
+    if met == _SIZE_MET:
+        cure = "a size that is in a shape (x.shape[-1]), or one that the loader gives as a number; or eager mode"
     if "_ctc_loss" in met:
         cure = "the step itself, in eager mode: torch's ctc_loss reads its lengths on the host, tensors or not"
     if getattr(layer, "momentum", 0) is None and hasattr(layer, "num_batches_tracked"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import re
 import warnings
@@ -20,7 +19,7 @@ from . import outputs as outputs_
 from . import passes
 from . import sizes as sizes_
 from .alone import alone
-from .guards import kinds, ranks
+from .guards import check_layouts, kinds, ranks
 
 
 class Options(NamedTuple):
@@ -157,8 +156,7 @@ class Graphs:
         return graph
 
     def _make(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
-        if self.options.backend == "inductor":
-            _check_layouts(leaves)
+        check_layouts(leaves)
         self.count += 1
         if self.options.capture != "dynamo":
             return self._traced(core, leaves, tensors)
@@ -180,7 +178,7 @@ class Graphs:
         """One graph for batches of any size; None where there is none. The traced one has the draws of an eager step,
         and its guards are known; Dynamo's may specialize without a word, so it is tried on a second size."""
         if self.options.backend == "inductor":
-            _check_layouts(example)
+            check_layouts(example)
         if self.options.capture != "dynamo":
             try:
                 made = self._traced_for_all(core, example, tensors, varying)
@@ -363,13 +361,3 @@ def _or_refuse(run: Callable[..., Any], told: str, *, hint: str, met: str = "", 
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _check_layouts(leaves: list[Any]) -> None:
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
-            raise capture_.Uncaptured(
-                f"a {str(leaf.layout).removeprefix('torch.')} tensor in the batch, which inductor does not take",
-                where="batch",
-                hint="x.to_dense() in the loader, or the step in eager mode",
-            )

@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .. import modes, tree
+from .. import layouts, modes, tree
 from ..errors import StepContractError
+from . import capture as capture_
 
 
 def check_untransformed() -> None:
@@ -54,13 +55,40 @@ def resolved(leaf: Any) -> Any:
 
 
 def kinds(leaves: list[Any]) -> tuple[Any, ...]:
-    """What a compiled graph depends on: layout, dtype and device of tensors, the value of anything else."""
-    return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else _constant(x) for x in leaves)
+    """What a compiled graph depends on: layout, dtype and device of tensors, the value of anything else.
+
+    Raises:
+        Uncaptured: a sparse or nested tensor, which no graph takes.
+        StepContractError: an object that no graph can hold.
+    """
+    try:
+        return tuple(
+            (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else _constant(x) for x in leaves
+        )
+    except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
+        check_layouts(leaves)
+        raise
 
 
 def ranks(leaves: list[Any]) -> tuple[Any, ...]:
     """The same with every size left open."""
     return tuple((x.dtype, x.device, x.dim()) if isinstance(x, Tensor) else _constant(x) for x in leaves)
+
+
+def check_layouts(leaves: list[Any]) -> None:
+    """Nothing, where all tensors are dense.
+
+    Raises:
+        Uncaptured: a sparse, nested or quantized one.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and not layouts.is_dense(leaf):
+            cure = "torch.nested.to_padded_tensor(x, 0.0)" if leaf.is_nested else "x.to_dense()"
+            raise capture_.Uncaptured(
+                f"a {layouts.layout_name(leaf)} tensor in the batch, which no compiled graph takes",
+                where="batch",
+                hint=f"{cure} in the loader, or the step in eager mode (compile=False)",
+            )
 
 
 def _constant(value: Any) -> Any:
@@ -72,12 +100,17 @@ def _constant(value: Any) -> Any:
     try:
         hash(value)
     except TypeError as error:
-        raise StepContractError(
-            f"a {type(value).__name__} in the batch, which no compiled graph can hold",
-            where="batch",
-            hint="tensors: torch.as_tensor(array), or ps.to_device(batch, state)",
-        ) from error
+        hint = "tensors: torch.as_tensor(array), or ps.to_device(batch, state)"
+        raise _unheld(value, hint) from error
+    if type(value).__hash__ is object.__hash__ and not callable(value) and hasattr(value, "__dict__"):
+        # One batch's object would be a constant of the graph, and each batch have a graph.
+        raise _unheld(value, "a dataclass, a namespace or an object of tensors and numbers alone, or the step in eager")
     return type(value), value
+
+
+def _unheld(value: Any, hint: str) -> capture_.Uncaptured:
+    found = f"a {type(value).__name__} in the batch, which no compiled graph can hold"
+    return capture_.Uncaptured(found, where="batch", hint=hint)
 
 
 def alike(leaves: list[Any]) -> Callable[..., bool]:

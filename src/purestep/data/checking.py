@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import layouts, records
 from ..errors import DataError
 
 Spec: TypeAlias = Any
@@ -24,6 +24,7 @@ class BatchSpec(NamedTuple):
 
 class _Leaf(NamedTuple):
     kind: str  # "float32 tensor of rank 2", "str", "None"
+    moves: bool = False  # an object with a `to` method, of which nobody knows what is in it
 
 
 class _Node(NamedTuple):
@@ -38,7 +39,8 @@ _ALIKE = "a loader whose batches are alike but for their sizes: see its dataset 
 def check_batch(batch: Any, first: BatchSpec | None = None, *, where: str = "batch") -> BatchSpec:
     """Check a batch by itself and against the first one of the run.
 
-    Structure, kinds of leaves, dtypes and ranks must be the same; sizes may differ. Lists of text are one leaf.
+    Structure, kinds of leaves, dtypes and ranks must be the same; sizes may differ, and so may the length of a list
+    whose entries are all alike, as one entry an example is. Lists of text are one leaf.
 
     Args:
         batch: already on its device.
@@ -62,18 +64,18 @@ def check_batch(batch: Any, first: BatchSpec | None = None, *, where: str = "bat
     """
     devices: dict[torch.device, str] = {}
     spec = BatchSpec(_spec(batch, "batch", devices))
-    if first is not None and spec != first:
+    if first is not None and not _alike(spec.spec, first.spec, is_batch=True):
         raise DataError(_difference(spec.spec, first.spec, "batch"), where=where, hint=_ALIKE)
-    if not devices:
+    if not devices and not _moves(spec.spec):
         raise DataError(
             f"{_text(spec.spec, 'batch')} without a tensor in it",
             where=where,
-            hint="a loader gives tensors, or tuples, lists and dicts of them",
+            hint="a loader gives tensors, or tuples, lists, dicts and objects of them",
         )
     if len(devices) > 1:
         told = ", ".join(f"{path} on {device}" for device, path in devices.items())
         raise DataError(f"tensors on {len(devices)} devices: {told}", where=where, hint="ps.to_device(batch, state)")
-    if next(iter(devices)).type == "meta":
+    if devices and next(iter(devices)).type == "meta":
         raise DataError(f"{next(iter(devices.values()))} is on the meta device: it has no values", where=where)
     return spec
 
@@ -82,7 +84,8 @@ def _spec(tree: Any, path: str, devices: dict[torch.device, str]) -> Spec:
     if isinstance(tree, Tensor):
         if tree.device not in devices:
             devices[tree.device] = path
-        return _Leaf(f"{str(tree.dtype)[6:]} tensor of rank {tree.dim()}")
+        kind = " ".join(filter(None, (str(tree.dtype)[6:], layouts.layout_name(tree))))
+        return _Leaf(f"{kind} tensor of rank {tree.dim()}")
     if isinstance(tree, (list, tuple)):
         items = cast("list[Any] | tuple[Any, ...]", tree)
         if items and all(isinstance(item, str) for item in items):
@@ -93,16 +96,35 @@ def _spec(tree: Any, path: str, devices: dict[torch.device, str]) -> Spec:
         mapping = cast("Mapping[Any, Any]", tree)
         keys = tuple(sorted(mapping, key=str))
         return _Node(type(tree).__name__, keys, tuple(_spec(mapping[key], f"{path}/{key}", devices) for key in keys))
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        names = tuple(field.name for field in dataclasses.fields(tree))
-        parts = tuple(_spec(getattr(tree, name), f"{path}/{name}", devices) for name in names)
-        return _Node(type(tree).__name__, names, parts)
     if isinstance(tree, np.ndarray):
         return _Leaf(f"{tree.dtype} array of rank {tree.ndim}")
+    held = records.record(tree)
+    if held is not None:
+        parts = tuple(_spec(child, f"{path}/{name}", devices) for name, child in held.items())
+        return _Node(type(tree).__name__, tuple(held), parts)
     device = getattr(cast(Any, tree), "device", None)
     if isinstance(device, torch.device):  # a batch of graphs and its like: tensors inside
         devices.setdefault(device, path)
-    return _Leaf("None" if tree is None else type(tree).__name__)
+    moves = not isinstance(tree, type) and callable(getattr(cast(Any, tree), "to", None))
+    return _Leaf("None" if tree is None else type(tree).__name__, moves)
+
+
+def _moves(spec: Spec) -> bool:
+    return any(map(_moves, spec.children)) if isinstance(spec, _Node) else spec.moves
+
+
+def _alike(found: Spec, first: Spec, *, is_batch: bool = False) -> bool:
+    """Whether two specs agree but for the length of lists whose entries are all alike. A batch that is a tuple of
+    tensors is none of these: an input and a target may look alike."""
+    if found == first:
+        return True
+    if not isinstance(found, _Node) or not isinstance(first, _Node) or found.kind != first.kind:
+        return False
+    if found.keys == first.keys:
+        return all(map(_alike, found.children, first.children))
+    entries = found.children + first.children
+    columns = is_batch and found.kind == "tuple" and any(isinstance(entry, _Leaf) for entry in entries)
+    return found.kind in ("list", "tuple") and not columns and all(_alike(entry, entries[0]) for entry in entries)
 
 
 def _difference(found: Spec, first: Spec, path: str) -> str:
@@ -110,7 +132,7 @@ def _difference(found: Spec, first: Spec, path: str) -> str:
     if isinstance(found, _Node) and isinstance(first, _Node) and found.kind == first.kind:
         if found.keys == first.keys:
             pairs = zip(found.keys, found.children, first.children, strict=True)
-            key, ours, theirs = next(pair for pair in pairs if pair[1] != pair[2])
+            key, ours, theirs = next(pair for pair in pairs if not _alike(pair[1], pair[2]))
             return _difference(ours, theirs, f"{path}/{key}")
         if isinstance(next(iter(found.keys or first.keys)), int):
             return f"{path} has {len(found.keys)} items; batch 1 had {len(first.keys)}"

@@ -7,6 +7,7 @@ draws depends on a seed alone, and the caller's generators are as they were. So 
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import struct
 import sys
@@ -30,7 +31,7 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 @contextmanager
 def scoped(number: int, more: Mapping[str, Any] = NONE) -> Generator[None]:
-    """Draw from ``number``, and leave the three generators as they were (20 us).
+    """Draw from ``number``, and leave the three generators as they were (20 us). Threads take turns: see `rng.held`.
 
     Args:
         number: in [0, 2**63).
@@ -44,24 +45,29 @@ def scoped(number: int, more: Mapping[str, Any] = NONE) -> Generator[None]:
         ...     print(random.random() == first)
         True
     """
-    numpys, pythons = _numpys(), _pythons()
-    spare = _spares.pop() if _spares else np.random.MT19937()
-    try:
+    with rng.held():
+        numpys, pythons = _numpys(), _pythons()
+        spare = _spares.pop() if _spares else np.random.MT19937()
         try:
-            _global.set_bit_generator(spare)
-            with rng.scoped(number):
-                np.random.seed(number & 0xFFFFFFFF)
-                random.seed(number)
-                for path, generator in more.items():
-                    _seed(generator, rng.mix(number, path))
-                yield
-        finally:
+            try:
+                _global.set_bit_generator(spare)
+                with rng.scoped(number):
+                    np.random.seed(number & 0xFFFFFFFF)
+                    random.seed(number)
+                    for path, generator in more.items():
+                        _seed(generator, rng.mix(number, path))
+                    yield
+            finally:
+                _put_back(numpys, pythons)
+        except BaseException:  # of the code inside, or a signal's while they are put back
             _put_back(numpys, pythons)
-    except BaseException:  # of the code inside, or a signal's while they are put back
-        _put_back(numpys, pythons)
-        raise
-    finally:
-        _spares.append(spare)
+            raise
+        finally:
+            _spares.append(spare)
+
+
+if hasattr(os, "register_at_fork"):  # a worker of a loader, forked while another thread was drawing
+    os.register_at_fork(after_in_child=rng.renew_turn)
 
 
 def seed(number: int, generators: Collection[str] = EVERY) -> None:

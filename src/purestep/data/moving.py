@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .. import tree
+from .. import layouts, records, tree
 from ..errors import DataError
 from ..precision import usable
 from ..tree import leaves
@@ -30,9 +29,9 @@ def to_device(tree: T, like: Tree) -> T:
     """A batch on the device of ``like``, of the same classes; the very same object where nothing has to move. Or a
     state, whose key stays on the CPU.
 
-    Tuples, lists, NamedTuples, dicts, other mappings (Hugging Face's BatchEncoding), dataclasses and objects with a
-    ``to`` method, in any nesting. Arrays of numbers become tensors. What else there is stays as it is. From pinned
-    memory to CUDA the copy does not wait.
+    Tuples, lists, NamedTuples, dicts, other mappings (Hugging Face's BatchEncoding), objects with a ``to(device)``
+    method, and without one dataclasses, attrs classes, namespaces and objects that hold tensors, in any nesting. Arrays
+    of numbers become tensors. What else there is stays as it is. From pinned memory to CUDA the copy does not wait.
 
     Args:
         tree: a batch.
@@ -80,8 +79,7 @@ def _moved(leaf: Any, device: Device) -> Any:
         if leaf.device.type == device.type and device.index in (None, leaf.device.index):
             return leaf
         return leaf.to(device, non_blocking=device.type == "cuda" and leaf.device.type == "cpu" and leaf.is_pinned())
-    move: Any = None if isinstance(leaf, type) else getattr(leaf, "to", None)
-    return move(device) if callable(move) else leaf
+    return leaf.to(device) if _moves_itself(leaf) else leaf
 
 
 def _as_tensor(leaf: Any) -> Any:
@@ -105,12 +103,17 @@ def _mapped(tree: Any, fn: Callable[[Any], Any], path: str) -> Any:
         return items._make(new) if hasattr(items, "_make") else type(items)(new)  # pyright: ignore  # a NamedTuple
     if isinstance(tree, Mapping):
         return _mapped_mapping(cast("Mapping[Any, Any]", tree), fn, path)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        old = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init}
-        fresh = {name: _mapped(child, fn, f"{path}/{name}") for name, child in old.items()}
-        changed = {name: child for name, child in fresh.items() if child is not old[name]}
-        return dataclasses.replace(tree, **changed) if changed else tree
-    return _leaf(tree, fn, path)
+    held = None if _moves_itself(tree) else records.record(tree)
+    if held is None:
+        return _leaf(tree, fn, path)
+    fresh = {name: _mapped(child, fn, f"{path}/{name}") for name, child in held.items()}
+    if all(fresh[name] is child for name, child in held.items()):
+        return tree
+    return records.made(type(tree), fresh)
+
+
+def _moves_itself(leaf: Any) -> bool:
+    return not isinstance(leaf, type) and callable(getattr(leaf, "to", None))
 
 
 def _mapped_mapping(tree: Mapping[Any, Any], fn: Callable[[Any], Any], path: str) -> Any:
@@ -226,7 +229,7 @@ def _pinned(leaf: Any) -> Any:
 
 def _goes_ahead(leaf: Any) -> bool:
     """Whether a leaf is dense: of others torch neither pins nor records the memory, and they move when they are due."""
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not (leaf.is_nested or leaf.is_quantized)
+    return isinstance(leaf, Tensor) and layouts.is_dense(leaf)
 
 
 def _recorded(stream: torch.cuda.Stream, leaf: Any) -> Any:

@@ -28,6 +28,7 @@ def open_feed(loader: Any, *, name: str = "train", seed: int = 0, replay: bool =
     ``state_dict`` and ``load_state_dict``        its own; by its state
     list or tuple of batches                      its own; by index
     any other iterable                            drawn under (seed, epoch); by loading and dropping
+    iterator that its ``__iter__`` puts back      the same
     DataLoader over an IterableDataset, iterator  the same, only with ``replay=True``
     ============================================  ==============================================================
 
@@ -99,7 +100,8 @@ def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float) 
     if isinstance(loader, Sequence):
         return SequenceFeed(cast(Sequence[Batch], loader), name=name)
     if isinstance(loader, Iterator):
-        return OneShotFeed(cast(Iterator[Batch], loader), name=name, seed=seed, resume=only_replay)
+        own = {"name": name, "seed": seed, "announce": _announcer(loader)}
+        return OneShotFeed(cast(Iterator[Batch], loader), replay=replay, **own)
     return IterableFeed(_iterate(loader), loader, resume="replay", **_described(loader, name, seed))
 
 

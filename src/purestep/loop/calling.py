@@ -183,7 +183,7 @@ def _mixed_dtypes(error: Exception, batch: Any, weights: set[torch.dtype]) -> st
 
 
 def _named(found: str, state: Tree, batch: Any, record: Record) -> NonFiniteError:
-    leaves = [(f"batch/{path}", leaf) for path, leaf in tree.with_paths(batch)] + tree.with_paths(state)
+    leaves = [(f"batch/{path}", leaf) for path, leaf in tree.with_paths(tree.dicts(batch))] + tree.with_paths(state)
     blamed = tuple(path.rstrip("/") for path, leaf in leaves if not_finite(leaf))
     what = f"{blamed[0]} is not finite" if blamed else "every leaf of batch and state is finite"
     cures = ["mend what is named"]

@@ -9,7 +9,7 @@ from typing import Any
 from .. import data, events
 from ..signals import Signals
 from ..types import Program, Tree
-from . import entry, restoring, setup
+from . import entry, restoring, setup, switches
 from .record import FitResult
 from .run import Run
 from .telling import Audience
@@ -73,7 +73,7 @@ def fit(
     state = setup.placed(entry.checked_state(init_state), resolved.device)
     entry.check_fits(state, ready)
     with ExitStack() as stack:
-        stack.enter_context(setup.surroundings(resolved, data.device_of(state)))
+        stack.enter_context(switches.surroundings(resolved, data.device_of(state)))
         feeds = setup.open_feeds(loaders, resolved, ready, setup.seed_of(state))
         stack.callback(feeds.close)
         store, owned = restoring.open_snapshots(snapshots, resolved, feeds.train)

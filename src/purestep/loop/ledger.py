@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import tree
+from .. import layouts, tree
 from ..anomaly import not_finite
 from ..compile.live import is_state, states
 from ..compile.outputs import Stacked
@@ -235,7 +235,7 @@ def _sum(rows: Rows, sums: Iterable[Totals], last: dict[str, float], rates: Coll
 
 
 def _calls_to_hold(batch: Any) -> int:
-    size = sum(leaf.nbytes for leaf in tree.leaves(batch) if isinstance(leaf, torch.Tensor))
+    size = layouts.nbytes(tree.leaves(batch))
     return max(1, min(_DEPTH, _HELD // max(size, 1)))
 
 

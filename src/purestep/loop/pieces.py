@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import data, tree
+from .. import data, records, tree
 from ..errors import StepContractError
 from ..types import Batch, EvalStep, Mean, Metrics, TrainStep, Tree
 from . import meter as meter_
@@ -249,17 +248,17 @@ def _are(leaves: list[Any], kinds: list[Any]) -> bool:
         if type(leaf) is not Tensor:
             if _kind(leaf) != kind:
                 return False
-        elif type(kind) is not tuple or (leaf.dtype, leaf.dim()) != kind[:2] or leaf.device != kind[2]:
+        elif type(kind) is not tuple or (leaf.dtype, leaf.dim(), leaf.device, leaf.layout) != kind:
             return False
     return True
 
 
 def _kinds(leaves: list[Any]) -> list[Any]:
-    """What must not change from batch to batch; mappings and dataclasses that are no nodes are looked into."""
+    """What must not change from batch to batch; mappings and records that are no nodes are looked into."""
     return [_kind(leaf) for leaf in leaves]
 
 
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf.dtype, leaf.dim(), leaf.device
-    return object() if isinstance(leaf, Mapping) or is_dataclass(leaf) else type(leaf)
+        return leaf.dtype, leaf.dim(), leaf.device, leaf.layout
+    return object() if isinstance(leaf, Mapping) or records.record(leaf) is not None else type(leaf)

@@ -21,7 +21,7 @@ from ..errors import NonFiniteError, StepContractError
 from ..signals import Preempted, Signals, interrupted
 from ..snapshot import Snapshots
 from ..types import Metrics, Program, Tree
-from . import blame, cadence, compiling, ledger, restoring, rollback, setup
+from . import blame, cadence, compiling, ledger, restoring, rollback, setup, switches
 from .calling import caller
 from .judging import Judge, below_minimum, ended_before, judge, limit_reached
 from .ledger import Tag
@@ -273,7 +273,8 @@ class Run:
         state = self.state if self.view == "params" else ema_.view(self.state, self.view)
         watch = self.audience.watching(state, name, self.record.epoch)
         fed = data.prefetch(self.signals.watch(self.feeds.evaluation[name].epoch(0)), data.device_of(state), name=name)
-        values = scores(state, fed, self.program.eval_step, name=name, watch=watch)
+        step = self.program.eval_step
+        values = switches.watched(lambda: scores(state, fed, step, name=name, watch=watch), f"eval_step, {name}")
         found = {f"{name}_{key}": value for key, value in values.items()}
         if not self.signals.leaving:
             self._tell(events.EvalEnd(name, self.record.epoch, self.record.updates, found))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .. import data, rng, sinks, tree
+from .. import data, sinks, tree
 from ..errors import ConfigError, DataError, StateError
 from ..precision import usable
 from ..snapshot import Snapshots
@@ -252,60 +251,3 @@ def called(name: str, given: Any) -> list[Any]:
         one = f"{name}=[{getattr(given, '__name__', type(given).__name__)}]" if callable(given) else f"{name}=[f, ...]"
         raise ConfigError(f"{name} is a {type(given).__name__}, not a list of callables", where="fit", hint=one)
     return listed
-
-
-# --- surroundings -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def surroundings(config: FitConfig, device: torch.device) -> Generator[None]:
-    """Process-wide switches of a run, as they were afterwards. What is drawn outside of steps leaves no trace."""
-    with ExitStack() as stack:
-        stack.enter_context(rng.scoped(0, device))
-        if config.deterministic:
-            stack.enter_context(_deterministic(warn_only=config.deterministic == "warn"))
-        if config.cudnn_benchmark is not None:
-            stack.enter_context(_cudnn_benchmark(config.cudnn_benchmark))
-        if config.tf32 is not None:
-            stack.enter_context(_tf32(config.tf32))
-        if config.detect_anomaly:
-            stack.enter_context(torch.autograd.set_detect_anomaly(True))
-        yield
-
-
-@contextmanager
-def _deterministic(*, warn_only: bool) -> Generator[None]:
-    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    try:
-        with _cudnn_benchmark(False):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned)
-
-
-@contextmanager
-def _cudnn_benchmark(wanted: bool) -> Generator[None]:
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = wanted
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
-
-
-@contextmanager
-def _tf32(allowed: bool) -> Generator[None]:
-    try:
-        matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    except RuntimeError as error:  # set by `fp32_precision`, of which torch lets nobody ask in both ways
-        found = str(error).splitlines()[0]
-        hint = "leave tf32 out: torch.backends.fp32_precision, which is set already, says it"
-        raise ConfigError(
-            f"tf32={allowed}, and torch does not tell what it is: {found}", where="fit", hint=hint
-        ) from error
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn

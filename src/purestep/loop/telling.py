@@ -13,6 +13,7 @@ from .. import events, purity, tree
 from ..compile import standing
 from ..errors import StateError
 from ..types import Metrics, Tree
+from . import switches
 from .pieces import Watch
 from .record import Record
 
@@ -104,7 +105,7 @@ def _answer(callback: events.Callback, event: events.Event) -> Any:
     memory = standing.memory(shown)
     before = [purity.version(part) for part in memory]
     try:
-        answer = callback(event)
+        answer = switches.watched(lambda: callback(event), f"callback {_name(callback)} at {type(event).__name__}")
         _check_untouched(shown, memory, before)
     except Exception as error:
         error.add_note(f"in callback {_name(callback)} at {type(event).__name__}")

@@ -38,9 +38,13 @@ def supervised(
 
     The weight is the number of things the criterion's mean is a mean over: for cross entropy the summed class weights
     of the targets that are not ignored, for elementwise losses the number of elements, for any other callable the
-    leading dimension of the batch; 1 for ``reduction="sum"``. A `functools.partial` of one of torch's losses counts as
-    that loss, with the settings it holds. A criterion with parameters is trained with the model,
-    under ``objective.`` names.
+    number of examples; 1 for ``reduction="sum"``. A `functools.partial` of one of torch's losses counts as that loss,
+    with the settings it holds. A criterion with parameters is trained with the model, under ``objective.`` names.
+
+    Examples are counted by the leading dimension of the targets. A list or tuple of targets has one entry an example
+    (an image's boxes, a graph's labels) and counts its entries, unless its tensors are columns: all of them have the
+    leading dimension of the inputs, or one leading dimension and different ranks or dtypes, as the targets of two heads
+    have. A metric that returns a bare tensor has the same weight.
 
     Args:
         criterion: `torch.nn.CrossEntropyLoss()` and the like, or any ``f(outputs, targets) -> 0-d tensor``.
@@ -80,8 +84,8 @@ def supervised(
             raise StepContractError(
                 f"the criterion returned a {type(mean).__name__}", where="criterion", hint="return a 0-d tensor"
             )
-        weight = _weight(criterion, _own_weight(model, module), outputs, targets, mean)
-        values = {name: mean_of(metric(outputs, targets), targets) for name, metric in measured.items()}
+        weight = _weight(criterion, _own_weight(model, module), outputs, targets, inputs, mean)
+        values = {name: mean_of(metric(outputs, targets), targets, inputs) for name, metric in measured.items()}
         return Loss(mean, weight, values)
 
     objective.module = module  # pyright: ignore[reportFunctionMemberAccess]  # how `program` finds its parameters
@@ -159,7 +163,9 @@ def _is_torchs(called: Any) -> bool:
     return (named.__module__ or "").startswith("torch.")
 
 
-def _weight(criterion: Any, class_weight: Tensor | None, outputs: Any, targets: Any, mean: Tensor) -> Tensor:
+def _weight(
+    criterion: Any, class_weight: Tensor | None, outputs: Any, targets: Any, inputs: Any, mean: Tensor
+) -> Tensor:
     if _setting(criterion, "reduction", "mean") == "sum":
         return torch.ones((), dtype=torch.float32, device=mean.device)
     called = _called(criterion)
@@ -171,7 +177,7 @@ def _weight(criterion: Any, class_weight: Tensor | None, outputs: Any, targets: 
             class_weight = _setting(criterion, "weight", None)
         return _counted_targets(targets, _setting(criterion, "ignore_index", -100), class_weight)
     elementwise = isinstance(called, _ELEMENTWISE) or called in _ELEMENTWISE_FUNCTIONS
-    size = outputs.numel() if elementwise else leading(targets)
+    size = outputs.numel() if elementwise else leading(targets, inputs)
     return torch.full((), size, dtype=torch.float32, device=mean.device)
 
 

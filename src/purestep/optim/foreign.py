@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -201,7 +202,7 @@ def trace(
     example = next(iter(arguments[0].values()))
     rates = (torch.zeros((), dtype=maker.lr_dtype, device=example.device),) if is_scheduled else ()
     try:
-        with _as_if_compiling(), rng.scoped(0):
+        with rng.scoped(0), _as_if_compiling():
             graph = make_fx(scheduled if is_scheduled else constant, tracing_mode="fake")(*arguments, *rates)
     except Exception as error:  # whatever a foreign optimizer, or the tracer on meeting it, raises
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -221,10 +222,15 @@ def _keys(kept: Any) -> list[str]:
 
 @contextmanager
 def _as_if_compiling() -> Generator[None]:
-    """Optimizers take the path that reads no number back, on every device, where this function says True."""
-    real = torch.compiler.is_compiling
-    torch.compiler.is_compiling = lambda: True
+    """Optimizers take the path that reads no number back, on every device, where this function says True: to this
+    thread."""
+    real, token = torch.compiler.is_compiling, _COMPILING.set(True)
+    torch.compiler.is_compiling = lambda: _COMPILING.get() or real()
     try:
         yield
     finally:
         torch.compiler.is_compiling = real
+        _COMPILING.reset(token)
+
+
+_COMPILING: ContextVar[bool] = ContextVar("compiling", default=False)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .. import model as model_
 from .. import modes, tree
 from .. import precision as precision_
-from ..errors import DataError, StepContractError
+from ..errors import StepContractError
 from ..metrics import merge
 from ..metrics.mean import counted_anew
 from ..types import Batch, Form, Loss, Mean, Metrics, Params, TrainState
+from . import microbatches
 from .parts import Micro, Spec, is_finite, wide
 
 _OWN_METRICS = frozenset(("loss", "lr", "grad_norm", "applied", "scale"))
@@ -199,7 +198,7 @@ def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: 
     if spec.microbatches == 1:
         return _micro(spec, form, state, batch, context)
     total = None
-    for part in _parts(batch, spec.microbatches):
+    for part in microbatches.split(batch, spec.microbatches):
         micro = _micro(spec, form, state, part, context)
         # A part in which nothing counts may be nothing but padding.
         micro = micro._replace(buffers=kept_buffers(state.buffers, micro, micro.weight != 0))
@@ -220,57 +219,6 @@ def kept_buffers(old: Params, micro: Micro, counted: Tensor) -> Params:
     """What a forward pass left in the buffers, or what was in them before it."""
     # Always copies: a forward pass may have assigned a buffer the very batch, or a view of a weight.
     return {name: torch.where(counted, new, old[name]) for name, new in micro.buffers.items()}
-
-
-def _parts(batch: Batch, count: int) -> Iterator[Batch]:
-    rows = _rows(batch, count)
-
-    def is_listed(node: Any) -> bool:
-        # Names and the like, as collating leaves them: a list or tuple of what is no tensor, one a row.
-        return type(node) in (list, tuple) and not any(map(_is_array, tree.leaves(node))) and len(node) == rows
-
-    def split(node: Any) -> Any:
-        if isinstance(node, Tensor) and node.dim():
-            return node.tensor_split(count)
-        if not is_listed(node) and not (_is_array(node) and node.ndim):
-            return (node,) * count
-        # As torch splits: the first parts are the longer ones.
-        bounds = [at * (rows // count) + min(at, rows % count) for at in range(count + 1)]
-        return tuple(node[start:end] for start, end in itertools.pairwise(bounds))
-
-    leaves, treedef = tree.flatten(batch, is_leaf=is_listed)
-    parts = [split(leaf) for leaf in leaves]
-    for index in range(count):
-        yield tree.unflatten(treedef, [part[index] for part in parts])
-
-
-def _rows(batch: Batch, count: int) -> int:
-    """How many rows there are to split.
-
-    Raises:
-        DataError: none, not as many everywhere, or too few.
-    """
-    found = [leaf.shape[0] for leaf in tree.leaves(batch) if _is_array(leaf) and leaf.ndim]
-    if not found:
-        raise DataError(f"holds no tensor to split into {count} micro-batches", where="batch", hint="microbatches=1")
-    rows = found[0]
-    if any(size != rows for size in found):
-        sizes = {path: leaf.shape[0] for path, leaf in tree.with_paths(batch) if _is_array(leaf) and leaf.ndim}
-        apart = dict((*list(sizes.items())[:1], next(item for item in sizes.items() if item[1] != rows)))
-        raise DataError(
-            f"{' and '.join(f'{size} rows in {path}' for path, size in apart.items())}; "
-            f"{count} micro-batches need as many in each",
-            where="batch",
-            hint="pass what must not be split as context, or microbatches=1",
-        )
-    if rows < count:
-        hint = "drop_last=True in the loader, where it is the last one of an epoch; or fewer microbatches"
-        raise DataError(f"has {rows} rows, too few for {count} micro-batches", where="batch", hint=hint)
-    return rows
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor | np.ndarray)
 
 
 def times(grad: Tensor, weight: Tensor) -> Tensor:
