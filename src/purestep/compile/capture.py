@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import rng
 from ..errors import ConfigError, PurestepError, StepContractError
+from ..step import last_unreached
 from . import native, passes, recording, sources
 from .alone import with_compiler
 
@@ -220,6 +221,7 @@ def _where(error: BaseException) -> tuple[str, Any]:
 def dynamo(function: types.FunctionType, *, backend: Any, options: Mapping[str, Any] | None) -> Flat:
     """`torch.compile(function, fullgraph=True)`."""
     chosen: Any = sources.as_option(options or {}) if backend == "inductor" else None
+    torch.compiler.assume_constant_result(last_unreached)
     # Dynamo counts graphs by code object and stops at eight: every function gets a code object of its own.
     own = types.FunctionType(
         function.__code__.replace(),

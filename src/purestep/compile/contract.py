@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import StepContractError
+from ..metrics import merge
 from ..types import Metrics
 from . import skeleton
 
@@ -99,3 +101,16 @@ def _other_node(old: tree.TreeDef, new: tree.TreeDef, path: str = "state") -> st
             if one != other:
                 return _other_node(one, other, f"{path}/{entry}")
     return f"{path} comes out with its keys in another order, or made with something else"
+
+
+def unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step once a batch of a list, metrics merged."""
+
+    def steps(state: Any, batches: Sequence[Any]) -> tuple[Any, Metrics]:
+        total: Metrics = {}
+        for batch in batches:
+            state, metrics = checked(step(state, batch))
+            total = merge(total, metrics)
+        return state, total
+
+    return steps

@@ -132,9 +132,7 @@ class Graphs:
         self.count += 1
         if self.options.capture != "dynamo":
             return self._traced(core, leaves, tensors)
-        # Dynamo checks nothing of what a step has to keep to; a run on fake tensors does.
-        capture_.rehearse(core, tensors, leaves)
-        graph = self._dynamo(core)
+        graph = self._dynamo(core, tensors, leaves)
         # Of what an operator itself refuses (shapes that do not fit), torch says all there is to say.
         told, but = "torch.compile cannot capture it", "TorchRuntimeError"
         return graph._replace(run=_or_refuse(graph.run, told, hint="capture='trace'", but=but))
@@ -142,7 +140,7 @@ class Graphs:
     def _for_all_sizes(self, core: Any, leaves: list[Any], tensors: list[Tensor], first: Any) -> Graph | None:
         """One graph for batches of any size, tried out on copies of the buffers."""
         capture_.mark_sizes(leaves, first)
-        graph = self._dynamo(core)
+        graph = self._dynamo(core, tensors, leaves)
         try:
             _try_out(graph, tensors, leaves)
         except Exception:  # whatever stops Dynamo: a graph a size does the same work
@@ -178,7 +176,7 @@ class Graphs:
 
     def _untraced(self, core: Any, leaves: list[Any], tensors: list[Tensor], cause: Exception) -> Graph:
         """Dynamo's graph; where it cannot capture the step either, the error that the trace met."""
-        graph = self._dynamo(core)
+        graph = self._dynamo(core, tensors, leaves)
         try:
             # What is wrong with the batch shows now, on copies: the state that went in lives on.
             _try_out(graph, tensors, leaves)
@@ -192,7 +190,9 @@ class Graphs:
             raise
         return graph._replace(run=_or_tell(graph.run, _first_line(cause)))
 
-    def _dynamo(self, core: Any) -> Graph:
+    def _dynamo(self, core: Any, tensors: list[Tensor], leaves: list[Any]) -> Graph:
+        # Dynamo checks nothing of the contract, nor does it see what a loss reaches; a run on fake tensors does.
+        capture_.rehearse(core, tensors, leaves)
         run = capture_.dynamo(core, backend=self.options.backend, options=self.options.options)
         return Graph(run, draws=True)
 

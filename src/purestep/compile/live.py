@@ -165,7 +165,7 @@ class Store:
         self,
         state: Tree,
         layout: packed_.Layout | None,
-        layouts: dict[Any, packed_.Layout | None],
+        layouts: object,
         *,
         adopt: bool = False,
         frozen: bool = True,

@@ -21,6 +21,7 @@ from .manifest import Leaf, Manifest
 
 _log = logging.getLogger("purestep")
 _EXACT = ("torch", "threads", "device")  # what the bits of a step depend on beyond its arguments
+_ADDED = "/missed/counts"  # of optimizers, since this format was first written: as in a new state where it is missing
 _SMALL = 1 << 20  # bytes of a leaf; for larger ones orbax's cost a leaf is less than that of a copy
 _CHUNK = 1 << 28  # bytes read back at a time: verification never holds a second copy of the state
 
@@ -56,6 +57,7 @@ def read(
     described = manifests.describe(leaves)
     chosen = manifests.select(list(described), prefixes, where="the template")
     stored = manifests.select(list(manifest.leaves), prefixes, where=str(folder))
+    chosen -= {path for path in chosen - stored if path.endswith(_ADDED)}
     manifests.compare(
         {path: leaf for path, leaf in manifest.leaves.items() if path in stored},
         {path: leaf for path, leaf in described.items() if path in chosen},

@@ -18,7 +18,7 @@ from ..arguments import is_count, is_number
 from ..errors import ConfigError
 from ..types import Empty, Objective, Program, Static
 from .evaluation import bind_of, eval_step_of
-from .parts import IDENTITY, Spec
+from .parts import IDENTITY, Reach, Spec
 from .state import init_of
 from .update import steps_of
 
@@ -102,6 +102,7 @@ def program(
         tail=tail,
         engine=engine,
         halts=nonfinite == "raise",
+        reach=Reach(),
     )
     static = _static(spec)
     steps = steps_of(spec, IDENTITY)
