@@ -8,6 +8,7 @@ dict keeps its shape in either form.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +88,9 @@ class Layout(NamedTuple):
 def layout(params: Params, labels: Labels) -> Layout:
     """The groups of equal (dtype, label), in the order of their first parameters.
 
+    Inside a group the parameters that are aligned best come first: each begins at a multiple of the largest power of
+    two that divides its size, up to 64, so that it is as aligned in the buffer as it would be alone, without padding.
+
     Args:
         params: named tree.
         labels: name -> hashable, of the transform.
@@ -100,7 +104,13 @@ def layout(params: Params, labels: Labels) -> Layout:
     grouped: dict[Any, list[Slot]] = {}
     for name, value in params.items():
         grouped.setdefault((value.dtype, labels[name]), []).append(_slot(name, value))
-    return Layout(tuple(Group(tuple(slots)) for slots in grouped.values()), tuple(params))
+    aligned = [sorted(slots, key=lambda slot: -_alignment(slot.size)) for slots in grouped.values()]
+    return Layout(tuple(Group(tuple(slots)) for slots in aligned), tuple(params))
+
+
+def _alignment(size: int) -> int:
+    """The largest power of two, up to 64, that divides a size."""
+    return math.gcd(size, 64)
 
 
 def pack(layout: Layout, state: TrainState) -> TrainState | None:

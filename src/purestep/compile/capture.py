@@ -106,8 +106,20 @@ _FIRST = 1 << 40  # the seed a capture starts from: positions must not run into 
 
 @contextmanager
 def _drawing() -> Generator[None]:
-    with rng.scoped(_FIRST), rng.replaying():
+    with rng.scoped(_FIRST), rng.replaying(), _compiling():
         yield
+
+
+@contextmanager
+def _compiling() -> Generator[None]:
+    """Code that asks `torch.compiler.is_compiling()` hears what it hears under torch.compile."""
+    compiler: Any = torch.compiler  # the flag has no public name that sets it
+    before = compiler._is_compiling_flag
+    compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
 
 
 def _recorded(function: Flat) -> Flat:

@@ -39,7 +39,7 @@ def tensors_alone(metrics: Metrics) -> Metrics:
     Raises:
         StepContractError: one has a number of Python's, which a graph does not return.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return metrics  # a run on fake tensors has asked
     for path, leaf in tree.with_paths(metrics):
         if not isinstance(leaf, Tensor):
@@ -62,7 +62,7 @@ def same_structure(bare: tree.Tree, old: Any, new: Any) -> list[Tensor]:
     Raises:
         StepContractError: the first leaf that differs.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # Dynamo can neither compare structures nor raise; fit and the trace check them.
         return skeleton.collect(bare, new)
     before, old_def = tree.flatten(old)

@@ -90,7 +90,7 @@ class Slots(NamedTuple):
 
 def apart(value: Tensor, buffers: list[Tensor]) -> Tensor:
     """The value in memory of its own, if it may lie in one of the buffers."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return value.clone()  # Dynamo cannot compare memory; inductor folds the copy into what made the value
     memory = StorageWeakRef(value.untyped_storage())
     taken = any(StorageWeakRef(buffer.untyped_storage()) == memory for buffer in buffers)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import model as model_
-from .. import modes, tree
+from .. import modes, tree, writes
 from .. import precision as precision_
 from ..errors import DataError, StepContractError
 from ..metrics import merge
@@ -122,7 +122,7 @@ def _checked_part(name: str, given: Any, device: torch.device) -> Tensor:
 
 def _check_connected(mean: Tensor) -> None:
     # torch.func.grad of a detached loss returns zeros without a word. Dynamo cannot ask, so fit asks before compiling.
-    if not torch.compiler.is_compiling() and not mean.requires_grad:
+    if not torch.compiler.is_dynamo_compiling() and not mean.requires_grad:
         raise _not_connected()
 
 
@@ -145,7 +145,7 @@ def _value_and_grad(
 
     engine = spec.engine
     if engine == "auto":
-        engine = "func" if torch.compiler.is_compiling() or modes.transformed() else "autograd"
+        engine = "func" if torch.compiler.is_dynamo_compiling() or modes.transformed() else "autograd"
     if engine == "func":
 
         def differentiated(params: Params) -> tuple[Tensor, Any]:
@@ -213,6 +213,7 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
     """One forward and backward pass."""
     forward = _forward(spec, state, batch, context)
     grads, (loss, buffers), unreached = _value_and_grad(spec, forward, state, form.expand(state.params))
+    writes.check_sizes(state.buffers, buffers)
     metrics = {name: counted_anew(mean, *finite_mean(*mean)) for name, mean in loss.metrics.items()}
     metrics["loss"] = finite_mean(loss.mean.float() * loss.weight, loss.weight)
     return Micro(form.collect(grads), loss.mean, loss.weight, buffers, metrics, unreached)

@@ -164,7 +164,7 @@ def rate_at(rate: Rate, step: Tensor) -> Scalar:
     if not callable(rate):
         return rate
     # `init` has asked the same schedule outside of any graph.
-    return rate(step) if torch.compiler.is_compiling() else _checked_rate(rate, step)
+    return rate(step) if torch.compiler.is_dynamo_compiling() else _checked_rate(rate, step)
 
 
 def _checked_rate(schedule: Schedule, step: Tensor) -> Scalar:
