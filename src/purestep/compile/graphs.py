@@ -16,6 +16,7 @@ from ..errors import PurestepError, StepContractError
 from ..types import Mean, Metrics
 from . import capture as capture_
 from . import live as live_
+from . import outside
 from .alone import alone
 
 
@@ -79,14 +80,23 @@ class Graphs:
     graph for every size is made. Where Dynamo cannot make that one, each size keeps a graph of its own.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, step: Callable[..., Any]) -> None:
         self.options = options
         self.count = 0
-        self.surroundings = Surroundings()
+        self._settings, self._outside = Surroundings(), outside.Outside(step)
+        self._around: tuple[str, str] = "", ""
         self.slots: dict[Any, live_.Slots] = {}
         self._exact: dict[Any, Graph] = {}
         self._seen: dict[Any, list[Any]] = {}  # structure, dtypes and ranks -> the shapes seen
         self._sizes: dict[Any, Graph | None] = {}  # the same -> one graph for every other size; None: there is none
+
+    def surroundings(self) -> tuple[str, str]:
+        """What a graph depends on besides its arguments; the same object as long as nothing changes."""
+        settings, values = self._settings(), self._outside()
+        around = self._around
+        if around[0] is not settings or around[1] is not values:
+            around = self._around = settings, values
+        return around
 
     def find(
         self, structure: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Callable[..., Any]]
@@ -108,7 +118,11 @@ class Graphs:
         if known is not None:
             return known
         with alone():  # another thread may have made it by now
-            return self._exact.get(exact) or self._sizes.get(family) or self._new(exact, family, leaves, tensors, build)
+            made = self._exact.get(exact) or self._sizes.get(family)
+            if made is None:
+                made = self._new(exact, family, leaves, tensors, build)
+                self._outside.settle()
+            return made
 
     def _new(
         self, exact: Any, family: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]

@@ -42,7 +42,7 @@ class _Last(NamedTuple):
     """The graph of the last call of one phase, and what it was found for."""
 
     slots: live_.Slots
-    surroundings: str
+    surroundings: tuple[str, str]
     treedef: tree.TreeDef
     only: tuple[type, int] | None  # kind and length of a batch that is one tuple or list of tensors and nothing else
     alike: Callable[..., bool]  # of the store's buffers and the batch's leaves
@@ -86,7 +86,7 @@ class CompiledStep:
         self._replays = Replays() if cuda_graph else None
         self._windowed = static is not None and static.accumulate > 1
         self._steps: dict[packed_.Layout | None, Callable[..., Any]] = {None: step}
-        self._graphs = Graphs(options)
+        self._graphs = Graphs(options, step)
         self._last: dict[tuple[type[Accum], ...], _Last] = {}
 
     @property
