@@ -142,7 +142,7 @@ class Bound:
         given = self._named()
         found = dict(given)  # functional_call leaves in it what is in the module in the end
         result = functional_call(self._module, found, (run,), tie_weights=False)
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             weights = set(map(id, self._tensors.values()))
             lost = [name for name, weight in given.items() if found[name] is not weight and id(weight) in weights]
             if lost:

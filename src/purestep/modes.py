@@ -32,7 +32,7 @@ def transformed() -> bool:
         >>> inside(torch.zeros(2)).tolist(), torch.func.vmap(inside)(torch.zeros(2)).tolist()
         ([0.0, 0.0], [1.0, 1.0])
     """
-    if torch.compiler.is_compiling():  # Dynamo cannot ask, and captures what a transform inside it does
+    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot ask, and captures what a transform inside it does
         return False
     return _functorch.maybe_current_level() is not None or _forward._current_level >= 0
 

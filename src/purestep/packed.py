@@ -8,13 +8,15 @@ dict keeps its shape in either form.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import tree
-from .types import Empty, Form, Labels, Params, TrainState, Tree
+from .errors import StepContractError
+from .types import Empty, Form, Labels, Missed, Params, TrainState, Tree
 
 
 class Slot(NamedTuple):
@@ -51,7 +53,7 @@ class Layout(NamedTuple):
     @property
     def form(self) -> Form:
         """For a program's ``static.steps``."""
-        return Form(self.expand, self.collect)
+        return Form(self.expand, self.collect, self.unreached)
 
     def expand(self, stored: Params) -> Params:
         """Flat buffers as named views, in the module's order."""
@@ -61,6 +63,18 @@ class Layout(NamedTuple):
                 parts = stored[group.name].split([slot.size for slot in group.slots])
                 named |= {slot.name: _shaped(part, slot) for slot, part in zip(group.slots, parts, strict=True)}
         return self.ordered(named)
+
+    def unreached(self, names: frozenset[str]) -> dict[str, str]:
+        """Of every parameter without a gradient, the buffer that it lies in.
+
+        Raises:
+            Split: a buffer holds parameters with a gradient, too.
+        """
+        found = {slot.name: group.name for group in self.groups for slot in group.slots if slot.name in names}
+        held = {slot.name for group in self.groups if group.name in found.values() for slot in group.slots}
+        if held != found.keys():
+            raise Split(names)
+        return found
 
     def ordered(self, named: dict[str, Any]) -> dict[str, Any]:
         """The same dict in the module's order."""
@@ -73,6 +87,9 @@ class Layout(NamedTuple):
 
 def layout(params: Params, labels: Labels) -> Layout:
     """The groups of equal (dtype, label), in the order of their first parameters.
+
+    Inside a group the parameters that are aligned best come first: each begins at a multiple of the largest power of
+    two that divides its size, up to 64, so that it is as aligned in the buffer as it would be alone, without padding.
 
     Args:
         params: named tree.
@@ -87,7 +104,13 @@ def layout(params: Params, labels: Labels) -> Layout:
     grouped: dict[Any, list[Slot]] = {}
     for name, value in params.items():
         grouped.setdefault((value.dtype, labels[name]), []).append(_slot(name, value))
-    return Layout(tuple(Group(tuple(slots)) for slots in grouped.values()), tuple(params))
+    aligned = [sorted(slots, key=lambda slot: -_alignment(slot.size)) for slots in grouped.values()]
+    return Layout(tuple(Group(tuple(slots)) for slots in aligned), tuple(params))
+
+
+def _alignment(size: int) -> int:
+    """The largest power of two, up to 64, that divides a size."""
+    return math.gcd(size, 64)
 
 
 def pack(layout: Layout, state: TrainState) -> TrainState | None:
@@ -101,6 +124,14 @@ def pack(layout: Layout, state: TrainState) -> TrainState | None:
 def unpack(layout: Layout, state: TrainState) -> TrainState:
     """The named tree of a packed state: views of its buffers."""
     return _convert(state, lambda subtree: _unpack_tree(layout, subtree))
+
+
+class Split(StepContractError):
+    """Parameters of one buffer must be treated apart: some have a gradient in this step, others have none."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__("no gradient, and others in their buffer have one", where=", ".join(sorted(names)))
+        self.names = names
 
 
 class _Uneven(Exception):
@@ -122,7 +153,22 @@ def _pack_tree(layout: Layout, subtree: Tree) -> Tree:
     def named(node: Any) -> bool:
         return isinstance(node, dict) and bool(node) and all(_fits(slots.get(k), v) for k, v in node.items())
 
-    return tree.map(lambda node: _pack_dict(layout, node) if named(node) else node, subtree, is_leaf=named)
+    def whole(node: Any) -> bool:
+        return isinstance(node, Missed) or named(node)  # counts are those of parameters in either form
+
+    return tree.map(lambda node: _pack_dict(layout, node) if named(node) else node, subtree, is_leaf=whole)
+
+
+def missed(state: TrainState) -> dict[str, tuple[int, ...]]:
+    """Of every parameter that has missed an update, how many of each count: they tell apart what may share a buffer.
+    Reads them on the host."""
+    found: dict[str, list[int]] = {}
+    nodes = tree.flatten(state.opt_state, is_leaf=lambda node: isinstance(node, Missed))[0]
+    for node in nodes:
+        if isinstance(node, Missed):
+            for name, count in zip(sorted(node.names), node.counts.tolist(), strict=True):
+                found.setdefault(name, []).append(count)
+    return {name: tuple(counts) for name, counts in found.items() if any(counts)}
 
 
 def _pack_dict(layout: Layout, node: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +192,10 @@ def _unpack_tree(layout: Layout, subtree: Tree) -> Tree:
     def flat(node: Any) -> bool:
         return isinstance(node, dict) and bool(node) and all(_holds(groups.get(k), v) for k, v in node.items())
 
-    return tree.map(lambda node: _unpack_dict(layout, node) if flat(node) else node, subtree, is_leaf=flat)
+    def whole(node: Any) -> bool:
+        return isinstance(node, Missed) or flat(node)
+
+    return tree.map(lambda node: _unpack_dict(layout, node) if flat(node) else node, subtree, is_leaf=whole)
 
 
 def _unpack_dict(layout: Layout, node: dict[str, Any]) -> dict[str, Any]:

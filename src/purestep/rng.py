@@ -113,7 +113,7 @@ def in_graph() -> bool:
         >>> in_graph()
         False
     """
-    return torch.compiler.is_compiling() or _capturing.get()
+    return torch.compiler.is_dynamo_compiling() or _capturing.get()
 
 
 @contextmanager

@@ -195,11 +195,23 @@ TrainStep: TypeAlias = Callable[..., tuple[Any, Metrics]]
 EvalStep: TypeAlias = Callable[..., Metrics]
 
 
+class Missed(NamedTuple):
+    """Of each parameter, how many updates it had no gradient in: its own count of updates is lower by that."""
+
+    names: dict[str, Empty]  # no leaves
+    counts: Tensor  # shape=(n,), dtype=int64: in the order of the sorted names
+
+
+def _themselves(names: frozenset[str]) -> dict[str, str]:
+    return {name: name for name in sorted(names)}
+
+
 class Form(NamedTuple):
-    """How a step holds parameter-shaped trees: as the named tree (both identity), or as a few flat buffers."""
+    """How a step holds parameter-shaped trees: as the named tree (all identity), or as a few flat buffers."""
 
     expand: Callable[[Params], Params]  # stored -> named; views, nothing is copied
     collect: Callable[[Params], Params]  # named -> stored
+    unreached: Callable[[frozenset[str]], dict[str, str]] = _themselves  # names without a gradient -> stored names
 
 
 class Steps(NamedTuple):

@@ -17,10 +17,15 @@ _COMPUTED = (
     "for weights that stay in bounds, optim.stateless(f) as the last part of the chain"
 )
 
+_SIZED = (
+    "register the buffer at its full size and write rows of it; where the first forward pass gives it its size (fake "
+    "quantization, a lazy statistic), call model(x) once in train mode before ps.program"
+)
+
 
 def marks(tensors: Params) -> dict[str, Mark]:
     """What is looked at before and after a forward pass; in a graph nothing: that is looked at while it is made."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return {}
     if modes.transformed():
         tensors = {name: modes.behind(tensor) for name, tensor in tensors.items()}
@@ -61,6 +66,25 @@ def check_apart(before: dict[str, Mark], given: Params, found: Params) -> None:
                 where=name,
                 hint="one buffer, and a property that makes the view of it",
             )
+
+
+def check_sizes(before: Params, after: Params) -> None:
+    """Raise StepContractError for a buffer that the forward pass has given another shape or dtype, or made None."""
+    for name, old in before.items():
+        found: object = after[name]
+        if isinstance(found, Tensor) and found.shape == old.shape and found.dtype == old.dtype:
+            continue
+        new = f"{list(found.shape)} {found.dtype}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        resized = isinstance(found, Tensor) and found.shape != old.shape
+        cure = (
+            _SIZED if resized else f"assign it as {old.dtype}: self.{name.rpartition('.')[2]} = value.to({old.dtype})"
+        )
+        raise StepContractError(
+            f"the forward pass turns this buffer, {list(old.shape)} {old.dtype}, into {new}: a state keeps the shape "
+            "and the dtype of every tensor",
+            where=name,
+            hint=cure,
+        )
 
 
 def check_empty(places: dict[str, tuple[nn.Module, str]]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import rng
 from ..errors import ConfigError, PurestepError, StepContractError
+from ..step import last_unreached
 from . import native, passes, recording, sizes, sources
 from .alone import with_compiler
 
@@ -148,8 +149,20 @@ _FIRST = 1 << 40  # the seed a capture starts from: positions must not run into 
 
 @contextmanager
 def _drawing() -> Generator[None]:
-    with rng.scoped(_FIRST), rng.replaying():
+    with rng.scoped(_FIRST), rng.replaying(), _compiling():
         yield
+
+
+@contextmanager
+def _compiling() -> Generator[None]:
+    """Code that asks `torch.compiler.is_compiling()` hears what it hears under torch.compile."""
+    compiler: Any = torch.compiler  # the flag has no public name that sets it
+    before = compiler._is_compiling_flag
+    compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
 
 
 def _recorded(function: Flat) -> Flat:
@@ -289,6 +302,7 @@ def _where(error: BaseException) -> tuple[str, Any]:
 def dynamo(function: types.FunctionType, *, backend: Any, options: Mapping[str, Any] | None) -> Flat:
     """`torch.compile(function, fullgraph=True)`."""
     chosen: Any = sources.as_option(options or {}) if backend == "inductor" else None
+    torch.compiler.assume_constant_result(last_unreached)
     # Dynamo counts graphs by code object and stops at eight: every function gets a code object of its own.
     own = types.FunctionType(
         function.__code__.replace(),

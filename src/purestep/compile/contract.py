@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import StepContractError
+from ..metrics import merge
 from ..types import Metrics
 from . import skeleton
 
@@ -37,7 +39,7 @@ def tensors_alone(metrics: Metrics) -> Metrics:
     Raises:
         StepContractError: one has a number of Python's, which a graph does not return.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return metrics  # a run on fake tensors has asked
     for path, leaf in tree.with_paths(metrics):
         if not isinstance(leaf, Tensor):
@@ -60,7 +62,7 @@ def same_structure(bare: tree.Tree, old: Any, new: Any) -> list[Tensor]:
     Raises:
         StepContractError: the first leaf that differs.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # Dynamo can neither compare structures nor raise; fit and the trace check them.
         return skeleton.collect(bare, new)
     before, old_def = tree.flatten(old)
@@ -99,3 +101,16 @@ def _other_node(old: tree.TreeDef, new: tree.TreeDef, path: str = "state") -> st
             if one != other:
                 return _other_node(one, other, f"{path}/{entry}")
     return f"{path} comes out with its keys in another order, or made with something else"
+
+
+def unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step once a batch of a list, metrics merged."""
+
+    def steps(state: Any, batches: Sequence[Any]) -> tuple[Any, Metrics]:
+        total: Metrics = {}
+        for batch in batches:
+            state, metrics = checked(step(state, batch))
+            total = merge(total, metrics)
+        return state, total
+
+    return steps

@@ -24,7 +24,7 @@ class CompiledEval:
 
     def __init__(self, step: Callable[..., Metrics], options: Options) -> None:
         self.eager = step
-        self._graphs = Graphs(options)
+        self._graphs = Graphs(options, step)
 
     @property
     def graphs(self) -> int:

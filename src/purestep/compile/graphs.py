@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import warnings
@@ -16,7 +17,7 @@ from ..errors import PurestepError
 from . import capture as capture_
 from . import live as live_
 from . import outputs as outputs_
-from . import passes
+from . import outside, passes
 from . import sizes as sizes_
 from .alone import alone
 from .guards import check_layouts, kinds, ranks
@@ -87,13 +88,22 @@ class Graphs:
     guards say which) get a graph each, at most `_MOST` at a time.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, step: Callable[..., Any]) -> None:
         self.options = options
         self.count = 0
-        self.surroundings = Surroundings()
+        self._settings, self._outside = Surroundings(), outside.Outside(step)
+        self._around: tuple[str, str] = "", ""
         self.slots: dict[Any, live_.Slots] = {}
         self._exact: dict[Any, Graph] = {}
         self._families: dict[Any, _Family] = {}  # structure, dtypes and ranks -> the sizes met
+
+    def surroundings(self) -> tuple[str, str]:
+        """What a graph depends on besides its arguments; the same object as long as nothing changes."""
+        settings, values = self._settings(), self._outside()
+        around = self._around
+        if around[0] is not settings or around[1] is not values:
+            around = self._around = settings, values
+        return around
 
     def find(
         self, structure: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Callable[..., Any]]
@@ -116,7 +126,10 @@ class Graphs:
             return known
         with alone():  # another thread may have made it by now
             known = self._exact.get(exact) or self._served(exact, family, tensors, leaves)
-            return known or self._new(exact, family, leaves, tensors, build)
+            if known is None:
+                known = self._new(exact, family, leaves, tensors, build)
+                self._outside.settle()
+            return known
 
     def _served(self, exact: Any, family: _Family, tensors: list[Tensor], leaves: list[Any]) -> Graph | None:
         general = family.general
@@ -160,9 +173,7 @@ class Graphs:
         self.count += 1
         if self.options.capture != "dynamo":
             return self._traced(core, leaves, tensors)
-        # Dynamo checks nothing of what a step has to keep to; a run on fake tensors does.
-        capture_.rehearse(core, tensors, leaves)
-        graph = self._dynamo(core)
+        graph = self._dynamo(core, tensors, leaves)
         # Of what an operator itself refuses (shapes that do not fit), torch says all there is to say.
         told, but = "torch.compile cannot capture it", "TorchRuntimeError"
         return graph._replace(run=_or_refuse(graph.run, told, hint="capture='trace'", but=but))
@@ -187,7 +198,7 @@ class Graphs:
             if made is not None:
                 return made
         sizes_.mark(example, varying)
-        graph = self._dynamo(core)
+        graph = self._dynamo(core, tensors, example)
         try:
             _try_out(graph, tensors, example)
         except Exception:  # whatever stops Dynamo: a graph a size does the same work
@@ -233,7 +244,7 @@ class Graphs:
 
     def _untraced(self, core: Any, leaves: list[Any], tensors: list[Tensor], cause: Exception) -> Graph:
         """Dynamo's graph; where it cannot capture the step either, the error that the trace met."""
-        graph = self._dynamo(core)
+        graph = self._dynamo(core, tensors, leaves)
         try:
             # What is wrong with the batch shows now, on copies: the state that went in lives on.
             _try_out(graph, tensors, leaves)
@@ -247,7 +258,9 @@ class Graphs:
             raise
         return graph._replace(run=_or_tell(graph.run, _first_line(cause)))
 
-    def _dynamo(self, core: Any) -> Graph:
+    def _dynamo(self, core: Any, tensors: list[Tensor], leaves: list[Any]) -> Graph:
+        # Dynamo checks nothing of the contract, nor does it see what a loss reaches; a run on fake tensors does.
+        capture_.rehearse(core, tensors, leaves)
         run = capture_.dynamo(core, backend=self.options.backend, options=self.options.options)
         return Graph(run, draws=True)
 

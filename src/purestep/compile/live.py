@@ -90,7 +90,7 @@ class Slots(NamedTuple):
 
 def apart(value: Tensor, buffers: list[Tensor]) -> Tensor:
     """The value in memory of its own, if it may lie in one of the buffers."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return value.clone()  # Dynamo cannot compare memory; inductor folds the copy into what made the value
     memory = StorageWeakRef(value.untyped_storage())
     taken = any(StorageWeakRef(buffer.untyped_storage()) == memory for buffer in buffers)
@@ -165,7 +165,7 @@ class Store:
         self,
         state: Tree,
         layout: packed_.Layout | None,
-        layouts: dict[Any, packed_.Layout | None],
+        layouts: object,
         *,
         adopt: bool = False,
         frozen: bool = True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from .. import packed as packed_
 from .. import rng, tree
 from ..errors import PurestepError, StepContractError
-from ..metrics import merge
 from ..step import Accum, Adding, Closing
 from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture as capture_
 from . import live as live_
 from . import skeleton, standing
-from .contract import checked, same_structure
+from .contract import checked, same_structure, unrolled
 from .forks import Forks
 from .graphs import Graph, Graphs, Options
 from .guards import alike, check_untransformed, kinds, resolved, without_text
+from .layouts import Layouts
 from .outputs import Stacked, unstacked
 from .replay import Replays
 
@@ -33,7 +33,7 @@ class _Last(NamedTuple):
     """The graph of the last call of one phase, and what it was found for."""
 
     slots: live_.Slots
-    surroundings: str
+    surroundings: tuple[str, str]
     treedef: tree.TreeDef
     only: tuple[type, int] | None  # kind and length of a batch that is one tuple or list of tensors and nothing else
     alike: Callable[..., bool]  # of the store's buffers and the batch's leaves
@@ -69,7 +69,7 @@ class CompiledStep:
         self.donate = donate
         self.static = static
         # Of a program, whose states go from one function to the other.
-        self.layouts: dict[Any, packed_.Layout | None] = beside.layouts if beside else {}
+        self.layouts = beside.layouts if beside else Layouts(static.labels if static else None)
         self.forks: Forks = beside.forks if beside else Forks()
         self.eager = step
         self._flush = flush
@@ -77,7 +77,7 @@ class CompiledStep:
         self._replays = Replays() if cuda_graph else None
         self._windowed = static is not None and static.accumulate > 1
         self._steps: dict[packed_.Layout | None, Callable[..., Any]] = {None: step}
-        self._graphs = Graphs(options)
+        self._graphs = Graphs(options, step)
         self._last: dict[tuple[type[Accum], ...], _Last] = {}
 
     @property
@@ -126,9 +126,22 @@ class CompiledStep:
     # --- donated ------------------------------------------------------------------------------------------------------
 
     def _donated(self, state: Any, batch: tuple[Any, ...], unlike: Unlike) -> tuple[Any, Metrics | Stacked]:
-        store = self._standing(state) or self._enter(state)
-        metrics = self._stepped(store, batch, unlike)
+        store, metrics = self._apart(self._standing(state) or self._enter(state), batch, unlike)
         return store.live(), metrics
+
+    def _apart(self, store: live_.Store, batch: tuple[Any, ...], unlike: Unlike) -> tuple[live_.Store, Any]:
+        """The call; where the step has no gradient for a part of a flat buffer, on a state of more buffers."""
+        while True:
+            try:
+                return store, self._stepped(store, batch, unlike)
+            except packed_.Split as split:
+                self._graphs.count -= 1
+                if not self.layouts.split(split.names) and self.layouts.of(live_.plain(store.named)) is store.layout:
+                    raise
+                fresh = self._enter(store.live())
+                store.begin()  # the state that went in is dead
+                store.end(0)
+                store = fresh
 
     def _stepped(self, store: live_.Store, batch: tuple[Any, ...], unlike: Unlike) -> Metrics | Stacked:
         phase = self._phase(store)
@@ -196,7 +209,7 @@ class CompiledStep:
             return None
         if store.layout is None or store.layouts is self.layouts:
             return store
-        return store if any(store.layout is layout for layout in self.layouts.values()) else None
+        return store if self.layouts.known(store.layout) else None
 
     def _enter(self, state: Any) -> live_.Store:
         """Copy a plain state into buffers of its own."""
@@ -204,7 +217,7 @@ class CompiledStep:
         given = live_.plain(state)
         # A step of one's own may write what a program's never does.
         own, adopt = self.static is None, self.donate == "init"
-        return self._share_slots(live_.Store(given, self._layout(given), self.layouts, adopt=adopt, frozen=not own))
+        return self._share_slots(live_.Store(given, self.layouts.of(given), self.layouts, adopt=adopt, frozen=not own))
 
     def _share_slots(self, store: live_.Store) -> live_.Store:
         # Stores of one structure share their slots object, whose identity is the key of the graphs.
@@ -213,17 +226,8 @@ class CompiledStep:
         store.slots = self._graphs.slots.setdefault(key, store.slots)
         return store
 
-    def _layout(self, state: Any) -> packed_.Layout | None:
-        if self.static is None or self.static.labels is None or not isinstance(state, TrainState):
-            return None
-        key = tree.signature(state.params)
-        if key not in self.layouts:
-            found = packed_.layout(state.params, self.static.labels(state.params))
-            self.layouts[key] = found if packed_.pack(found, state) is not None else None
-        return self.layouts[key]
-
     def _steps_of(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        return step if self.unroll == 1 else _unrolled(step)
+        return step if self.unroll == 1 else unrolled(step)
 
     def _step_on(self, layout: packed_.Layout | None) -> Callable[..., Any]:
         if layout not in self._steps:
@@ -269,8 +273,7 @@ class CompiledStep:
 
     def _pure(self, state: Any, batch: tuple[Any, ...], unlike: Unlike) -> tuple[Any, Metrics | Stacked]:
         if self.static is not None and isinstance(state, TrainState):
-            store = self._forked(state)
-            metrics = self._stepped(store, batch, unlike)
+            store, metrics = self._apart(self._forked(state), batch, unlike)
             return self.forks.hand_out(store), metrics
         if unlike is not None:
             unlike(batch[0])
@@ -332,19 +335,6 @@ class CompiledStep:
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
-
-
-def _unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step once a batch of a list, metrics merged."""
-
-    def steps(state: Any, batches: Sequence[Any]) -> tuple[Any, Metrics]:
-        total: Metrics = {}
-        for batch in batches:
-            state, metrics = checked(step(state, batch))
-            total = merge(total, metrics)
-        return state, total
-
-    return steps
 
 
 def batch_leaves(batch: tuple[Any, ...]) -> tuple[list[Any], tree.TreeDef]:

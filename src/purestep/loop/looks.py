@@ -105,36 +105,42 @@ class _Reach:
         # A step that somebody wrapped may do more than the program's own.
         self._known = static is not None and static_of(self.step) is static
         if static is not None and self._known:
-            self.step = static.steps(Form(lambda stored: stored, self._collect)).train_step
+            self.step = static.steps(Form(lambda stored: stored, self._collect, self._tell)).train_step
         self._reached: set[str] = set()
-        self._calls: list[list[int]] = []  # fingerprints of the parameters, at every look
+        self._without: frozenset[str] | None = None  # no path leads from the loss to these, in any call
+        self._calls = 0
 
     def _collect(self, grads: Params) -> Params:
         self._reached |= {name for name, grad in grads.items() if name not in self._reached and bool(grad.any())}
         return grads
 
+    def _tell(self, unreached: frozenset[str]) -> dict[str, str]:
+        self._without = unreached if self._without is None else self._without & unreached
+        return {name: name for name in sorted(unreached)}
+
     def check(self, state: TrainState, metrics: Metrics) -> None:
-        """After the second look, name the parameters whose gradient has been exactly 0 in both.
+        """After the second look, name the parameters that neither loss leads to.
 
         Raises:
             Impure: it was so of all of them.
         """
-        if not self._known or len(self._calls) == FIRST or not _counts(metrics):
+        if not self._known or self._calls == FIRST or not _counts(metrics):
             return
-        weights: dict[torch.device, Tensor] = {}
-        prints = [purity.fingerprint(leaf, weights) for leaf in state.params.values()]
-        self._calls.append([-1 if value is None else int(value) for value in prints])
-        silent = [name for name in state.params if name not in self._reached]
-        if len(self._calls) < FIRST or not silent:
+        self._calls += 1
+        if self._calls < FIRST:
             return
-        few = ", ".join(silent[:_SHOWN]) + (", ..." if len(silent) > _SHOWN else "")
         cure = "take out .detach() between them and the loss; freeze what is not to be trained: requires_grad_(False)"
         if not self._reached:
-            raise purity.Impure(f"the gradient is exactly 0 of every parameter: {few}", where="step", hint=cure)
-        # Behind weights that start at 0 (an adapter, a last layer) gradients are 0 until those have moved.
-        if self._calls[0] != self._calls[1]:
+            names = _few(list(state.params))
+            raise purity.Impure(f"the gradient is exactly 0 of every parameter: {names}", where="step", hint=cure)
+        silent = [name for name in state.params if name in (self._without or ())]
+        if silent:
             count = f"{len(silent)} of {len(state.params)}"
-            _log.warning("no gradient reaches %s parameters: %s (%s)", count, few, cure)
+            _log.warning("no gradient reaches %s parameters: %s (%s)", count, _few(silent), cure)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 def _counts(metrics: Metrics) -> bool:

@@ -1,8 +1,10 @@
 """Optimizers by name, each one `chain` of documented parts, and the algebra they are written in.
 
-The names and the algebra are optax's, the formulas and defaults those of torch.optim. A parameter that a loss does not
-reach has a gradient of zeros, where torch's has none and skips it: it decays, and its momentum goes on. Freeze what is
-not in use: ``requires_grad_(False)``.
+The names and the algebra are optax's, the formulas and defaults those of torch.optim. A parameter that no loss of an
+update leads to (an unused layer, the other task's head) is skipped, as torch skips one whose ``grad`` is None: neither
+decay nor momentum moves it, and its own count of updates, by which Adam corrects its means, stands still. Two things go
+on: the schedule of the learning rate, and Nadam's product of momentum coefficients. A transform of one's own that
+counts updates counts them for all parameters.
 
 Of each of them ``init`` raises a ConfigError where a ``mask`` does not fit the parameters (`masked`), and ``update`` a
 StateError where the state is that of another chain, or with a mask that of other parameters. Without one, parameters

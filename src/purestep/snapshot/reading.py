@@ -25,6 +25,7 @@ from .manifest import Leaf, Manifest
 
 _log = logging.getLogger("purestep")
 _EXACT = ("torch", "threads", "device")  # what the bits of a step depend on beyond its arguments
+_ADDED = "/missed/counts"  # of optimizers, since this format was first written: as in a new state where it is missing
 _SMALL = 1 << 20  # bytes of a leaf; for larger ones orbax's cost a leaf is less than that of a copy
 _CHUNK = 1 << 28  # bytes read back at a time: verification never holds a second copy of the state
 
@@ -72,6 +73,7 @@ def read(
     if rest is None or rest:
         chosen = manifests.select(list(described), rest, where="the template")
         stored = manifests.select(list(manifest.leaves), rest, where=str(folder))
+        chosen -= {path for path in chosen - stored if path.endswith(_ADDED)}
     sources = {path: path for path in chosen} | {p: source for found in moved.values() for p, source in found.items()}
     chosen |= sources.keys()
     _tell_of_the_rest(template, chosen, manifest)

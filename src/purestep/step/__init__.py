@@ -13,4 +13,5 @@ from .build import static_of as static_of
 from .parts import Accum as Accum
 from .parts import Adding as Adding
 from .parts import Closing as Closing
+from .parts import last_unreached as last_unreached
 from .update import rate_names as rate_names

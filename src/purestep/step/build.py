@@ -18,8 +18,8 @@ from ..arguments import is_count, is_number
 from ..errors import ConfigError
 from ..types import Empty, Objective, Program, Static
 from .evaluation import bind_of, eval_step_of
-from .inputs import Untouched
-from .parts import IDENTITY, Spec
+from .inputs import untouched
+from .parts import IDENTITY, Reach, Spec
 from .state import init_of
 from .update import steps_of
 
@@ -93,7 +93,7 @@ def program(
     policy = precision_.policy(precision)
     spec = Spec(
         template=model_.template(model, objective=own, keep_eval=keep_eval),
-        objective=Untouched(objective),
+        objective=untouched(objective),
         tx=tx,
         policy=policy,
         scaler=scaler or (scaler_.dynamic() if policy.scaled else scaler_.none()),
@@ -103,6 +103,7 @@ def program(
         tail=tail,
         engine=engine,
         halts=nonfinite == "raise",
+        reach=Reach(),
     )
     static = _static(spec, _versions(model))
     steps = steps_of(spec, IDENTITY)

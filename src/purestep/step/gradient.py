@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from .. import model as model_
-from .. import modes, tree
+from .. import modes, tree, writes
 from .. import precision as precision_
 from ..errors import StepContractError
 from ..metrics import merge
 from ..metrics.mean import counted_anew
 from ..types import Batch, Form, Loss, Mean, Metrics, Params, TrainState
 from . import microbatches
-from .parts import Micro, Spec, is_finite, wide
+from .parts import Micro, Spec, is_finite, last_unreached, wide
 
 _OWN_METRICS = frozenset(("loss", "lr", "grad_norm", "applied", "scale"))
 Forward = Callable[[model_.Bound], Any]
@@ -125,7 +125,7 @@ def _checked_part(name: str, given: Any, device: torch.device) -> Tensor:
 
 def _check_connected(mean: Tensor) -> None:
     # torch.func.grad of a detached loss returns zeros without a word. Dynamo cannot ask, so fit asks before compiling.
-    if not torch.compiler.is_compiling() and not mean.requires_grad:
+    if not torch.compiler.is_dynamo_compiling() and not mean.requires_grad:
         raise _not_connected()
 
 
@@ -137,16 +137,28 @@ def _not_connected() -> StepContractError:
     )
 
 
-def _value_and_grad(spec: Spec, forward: Forward, state: TrainState, named: Params) -> tuple[Params, Any]:
+def _value_and_grad(
+    spec: Spec, forward: Forward, state: TrainState, named: Params
+) -> tuple[Params, Any, frozenset[str]]:
+    """Gradients by name, the forward pass's (loss, buffers), and the parameters that the loss does not reach, whose
+    gradients here are zeros."""
+
     def bind(params: Params) -> model_.Bound:
         return model_.bind(spec.template, params, state.frozen, state.buffers, train=True)
 
     engine = spec.engine
     if engine == "auto":
-        engine = "func" if torch.compiler.is_compiling() or modes.transformed() else "autograd"
+        engine = "func" if torch.compiler.is_dynamo_compiling() or modes.transformed() else "autograd"
     if engine == "func":
-        grads, (_, extra) = torch.func.grad_and_value(lambda params: forward(bind(params)), has_aux=True)(named)
-        return grads, extra
+
+        def differentiated(params: Params) -> tuple[Tensor, Any]:
+            mean, extra = forward(bind(params))
+            if not torch.compiler.is_dynamo_compiling():  # which sees no graph of autograd's
+                spec.reach.remember(_unreached(mean, params))
+            return mean, extra
+
+        grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
+        return grads, extra, frozenset(last_unreached(spec.reach))
     if modes.transformed():
         raise StepContractError(
             'engine="autograd" inside of torch.func.vmap, grad or another transform',
@@ -165,23 +177,49 @@ def _value_and_grad(spec: Spec, forward: Forward, state: TrainState, named: Para
 
         def backward(found: tuple[Tensor, Any]) -> tuple[Any, Any]:
             tensors = list(leaves.values())
-            return torch.autograd.grad(found[0], tensors, create_graph=through, allow_unused=True), found[1]
+            found_ = torch.autograd.grad(found[0], tensors, create_graph=through, allow_unused=True)
+            return [_with_own(grad, leaf) for grad, leaf in zip(found_, tensors, strict=True)], found[1]
 
         found, (loss, buffers) = bound.hold(lambda: forward(bound), backward)
     if all(grad is None for grad in found):
         raise _not_connected()
-    pairs = zip(leaves.items(), found, strict=True)
+    pairs = list(zip(leaves.items(), found, strict=True))
     grads = {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}
-    return grads, (loss, buffers if through else tree.detach(buffers))
+    unreached = frozenset(name for (name, _), grad in pairs if grad is None)
+    spec.reach.remember(unreached)
+    return grads, (loss, buffers if through else tree.detach(buffers)), unreached
+
+
+def _with_own(grad: Tensor | None, leaf: Tensor) -> Tensor | None:
+    """The gradient, and what a backward pass of the model's own (of a reversible layer) has added to ``.grad``."""
+    if not leaf.is_leaf or leaf.grad is None:
+        return grad
+    return leaf.grad if grad is None else grad + leaf.grad
+
+
+def _unreached(mean: Tensor, params: Params) -> frozenset[str]:
+    """The parameters that autograd's graph of the loss does not lead to."""
+    edge = torch.autograd.graph.get_gradient_edge
+    wanted: dict[Any, str] = {edge(leaf).node: name for name, leaf in params.items()}
+    waiting, seen = [mean.grad_fn], set[Any]()
+    while waiting and wanted:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        wanted.pop(node, None)
+        waiting.extend(below for below, _ in node.next_functions)
+    return frozenset(wanted.values())
 
 
 def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
     """One forward and backward pass."""
     forward = _forward(spec, state, batch, context)
-    grads, (loss, buffers) = _value_and_grad(spec, forward, state, form.expand(state.params))
+    grads, (loss, buffers), unreached = _value_and_grad(spec, forward, state, form.expand(state.params))
+    writes.check_sizes(state.buffers, buffers)
     metrics = {name: counted_anew(mean, *finite_mean(*mean)) for name, mean in loss.metrics.items()}
     metrics["loss"] = finite_mean(loss.mean.float() * loss.weight, loss.weight)
-    return Micro(form.collect(grads), loss.mean, loss.weight, buffers, metrics)
+    return Micro(form.collect(grads), loss.mean, loss.weight, buffers, metrics, unreached)
 
 
 def finite_mean(total: Tensor, weight: Tensor) -> Mean:
@@ -204,7 +242,7 @@ def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: 
         micro = micro._replace(buffers=kept_buffers(state.buffers, micro, micro.weight != 0))
         state = state._replace(buffers=micro.buffers)
         weighted = tree.map(lambda g, w=micro.weight: times(g.to(wide(g.dtype)), w), micro.grads)
-        summed = Micro(weighted, times(micro.mean, micro.weight), micro.weight, micro.buffers, micro.metrics)
+        summed = micro._replace(grads=weighted, mean=times(micro.mean, micro.weight))
         total = summed if total is None else _add(total, summed)
     assert total is not None
     divisor = total.weight.clamp(min=torch.finfo(torch.float32).tiny)
@@ -229,4 +267,5 @@ def times(grad: Tensor, weight: Tensor) -> Tensor:
 def _add(left: Micro, right: Micro) -> Micro:
     metrics = merge(left.metrics, right.metrics)
     grads = {name: grad + right.grads[name] for name, grad in left.grads.items()}
-    return Micro(grads, left.mean + right.mean, left.weight + right.weight, right.buffers, metrics)
+    unreached = left.unreached & right.unreached
+    return Micro(grads, left.mean + right.mean, left.weight + right.weight, right.buffers, metrics, unreached)

@@ -45,6 +45,27 @@ class Micro(NamedTuple):
     weight: Tensor  # shape=(), dtype=float32
     buffers: Params
     metrics: Metrics
+    unreached: frozenset[str]  # named: parameters that the loss does not reach
+
+
+class Reach:
+    """Which parameters the loss of the last call did not reach, for those that cannot see it: Dynamo, whose captures
+    follow a run on fake tensors, and a flush, which has no loss."""
+
+    def __init__(self) -> None:
+        self.unreached: frozenset[str] = frozenset()
+        self.ever: frozenset[str] = frozenset()
+
+    def remember(self, unreached: frozenset[str]) -> None:
+        """Of a call's loss."""
+        if unreached != self.unreached:
+            self.unreached = unreached
+            self.ever |= unreached
+
+
+def last_unreached(reach: Reach) -> tuple[str, ...]:
+    """Of the last call, sorted; a constant of each graph that Dynamo makes, not a guard of it."""
+    return tuple(sorted(reach.unreached))
 
 
 class Spec(NamedTuple):
@@ -61,6 +82,7 @@ class Spec(NamedTuple):
     tail: str
     engine: str
     halts: bool
+    reach: Reach
 
 
 def is_finite(value: Tensor) -> Tensor:

@@ -27,12 +27,13 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         with _drawing(state, batch):
             micro = gradients(spec, form, state, batch, context)
         if isinstance(state.accum, Empty):
-            new, metrics = _apply(spec, state, micro.grads, micro.weight, _verdict(micro), micro.buffers)
+            skipped: transform.Reached = dict.fromkeys(form.unreached(micro.unreached))
+            new, metrics = _apply(spec, state, micro.grads, micro.weight, _verdict(micro), micro.buffers, skipped)
             counted = (metrics["finite"].total > 0) & (micro.weight != 0)
             new = new._replace(buffers=kept_buffers(state.buffers, micro, counted))
             del metrics["finite"]
         else:
-            new, metrics = _accumulate(spec, state, micro)
+            new, metrics = _accumulate(spec, form, state, micro)
         return _count_call(state, new), _joined(micro.metrics, metrics)
 
     def flush(state: TrainState) -> tuple[TrainState, Metrics]:
@@ -41,7 +42,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
             return state, {}
         accum = cast(Accum, state.accum)
         weight = accum.weight if spec.tail == "step" else torch.zeros_like(accum.weight)
-        new, metrics = _close(spec, state, accum._replace(weight=weight))
+        new, metrics = _close(spec, form, state, accum._replace(weight=weight), spec.reach.ever)
         return _count_call(state, new), metrics
 
     return Steps(train_step, flush)
@@ -124,20 +125,23 @@ def _either(condition: Tensor, new: Tree, old: Tree, *, state: TrainState) -> Tr
     return tree.map(chosen, new, old)
 
 
-def _accumulate(spec: Spec, state: TrainState, micro: Micro) -> tuple[TrainState, Metrics]:
+def _accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple[TrainState, Metrics]:
     """Add to the window, and close it when this was its last micro-batch."""
     old = cast(Accum, state.accum)
+    form.unreached(micro.unreached)  # by every micro-batch alike, so that the last one can tell
     grads = {name: total + times(micro.grads[name].to(total.dtype), micro.weight) for name, total in old.grads.items()}
     accum = Accum(old.left - 1, old.weight + _verdict(micro), grads)
     state = _with_buffers(state, micro)
     if isinstance(old, Adding):
         return _keep_open(state, accum)
     if isinstance(old, Closing):
-        return _close(spec, state, accum)
+        return _close(spec, form, state, accum, micro.unreached)
     if modes.may_read(old.left):
-        return _close(spec, state, accum) if int(old.left) == 1 else _keep_open(state, accum)
+        last = int(old.left) == 1
+        return _close(spec, form, state, accum, micro.unreached) if last else _keep_open(state, accum)
     # Nobody outside of this graph, or of these states, could tell where the window stands: compute both, keep one.
-    (opened, open_metrics), (closed, close_metrics) = _keep_open(state, accum), _close(spec, state, accum)
+    opened, open_metrics = _keep_open(state, accum)
+    closed, close_metrics = _close(spec, form, state, accum, micro.unreached)
     last = old.left == 1
     return tree.where(last, closed, opened), tree.where(last, close_metrics, open_metrics)
 
@@ -161,12 +165,25 @@ def _keep_open(state: TrainState, accum: Accum) -> tuple[TrainState, Metrics]:
     return state._replace(accum=kept), metrics
 
 
-def _close(spec: Spec, state: TrainState, accum: Accum) -> tuple[TrainState, Metrics]:
-    """Divide the window by its weight, apply it and empty it."""
+def _close(
+    spec: Spec, form: Form, state: TrainState, accum: Accum, unreached: frozenset[str]
+) -> tuple[TrainState, Metrics]:
+    """Divide the window by its weight, apply it and empty it.
+
+    Args:
+        spec: the program's.
+        form: of the state.
+        state: before the update.
+        accum: the whole window.
+        unreached: named parameters that the last loss did not reach. Where their sum is 0, none of the others has.
+    """
+    stored = form.unreached(unreached)
+    flags = {name: accum.grads[name].ne(0).any() for name in sorted(set(stored.values()))}
+    reached = {name: flags[place] for name, place in stored.items()}
     divisor = torch.where(accum.weight > 0, accum.weight, torch.ones_like(accum.weight))
     grads = {name: (g / divisor.to(g.dtype)).to(state.params[name].dtype) for name, g in accum.grads.items()}
     counted = torch.where(torch.isnan(accum.weight), torch.ones_like(accum.weight), accum.weight)
-    new, metrics = _apply(spec, state, grads, counted, accum.weight, state.buffers)
+    new, metrics = _apply(spec, state, grads, counted, accum.weight, state.buffers, reached)
     del metrics["finite"]
     left = torch.full_like(accum.left, spec.accumulate)
     empty = Accum(left, torch.zeros_like(accum.weight), tree.map(torch.zeros_like, accum.grads))
@@ -174,7 +191,13 @@ def _close(spec: Spec, state: TrainState, accum: Accum) -> tuple[TrainState, Met
 
 
 def _apply(
-    spec: Spec, state: TrainState, grads: Params, weight: Tensor, verdict: Tensor, buffers: Params
+    spec: Spec,
+    state: TrainState,
+    grads: Params,
+    weight: Tensor,
+    verdict: Tensor,
+    buffers: Params,
+    skipped: transform.Reached,
 ) -> tuple[TrainState, Metrics]:
     """The optimizer update of one window, kept or refused as a whole.
 
@@ -183,6 +206,7 @@ def _apply(
         weight: shape=(); 0 where there was nothing to learn from.
         verdict: shape=(); nan where a loss was not finite.
         buffers: as the forward pass left them, for an average of them.
+        skipped: parameters without a gradient, which stay as they are, as all that the transform keeps for them.
     """
     scale = spec.scaler.scale(state.scaler)
     if scale is not None:
@@ -190,12 +214,14 @@ def _apply(
     norm = transform.global_norm(grads)
     nothing = weight == 0
     deltas, opt_state = _of_transform(spec.tx.update(grads, state.opt_state, state.params), state.params)
+    opt_state = transform.skip(skipped, state.params, state.opt_state, opt_state)
     finite = (is_finite(norm) & is_finite(verdict) & _held(deltas)) | nothing
     halted = _halted(state)
     rates = _rates(opt_state)
     usable = _all_usable(rates, finite)
     applied = finite & usable & ~nothing & ~halted
     params = transform.apply_updates(state.params, deltas)
+    params = transform.skip(skipped, state.params, state.params, params)
     average = spec.average.update(state.ema, params, buffers, state.updates)
     kept = _either(applied, (params, opt_state, average), (state.params, state.opt_state, state.ema), state=state)
     attempted = usable & ~nothing & ~halted

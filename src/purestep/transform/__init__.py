@@ -47,6 +47,8 @@ from .matrices import scale_by_param_block_rms as scale_by_param_block_rms
 from .matrices import scale_by_relative_step as scale_by_relative_step
 from .matrices import scale_by_shape as scale_by_shape
 from .matrices import scale_by_trust_ratio as scale_by_trust_ratio
+from .missed import Reached as Reached
+from .missed import skip as skip
 from .moments import MomentsState as MomentsState
 from .moments import ScaleByAdamState as ScaleByAdamState
 from .moments import ScaleByLionState as ScaleByLionState

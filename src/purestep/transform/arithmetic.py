@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import modes, rng
 from ..errors import PurestepError, StepContractError
-from ..types import Params
+from ..types import Empty, Missed, Params, Tree
 
 Scalar: TypeAlias = float | Tensor
 """A Python number, which stays a constant in a compiled graph, or a 0-d tensor, which may change from call to call."""
@@ -89,6 +89,54 @@ def zero_count(params: Params) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
+def none_missed(params: Params) -> Missed:
+    """No parameter has missed an update."""
+    count = zero_count(params)
+    return Missed(dict.fromkeys(params, Empty()), count.expand(len(params)).clone())
+
+
+def own_count(step: Tensor, missed: Tree, names: Collection[str]) -> Tensor:
+    """Updates of each parameter: those that it had a gradient in.
+
+    Args:
+        step: shape=(), int64: updates so far.
+        missed: how many of them each parameter has missed; Empty for none.
+        names: of parameters, or of flat buffers of such as have missed as many.
+
+    Returns:
+        shape=() where it is the same for all names, else shape=(n,), for `each`.
+
+    Example:
+        >>> missed = none_missed({"a": torch.ones(2), "b": torch.ones(2)})
+        >>> own_count(torch.tensor(3), missed, ["a", "b"]).tolist()
+        3
+        >>> own_count(torch.tensor(3), missed._replace(counts=torch.tensor([0, 2])), ["a", "b"]).tolist()
+        [3, 1]
+    """
+    if not isinstance(missed, Missed) or not names:
+        return step
+    counts = missed.counts
+    if counts.device.type == "cpu" and modes.may_read(counts) and not bool(counts.any()):
+        return step  # one scalar for all, as long as no parameter lags behind
+    if len(names) < len(missed.names):
+        places = {name: place for place, name in enumerate(sorted(missed.names))}
+        picked = [counts[places[name]] for name in sorted(names)]
+        return step - (picked[0] if len(picked) == 1 else torch.stack(picked))
+    return step - (counts[0] if len(names) == 1 else counts)
+
+
+def each(value: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+    """A scalar of every name, from what was computed from an `own_count`.
+
+    Example:
+        >>> {name: value.item() for name, value in each(torch.tensor([1, 2]), ["b", "a"]).items()}
+        {'a': 1, 'b': 2}
+    """
+    if value.dim() == 0:
+        return dict.fromkeys(names, value)
+    return dict(zip(sorted(names), value.unbind(), strict=True))
+
+
 def zeros_like(params: Params, dtype: torch.dtype | None = None) -> Params:
     """Zeros of the parameters' shapes and memory layout, in ``dtype`` or each in its parameter's."""
     return {name: torch.zeros_like(param, dtype=dtype, requires_grad=False) for name, param in params.items()}
@@ -116,7 +164,7 @@ def rate_at(rate: Rate, step: Tensor) -> Scalar:
     if not callable(rate):
         return rate
     # `init` has asked the same schedule outside of any graph.
-    return rate(step) if torch.compiler.is_compiling() else _checked_rate(rate, step)
+    return rate(step) if torch.compiler.is_dynamo_compiling() else _checked_rate(rate, step)
 
 
 def _checked_rate(schedule: Schedule, step: Tensor) -> Scalar:
@@ -181,18 +229,25 @@ def adam_ratios(
     updates: Params, mu: Params, nu: Params, mean_weight: Tensor, root_weight: Tensor, eps: Scalar
 ) -> Params:
     """``mu / mean_weight / (sqrt(nu) / root_weight + eps)`` of every name, computed in at least float32 and rounded to
-    the dtype of its update."""
+    the dtype of its update; both weights are one for all, or one a name (`each`)."""
     scalars = [scalar for scalar in (mean_weight, root_weight, eps) if isinstance(scalar, Tensor)]
     ratio = _ratio_in_place if modes.may_overwrite([*mu.values(), *nu.values(), *scalars]) else _ratio
     inverse = 1 / root_weight
     corrections = {  # once, not once a leaf
-        dtype: _Correction(in_dtype(inverse, dtype), in_dtype(eps, dtype), in_dtype(mean_weight, dtype))
+        dtype: _corrections(updates, inverse.to(dtype), in_dtype(eps, dtype), mean_weight.to(dtype))
         for dtype in dict.fromkeys(wide_dtype(leaf) for leaf in nu.values())
     }
     return {
-        name: ratio(wide(mu[name]), wide(nu[name]), corrections[wide_dtype(nu[name])]).to(update.dtype)
+        name: ratio(wide(mu[name]), wide(nu[name]), corrections[wide_dtype(nu[name])][name]).to(update.dtype)
         for name, update in updates.items()
     }
+
+
+def _corrections(names: Iterable[str], inverse: Tensor, eps: Scalar, weight: Tensor) -> dict[str, _Correction]:
+    if inverse.dim() == 0:
+        return dict.fromkeys(names, _Correction(inverse, eps, weight))
+    inverses, weights = each(inverse, names), each(weight, names)
+    return {name: _Correction(inverses[name], eps, weights[name]) for name in names}
 
 
 def _ratio(mean: Tensor, square: Tensor, by: _Correction) -> Tensor:

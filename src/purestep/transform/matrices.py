@@ -9,8 +9,21 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StateError
-from ..types import Params
-from .arithmetic import Rate, Scalar, lerp, rate_at, scalar_dtype, times, wide, zero_count, zeros_like
+from ..types import Empty, Params, Tree
+from .arithmetic import (
+    Rate,
+    Scalar,
+    each,
+    lerp,
+    none_missed,
+    own_count,
+    rate_at,
+    scalar_dtype,
+    times,
+    wide,
+    zero_count,
+    zeros_like,
+)
 from .base import Transform, require, require_rate, stateless
 from .squares import StepState
 
@@ -160,6 +173,7 @@ class ScaleByFactoredRmsState(NamedTuple):
     row: Params  # name -> [..., rows, 1]: mean over columns of squared gradients; of leaves with at least 2 dimensions
     column: Params  # name -> [..., 1, columns]: mean over rows of squared gradients; of the same leaves
     full: Params  # name -> P: running mean of squared gradients; of the other leaves
+    missed: Tree = Empty()  # of the updates, those that a parameter had no gradient in
 
 
 def scale_by_factored_rms(decay_rate: float = 0.8, *, eps: float | None = None) -> Transform:
@@ -192,22 +206,24 @@ def scale_by_factored_rms(decay_rate: float = 0.8, *, eps: float | None = None) 
         few = {name: param for name, param in params.items() if param.ndim < 2}
         row = {name: torch.zeros_like(param[..., :1], requires_grad=False) for name, param in many.items()}
         column = {name: torch.zeros_like(param[..., :1, :], requires_grad=False) for name, param in many.items()}
-        return ScaleByFactoredRmsState(zero_count(params), row, column, zeros_like(few))
+        return ScaleByFactoredRmsState(zero_count(params), row, column, zeros_like(few), none_missed(params))
 
     def update(
         updates: Params, state: ScaleByFactoredRmsState, params: Params
     ) -> tuple[Params, ScaleByFactoredRmsState]:
         step = state.step + 1
-        weight = torch.pow(step.to(scalar_dtype(updates)), -decay_rate)
-        row = {name: lerp(old, _mean_square(updates[name], -1), weight) for name, old in state.row.items()}
-        column = {name: lerp(old, _mean_square(updates[name], -2), weight) for name, old in state.column.items()}
-        full = {name: lerp(old, wide(updates[name]).square(), weight) for name, old in state.full.items()}
+        weights = each(
+            torch.pow(own_count(step, state.missed, updates).to(scalar_dtype(updates)), -decay_rate), updates
+        )
+        row = {name: lerp(old, _mean_square(updates[name], -1), weights[name]) for name, old in state.row.items()}
+        column = {name: lerp(old, _mean_square(updates[name], -2), weights[name]) for name, old in state.column.items()}
+        full = {name: lerp(old, wide(updates[name]).square(), weights[name]) for name, old in state.full.items()}
         new: Params = {}
         for name, g in updates.items():
             least = torch.finfo(params[name].dtype).eps if eps is None else eps
             variance = _outer(row[name], column[name], least) if name in row else wide(full[name])
             new[name] = (wide(g) * variance.clamp(min=least * least).rsqrt()).to(g.dtype)
-        return new, ScaleByFactoredRmsState(step, row, column, full)
+        return new, ScaleByFactoredRmsState(step, row, column, full, state.missed)
 
     return Transform(init, update, elementwise=False)
 
@@ -296,14 +312,15 @@ def scale_by_relative_step(learning_rate: Rate) -> Transform:
     require_rate("scale_by_relative_step", learning_rate)
 
     def init(params: Params) -> StepState:
-        return StepState(zero_count(params))
+        return StepState(zero_count(params), none_missed(params))
 
     def update(updates: Params, state: StepState, params: Params) -> tuple[Params, StepState]:
         del params  # A function of the count alone.
-        bound = (state.step + 1).to(scalar_dtype(updates)).rsqrt()
+        bound = own_count(state.step + 1, state.missed, updates).to(scalar_dtype(updates)).rsqrt()
         rate = rate_at(learning_rate, state.step)
         # A rate of 0 makes the ratio infinite and the bound 1, and stays 0 after it.
-        factor = (bound / rate).clamp(max=1.0)
-        return {name: times(u, factor) for name, u in updates.items()}, StepState(state.step + 1)
+        factors = each((bound / rate).clamp(max=1.0), updates)
+        new = {name: times(u, factors[name]) for name, u in updates.items()}
+        return new, StepState(state.step + 1, state.missed)
 
     return Transform(init, update)

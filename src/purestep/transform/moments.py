@@ -14,8 +14,11 @@ from .arithmetic import (
     complement_power,
     decay_square,
     divided,
+    each,
     exact_dtype,
     lerp,
+    none_missed,
+    own_count,
     root,
     scalar_dtype,
     times,
@@ -34,6 +37,7 @@ class ScaleByAdamState(NamedTuple):
     mu: Params  # name -> P: running mean of gradients
     nu: Params  # name -> P: running mean of their squares
     nu_max: Tree  # name -> P: the greatest nu so far; Empty without amsgrad
+    missed: Tree = Empty()  # of the updates, those that a parameter had no gradient in
 
 
 def scale_by_adam(
@@ -75,7 +79,7 @@ def scale_by_adam(
     def init(params: Params) -> ScaleByAdamState:
         nu_max = zeros_like_squares(params, nu_dtype) if amsgrad else Empty()
         nu = zeros_like_squares(params, nu_dtype)
-        return ScaleByAdamState(zero_count(params), zeros_like(params, mu_dtype), nu, nu_max)
+        return ScaleByAdamState(zero_count(params), zeros_like(params, mu_dtype), nu, nu_max, none_missed(params))
 
     def update(updates: Params, state: ScaleByAdamState, params: Params) -> tuple[Params, ScaleByAdamState]:
         del params  # A function of gradients alone.
@@ -83,12 +87,12 @@ def scale_by_adam(
         mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
         nu_max = {name: torch.maximum(state.nu_max[name], nu[name]) for name in nu} if amsgrad else state.nu_max
-        dtype = scalar_dtype(updates)
-        mean_weight = complement_power(b1, step, dtype)
-        root_weight = complement_power(b2, step, dtype).sqrt()
+        dtype, own = scalar_dtype(updates), own_count(step, state.missed, updates)
+        mean_weight = complement_power(b1, own, dtype)
+        root_weight = complement_power(b2, own, dtype).sqrt()
         under = nu_max if amsgrad else nu
         new = adam_ratios(updates, mu, under, mean_weight, root_weight, eps)
-        return new, ScaleByAdamState(step, mu, nu, nu_max)
+        return new, ScaleByAdamState(step, mu, nu, nu_max, state.missed)
 
     return Transform(init, update)
 
@@ -99,6 +103,7 @@ class MomentsState(NamedTuple):
     step: Tensor  # shape=(), dtype=int64: updates done
     mu: Params  # name -> P: running mean of gradients
     nu: Params  # name -> P: running mean of their squares; for Adamax their decaying maximum
+    missed: Tree = Empty()  # of the updates, those that a parameter had no gradient in
 
 
 class ScaleByNadamState(NamedTuple):
@@ -197,14 +202,16 @@ def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) 
         step, dtype = state.step + 1, exact_dtype(updates)
         mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
-        mean_weight, square_weight = complement_power(b1, step, dtype), complement_power(b2, step, dtype)
-        is_adaptive, rectifier = _rectifier(step.to(dtype), b2, square_weight)
+        own = own_count(step, state.missed, updates)
+        mean_weight, square_weight = complement_power(b1, own, dtype), complement_power(b2, own, dtype)
+        is_adaptive, rectifier = _rectifier(own.to(dtype), b2, square_weight)
+        mean_weights, adaptive = each(mean_weight, updates), each(is_adaptive, updates)
+        factors = each(rectifier * square_weight.sqrt(), updates)
         new: Params = {}
         for name, g in updates.items():
-            mean, divisor = divided(wide(mu[name]), mean_weight), root(nu[name]) + eps
-            adapted = times(mean, rectifier * square_weight.sqrt()) / divisor
-            new[name] = torch.where(is_adaptive, adapted, mean).to(g.dtype)
-        return new, MomentsState(step, mu, nu)
+            mean, divisor = divided(wide(mu[name]), mean_weights[name]), root(nu[name]) + eps
+            new[name] = torch.where(adaptive[name], times(mean, factors[name]) / divisor, mean).to(g.dtype)
+        return new, MomentsState(step, mu, nu, state.missed)
 
     return Transform(_init_moments, update)
 
@@ -248,15 +255,15 @@ def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8)
         step = state.step + 1
         mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
         nu = {name: _decay_max(state.nu[name], g, b2, eps) for name, g in updates.items()}
-        mean_weight = complement_power(b1, step, scalar_dtype(updates))
-        new = {name: (divided(wide(mu[name]), mean_weight) / wide(nu[name])).to(g.dtype) for name, g in updates.items()}
-        return new, MomentsState(step, mu, nu)
+        weights = each(complement_power(b1, own_count(step, state.missed, updates), scalar_dtype(updates)), updates)
+        new = {n: (divided(wide(mu[n]), weights[n]) / wide(nu[n])).to(g.dtype) for n, g in updates.items()}
+        return new, MomentsState(step, mu, nu, state.missed)
 
     return Transform(_init_moments, update)
 
 
 def _init_moments(params: Params) -> MomentsState:
-    return MomentsState(zero_count(params), zeros_like(params), zeros_like_squares(params))
+    return MomentsState(zero_count(params), zeros_like(params), zeros_like_squares(params), none_missed(params))
 
 
 def _decay_max(peak: Tensor, update: Tensor, decay: Scalar, eps: Scalar) -> Tensor:

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..types import Empty, Params, Tree
-from .arithmetic import Rate, Scalar, is_on, rate_at, scalar_dtype, times, wide, zero_count, zeros_like
+from .arithmetic import (
+    Rate,
+    Scalar,
+    each,
+    is_on,
+    none_missed,
+    own_count,
+    rate_at,
+    scalar_dtype,
+    times,
+    wide,
+    zero_count,
+    zeros_like,
+)
 from .base import Transform, require, require_rate, stateless
 from .group import Mask, masked
 
@@ -133,6 +146,7 @@ class TraceState(NamedTuple):
 
     step: Tree  # shape=(), dtype=int64: updates done; Empty without dampening
     trace: Params  # name -> P: the decaying sum of updates
+    missed: Tree = Empty()  # with dampening: of the updates, those that a parameter had no gradient in
 
 
 def trace(
@@ -164,15 +178,19 @@ def trace(
     is_dampened = isinstance(dampening, Tensor) or dampening != 0
 
     def init(params: Params) -> TraceState:
-        return TraceState(zero_count(params) if is_dampened else Empty(), zeros_like(params, accumulator_dtype))
+        total = zeros_like(params, accumulator_dtype)
+        return TraceState(zero_count(params), total, none_missed(params)) if is_dampened else TraceState(Empty(), total)
 
     def update(updates: Params, state: TraceState, params: Params) -> tuple[Params, TraceState]:
         del params  # A sum of gradients alone.
-        kept = 1.0 - (state.step > 0).to(scalar_dtype(updates)) * dampening if is_dampened else 1.0
-        new = {name: _accumulate(state.trace[name], u, decay, kept) for name, u in updates.items()}
+        kept: dict[str, Any] = dict.fromkeys(updates, 1.0)
+        if is_dampened:
+            later = own_count(state.step, state.missed, updates) > 0
+            kept = each(1.0 - later.to(scalar_dtype(updates)) * dampening, updates)
+        new = {name: _accumulate(state.trace[name], u, decay, kept[name]) for name, u in updates.items()}
         ahead = {name: _add_scaled(u, new[name], decay) for name, u in updates.items()} if nesterov else new
         step = state.step + 1 if is_dampened else state.step
-        return {name: ahead[name].to(u.dtype) for name, u in updates.items()}, TraceState(step, new)
+        return {name: ahead[name].to(u.dtype) for name, u in updates.items()}, TraceState(step, new, state.missed)
 
     return Transform(init, update)
 

@@ -12,7 +12,10 @@ from .arithmetic import (
     Scalar,
     decay_square,
     divided,
+    each,
     lerp,
+    none_missed,
+    own_count,
     root,
     scalar_dtype,
     wide,
@@ -117,6 +120,7 @@ class StepState(NamedTuple):
     """State of a transform that only counts."""
 
     step: Tensor  # shape=(), dtype=int64: updates done
+    missed: Tree = Empty()  # of the updates, those that a parameter had no gradient in
 
 
 def scale_by_inverse_time(decay: Scalar) -> Transform:
@@ -138,13 +142,14 @@ def scale_by_inverse_time(decay: Scalar) -> Transform:
     require("scale_by_inverse_time", decay=decay)
 
     def init(params: Params) -> StepState:
-        return StepState(zero_count(params))
+        return StepState(zero_count(params), none_missed(params))
 
     def update(updates: Params, state: StepState, params: Params) -> tuple[Params, StepState]:
         del params  # A function of the count alone.
-        divisor = 1 + decay * state.step.to(scalar_dtype(updates))
-        new = {name: divided(wide(u), divisor).to(u.dtype) for name, u in updates.items()}
-        return new, StepState(state.step + 1)
+        own = own_count(state.step, state.missed, updates)
+        divisors = each(1 + decay * own.to(scalar_dtype(updates)), updates)
+        new = {name: divided(wide(u), divisors[name]).to(u.dtype) for name, u in updates.items()}
+        return new, StepState(state.step + 1, state.missed)
 
     return Transform(init, update)
 

@@ -1,0 +1,290 @@
+"""What a step reads besides its arguments: Python numbers, words and tensors, which a traced graph holds as constants.
+
+They are found from the step's functions without running them: closure cells, defaults, globals that the code names,
+attributes of objects, classes and modules among these, items of dicts and lists. Code of libraries is passed through,
+not read. A call compares what is there with what was there by identity, at about 0.1 us a place.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from torch import Tensor, nn
+
+from ..errors import StepContractError
+from ..model import Template
+
+_log = logging.getLogger("purestep")
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_LIBRARIES = (
+    *{sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")},
+    __file__.rpartition("compile")[0],
+)
+_MOST = 300  # places that are looked at: 30 us a call
+_ITEMS = 32  # of one dict or list
+_CHANGES = 16  # graphs for new values, after which it is no schedule but a value of every call
+_CURE = (
+    "let a number that changes reach the step as a tensor: as the step's context, in a buffer of the state, "
+    "in the batch, or by optim.inject"
+)
+
+
+class _Place(NamedTuple):
+    name: str
+    read: Callable[[], Any]
+    value: Any
+
+
+class Outside:
+    """What lies outside of the arguments of a step, as text that a graph is kept by."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._step = step
+        self._places: list[_Place] | None = None
+        self._reads: list[Callable[[], Any]] = []
+        self._values: list[Any] = []
+        self._text = ""
+        self._changes = 0
+        self._counted: set[str] = set()  # what the step itself changes while it is traced, and never again
+
+    def __call__(self) -> str:
+        """The text, the same object as long as nothing changes.
+
+        Raises:
+            StepContractError: it changes again and again, and each time a graph would be made.
+        """
+        if self._places is not None:
+            found = [read() for read in self._reads]
+            if all(map(operator.is_, found, self._values)):
+                return self._text
+        return self._looked()
+
+    def _looked(self) -> str:
+        before = self._places
+        self._places = _places(self._step)
+        self._reads = [place.read for place in self._places]
+        self._values = [place.value for place in self._places]
+        told = {place.name: _told(place.value) for place in self._places if place.name not in self._counted}
+        text = repr({name: value for name, value in told.items() if value})
+        if before is not None and text != self._text:
+            self._tell(before)
+        self._text = text if text != self._text else self._text
+        return self._text
+
+    def settle(self) -> None:
+        """A graph has been made: what its trace has changed itself is no change."""
+        was = {place.name: _told(place.value) for place in self._places or ()}
+        self._places = _places(self._step)
+        self._reads = [place.read for place in self._places]
+        self._values = [place.value for place in self._places]
+        now = {place.name: _told(place.value) for place in self._places}
+        self._counted |= {name for name in was.keys() | now.keys() if was.get(name) != now.get(name)}
+
+    def _tell(self, before: list[_Place]) -> None:
+        self._changes += 1
+        was = {place.name: place.value for place in before}
+        places = [place for place in self._places or () if place.name not in self._counted]
+        new = [place for place in places if _told(was.get(place.name)) != _told(place.value)]
+        name = new[0].name if new else "a value"
+        if self._changes > _CHANGES:
+            raise StepContractError(
+                f"has changed {self._changes} times; every value of it would be a graph of its own",
+                where=name,
+                hint=_CURE,
+            )
+        if self._changes == 1 and new:
+            change = f"was {_short(was.get(name))}, is {_short(new[0].value)}"
+            _log.warning(
+                "%s %s: a graph holds it as a constant, so the step is compiled again (cure: %s)", name, change, _CURE
+            )
+
+
+def _short(value: Any) -> str:
+    return repr(value) if isinstance(value, _SCALARS) else f"another {type(value).__name__}"
+
+
+def _told(value: Any) -> str:
+    """A scalar by its value, a tensor or array by its identity; nothing of what is only passed through."""
+    if isinstance(value, _SCALARS):
+        return f"{type(value).__name__} {value!r}"
+    return str(id(value)) if isinstance(value, Tensor | np.ndarray) else ""
+
+
+def _places(step: Callable[..., Any]) -> list[_Place]:
+    walk = _Walk()
+    walk.visit(step, "")
+    return walk.places
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.places: list[_Place] = []
+        self._seen: set[int] = set()
+        self._kept: list[Any] = []  # an id must not be given again
+
+    def visit(self, value: Any, path: str) -> None:
+        """What can be reached from a value, unless it is a leaf."""
+        if isinstance(value, (*_SCALARS, Tensor, np.ndarray, np.generic)) or id(value) in self._seen:
+            return
+        if len(self._seen) > 20 * _MOST or len(self.places) > _MOST:
+            return
+        self._seen.add(id(value))
+        self._kept.append(value)
+        if isinstance(value, types.FunctionType):
+            self._function(value, path)
+        elif isinstance(value, types.MethodType):
+            self.visit(value.__func__, path)
+            self._object(value.__self__, _names(value.__func__), path)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self.visit(part, path)
+        elif isinstance(value, Template):
+            for kind in dict.fromkeys(type(module) for module in value.train.modules()):
+                self._class(kind, path)
+        elif isinstance(value, dict):
+            self._items(cast(dict[Any, Any], value), path)
+        elif isinstance(value, list | tuple):
+            for index, item in enumerate(cast(list[Any], value)[:_ITEMS]):
+                inner = f"{path}[{index}]"
+                if isinstance(value, list):
+                    self._place(inner, functools.partial(_item, value, index), item)
+                self.visit(item, inner)
+        elif isinstance(value, type):
+            self._class(value, path)
+        elif not isinstance(value, types.ModuleType) and callable(value):
+            self._object(value, _names(getattr(type(value), "__call__", None)), path)
+
+    def _function(self, function: types.FunctionType, path: str) -> None:
+        own = not _is_library(function.__code__.co_filename)
+        here = function.__qualname__
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            value = _cell(cell)
+            if own:
+                self._place(f"{here}: {name}", functools.partial(_cell, cell), value)
+            self._within(value, _names(function) if own else frozenset(), f"{here}: {name}")
+        if not own:
+            return
+        names, space = _names(function), function.__globals__
+        for index, value in enumerate(function.__defaults__ or ()):
+            self._place(f"{here}: default {index}", functools.partial(_default, function, index), value)
+            self._within(value, names, f"{here}: default {index}")
+        for name, value in (function.__kwdefaults__ or {}).items():
+            self._place(f"{here}: {name}", functools.partial(function.__kwdefaults__.get, name), value)
+        for name in sorted(names & space.keys()):
+            self._place(name, functools.partial(space.get, name), space[name])
+            self._within(space[name], names, name)
+
+    def _within(self, value: Any, names: frozenset[str], path: str) -> None:
+        """A value that code with these names in it uses."""
+        if isinstance(
+            value, types.FunctionType | types.MethodType | functools.partial | dict | list | tuple | Template
+        ):
+            self.visit(value, path)
+        elif names and not isinstance(value, (*_SCALARS, Tensor, np.ndarray)):
+            self._object(value, names, path)
+
+    def _object(self, value: Any, names: frozenset[str], path: str) -> None:
+        """Attributes by these names, of an object, a class or a module, and its own methods."""
+        if isinstance(value, types.ModuleType):
+            if _is_library(getattr(value, "__file__", None) or ""):
+                return
+        elif _is_library(_file(value if isinstance(value, type) else type(value))) and not _is_plain(value):
+            return
+        kind = value if isinstance(value, type) else type(value)
+        if not isinstance(value, types.ModuleType):
+            for method in _methods(kind):
+                names |= _names(method)
+            if not isinstance(value, type):
+                self._class(kind, kind.__name__)
+        if isinstance(value, type):
+            self._class(value, path, names)
+            return
+        space: Any = getattr(value, "__dict__", None)
+        if not isinstance(space, dict) or (id(value), names) in self._seen:
+            return
+        self._seen.add(cast(Any, (id(value), names)))
+        for name in sorted(names & space.keys()):
+            if name == "training" and isinstance(value, nn.Module):
+                continue
+            self._place(f"{path}.{name}", functools.partial(space.get, name), space[name])
+            self._within(space[name], names, f"{path}.{name}")
+
+    def _class(self, kind: type, path: str, names: frozenset[str] = frozenset()) -> None:
+        own = [part for part in kind.__mro__ if not _is_library(_file(part))]
+        methods = [method for part in own for method in _methods(part)]
+        names = names.union(*map(_names, methods))
+        for part in own:
+            for name in sorted(names & vars(part).keys()):
+                if isinstance(value := vars(part)[name], (*_SCALARS, Tensor, list, dict)):
+                    self._place(f"{part.__name__}.{name}", functools.partial(vars(part).get, name), value)
+                    self.visit(value, f"{part.__name__}.{name}")
+        for method in methods:
+            self.visit(method, path)
+
+    def _items(self, space: dict[Any, Any], path: str) -> None:
+        for key in list(space)[:_ITEMS]:
+            self._place(f"{path}[{key!r}]", functools.partial(space.get, key), space[key])
+            self.visit(space[key], f"{path}[{key!r}]")
+
+    def _place(self, name: str, read: Callable[[], Any], value: Any) -> None:
+        if len(self.places) < _MOST and not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+            self.places.append(_Place(name, read, value))
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value).__name__ in ("Namespace", "SimpleNamespace")
+
+
+def _is_library(file: str) -> bool:
+    return not file or file.startswith(("<frozen", *_LIBRARIES))
+
+
+def _file(kind: type) -> str:
+    """The file that a class is from, as its methods have it; a class without methods goes by its module."""
+    method = next(_methods(kind), None)
+    if method is not None:
+        return method.__code__.co_filename
+    module = sys.modules.get(kind.__module__)
+    return getattr(module, "__file__", None) or ("" if kind.__module__ == "builtins" else kind.__module__)
+
+
+def _methods(kind: type) -> Iterator[types.FunctionType]:
+    for value in vars(kind).values():
+        found = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+        if isinstance(found, types.FunctionType):
+            yield found
+
+
+def _names(function: Any) -> frozenset[str]:
+    code = getattr(function, "__code__", None)
+    return frozenset() if code is None else _code_names(code)
+
+
+@functools.lru_cache(maxsize=4096)
+def _code_names(code: types.CodeType) -> frozenset[str]:
+    inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return frozenset(code.co_names).union(*map(_code_names, inner))
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def _item(values: list[Any], index: int) -> Any:
+    return values[index] if index < len(values) else None
+
+
+def _default(function: types.FunctionType, index: int) -> Any:
+    defaults = function.__defaults__ or ()
+    return defaults[index] if index < len(defaults) else None
