@@ -29,7 +29,9 @@ def attention(request: pytest.FixtureRequest) -> Iterator[Any]:
         lib.define("backward(Tensor x, Tensor state) -> Tensor")
         lib.impl("forward", lambda x: (x + 1, KEPT), "CPU")
         lib.impl("backward", lambda x, state: x * state.sum(), "CPU")
-        library.register_fake(f"{name}::forward", lambda x: (torch.empty_like(x), x.new_empty((4, 4), dtype=torch.int64)), lib=lib)
+        library.register_fake(
+            f"{name}::forward", lambda x: (torch.empty_like(x), x.new_empty((4, 4), dtype=torch.int64)), lib=lib
+        )
         library.register_fake(f"{name}::backward", lambda x, state: torch.empty_like(x), lib=lib)
         yield getattr(torch.ops, name)
 

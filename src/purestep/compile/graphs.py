@@ -17,6 +17,7 @@ from ..types import Mean, Metrics
 from . import capture as capture_
 from . import live as live_
 from .alone import alone
+from .first_run import first_line, guarded
 
 
 class Options(NamedTuple):
@@ -119,7 +120,8 @@ class Graphs:
         if general is not None:
             self._sizes[family] = general
             return general
-        graph = self._exact[exact] = self._make(build(), leaves, tensors)
+        graph = self._make(build(), leaves, tensors)
+        graph = self._exact[exact] = graph._replace(run=guarded(graph.run, tensors))
         # Here it is known that the batch can be trained on: one that cannot is no size, and says nothing of others.
         seen.append([leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves])
         if is_third:
@@ -185,12 +187,12 @@ class Graphs:
         except Exception as error:
             if capture_.stopped(error):
                 cause.add_note(
-                    f"torch.compile cannot capture it either: {_first_line(error)} "
+                    f"torch.compile cannot capture it either: {first_line(error)} "
                     "(cure: the step itself, which runs in eager mode)"
                 )
                 raise cause from error
             raise
-        return graph._replace(run=_or_tell(graph.run, _first_line(cause)))
+        return graph._replace(run=_or_tell(graph.run, first_line(cause)))
 
     def _dynamo(self, core: Any) -> Graph:
         run = capture_.dynamo(core, backend=self.options.backend, options=self.options.options)
@@ -390,11 +392,7 @@ def _or_refuse(run: Callable[..., Any], told: str, *, hint: str, met: str = "", 
             return run(*inputs)
         except Exception as error:
             if capture_.stopped(error) and type(error).__name__ != but:
-                raise capture_.Uncaptured(f"{told}: {_first_line(error)}{met}", where="step", hint=hint) from error
+                raise capture_.Uncaptured(f"{told}: {first_line(error)}{met}", where="step", hint=hint) from error
             raise
 
     return call
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -59,7 +59,7 @@ def held(graph: Graph) -> None:
             continue
         made, at = node.args
         schema = getattr(made.target, "_schema", None)
-        returns = schema.returns if schema is not None else ()
+        returns: Any = schema.returns if schema is not None else ()
         # An operator that returns a list of tensors has one return for all of them.
         if at >= len(returns) or not any(name in (returns[at].name or "") for name in _NAMES):
             continue
