@@ -4,8 +4,9 @@ A call goes from `entry` (what users call) to `runner`, which finds its graph in
 donated step in the buffers of `live` (`standing` finds them again); a step that leaves its state as it was writes a
 copy of them, by `forks`. A graph that is not there yet is made by `capture`, by one thread at a time (`alone`): Python
 is run on fake tensors, or Dynamo reads it; `skeleton` puts the state together in there, `passes` and `sources` are what
-changes in the graph, and `contract` checks what the step returned. On CUDA `replay` records the donated step.
-`evaluation` is the same for an eval_step.
+changes in the graph, and `contract` checks what the step returned. On CUDA `first_run` takes back what the first run of
+a graph has written where that fails, `philox` keeps inductor off the random state of attention kernels, and `replay`
+records the donated step. `evaluation` is the same for an eval_step.
 
 On the CPU `native` hands the traced graph straight to inductor. What differs from `torch.compile` there:
 
@@ -37,3 +38,4 @@ from .evaluation import CompiledEval as CompiledEval
 from .live import LiveState as LiveState
 from .passes import ONE_DTYPE as ONE_DTYPE
 from .runner import CompiledStep as CompiledStep
+from .standing import is_alive as is_alive

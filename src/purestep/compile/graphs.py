@@ -20,6 +20,7 @@ from . import outputs as outputs_
 from . import outside, passes
 from . import sizes as sizes_
 from .alone import alone
+from .first_run import first_line, guarded
 from .guards import check_layouts, kinds, ranks
 
 
@@ -150,6 +151,7 @@ class Graphs:
             graph = general.graph
         else:
             graph = self._make(build(), leaves, tensors)
+            graph = graph._replace(run=guarded(graph.run, tensors))
             family.exact.append(exact)
         # Here it is known that the batch can be trained on: one that cannot is no size, and says nothing of others.
         self._exact[exact] = graph
@@ -251,12 +253,12 @@ class Graphs:
         except Exception as error:
             if capture_.stopped(error):
                 cause.add_note(
-                    f"torch.compile cannot capture it either: {_first_line(error)} "
+                    f"torch.compile cannot capture it either: {first_line(error)} "
                     "(cure: the step itself, which runs in eager mode)"
                 )
                 raise cause from error
             raise
-        return graph._replace(run=_or_tell(graph.run, _first_line(cause)))
+        return graph._replace(run=_or_tell(graph.run, first_line(cause)))
 
     def _dynamo(self, core: Any, tensors: list[Tensor], leaves: list[Any]) -> Graph:
         # Dynamo checks nothing of the contract, nor does it see what a loss reaches; a run on fake tensors does.
@@ -366,11 +368,7 @@ def _or_refuse(run: Callable[..., Any], told: str, *, hint: str, met: str = "", 
             return run(*inputs)
         except Exception as error:
             if capture_.stopped(error) and type(error).__name__ != but:
-                raise capture_.Uncaptured(f"{told}: {_first_line(error)}{met}", where="step", hint=hint) from error
+                raise capture_.Uncaptured(f"{told}: {first_line(error)}{met}", where="step", hint=hint) from error
             raise
 
     return call
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -52,14 +52,21 @@ def check_alive(state: Tree) -> None:
             found.alive()
 
 
+def is_alive(state: Tree) -> bool:
+    """Whether a state can still be read."""
+    try:
+        check_alive(state)
+    except StateError:
+        return False
+    return True
+
+
 def memory(state: Tree) -> list[Any]:
     """What counts every write into a state: the few tensors that a live one lies in, or its leaves. Of a live one that
     has been donated: nothing."""
     store = store_of(state)
     if store is None:
         return tree.leaves(state)
-    try:
-        check_alive(state)
-    except StateError:
+    if not is_alive(state):
         return []
     return [*store.buffers, *(host.key for host in store.hosts)]

@@ -159,9 +159,10 @@ def caller(eager: Program, program: Program, state: Tree, config: FitConfig) -> 
 
 
 def _before_a_graph_ran(error: BaseException) -> bool:
-    """Whether an error comes from making a graph, which writes nothing."""
-    made = any(frame.f_code is Graphs.find.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
-    return made or compile_.stopped(error)
+    """Whether an error comes from making a graph, which writes nothing, or from eager after that."""
+    met = [found for found in (error, error.__cause__) if found is not None]
+    frames = [frame for found in met for frame, _ in traceback.walk_tb(found.__traceback__)]
+    return any(frame.f_code is Graphs.find.__code__ for frame in frames) or any(map(compile_.stopped, met))
 
 
 def _place(record: Record) -> str:

@@ -8,9 +8,12 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .. import compile as compile_
 from .. import data
-from ..errors import ConfigError
+from ..compile.first_run import first_line
+from ..errors import ConfigError, PurestepError
 from ..types import EvalStep, Metrics, Program, Tree
 from .pieces import takes_index
 
@@ -44,11 +47,11 @@ def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
     if wanted != "auto":
         return compiled
     assert isinstance(compiled.train_step, compile_.CompiledStep)
-    stacked = compiled.train_step.stacked
+    stacked, told = compiled.train_step.stacked, set[str]()
     return compiled._replace(
-        train_step=_falls_back(stacked, eager.train_step),
-        flush=_falls_back(compiled.flush, eager.flush),
-        eval_step=_eval_falls_back(compiled.eval_step, eager.eval_step),
+        train_step=_falls_back(stacked, eager.train_step, told),
+        flush=_falls_back(compiled.flush, eager.flush, told),
+        eval_step=_eval_falls_back(compiled.eval_step, eager.eval_step, told),
     )
 
 
@@ -65,8 +68,17 @@ def _compile_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given)
 
 
-def _falls_back(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled function until it meets something that cannot be captured; then the eager one, with a warning."""
+def _falls_back(compiled: Callable[..., Any], eager: Callable[..., Any], told: set[str]) -> Callable[..., Any]:
+    """The compiled function until it cannot be compiled; then the eager one, with a warning.
+
+    No list says which errors a compiler has. What the eager function raises as well is an error of the step or of the
+    batch, and is raised without a warning; what only the compiled one raises comes from compiling it.
+
+    Args:
+        compiled: leaves a state alive where it fails before any of it is written.
+        eager: the same function.
+        told: what there has been a warning for already, of all functions of a program.
+    """
     chosen = compiled
 
     def call(state: Tree, *batch: Any, **named: Any) -> Any:
@@ -74,27 +86,44 @@ def _falls_back(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Call
         try:
             return chosen(state, *batch, **named)
         except Exception as error:
-            # What an attempt to capture met has Dynamo's word as its cause.
-            met = [found for found in (error, error.__cause__) if found is not None]
-            if chosen is eager or not any(compile_.stopped(f) or isinstance(f, compile_.Uncaptured) for f in met):
+            if chosen is eager or not _may_come_from_compiling(error) or not compile_.is_alive(state):
                 raise
+            try:
+                found = eager(state, *batch, **named)
+            except Exception as own:
+                raise own from error
+            reason = first_line(error)
+            # What cannot be captured differs by function; a compiler that fails does so for all of them.
+            kind = reason if isinstance(error, compile_.Uncaptured) else "a compiler's"
+        if kind not in told:
+            told.add(kind)
             warnings.warn(
-                f"the step cannot be compiled and runs in eager: {str(error).splitlines()[0]} "
+                f"the step cannot be compiled and runs in eager: {reason} "
                 "(compile=False says that this is meant, compile=True makes it an error)",
                 RuntimeWarning,
                 stacklevel=4,
             )
         chosen = eager
-        return chosen(state, *batch, **named)
+        return found
 
     return call
 
 
-def _eval_falls_back(compiled: EvalStep | None, eager: EvalStep | None) -> EvalStep | None:
+def _may_come_from_compiling(error: Exception) -> bool:
+    """Whether an error may be a compiler's: what purestep has diagnosed, but that no graph can be made, is none, nor is
+    a lack of memory, of which eager needs more."""
+    # What an attempt to capture met has Dynamo's word as its cause.
+    met = [found for found in (error, error.__cause__) if found is not None]
+    if any(compile_.stopped(found) or isinstance(found, compile_.Uncaptured) for found in met):
+        return True
+    return not isinstance(error, PurestepError | MemoryError | torch.OutOfMemoryError)
+
+
+def _eval_falls_back(compiled: EvalStep | None, eager: EvalStep | None, told: set[str]) -> EvalStep | None:
     if compiled is None or eager is None:
         return None
     plain = eager if takes_index(eager) else lambda state, *batch, index: eager(state, *batch)
-    both = _falls_back(compiled, plain)
+    both = _falls_back(compiled, plain, told)
 
     def eval_step(state: Tree, *batch: Any, index: int = 0) -> Metrics:
         return both(state, *batch, index=index)

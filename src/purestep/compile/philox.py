@@ -1,0 +1,69 @@
+"""The random state that a fused attention kernel returns, kept out of inductor's memory planning.
+
+With dropout, such a kernel returns the Philox seed and offset of its mask for the backward pass. Their fake tensors lie
+on the GPU. Outside of a CUDA graph's capture the memory-efficient kernel returns them on the CPU. Inductor goes by the
+fake ones: where the forward and the backward pass are one graph, it gives their memory to a counter that a Triton
+kernel writes, and the launch fails. Here they go through an operator that copies nothing and whose lowering names the
+buffer as one that is never reused. Loads inductor where that is registered.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, library
+
+if TYPE_CHECKING:
+    from torch.fx import Graph
+
+_NAMES = ("philox", "rng_state", "unused")  # returns of torch's attention operators, by their schemas
+
+
+@library.custom_op("purestep::kept_apart", mutates_args=(), schema="(Tensor value) -> Tensor")
+def kept_apart(value: Tensor) -> Tensor:
+    """The value; inductor uses its memory for nothing else."""
+    return value.clone()
+
+
+@kept_apart.register_fake
+def _(value: Tensor) -> Tensor:
+    return torch.empty_like(value)
+
+
+@functools.cache
+def register() -> None:
+    """Let inductor leave that operator out, and the memory behind it alone."""
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+
+    def lowered(value: Any) -> Any:
+        value.realize()
+        V.graph.never_reuse_buffers.add(value.get_name())
+        return value
+
+    decorator: Any = lowering.register_lowering(torch.ops.purestep.kept_apart.default, type_promotion_kind=None)
+    decorator(lowered)
+
+
+def held(graph: Graph) -> None:
+    """Put that operator behind every random state that an operator returns and another one reads.
+
+    Args:
+        graph: changed.
+    """
+    for node in list(graph.nodes):
+        if node.target is not operator.getitem or not node.users:
+            continue
+        made, at = node.args
+        schema = getattr(made.target, "_schema", None)
+        returns: Any = schema.returns if schema is not None else ()
+        # An operator that returns a list of tensors has one return for all of them.
+        if at >= len(returns) or not any(name in (returns[at].name or "") for name in _NAMES):
+            continue
+        with graph.inserting_after(node):
+            apart = graph.call_function(torch.ops.purestep.kept_apart.default, (node,))
+        apart.meta.update(node.meta)
+        node.replace_all_uses_with(apart, delete_user_cb=functools.partial(operator.is_not, apart))
