@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 from torch import nn
@@ -135,6 +136,7 @@ def _static(spec: Spec) -> Static:
         has_ema=not isinstance(spec.average.init({}, {}), Empty),
         labels=spec.tx.labels if spec.tx.elementwise else None,
         steps=lambda form: steps_of(spec, form),
+        check=functools.partial(precision_.check, spec.policy),
     )
 
 
