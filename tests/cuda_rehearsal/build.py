@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ _CUDA = re.compile(r" U ((?:__cuda|cuda|cublas|cusolver|cusparse|cufft|curand|cu
 _DEFINED = re.compile(r"^EXPORT [\w *]*?\*?\b(\w+)\(", re.MULTILINE)
 _PRODUCTS = re.compile(r"cublas(?:[SDCZ](?:gemm|gemv|trsm|getr|dot)|Gemm|Dot)")
 # Asked while CUDA is set up or shut down; there is nothing to do.
-_NOTHING_TO_DO = {"ncclGetVersion", "cudnnGetVersion", "cuGetProcAddress_v2", "cuLogsRegisterCallback"}
+_NOTHING_TO_DO = {"ncclGetVersion", "cudnnGetVersion", "cuLogsRegisterCallback"}
 
 
 class NotPossibleError(Exception):
@@ -45,7 +46,7 @@ def library() -> Path:
         (folder / "rest.cpp").write_text(rest)
         include = triton / "backends" / "nvidia" / "include"
         command = ["g++", "-O1", "-Wall", "-shared", "-fPIC", "-std=c++17", f"-I{include}", f"-I{NATIVE}"]
-        made = folder / f"{NAME}.new"
+        made = folder / f"{NAME}.{os.getpid()}"
         command += [*map(str, sources), str(folder / "rest.cpp"), "-o", str(made), f"-Wl,-soname,{NAME}", "-ldl"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -9,6 +9,11 @@ import pytest
 from . import device
 
 
+@pytest.fixture
+def fit_stays_on_the_cpu() -> None:
+    """Here it does not, unlike in the other tests."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if device.active():
         return
