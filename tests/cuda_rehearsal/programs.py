@@ -78,7 +78,9 @@ def _of_words(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def gpt(**fields: Any) -> Made:
     """bfloat16, clipping, a schedule and an average."""
-    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedules.warmup_cosine(peak=1e-2, warmup=20, total=300)))
+    tx = optim.chain(
+        optim.clip_by_global_norm(1.0), optim.adamw(schedules.warmup_cosine(peak=1e-2, warmup=20, total=300))
+    )
     program = ps.program(GPT(), ps.supervised(_of_words), tx, ema=0.99, precision="bf16-mixed", **fields)
     ids = torch.zeros(4, 32, dtype=torch.long, device="cuda")
     return program, (ids, ids.clone())

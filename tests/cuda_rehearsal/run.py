@@ -21,7 +21,8 @@ def main(arguments: list[str]) -> None:
     try:
         library = build.library()
     except build.NotPossibleError as error:
-        sys.exit(f"no rehearsal of CUDA here: {error}")
+        print(f"no rehearsal of CUDA here: {error}", file=sys.stderr)
+        sys.exit(os.EX_UNAVAILABLE)
     paths = [str(ROOT / "src"), str(TESTS), str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ |= {
         device.VARIABLE: str(library),

@@ -16,7 +16,10 @@ import purestep as ps  # noqa: E402
 from .counting import counted  # noqa: E402
 from .programs import PROGRAMS  # noqa: E402
 
-HEAD = "| program | eager: launches, copies, syncs | compiled: Triton, products, others, copies, syncs | replay: launches, copies, syncs |"
+HEAD = (
+    "| program | eager: launches, copies, syncs | compiled: Triton, products, others, copies, syncs "
+    "| replay: launches, copies, syncs |"
+)
 
 
 def row(name: str) -> str:
@@ -32,7 +35,8 @@ def row(name: str) -> str:
     return (
         f"| {name} | {eager.launches}, {len(eager.copies)}, {eager.syncs} "
         f"| {whole.triton}, {whole.products}, {whole.kernels}, {len(whole.copies)}, {whole.syncs} "
-        f"| {replay.replays} graph + {replay.launches - replay.replays}, {len(replay.copies)}, {replay.syncs} |{forbidden}"
+        f"| {replay.replays} graph + {replay.launches - replay.replays}, {len(replay.copies)}, {replay.syncs} "
+        f"|{forbidden}"
     )
 
 
