@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cuda_rehearsal import build, device
 from helpers import assert_trees_close, tiny_convnet, tiny_mlp, vector_batch
 from torch import nn
 
@@ -154,3 +156,29 @@ class TestInitFollowsTheModule:
         state, metrics = program.train_step(program.init(), vector_batch())
         assert program.eval_step is not None
         assert float(program.eval_step(state, vector_batch())["loss"]) < float(metrics["loss"])
+
+
+class TestTheRehearsal:
+    """What `cuda_rehearsal/run.py` does before the stand-in is there; what is on it runs in there."""
+
+    def test_says_why_it_cannot_be(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+        monkeypatch.setattr(build, "_package", lambda name: tmp_path / name)
+        with pytest.raises(build.NotPossibleError, match=r"the torch in .* is built without CUDA"):
+            build.library()
+        (tmp_path / "torch" / "lib").mkdir(parents=True)
+        (tmp_path / "torch" / "lib" / "libtorch_cuda.so").touch()
+        monkeypatch.setenv("PATH", "")
+        with pytest.raises(build.NotPossibleError, match=r"there is no g\+\+ and nm"):
+            build.library()
+
+    def test_a_call_that_the_stand_in_lacks_is_an_error_and_a_product_a_launch(self):
+        made = build._entry_points(["cublasSgemm_v2", "cusparseCreate", "ncclGetVersion"])
+        assert 'int cublasSgemm_v2(void* handle) { return standin::blas(handle, "cublasSgemm_v2"); }' in made
+        assert 'int cusparseCreate() { return standin::unknown("cusparseCreate"); }' in made
+        assert "int ncclGetVersion() { return 0; }" in made
+
+    def test_finds_what_must_not_be_in_a_record(self):
+        lines = ["KERNEL f", "BLAS g", "TRITON h", "MEMCPY D->Hpinned 8", "SYNC stream 0", "UNKNOWN cusparseCreate"]
+        seen = device.seen([*lines, "ESCAPED from a capture, on stream 1: KERNEL f"])
+        assert (seen.launches, seen.copies, seen.syncs) == (3, ("D->Hpinned 8",), 1)
+        assert [line.split()[0] for line in seen.forbidden] == ["UNKNOWN", "ESCAPED"]

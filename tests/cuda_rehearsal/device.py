@@ -14,8 +14,10 @@ _library: ctypes.CDLL | None = None
 
 
 def load() -> None:
-    """Put the stand-in before CUDA's own libraries, for what is loaded into this process from now on."""
+    """Put the stand-in that `run.py` has built before CUDA's own libraries, for what is loaded from now on."""
     global _library
+    if VARIABLE not in os.environ:
+        return
     _library = ctypes.CDLL(os.environ[VARIABLE], ctypes.RTLD_GLOBAL)
     _library.standin_calls.restype = ctypes.c_char_p
 

@@ -61,7 +61,3 @@ def emulated() -> Iterator[None]:
 
     with emulation.emulated():
         yield
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "breaks_rules: calls what CUDA forbids, on purpose")

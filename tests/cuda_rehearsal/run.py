@@ -11,13 +11,13 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
 ROOT = TESTS.parent
-sys.path[:1] = [str(TESTS)]
-
-from cuda_rehearsal import build, device  # noqa: E402  # found by the line above
 
 
 def main(arguments: list[str]) -> None:
     """Become pytest on the stand-in."""
+    sys.path.insert(0, str(TESTS))
+    from cuda_rehearsal import build, device
+
     try:
         library = build.library()
     except build.NotPossibleError as error:

@@ -53,4 +53,5 @@ def main(names: list[str]) -> None:
             print(f"| {name} | {type(error).__name__}: {str(error).splitlines()[0]} |", flush=True)
 
 
-main(sys.argv[1:])
+if __name__ == "__main__":
+    main(sys.argv[1:])
