@@ -126,11 +126,12 @@ def main(config: Config) -> float:
     adamw = optim.adamw(lambda count: 0.003 * rate(count), b2=0.95, mask=optim.decay_mask(model))
     tx = optim.partition({"muon": muon, "adamw": adamw}, optim.muon_labels(model, skip=("head",)))
     program = ps.program(model, bits_per_byte, tx, precision=config.precision, accumulate=config.accumulate)
-    state = program.init(seed=config.seed, device=config.device)
+    state = program.init(seed=config.seed)
 
     with ps.Snapshots(config.runs, every_steps=100) as snapshots:
-        limits = {"steps": config.updates, "evaluate_every": 50, "monitor": "held_out_loss"}
-        state = ps.fit(state, loaders, program, snapshots=snapshots, compile=config.compile, **limits).state
+        fields = {"steps": config.updates, "evaluate_every": 50, "monitor": "held_out_loss"}
+        fields |= {"device": config.device, "compile": config.compile}
+        state = ps.fit(state, loaders, program, snapshots=snapshots, **fields).state
     bits = ps.evaluate(state, few, program.eval_step)["loss"]
     print(write(program.bind(state), b"def ", length=config.sample, context=config.context, device=state.step.device))
     print(f"held-out bits per byte {bits:.2f}")

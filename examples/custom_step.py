@@ -122,10 +122,11 @@ def main(config: Config) -> float:
         "val": [(torch.randn(4096, 2, generator=torch.Generator().manual_seed(1)),)],
     }
     result = ps.fit(
-        program.init(config.seed, config.device),
+        program.init(config.seed),
         loaders,
         program,
         epochs=config.epochs,
+        device=config.device,
         monitor="val_near",
         mode="max",
         evaluate_on="params",  # the step chooses its weights itself

@@ -109,10 +109,11 @@ def main(config: Config) -> float:
     program = ps.program(model, objective, tx, precision=config.precision, ema=config.ema)
 
     result = ps.fit(
-        program.init(seed=config.seed, device=config.device),
+        program.init(seed=config.seed),
         data,
         program,
         epochs=config.epochs,
+        device=config.device,
         monitor="val_loss",
         early_stopping=config.patience,
         snapshots=config.runs,

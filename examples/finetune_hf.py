@@ -133,8 +133,9 @@ def language_model(config: Config, gpt: GPT2Config, data: dict[str, DataLoader[A
         rate = schedules.per_epoch(schedules.exponential(config.learning_rate, 0.5), updates_per_epoch=epoch)
     adamw = optim.adamw(rate, weight_decay=config.weight_decay)
     program = ps.program(model, ps.hf_loss(), optim.chain(optim.clip_by_global_norm(config.max_grad_norm), adamw))
-    fields = {"snapshots": config.runs / "language", "callbacks": [each_epoch(log)], "compile": config.compile}
-    result = ps.fit(program.init(config.seed, config.device), data, program, epochs=config.epochs, **fields)
+    fields = {"snapshots": config.runs / "language", "callbacks": [each_epoch(log)]}
+    fields |= {"device": config.device, "compile": config.compile}
+    result = ps.fit(program.init(config.seed), data, program, epochs=config.epochs, **fields)
     ps.load_into(model, result.state)
     return model, result
 
@@ -147,9 +148,10 @@ def classifier(config: Config, gpt: GPT2Config, body: Any, data: dict[str, DataL
     tx = optim.inject(optim.adamw)(learning_rate=rate, weight_decay=config.weight_decay)
     program = ps.program(model, ps.hf_loss(metrics={"accuracy": accuracy}), tx)
     plateau = on_plateau(stopping.Plateau(factor=0.3, patience=0), rate)
-    best = {"monitor": "val_accuracy", "mode": "max", "early_stopping": config.patience, "compile": config.compile}
+    best = {"monitor": "val_accuracy", "mode": "max", "early_stopping": config.patience}
     fields = {"snapshots": config.runs / "classifier", "callbacks": [each_epoch(log), plateau], **best}
-    return ps.fit(program.init(config.seed, config.device), data, program, epochs=config.classifier_epochs, **fields)
+    fields |= {"device": config.device, "compile": config.compile}
+    return ps.fit(program.init(config.seed), data, program, epochs=config.classifier_epochs, **fields)
 
 
 def picture(path: Path, language: dict[str, list[Any]], packages: dict[str, list[Any]], entropy: float) -> None:

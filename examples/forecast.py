@@ -138,10 +138,11 @@ def main(config: Config) -> float:
             print(f"Validation loss improved to {event.record['val_loss']:.4f}. Model saved.")
 
     result = ps.fit(
-        program.init(seed=config.seed, device=config.device),
+        program.init(seed=config.seed),
         loaders,
         program,
         epochs=config.epochs,
+        device=config.device,
         snapshots=config.runs,
         callbacks=[keep_best],
         compile=config.compile,

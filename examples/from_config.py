@@ -59,7 +59,7 @@ def from_settings(settings: Any, seed: int) -> ps.FitResult:
     tx = optim.chain(plan.clip, optim.adamw(1e-3))
     program = ps.program(network(seed), OBJECTIVE, tx, **plan.program)
     assert program.init is not None
-    return ps.fit(program.init(seed, plan.device), loaders(), program, plan.fit, **plan.run)
+    return ps.fit(program.init(seed), loaders(), program, plan.fit, **plan.run)
 
 
 def from_code(seed: int, clip: optim.Transform, precision: str, accumulate: int, **fields: Any) -> ps.FitResult:

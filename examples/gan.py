@@ -104,7 +104,7 @@ def judge(config: Config) -> Callable[[Tensor], Tensor]:
     digits.main(trained := digits.Config(config.runs / "judge", epochs=config.judge_epochs, precision="32-true"))
     program = ps.program(digits.network(trained.width), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.0), ema=0.9)
     snapshots, wanted = ps.Snapshots(trained.runs, writer=False), {"params", "buffers", "ema"}
-    return program.bind(snapshots.restore(program.init(), only=wanted).state, view="ema")
+    return program.bind(snapshots.restore(program.init(device=ps.auto_device()), only=wanted).state, view="ema")
 
 
 def picture(images: Tensor, rows: list[dict[str, float]], path: Path) -> None:
@@ -125,7 +125,7 @@ def main(config: Config) -> float:
     wishes = torch.randn(2000, config.noise, generator=torch.Generator().manual_seed(0)), torch.arange(2000) % 10
     step = ps.compile_step(program.train_step, donate=True) if config.compile else program.train_step
     with ps.Snapshots(config.runs / "snapshots") as snapshots:  # the loop
-        state, rows = program.init(config.seed), []
+        state, rows = program.init(config.seed, ps.auto_device()), []
         if snapshots.steps():
             _, state, rows, *_ = snapshots.restore(state)
         while len(rows) < config.epochs:

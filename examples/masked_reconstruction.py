@@ -153,10 +153,11 @@ def main(config: Config) -> dict[str, Any]:
             ps.export_weights(config.runs / "best_model.pt", program, event.state, view="ema")
 
     result = ps.fit(
-        program.init(seed=config.seed, device=config.device),
+        program.init(seed=config.seed),
         loaders,
         program,
         epochs=config.epochs,
+        device=config.device,
         early_stopping=ps.EarlyStopping(config.patience, start_ratio=config.start_ratio),
         snapshots=config.runs / "checkpoints",
         sinks=[ps.sinks.progress(), ps.sinks.history_json(config.runs / "training_history.json")],

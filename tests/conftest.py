@@ -56,6 +56,13 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def fit_stays_on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a GPU too, where it would move a state: those that are about that are marked cuda."""
+    if not request.node.get_closest_marker("cuda"):
+        monkeypatch.setattr("purestep.loop.setup.auto_device", lambda: torch.device("cpu"))
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device that this machine has."""
@@ -64,6 +71,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
+        items.sort(key=lambda item: item.path.name != "test_on_cuda.py")  # what teaches most, while a GPU is lent
         return
     for item in items:
         if item.get_closest_marker("cuda"):

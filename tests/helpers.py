@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,6 +147,17 @@ def image_batch(rows: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 1, 8, 8, generator=generator)
     return x, x.mean(dim=(1, 2, 3)).mul(20).round().long() % 3
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Inside, what waits for the CUDA device raises a RuntimeError."""
+    with warnings.catch_warnings(action="ignore"):  # torch says that it does not see every kind
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 worker_dies = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")

@@ -396,6 +396,7 @@ def test_what_is_honoured_reaches_its_builder():
         progress=False,
         deterministic="warn",
         detect_anomaly=True,
+        device="cpu",
     )
     assert found.program == {"precision": "bf16-mixed", "accumulate": 4}
     assert found.device == "cpu"

@@ -44,7 +44,7 @@ def train(settings: Any, loaders: Any = (TRAIN, VAL), **fields: Any) -> ps.FitRe
     plan = from_lightning(settings)
     made = program(plan)
     assert made.init is not None
-    return ps.fit(made.init(0, plan.device), loaders, made, plan.fit, **plan.run, **fields)
+    return ps.fit(made.init(0), loaders, made, plan.fit, **plan.run, **fields)
 
 
 def steps_of(history: dict[str, list[Any]]) -> list[int]:
@@ -95,6 +95,7 @@ def test_an_accelerator_is_a_device_or_an_error_that_lists_what_there_is(monkeyp
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     found = {name: from_lightning({"max_epochs": 1, "accelerator": name}).device for name in ("cpu", "gpu", "auto")}
     assert found == {"cpu": "cpu", "gpu": "cuda", "auto": None}
+    monkeypatch.setattr("purestep.loop.setup.auto_device", lambda: torch.device("meta"))  # which nothing trains on
     assert train({"accelerator": "cpu"}).state.step.device.type == "cpu"
     for name in ("tpu", "hpu"):
         with pytest.raises(ConfigError, match=rf"accelerator='{name}' is not supported; there are auto, cpu"):

@@ -118,17 +118,20 @@ class TestInit:
         state.buffers["wide"][0] = 7
         assert state.buffers["wide"].tolist() == [7, 1, 1, 1, 1]
 
-    def test_without_a_device_the_best_one_is_taken(self, monkeypatch: pytest.MonkeyPatch):
-        asked = []
-        monkeypatch.setattr(ps.precision, "auto_device", lambda: asked.append(1) or torch.device("cpu"))
-        assert program().init().step.device.type == "cpu"
-        assert asked == [1]
-        program().init(device="cpu")
-        assert asked == [1]
+    def test_without_a_device_the_modules_own_is_taken(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        chosen = program(accumulate=2, ema=0.9)
+        state = chosen.init()
+        assert {leaf.device.type for _, leaf in tree.with_paths(state)} == {"cpu"}
+        assert float(chosen.train_step(state, vector_batch())[1]["loss"]) > 0  # the batch is where the user made it
+        assert {leaf.device.type for path, leaf in tree.with_paths(chosen.init(device="meta"))} == {"meta", "cpu"}
 
     def test_a_module_on_meta_has_nothing_to_start_from(self):
         with pytest.raises(StateError, match=r"weight: is on the meta device and has no values \(cure: load weights"):
             program(nn.Linear(4, 3, device="meta")).init(device="cpu")
+        for precision in ("32-true", "bf16-mixed"):
+            with pytest.raises(StateError, match="weight: is on the meta device"):
+                program(nn.Linear(4, 3, device="meta"), precision=precision).init()
 
     def test_a_module_on_two_devices_needs_to_be_told(self):
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3, device="meta"))

@@ -135,7 +135,7 @@ def check(policy: Policy, device: torch.device) -> None:
 
 
 def auto_device() -> torch.device:
-    """The device a run takes when none is named: cuda, then mps, then cpu.
+    """The device that `fit` takes when none is named: cuda, then mps, then cpu.
 
     Example:
         >>> auto_device().type in ("cuda", "mps", "cpu")

@@ -233,6 +233,7 @@ class Static(NamedTuple):
     has_ema: bool
     labels: Callable[[Params], Labels] | None  # None: the transform is not elementwise and needs the named tree
     steps: Callable[[Form], Steps]  # the same steps on another form of the state
+    check: Callable[[torch.device], None]  # raises ConfigError for a device that cannot compute in this precision
     versions: Mapping[str, Any] = MappingProxyType({})  # of a state_dict's ``_metadata``: submodule -> its version
 
 
@@ -247,8 +248,8 @@ class Program(NamedTuple):
         train_step: ``(state, batch, *context) -> (state, metrics)``.
         flush: ``(state) -> (state, metrics)``: applies an accumulation window that an epoch left open.
         eval_step: ``(state, batch, *context, index=0) -> metrics``; ``index`` numbers the batches of an evaluation.
-        init: ``(seed=0, device=None) -> state`` from the module's weights as they are at this call: pretrained ones are
-            loaded into the module before it. ``seed`` sets only the key.
+        init: ``(seed=0, device=None) -> state`` from the module's weights as they are at this call, on the module's
+            device: pretrained ones are loaded into the module before it. ``seed`` sets only the key.
         bind: ``(state, view="params", train=False) -> callable``: the module with the weights of a state; ``view`` is
             "params" or "ema".
         static: names, masks and ties: what packing and export need.

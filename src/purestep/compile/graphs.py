@@ -151,7 +151,6 @@ class Graphs:
             graph = general.graph
         else:
             graph = self._make(build(), leaves, tensors)
-            graph = graph._replace(run=guarded(graph.run, tensors))
             family.exact.append(exact)
         # Here it is known that the batch can be trained on: one that cannot is no size, and says nothing of others.
         self._exact[exact] = graph
@@ -228,7 +227,7 @@ class Graphs:
             return None
         run, draws, fits = made
         self.count += 1
-        graph = Graph(_caller(run, where, len(example), *found), draws)
+        graph = Graph(guarded(_caller(run, where, len(example), *found), tensors), draws)
         return _AllSizes(graph, lambda _, batch: fits([batch[index] for index in where]))
 
     def _traced(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
@@ -242,7 +241,7 @@ class Graphs:
             if broken or self.options.capture == "trace":
                 raise
             return self._untraced(core, leaves, tensors, error)
-        return Graph(_caller(run, where, len(leaves), *found), draws)
+        return Graph(guarded(_caller(run, where, len(leaves), *found), tensors), draws)
 
     def _untraced(self, core: Any, leaves: list[Any], tensors: list[Tensor], cause: Exception) -> Graph:
         """Dynamo's graph; where it cannot capture the step either, the error that the trace met."""
@@ -264,7 +263,7 @@ class Graphs:
         # Dynamo checks nothing of the contract, nor does it see what a loss reaches; a run on fake tensors does.
         capture_.rehearse(core, tensors, leaves)
         run = capture_.dynamo(core, backend=self.options.backend, options=self.options.options)
-        return Graph(run, draws=True)
+        return Graph(guarded(run, tensors), draws=True)
 
 
 def _flat(core: Any, leaves: list[Any], count: int) -> tuple[capture_.Flat, list[int], list[Any]]:

@@ -88,7 +88,8 @@ class FitConfig(BaseModel):
     that was passed in, which cannot be read afterwards. False: never."""
 
     device: fields.Device = None
-    """Where to train, as a torch device (``"cuda:1"``). None: where the state is."""
+    """Where to train, as a torch device (``"cuda:1"``). None: where the state is, but a state on the CPU is copied to
+    the best device there is (cuda, then mps). ``"cpu"`` stays there."""
 
     deterministic: fields.Deterministic = False
     """Deterministic algorithms only, during the run: True: what has none is an error; ``"warn"``: a warning."""

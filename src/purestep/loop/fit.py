@@ -41,7 +41,8 @@ def fit(
             (``ps.sinks.progress()``), and ``training_history.json`` beside the snapshots (``ps.sinks.history_json``).
         fields: those of `FitConfig`: ``epochs=10, monitor="val_loss", early_stopping=5, ...``; they win over config.
             Where they say nothing, a run goes on from the newest snapshot of its directory (``resume="auto"``), an
-            average is what is evaluated, and steps are compiled on CUDA alone: ``help(ps.FitConfig)``. The same call
+            average is what is evaluated, a copy of a state on the CPU is moved to the best device there is (cuda, then
+            mps; ``device="cpu"`` stays), and steps are compiled on CUDA alone: ``help(ps.FitConfig)``. The same call
             made again goes on where it was, also one with ``resume="old", snapshots="new"``: what has gone on from
             "old" in "new" is not begun again.
 
@@ -70,8 +71,9 @@ def fit(
     """
     resolved = setup.settings(config, fields)
     ready = setup.checked_program(program)
-    state = setup.placed(entry.checked_state(init_state), resolved.device)
-    entry.check_fits(state, ready)
+    given = entry.checked_state(init_state)
+    entry.check_fits(given, ready)
+    state = setup.placed(given, resolved.device, ready)
     with ExitStack() as stack:
         stack.enter_context(switches.surroundings(resolved, data.device_of(state)))
         feeds = setup.open_feeds(loaders, resolved, ready, setup.seed_of(state))
@@ -81,4 +83,6 @@ def fit(
             stack.callback(store.close)
         audience = Audience(setup.called("callbacks", callbacks), setup.ready_sinks(sinks, store, resolved))
         signals = stack.enter_context(Signals())
-        return Run(state, ready, feeds, resolved, store, audience, signals).to_the_end()
+        run = Run(state, ready, feeds, resolved, store, audience, signals, is_callers=state is given)
+        del state  # what was moved is nobody else's: its memory is free once it has been stepped
+        return run.to_the_end()

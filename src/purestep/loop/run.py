@@ -51,6 +51,8 @@ class Run:
         snapshots: Snapshots | None,
         audience: Audience,
         signals: Signals,
+        *,
+        is_callers: bool,
     ) -> None:
         self.config = config
         self.feeds = feeds
@@ -70,7 +72,7 @@ class Run:
         self.plan = cadence.Plan(intervals, feeds.train.length, self.window)
         self.left = setup.window_left(self.state, self.window)
         self.ledger = ledger.opened(config.log_every, self.state, self.record)
-        whole = not self.resumed and config.donate != "init" and config.device is None
+        whole = not self.resumed and config.donate != "init" and is_callers
         self.start = (self.state, self.record) if whole else None  # the caller's own: it costs no memory to remember
         self.keeper = Keeper(config.rollback)
         self.keeper.keep(self.state, self.record)

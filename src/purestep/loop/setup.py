@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from .. import data, sinks, tree
 from ..errors import ConfigError, DataError, StateError
-from ..precision import usable
+from ..precision import auto_device, usable
 from ..snapshot import Snapshots
 from ..types import Empty, Program, TrainState, Tree
 from .alone import check_alone
@@ -126,23 +126,37 @@ def _share(amount: int | float, feed: data.Feed) -> int:
     return found
 
 
-def placed(state: Tree, device: str | None) -> Tree:
-    """The state on that device (None: where it is), and its keys on the CPU, whoever has moved them.
+def placed(state: Tree, device: str | None, program: Program) -> Tree:
+    """The state on the device of a run, and its keys on the CPU, whoever has moved them.
+
+    Args:
+        state: as it was given; it stays as it is.
+        device: where to train. None moves a copy of a state on the CPU to the best device there is, and says so; any
+            other state stays where it is.
+        program: that trains it.
+
+    Returns:
+        The very state where nothing had to move.
 
     Raises:
-        ConfigError: a device that is not there.
+        ConfigError: a device that is not there, or that cannot compute in the program's precision.
     """
-    wanted = None if device is None else usable(device)
-
-    def move(path: str, leaf: Tensor) -> Tensor:
-        if is_key(path, leaf):
-            return leaf.cpu()
-        return leaf if wanted is None else leaf.to(wanted)
-
+    here = data.device_of(state)
+    best = auto_device() if device is None and here.type == "cpu" else here
+    wanted = best if device is None else usable(device)
+    if wanted != here and program.static is not None:
+        program.static.check(wanted)
     leaves = tree.with_paths(state)
-    moved = [move(path, leaf) for path, leaf in leaves]
+    try:
+        moved = [leaf.cpu() if is_key(path, leaf) else leaf.to(wanted) for path, leaf in leaves]
+    except TypeError as error:  # float64 on MPS
+        raise ConfigError(
+            f"the state cannot be moved to {wanted}: {error}", where="fit", hint='device="cpu"'
+        ) from error
     if all(new is old for new, (_, old) in zip(moved, leaves, strict=True)):
         return state
+    if device is None and wanted != here:
+        _log.warning('the state is on the CPU: a copy of it is trained on %s (device="cpu" trains it there)', wanted)
     return tree.unflatten(tree.flatten(state)[1], moved)
 
 

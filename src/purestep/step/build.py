@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 from torch import nn
@@ -144,6 +145,7 @@ def _static(spec: Spec, versions: dict[str, Any]) -> Static:
         labels=spec.tx.labels if spec.tx.elementwise else None,
         steps=lambda form: steps_of(spec, form),
         versions=versions,
+        check=functools.partial(precision_.check, spec.policy),
     )
 
 

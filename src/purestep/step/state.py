@@ -23,13 +23,14 @@ def init_of(spec: Spec, module: nn.Module, own: nn.Module | None) -> Callable[..
 
         Args:
             seed: of dropout and data order, an int in [-2**63, 2**63); the weights do not depend on it.
-            device: None takes the module's, or the best one there is if that is the CPU.
+            device: None takes the module's; `fit` moves a state on the CPU to the best device there is.
 
         Raises:
             ConfigError: there is no such device or seed, or it cannot compute in the program's precision.
         """
         target = _target(module, device)
-        precision_.check(spec.policy, target)
+        if target.type != "meta":
+            precision_.check(spec.policy, target)
         params, frozen, buffers = (
             _place(named, target, spec.policy.weights) for named in model_.tensors(module, objective=own)
         )
@@ -60,8 +61,7 @@ def _target(module: nn.Module, device: torch.device | str | None) -> torch.devic
             where=type(module).__name__,
             hint='program.init(device="cuda")',
         )
-    here = found.pop()
-    return precision_.auto_device() if here.type in ("cpu", "meta") else here
+    return found.pop()
 
 
 def _place(named: Params, device: torch.device, dtype: torch.dtype | None) -> Params:

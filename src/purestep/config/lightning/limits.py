@@ -18,7 +18,7 @@ def read_accumulate(args: Mapping[str, Any]) -> int:
     return checked("accumulate_grad_batches", args["accumulate_grad_batches"], values.count)
 
 
-def read_fit(args: Mapping[str, Any]) -> FitConfig:
+def read_fit(args: Mapping[str, Any], device: str | None) -> FitConfig:
     """The settings of the run. A debugging mode replaces the limits and intervals that it overrides in Lightning.
 
     Raises:
@@ -35,6 +35,7 @@ def read_fit(args: Mapping[str, Any]) -> FitConfig:
         "fast_dev_run": dev_run,
         "overfit_batches": overfit,
         "progress": args["enable_progress_bar"] is not False,
+        "device": device,
     }
     every, limits = _interval(args), _batch_limits(args)
     if not dev_run:

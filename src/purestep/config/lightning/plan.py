@@ -29,7 +29,7 @@ class Plan(NamedTuple):
     program: dict[str, Any]  # program(model, objective, tx, **plan.program)
     clip: Transform  # tx = optim.chain(plan.clip, optim.adamw(...)); the identity where clipping is off
     fit: FitConfig  # fit(state, loaders, program, plan.fit, **plan.run)
-    device: str | None  # program.init(device=plan.device); None: cuda, mps, cpu, in that order
+    device: str | None  # that of plan.fit, for a loop of your own; None: fit takes cuda, mps, cpu, in that order
     run: dict[str, Any]  # the other arguments of fit that were given: snapshots, sinks, callbacks
 
 
@@ -74,11 +74,12 @@ def from_lightning(settings: object, *, strict: bool = False) -> Plan:
             checked(name, value, values.flag)
     args = DEFAULTS | _barebones(given)
     check_one_process(args)
+    device = read_device(args)
     return Plan(
         program={"precision": read_precision(args["precision"]), "accumulate": read_accumulate(args)},
         clip=_clip(args),
-        fit=read_fit(args),
-        device=read_device(args),
+        fit=read_fit(args, device),
+        device=device,
         run=_run(args),
     )
 

@@ -1,0 +1,48 @@
+"""Compiled steps through inductor, Triton and ptxas: launches of each, and a replay that is one launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+import purestep as ps
+
+from .counting import counted
+from .programs import PROGRAMS
+
+
+class Compiled(NamedTuple):
+    """Launches of a compiled step, at most."""
+
+    triton: int
+    products: int
+    others: int  # the seed of a generator, fused attention
+
+
+COMPILED = {
+    "mlp": Compiled(14, 5, 1),
+    "gpt": Compiled(71, 27, 9),
+    "16-mixed": Compiled(23, 5, 1),
+    "accumulate": Compiled(18, 5, 1),
+    "hugging face": Compiled(63, 27, 15),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_step_through_triton_and_ptxas_stays_in_its_budget_and_is_replayed_by_one_launch(name: str):
+    program, batch = PROGRAMS[name]()
+    assert program.init is not None
+    step = ps.compile_step(program.train_step, donate=True, cuda_graph=True)
+    seen, state = counted(step, program.init(device="cuda"), batch, warm=1)
+    assert (seen.copies, seen.syncs) == ((), 0)
+    assert 0 < seen.triton <= COMPILED[name].triton
+    assert 0 < seen.products <= COMPILED[name].products
+    assert seen.kernels <= COMPILED[name].others
+    replay, _ = counted(step, state, batch)
+    leaves = len(batch)
+    assert (replay.replays, replay.triton, replay.products, replay.syncs) == (1, 0, 0, 0)
+    assert replay.kernels <= 2  # torch hands a graph the seed and the offset of its generator
+    assert len(replay.copies) <= leaves + 1  # the batch in, the metrics out
+    assert all(copy.startswith("D->D") for copy in replay.copies)
+    assert step.graphs == 1
