@@ -126,7 +126,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function itself, which must not use what an earlier capture has left behind either."""
 
     def call(*inputs: Tensor) -> Any:
-        with _Recorder(list(inputs)):
+        with _Recorder(list(inputs), watching=True):
             return function(*inputs)
 
     return call
@@ -148,8 +148,16 @@ class _Operation(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, inputs: list[Tensor]) -> None:
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """See `rng.replaying`."""
+        return True
+
+    def __init__(self, inputs: list[Tensor], *, watching: bool = False) -> None:
         super().__init__()
+        self._watching = watching  # what is recorded is not read
         self.lines: list[str] = []
         self.untold = ""
         self.is_sized = False  # sizes are values of tensors
@@ -162,6 +170,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self._watching and not isinstance(func, OpOverload):  # takes functions, which have other tensors in them
+            raise Untold(str(func))
         if func.namespace == "prim":  # on which device a tensor is: nothing that a graph holds
             return func(*args, **kwargs)
         if not known(func):
