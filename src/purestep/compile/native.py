@@ -138,11 +138,25 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Decomposed while it is traced: so views are recorded of the layouts that they will be taken of.
-    table = draws.decompositions(rows.decompositions(select_decomp_table()))
+    table = draws.decompositions(rows.decompositions(_pools(select_decomp_table())))
     with no_recurrent_kernel(), branches.of_one_vector():
         graph: GraphModule = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     graph.graph.eliminate_dead_code()
     return graph
+
+
+def _pools(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """The table, whose rule for a pool asks inductor's lowerings, which nobody may have loaded yet."""
+    operator: Any = torch.ops.aten.max_pool2d_with_indices.default
+    true = table.get(operator)
+
+    def pool(*args: Any, **kwargs: Any) -> Any:
+        assert true is not None
+        with shortcuts.while_loading():
+            importlib.import_module("torch._inductor.lowering")
+        return true(*args, **kwargs)
+
+    return dict(table) if true is None else dict(table) | {operator: pool}
 
 
 @contextmanager
