@@ -300,7 +300,7 @@ def is_draw(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
         >>> is_draw(aten.rand.default, ([2],), {}), is_draw(aten.add.Tensor, (1, 2), {})
         (True, False)
     """
-    if torch.Tag.nondeterministic_seeded not in operator.tags:
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):  # torch.cond and its kind have none
         return False
     for at, argument in enumerate(operator._schema.arguments):
         if argument.name == "dropout_p":
@@ -310,6 +310,14 @@ def is_draw(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 class _Replaying(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo, which `torch.cond` and its kind call in eager mode too, skips their frames in modes that are not:
+        then, and for the rest of the process."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()
         self._drawn: dict[int, Any] = {}

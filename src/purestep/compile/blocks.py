@@ -111,12 +111,15 @@ def _write(graph: Any, function: Any) -> None:
 
 
 def _box(made: Any) -> Any:
-    """Vectors may become part of longer ones, as a packed state's gradients do."""
+    """A result has memory of its own, which begins where it begins, even if the function took it from a larger buffer.
+    Vectors may become part of longer ones, as a packed state's gradients do."""
     from torch._inductor import ir
 
     layout = made.layout
     if len(layout.size) == 1 and list(layout.stride) == [1]:
         made.layout = ir.FlexibleLayout(layout.device, layout.dtype, layout.size)
+    else:
+        made.layout = ir.FixedLayout(layout.device, layout.dtype, layout.size, layout.stride)
     return ir.TensorBox.create(made)
 
 

@@ -8,6 +8,8 @@ the value of a tensor is an error. ``"auto"`` traces, and takes Dynamo where tha
 from __future__ import annotations
 
 import importlib
+import os
+import traceback
 import types
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -16,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from .. import rng
+from .. import rng, tree
 from ..errors import ConfigError, PurestepError, StepContractError
 from ..step import last_unreached
-from . import native, passes, recording, sizes, sources
+from . import branches, native, passes, recording, sizes, sources
 from .alone import with_compiler
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -196,7 +198,8 @@ def _traced(function: Flat, inputs: list[Tensor], mode: Literal["fake", "real"] 
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Constants that a step closes over (tables, masks) are real tensors beside fake ones.
-    graph: GraphModule = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
+    with branches.of_one_vector():
+        graph: GraphModule = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
     return passes.without_copies(graph)
 
 
@@ -243,7 +246,18 @@ def _lowered(
     # Documented, not yet public; torch.compile stands behind it.
     inductor: Any = importlib.import_module("torch._inductor")
     chosen = {"config_patches": sources.as_option(options or {})}
-    made = inductor.standalone_compile(graph, inputs, dynamic_shapes=shapes, options=chosen)
+    names = branches.operators(graph)
+    try:
+        made = inductor.standalone_compile(graph, inputs, dynamic_shapes=shapes, options=chosen)
+    except Exception as error:
+        if not names:
+            raise
+        raise Uncaptured(
+            f"inductor cannot compile {', '.join(names)}",
+            where="step",
+            hint='pass backend="aot_eager", which runs the captured operations one by one; or compute both results and '
+            "choose by torch.where(condition, a, b)",
+        ) from error
     return native.on_threads(_unpacking(made), torch.get_num_threads())
 
 
@@ -315,8 +329,41 @@ def dynamo(function: types.FunctionType, *, backend: Any, options: Mapping[str, 
 
 
 def stopped(error: BaseException) -> bool:
-    """Whether this is Dynamo's word that it cannot capture a function."""
-    return any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__)
+    """Whether this is Dynamo's word that it cannot capture a function, or anything else that ended its attempt."""
+    if any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__):
+        return True
+    frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    return not isinstance(error, PurestepError) and any(name.endswith(_ATTEMPT) for name in frames)
+
+
+_ATTEMPT = os.path.join("torch", "_dynamo", "convert_frame.py")
+"""Where Dynamo captures; code that it has captured runs without it."""
+
+
+def refused(error: Exception, core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> Exception:
+    """What to raise of an error that has ended the last way to capture a step, whatever its class: the step's own
+    error where it fails in eager mode too, on copies; else that it cannot be captured.
+
+    Args:
+        error: that a capture met.
+        core: what was captured.
+        tensors: the state's, which are left alone.
+        leaves: of the batch.
+    """
+    if isinstance(error, PurestepError | MemoryError):
+        return error
+    copies = [tensor.clone() for tensor in tensors]
+    with rng.capturing(), torch.no_grad(), rng.scoped(_FIRST, tree.device(tensors)):
+        try:
+            core(copies, leaves)
+        except Exception as own:
+            return own
+    met = next(iter(str(error).strip().splitlines()), "")
+    return Uncaptured(
+        f"torch cannot capture the step, which runs in eager mode: {type(error).__name__}: {met}",
+        where=_where(error)[0],
+        hint="use the step itself, in eager mode (in fit: compile=False), or leave out what this line does",
+    )
 
 
 def check(capture: str) -> None:

@@ -237,9 +237,9 @@ class Graphs:
             run, draws = capture_.trace(flat, inputs, backend=self.options.backend, options=self.options.options)
         except Exception as error:
             # What is wrong with the step itself is wrong with Dynamo too, and the trace says it better.
-            broken = isinstance(error, PurestepError) and not isinstance(error, capture_.DataDependent)
+            broken = isinstance(error, PurestepError | MemoryError) and not isinstance(error, capture_.DataDependent)
             if broken or self.options.capture == "trace":
-                raise
+                raise capture_.refused(error, core, tensors, leaves) from error.__cause__
             return self._untraced(core, leaves, tensors, error)
         return Graph(guarded(_caller(run, where, len(leaves), *found), tensors), draws)
 
@@ -255,7 +255,7 @@ class Graphs:
                     f"torch.compile cannot capture it either: {first_line(error)} "
                     "(cure: the step itself, which runs in eager mode)"
                 )
-                raise cause from error
+                raise capture_.refused(cause, core, tensors, leaves) from error
             raise
         return graph._replace(run=_or_tell(graph.run, first_line(cause)))
 

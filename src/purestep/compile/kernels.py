@@ -111,14 +111,35 @@ def _c_type(buffer: Any, written: bool) -> str:
     return f"{name}*" if written else f"const {name}*"
 
 
-def address(buffer: Any) -> str:
-    """Where a buffer, or a view of one, begins, in C++."""
+def unboxed(given: Any) -> Any:
+    """The buffer, or the view of one, inside inductor's boxes: a box passes on names and sizes, not its class."""
     from torch._inductor import ir
 
-    start = f"{buffer.get_name()}.data_ptr()"
-    if not isinstance(buffer, ir.ReinterpretView):
+    while isinstance(given, ir.MutableBox):
+        given = given.data
+    return given
+
+
+def is_view(given: Any) -> bool:
+    """Whether this, boxed or not, is a view of a buffer, which may begin inside of it.
+
+    Raises:
+        TypeError: it has no memory yet.
+    """
+    from torch._inductor import ir
+
+    made = unboxed(given)
+    if not isinstance(made, ir.ReinterpretView | ir.Buffer):
+        raise TypeError(f"a {type(made).__name__} has no memory to point at")
+    return isinstance(made, ir.ReinterpretView)
+
+
+def address(given: Any) -> str:
+    """Where a buffer, or a view of one, begins, in C++."""
+    start = f"{given.get_name()}.data_ptr()"
+    if not is_view(given):
         return start
-    return f"(char*){start} + {buffer.get_layout().offset * buffer.get_dtype().itemsize}"
+    return f"(char*){start} + {given.get_layout().offset * given.get_dtype().itemsize}"
 
 
 def contiguous(size: Shape) -> list[Any]:

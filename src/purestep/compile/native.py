@@ -22,6 +22,7 @@ from . import (
     arena,
     attention,
     blocks,
+    branches,
     calls,
     carried,
     draws,
@@ -53,7 +54,7 @@ _KNOWN = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 
 
 class NotFunctional(Exception):
-    """The graph writes to tensors in a way that inductor does not take."""
+    """The graph writes to tensors in a way that inductor does not take, or calls operators that take functions."""
 
 
 def given_up(what: str, error: Exception) -> None:
@@ -102,6 +103,8 @@ def _made(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool) -
     with config.patch(_chosen(options) | caching), lazy._use_lazy_graph_module(True):
         with mode:
             graph = _traced(record.function, fakes)
+        if branches.operators(graph):
+            raise NotFunctional
         draws.check(graph)
         with recording.below_autocast():
             return _made_of(graph, fakes, mode, options)
@@ -135,11 +138,25 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Decomposed while it is traced: so views are recorded of the layouts that they will be taken of.
-    table = draws.decompositions(rows.decompositions(select_decomp_table()))
-    with no_recurrent_kernel():
+    table = draws.decompositions(rows.decompositions(_pools(select_decomp_table())))
+    with no_recurrent_kernel(), branches.of_one_vector():
         graph: GraphModule = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     graph.graph.eliminate_dead_code()
     return passes.without_copies(graph)
+
+
+def _pools(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """The table, whose rule for a pool asks inductor's lowerings, which nobody may have loaded yet."""
+    operator: Any = torch.ops.aten.max_pool2d_with_indices.default
+    true = table.get(operator)
+
+    def pool(*args: Any, **kwargs: Any) -> Any:
+        assert true is not None
+        with shortcuts.while_loading():
+            importlib.import_module("torch._inductor.lowering")
+        return true(*args, **kwargs)
+
+    return dict(table) if true is None else dict(table) | {operator: pool}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 from .. import rng
 from ..errors import StepContractError
-from . import sources
+from . import branches, sources
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
     from torch.fx import GraphModule
@@ -29,8 +29,15 @@ def finished(graph: GraphModule) -> GraphModule:
     """What is compiled.
 
     Raises:
-        StepContractError: a product of two dtypes, which torch refuses when it is computed, and fake tensors let pass.
+        StepContractError: a product of two dtypes, which torch refuses when it is computed, and fake tensors let pass;
+            random numbers that a function of `torch.cond` or its kind draws.
     """
+    if any(map(draws, branches.inner(graph))):
+        raise StepContractError(
+            f"random numbers are drawn inside {', '.join(branches.operators(graph))}, whose gradient draws others",
+            where="step",
+            hint="draw them before, and pass them as operands (dropout: x * torch.bernoulli(keep) / p)",
+        )
     for node in graph.graph.nodes:
         if sources.name_of(node) not in _PRODUCTS:
             continue

@@ -126,7 +126,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function itself, which must not use what an earlier capture has left behind either."""
 
     def call(*inputs: Tensor) -> Any:
-        with _Recorder(list(inputs)):
+        with _Recorder(list(inputs), watching=True):
             return function(*inputs)
 
     return call
@@ -145,11 +145,21 @@ class _Operation(NamedTuple):
     args: Any
     kwargs: Any
     made: Any
+    strides: tuple[int, ...] | None
+    """of the first argument, where the result depends on how that lies in memory"""
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, inputs: list[Tensor]) -> None:
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """See `rng.replaying`."""
+        return True
+
+    def __init__(self, inputs: list[Tensor], *, watching: bool = False) -> None:
         super().__init__()
+        self._watching = watching  # what is recorded is not read
         self.lines: list[str] = []
         self.untold = ""
         self.is_sized = False  # sizes are values of tensors
@@ -162,6 +172,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self._watching and not isinstance(func, OpOverload):  # takes functions, which have other tensors in them
+            raise Untold(str(func))
         if func.namespace == "prim":  # on which device a tensor is: nothing that a graph holds
             return func(*args, **kwargs)
         if not known(func):
@@ -174,7 +186,8 @@ class _Recorder(TorchDispatchMode):
             self.is_sized = True
             raise
         self._place(made)
-        self._operations.append(_Operation(func, *taken, self._put(made)))
+        strides = args[0].stride() if str(func) in _BY_LAYOUT else None
+        self._operations.append(_Operation(func, *taken, self._put(made), strides))
         self.lines.append(f"{func} {asked} {self._told(made, _layout)}")
         return made
 
@@ -185,7 +198,9 @@ class _Recorder(TorchDispatchMode):
         def call(*inputs: Tensor) -> Any:
             found = dict(zip(map(_Place, range(len(inputs))), inputs, strict=True))
             with below_autocast():  # its casts are among the operations
-                for function, args, kwargs, places in operations:
+                for function, args, kwargs, places, strides in operations:
+                    if strides is not None:
+                        _lay(args[0], strides, found)
                     _found(places, function(*_filled(args, found), **_filled(kwargs, found)), found)
             return _filled(wanted, found)
 
@@ -230,6 +245,22 @@ def below_autocast() -> Any:
     """Inside, operators are not cast, whatever the caller has asked for: in a graph its casts are written out."""
     core: Any = importlib.import_module("torch._C")
     return core._DisableAutocast()
+
+
+_BY_LAYOUT = (
+    *("aten.view.default", "aten._unsafe_view.default", "aten.view.dtype"),
+    *("aten.as_strided.default", "aten.as_strided_scatter.default"),
+)
+"""What means another thing, or fails, where the numbers of a tensor lie in another order."""
+
+
+def _lay(place: Any, strides: tuple[int, ...], found: dict[_Place, Any]) -> None:
+    """Have a tensor lie as it did when it was recorded. A trace takes operations apart, and what it makes of one may
+    lie otherwise: channels last where a batch of one may be either."""
+    given = found.get(place)
+    if given is None or all(size < 2 or one == other for size, one, other in zip(given.shape, given.stride(), strides)):
+        return
+    found[place] = given.new_empty_strided(given.shape, strides).copy_(given)
 
 
 def _filled(value: Any, found: dict[_Place, Any]) -> Any:

@@ -169,9 +169,7 @@ class Wrapper(_CALLING):
     def codegen_deferred_allocation(self, name: str, view: Any) -> None:
         if name in self.returned or not all(map(_is_number, (*view.get_size(), *view.get_stride()))):
             return super().codegen_deferred_allocation(name, view)
-        start = view.get_layout().offset * view.get_dtype().itemsize
-        address = f"(char*)({view.get_name()}.data_ptr()) + {start}"
-        line = self._declared(name, address, view, self.wrapper_call.writeline)
+        line = self._declared(name, kernels.address(view), view, self.wrapper_call.writeline)
         self.writeline(DeferredLine(name, line))
 
     def codegen_invoke_subgraph(self, call: Any) -> None:
@@ -190,12 +188,13 @@ class Wrapper(_CALLING):
         for at, (name, given) in enumerate(function.graph_inputs.items()):
             self.writeline(self._declared(name, f"in[{at}]", given, self.writeline))
         for at, output in enumerate(function.graph_outputs):
-            self.outputs.setdefault(output.get_name(), at)
+            if not kernels.is_view(output):  # whose buffer may be larger than what the caller has memory for
+                self.outputs.setdefault(output.get_name(), at)
         outer = V.graph
         with V.set_graph_handler(function):
             function.codegen_subgraph(parent_graph=outer)
         for at, output in enumerate(function.graph_outputs):
-            self.writeline(_Output(self, _unboxed(output), at))
+            self.writeline(_Output(self, output, at))
         self.pop_codegened_graph()
         self.writeline(_Exit(self))
         self.writeline("};")
@@ -288,7 +287,7 @@ class _Output(WrapperLine):
     def codegen(self, code: Any) -> None:
         name, layout = self.made.get_name(), self.made.get_layout()
         place = self.wrapper.delivered.get(name)
-        if place != self.at or isinstance(self.made, ir.ReinterpretView):
+        if (place != self.at or kernels.is_view(self.made)) and all(layout.size):
             length = 1 + sum((size - 1) * stride for size, stride in zip(layout.size, layout.stride, strict=True))
             size = int(length) * layout.dtype.itemsize
             code.writeline(f"std::memcpy(out[{self.at}], {kernels.address(self.made)}, {size});")
@@ -307,13 +306,6 @@ class _Call(WrapperLine):
 def _array(addresses: Iterable[str]) -> str:
     found = [f"(void*)({address})" for address in addresses]
     return f"std::array<void*, {len(found)}>{{{', '.join(found)}}}.data()"
-
-
-def _unboxed(made: Any) -> Any:
-    """A buffer, or a view of one."""
-    while isinstance(made, ir.MutableBox):
-        made = made.data
-    return made
 
 
 def _by_address() -> bool:
