@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import types
+import uuid
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from .. import rng
 from ..errors import ConfigError, PurestepError, StepContractError
-from . import native, passes, recording, sources
+from . import backends, draws, native, passes, recording, rounding
 from .alone import with_compiler
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -53,11 +54,11 @@ def trace(
     Raises:
         DataDependent: the Python branches on the value of a tensor.
     """
-    run, draws = _made(_recorded(function), _each_its_own(inputs), backend, options)
+    run, is_drawing = _made(_recorded(function), _each_its_own(inputs), backend, options)
     core: Any = importlib.import_module("torch._C")
     if core._is_any_autocast_enabled():  # and will be in every call of this graph
-        return _below_autocast(run), draws
-    return run, draws
+        return _below_autocast(run), is_drawing
+    return run, is_drawing
 
 
 def _made(
@@ -76,10 +77,12 @@ def _made(
                 native.given_up("native code", error)
     with with_compiler():
         with rng.capturing(), torch.no_grad(), native.no_recurrent_kernel():
-            graph = passes.finished(passes.views_allowed(_traced(run, inputs)))
-        draws = passes.draws(graph)
+            casts = rounding.Casts()
+            with casts:
+                graph = passes.finished(passes.views_allowed(_traced(run, inputs)))
+        is_drawing = passes.draws(graph)
         with recording.below_autocast():
-            return _lowered(graph, inputs, backend, options), draws
+            return _lowered(graph, inputs, backend, options, rounds=casts.seen), is_drawing
 
 
 def _below_autocast(run: native.Compiled) -> native.Compiled:
@@ -105,7 +108,7 @@ _FIRST = 1 << 40  # the seed a capture starts from: positions must not run into 
 
 @contextmanager
 def _drawing() -> Generator[None]:
-    with rng.scoped(_FIRST), rng.replaying():
+    with rng.scoped(_FIRST), draws.AsInEager(), rng.replaying():
         yield
 
 
@@ -169,7 +172,7 @@ def _data_dependent() -> tuple[type[BaseException], ...]:
 
 
 def _lowered(
-    graph: GraphModule, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None
+    graph: GraphModule, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None, *, rounds: bool
 ) -> native.Compiled:
     if backend in ("eager", "aot_eager"):
         return _unpacking(graph)
@@ -177,7 +180,8 @@ def _lowered(
         return _unpacking(backend(graph, inputs))
     # Documented, not yet public; torch.compile stands behind it.
     inductor: Any = importlib.import_module("torch._inductor")
-    chosen = {"config_patches": sources.as_option(options or {})}
+    on_cpu = all(leaf.device.type == "cpu" for leaf in inputs)
+    chosen = {"config_patches": backends.chosen(options, on_cpu=on_cpu, rounds=rounds)}
     made = inductor.standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs", options=chosen)
     return native.on_threads(_unpacking(made), torch.get_num_threads())
 
@@ -219,16 +223,18 @@ def _where(error: BaseException) -> tuple[str, Any]:
 
 def dynamo(function: types.FunctionType, *, backend: Any, options: Mapping[str, Any] | None) -> Flat:
     """`torch.compile(function, fullgraph=True)`."""
-    chosen: Any = sources.as_option(options or {}) if backend == "inductor" else None
-    # Dynamo counts graphs by code object and stops at eight: every function gets a code object of its own.
+    if backend in backends.OURS:
+        backend = backends.of(backend, options)
+    # Dynamo counts graphs by code object and stops at eight, and takes a size for dynamic that has changed since the
+    # last function of the same name and line, the width of another model too: every function is one of its own.
     own = types.FunctionType(
-        function.__code__.replace(),
+        function.__code__.replace(co_name=f"{function.__name__}_{uuid.uuid4().hex}"),
         function.__globals__,
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    return torch.no_grad()(torch.compile(own, fullgraph=True, backend=backend, options=chosen))
+    return torch.no_grad()(torch.compile(own, fullgraph=True, backend=backend))
 
 
 def stopped(error: BaseException) -> bool:

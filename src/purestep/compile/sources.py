@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, library
 
+from . import draws
+
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
@@ -91,10 +93,14 @@ def held(graph: Graph, shown: _Shown, *, is_simplified: bool = False) -> None:
 
 
 def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Inductor's options, with `apart` before the passes that it ends with: for what goes through its front door."""
+    """Inductor's options, with `apart` before the passes that it ends with: for what goes through its front door.
+
+    Loads what it needs of `draws` too, whose code is part of the name that its cache knows a graph by.
+    """
     from torch._inductor import config, custom_graph_pass
 
     register()
+    draws.register()
     name, settings, passes = "post_grad_custom_pre_pass", cast(Any, config), cast(Any, custom_graph_pass)
     given: Any = options.get(name, settings.post_grad_custom_pre_pass)
     theirs: tuple[Any, ...] = tuple(given) if isinstance(given, list | tuple) else (given,) if given else ()
@@ -110,7 +116,7 @@ def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
         def uuid(self) -> Any:
             """For inductor's cache, which keeps nothing that was made with a pass it cannot tell from others."""
             found = [each.uuid() if isinstance(each, passes.CustomGraphPass) else None for each in theirs]
-            return (passes.get_hash_for_files((__file__,)), *found) if all(found) else None
+            return (passes.get_hash_for_files((__file__, draws.__file__)), *found) if all(found) else None
 
     return {**options, name: Held()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import model as model_
-from .. import modes, tree
+from .. import dropout, modes, tree
 from .. import precision as precision_
 from ..errors import DataError, StepContractError
 from ..metrics import merge
@@ -142,7 +143,8 @@ def _value_and_grad(spec: Spec, forward: Forward, state: TrainState, named: Para
     if engine == "auto":
         engine = "func" if torch.compiler.is_compiling() or modes.transformed() else "autograd"
     if engine == "func":
-        grads, (_, extra) = torch.func.grad_and_value(lambda params: forward(bind(params)), has_aux=True)(named)
+        with nullcontext() if modes.transformed() else dropout.AsWithout():
+            grads, (_, extra) = torch.func.grad_and_value(lambda params: forward(bind(params)), has_aux=True)(named)
         return grads, extra
     if modes.transformed():
         raise StepContractError(
