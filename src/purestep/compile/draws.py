@@ -6,7 +6,8 @@ filled in place before it is filled. Here a dispatch mode replaces each draw of 
 writes nothing in place, names its strides, and is never dropped:
 
 - ``drawn``: a new tensor, filled by one of torch's in-place operators with numbers for arguments.
-- ``bernoulli``, ``multinomial`` and the like: torch's own, which inductor calls as they are.
+- ``coins``: the same with a tensor of chances.
+- ``multinomial``, ``poisson`` and the like: torch's own, which inductor calls as they are.
 - ``laid``: what they are given, in eager mode's layout.
 """
 
@@ -22,8 +23,6 @@ from torch import Tensor, library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from .. import dropout, rng, tree
-from ..errors import StepContractError
 
 _aten: Any = torch.ops.aten
 _own: Any = torch.ops.purestep
@@ -35,6 +34,9 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 _LIBRARY = library.Library("purestep", "FRAGMENT")
 _LIBRARY.define(
     "drawn(str fill, SymInt[] size, SymInt[] stride, ScalarType dtype, Scalar[] numbers) -> Tensor", tags=(_SEEDED,)
+)
+_LIBRARY.define(
+    "coins(Tensor chances, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor", tags=(_SEEDED,)
 )
 _LIBRARY.define("laid(Tensor value, SymInt[] stride) -> Tensor")
 
@@ -56,8 +58,6 @@ _FILLS = {
 """Operators that fill a tensor, with numbers for arguments."""
 
 _SAMPLERS = (
-    _aten.bernoulli.default,
-    _aten.bernoulli.Tensor,
     _aten.normal.Tensor_float,
     _aten.normal.float_Tensor,
     _aten.normal.Tensor_Tensor,
@@ -80,6 +80,14 @@ def _empty(fill: str, size: Sequence[int], stride: Sequence[int], dtype: torch.d
     return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 
+def _tossed(chances: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=chances.device).bernoulli_(chances)
+
+
+def _untossed(chances: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=chances.device)
+
+
 def _laid(value: Tensor, stride: Sequence[int]) -> Tensor:
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
@@ -94,6 +102,7 @@ def _define(name: str, does: Callable[..., Any], makes: Callable[..., Any]) -> N
 
 
 _define("drawn", _filled, _empty)
+_define("coins", _tossed, _untossed)
 _define("laid", _laid, _laid_empty)
 
 _MIRRORS: dict[Any, Any] = {}
@@ -107,7 +116,7 @@ for _operator in _SAMPLERS:
     _define(_full, _operator, _operator)
     _MIRRORS[_operator] = getattr(getattr(_own, _name), _overload or "default")
 
-for _operator in (_own.drawn.default, *_MIRRORS.values()):
+for _operator in (_own.drawn.default, _own.coins.default, *_MIRRORS.values()):
     torch.fx.has_side_effect(_operator)  # the generator moves, whether or not its numbers are read
 
 
@@ -179,16 +188,12 @@ def _as_laid_out(value: Tensor) -> Tensor:
     return _own.laid(value, value.stride())
 
 
-def _by_tensor(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    filled = args[0]
-    if filled.numel() and tree.extent(filled) != filled.numel():
-        raise StepContractError(
-            f"random numbers are drawn into a slice in place ({func} of {list(filled.shape)} with strides "
-            f"{filled.stride()}): a compiled step would draw others than eager mode",
-            where="step",
-            hint="x[:, ::2] = torch.bernoulli(p): draw a tensor of its own, and write that",
-        )
-    return filled.copy_(_sampled(_aten.bernoulli.Tensor, args, kwargs))
+def _coins(like: Tensor, chances: Tensor) -> Tensor:
+    return _own.coins(_as_laid_out(chances), like.shape, like.stride(), like.dtype)
+
+
+def _contiguous(value: Tensor) -> Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
 def _rectified(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -203,7 +208,7 @@ def _rectified(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 
 def _native_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Of torch's decompositions: in eager mode the CPU has `dropout.dropped` instead."""
+    """Of torch's decompositions: eager mode has another operator on the CPU."""
     value, rate, training = args
     if not training or rate == 0 or rate == 1:
         return func(*args, **kwargs)
@@ -216,10 +221,9 @@ _RANDOM = getattr(_aten.random_, "from")
 _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_FILLS.values(), _fill),
     **dict.fromkeys(_SAMPLERS, _sampled),
-    _aten.bernoulli_.Tensor: _by_tensor,
-    _aten.bernoulli.p: lambda func, args, kwargs: _drawn(
-        _aten.bernoulli_.float, torch.empty_like(args[0], memory_format=torch.contiguous_format), args[1:]
-    ),
+    _aten.bernoulli_.Tensor: lambda func, args, kwargs: args[0].copy_(_coins(args[0], args[1])),
+    _aten.bernoulli.default: lambda func, args, kwargs: _coins(_contiguous(args[0]), args[0]),
+    _aten.bernoulli.p: lambda func, args, kwargs: _drawn(_aten.bernoulli_.float, _contiguous(args[0]), args[1:]),
     _aten.rand.default: _new(torch.empty, _aten.uniform_.default, lambda: (0.0, 1.0), 0),
     _aten.randn.default: _new(torch.empty, _aten.normal_.default, lambda: (0.0, 1.0), 0),
     _aten.normal.float_float: _new(torch.empty, _aten.normal_.default, lambda mean, std: (mean, std), 2),
@@ -251,6 +255,11 @@ def register() -> None:
         made = call(layout, [], constant_args=tuple(numbers), op_overload=_FILLS[fill])
         return kinds.TensorBox.create(made)
 
+    def coins(chances: Any, size: Any, stride: Any, dtype: torch.dtype) -> Any:
+        layout: Any = kinds.FixedLayout(torch.device("cpu"), dtype, list(size), list(stride))
+        given = [kinds.ExternKernel.realize_input(chances)]
+        return kinds.TensorBox.create(call(layout, given, op_overload=_aten.bernoulli_.Tensor))
+
     def laid(value: Any, stride: Any) -> Any:
         return kinds.ExternKernel.require_exact_strides(kinds.ExternKernel.copy_input(value), list(stride))
 
@@ -265,6 +274,7 @@ def register() -> None:
 
     table: Any = lowerings.register_lowering
     table(_own.drawn.default, type_promotion_kind=None)(drawn)
+    table(_own.coins.default, type_promotion_kind=None)(coins)
     table(_own.laid.default, type_promotion_kind=None)(laid)
     for operator, mirror in _MIRRORS.items():
         table(mirror, type_promotion_kind=None)(sampler(operator))
@@ -287,13 +297,14 @@ def _call_class() -> Any:
             if is_unread:
                 graph.removed_buffers.discard(name)
                 wrapper.codegen_allocation(self)
+            given = [each.codegen_reference() for each in self.inputs]
             if graph.cpp_wrapper:
-                for line in _in_cpp(name, fill, numbers):
+                for line in _in_cpp(name, fill, given, numbers):
                     wrapper.writeline(line)
             else:
                 packet, _, overload = str(fill).removeprefix("aten.").partition(".")
-                given = ", ".join(map(str, (name, *numbers)))
-                wrapper.writeline(f'getattr(torch.ops.aten.{packet}, "{overload}")({given})')
+                arguments = ", ".join(map(str, (name, *given, *numbers)))
+                wrapper.writeline(f'getattr(torch.ops.aten.{packet}, "{overload}")({arguments})')
             if is_unread:
                 wrapper.codegen_free(self)
 
@@ -303,11 +314,13 @@ def _call_class() -> Any:
     return Fill
 
 
-def _in_cpp(name: str, fill: Any, numbers: Sequence[Any]) -> list[str]:
-    """A call of the operator. Only the one for dropout has a function in inductor's C interface; others are looked up
-    by name, with arguments in words of 64 bits."""
-    if fill is _aten.bernoulli_.float:
-        return [f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_bernoulli__float({name}, {float(numbers[0])!r}, nullptr));"]
+def _in_cpp(name: str, fill: Any, given: Sequence[str], numbers: Sequence[Any]) -> list[str]:
+    """A call of the operator. Only those for coins have a function in inductor's C interface; others are looked up by
+    name, with arguments in words of 64 bits."""
+    if fill in (_aten.bernoulli_.float, _aten.bernoulli_.Tensor):
+        function = f"aoti_torch_cpu_bernoulli__{fill._schema.overload_name}"
+        (chance,) = given or [repr(float(numbers[0]))]
+        return [f"AOTI_TORCH_ERROR_CODE_CHECK({function}({name}, {chance}, nullptr));"]
     stack, waiting = [f"(StableIValue){name}_taken"], list(numbers)
     for argument in fill._schema.arguments[1:]:
         kind = str(argument.type)
