@@ -31,7 +31,7 @@ LEVEL = {
             "errors types layouts records",
             "tree rng arguments",
             "modes hollow",
-            "writes",
+            "dropout writes",
             "model transform schedules ema scaler precision metrics objective stopping",
             "optim step packed",
             "compile",

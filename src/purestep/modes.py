@@ -75,3 +75,20 @@ def behind(mapped: Tensor) -> Tensor:
     while _functorch.is_functorch_wrapped_tensor(mapped):
         mapped = _functorch.get_unwrapped(mapped)
     return mapped
+
+
+def mapped(value: Tensor) -> bool:
+    """Whether a tensor stands for many, in one transform or another of those at work.
+
+    Example:
+        >>> import torch
+        >>> seen = []
+        >>> _ = torch.func.vmap(lambda x: (seen.append(mapped(x)), x)[1])(torch.arange(3))
+        >>> seen, mapped(torch.zeros(3))
+        ([True], False)
+    """
+    while _functorch.is_functorch_wrapped_tensor(value):
+        if _functorch.is_batchedtensor(value):
+            return True
+        value = _functorch.get_unwrapped(value)
+    return False

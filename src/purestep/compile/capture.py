@@ -11,6 +11,7 @@ import importlib
 import os
 import traceback
 import types
+import uuid
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,7 @@ from torch import Tensor
 from .. import rng, tree
 from ..errors import ConfigError, PurestepError, StepContractError
 from ..step import last_unreached
-from . import branches, native, passes, recording, sizes, sources
+from . import backends, branches, draws, native, passes, recording, rounding, sizes
 from .alone import with_compiler
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -56,11 +57,11 @@ def trace(
     Raises:
         DataDependent: the Python branches on the value of a tensor.
     """
-    run, draws = _made(_recorded(function), _each_its_own(inputs), backend, options)
+    run, is_drawing = _made(_recorded(function), _each_its_own(inputs), backend, options)
     core: Any = importlib.import_module("torch._C")
     if core._is_any_autocast_enabled():  # and will be in every call of this graph
-        return _below_autocast(run), draws
-    return run, draws
+        return _below_autocast(run), is_drawing
+    return run, is_drawing
 
 
 def trace_sizes(
@@ -91,15 +92,16 @@ def trace_sizes(
         return None
     with with_compiler():
         symbols = sizes.Symbols(_each_its_own(inputs), _each_its_own(leaves), dims)
-        with rng.capturing(), torch.no_grad(), native.no_recurrent_kernel(), symbols.mode:
+        casts = rounding.Casts()
+        with rng.capturing(), torch.no_grad(), native.no_recurrent_kernel(), symbols.mode, casts:
             graph = passes.finished(passes.views_allowed(_traced(_recorded(function), symbols.fakes, "real")))
         if not symbols.vary():
             return None
-        draws = passes.draws(graph)
+        is_drawing, shapes = passes.draws(graph), "from_tracing_context"
         with recording.below_autocast(), tracing(TracingContext(symbols.mode)):
-            run = _lowered(graph, symbols.fakes, backend, options, shapes="from_tracing_context")
+            run = _lowered(graph, symbols.fakes, backend, options, rounds=casts.seen, shapes=shapes)
         core: Any = importlib.import_module("torch._C")
-        return _below_autocast(run) if core._is_any_autocast_enabled() else run, draws, symbols.fits()
+        return _below_autocast(run) if core._is_any_autocast_enabled() else run, is_drawing, symbols.fits()
 
 
 def _made(
@@ -118,10 +120,12 @@ def _made(
                 native.given_up("native code", error)
     with with_compiler():
         with rng.capturing(), torch.no_grad(), native.no_recurrent_kernel():
-            graph = passes.finished(passes.views_allowed(_traced(run, inputs)))
-        draws = passes.draws(graph)
+            casts = rounding.Casts()
+            with casts:
+                graph = passes.finished(passes.views_allowed(_traced(run, inputs)))
+        is_drawing = passes.draws(graph)
         with recording.below_autocast():
-            return _lowered(graph, inputs, backend, options), draws
+            return _lowered(graph, inputs, backend, options, rounds=casts.seen), is_drawing
 
 
 def _below_autocast(run: native.Compiled) -> native.Compiled:
@@ -151,7 +155,7 @@ _FIRST = 1 << 40  # the seed a capture starts from: positions must not run into 
 
 @contextmanager
 def _drawing() -> Generator[None]:
-    with rng.scoped(_FIRST), rng.replaying(), _compiling():
+    with rng.scoped(_FIRST), draws.AsInEager(), rng.replaying(), _compiling():
         yield
 
 
@@ -237,6 +241,8 @@ def _lowered(
     inputs: list[Tensor],
     backend: Any,
     options: Mapping[str, Any] | None,
+    *,
+    rounds: bool,
     shapes: str = "from_example_inputs",
 ) -> native.Compiled:
     if backend in ("eager", "aot_eager"):
@@ -245,7 +251,8 @@ def _lowered(
         return _unpacking(backend(graph, inputs))
     # Documented, not yet public; torch.compile stands behind it.
     inductor: Any = importlib.import_module("torch._inductor")
-    chosen = {"config_patches": sources.as_option(options or {})}
+    on_cpu = all(leaf.device.type == "cpu" for leaf in inputs)
+    chosen = {"config_patches": backends.chosen(options, on_cpu=on_cpu, rounds=rounds)}
     names = branches.operators(graph)
     try:
         made = inductor.standalone_compile(graph, inputs, dynamic_shapes=shapes, options=chosen)
@@ -315,17 +322,19 @@ def _where(error: BaseException) -> tuple[str, Any]:
 
 def dynamo(function: types.FunctionType, *, backend: Any, options: Mapping[str, Any] | None) -> Flat:
     """`torch.compile(function, fullgraph=True)`."""
-    chosen: Any = sources.as_option(options or {}) if backend == "inductor" else None
+    if backend in backends.OURS:
+        backend = backends.of(backend, options)
     torch.compiler.assume_constant_result(last_unreached)
-    # Dynamo counts graphs by code object and stops at eight: every function gets a code object of its own.
+    # Dynamo counts graphs by code object and stops at eight, and takes a size for dynamic that has changed since the
+    # last function of the same name and line, the width of another model too: every function is one of its own.
     own = types.FunctionType(
-        function.__code__.replace(),
+        function.__code__.replace(co_name=f"{function.__name__}_{uuid.uuid4().hex}"),
         function.__globals__,
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    return torch.no_grad()(torch.compile(own, fullgraph=True, backend=backend, options=chosen))
+    return torch.no_grad()(torch.compile(own, fullgraph=True, backend=backend))
 
 
 def stopped(error: BaseException) -> bool:

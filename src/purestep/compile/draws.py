@@ -1,86 +1,344 @@
-"""Draws with the layout that they have in eager mode, where a tensor is filled in the order of its memory.
+"""Random numbers of a compiled step on the CPU: those of the eager step, drawn into the same layouts, in the same order.
 
-The same numbers in a turned tensor are others. Inductor lays out what it fills by those who read it: `dropout(h.t())`
-would drop out other numbers than in eager. And what draws into a slice in place becomes an operator that draws a whole
-tensor, in another order.
+Torch fills a tensor in the order of its memory, so the layout is part of what is drawn. Inductor lays tensors out as
+their readers like it, leaves out what nobody reads, writes some draws as other arithmetic, and may read a tensor that is
+filled in place before it is filled. Here a dispatch mode replaces each draw of a trace by an operator of purestep, which
+writes nothing in place, names its strides, and is never dropped:
+
+- ``drawn``: a new tensor, filled by one of torch's in-place operators with numbers for arguments.
+- ``coins``: the same with a tensor of chances.
+- ``multinomial``, ``poisson`` and the like: torch's own, which inductor calls as they are.
+- ``laid``: what they are given, in eager mode's layout.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, library
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
-from .. import rng, tree
-from ..errors import StepContractError
-
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
+_aten: Any = torch.ops.aten
+_own: Any = torch.ops.purestep
+_SEEDED = torch.Tag.nondeterministic_seeded
 
 
-@library.custom_op(
-    "purestep::coins",
-    mutates_args=(),
-    schema="(Tensor like, float p, int[] strides) -> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),
+# --- operators --------------------------------------------------------------------------------------------------------
+
+_LIBRARY = library.Library("purestep", "FRAGMENT")
+_LIBRARY.define(
+    "drawn(str fill, SymInt[] size, SymInt[] stride, ScalarType dtype, Scalar[] numbers) -> Tensor", tags=(_SEEDED,)
 )
-def coins(like: Tensor, p: float, strides: list[int]) -> Tensor:
-    """1 with a chance of ``p``, else 0: of the shape and dtype of a tensor, and of these strides."""
-    return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device).bernoulli_(p)
+_LIBRARY.define("coins(Tensor chances, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor", tags=(_SEEDED,))
+_LIBRARY.define("laid(Tensor value, SymInt[] stride) -> Tensor")
+
+_FILLS = {
+    str(fill): fill
+    for fill in (
+        _aten.bernoulli_.float,
+        _aten.uniform_.default,
+        _aten.normal_.default,
+        _aten.exponential_.default,
+        _aten.geometric_.default,
+        _aten.cauchy_.default,
+        _aten.log_normal_.default,
+        _aten.random_.default,
+        _aten.random_.to,
+        getattr(_aten.random_, "from"),
+    )
+}
+"""Operators that fill a tensor, with numbers for arguments."""
+
+_SAMPLERS = (
+    _aten.normal.Tensor_float,
+    _aten.normal.float_Tensor,
+    _aten.normal.Tensor_Tensor,
+    _aten.multinomial.default,
+    _aten.poisson.default,
+    _aten.binomial.default,
+    _aten._standard_gamma.default,
+    _aten._sample_dirichlet.default,
+    _aten.rrelu_with_noise_functional.default,
+    _aten.randperm.default,
+)
+"""Operators that draw by tensors, or one permutation."""
 
 
-@coins.register_fake
-def _(like: Tensor, p: float, strides: list[int]) -> Tensor:
-    return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
+def _filled(
+    fill: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, numbers: Sequence[Any]
+) -> Tensor:
+    return _FILLS[fill](torch.empty_strided(size, stride, dtype=dtype, device="cpu"), *numbers)
+
+
+def _empty(fill: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, numbers: Sequence[Any]) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+
+
+def _tossed(chances: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=chances.device).bernoulli_(chances)
+
+
+def _untossed(chances: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=chances.device)
+
+
+def _laid(value: Tensor, stride: Sequence[int]) -> Tensor:
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _laid_empty(value: Tensor, stride: Sequence[int]) -> Tensor:
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+
+
+def _define(name: str, does: Callable[..., Any], makes: Callable[..., Any]) -> None:
+    _LIBRARY.impl(name, does, "CompositeExplicitAutograd")
+    library.register_fake(f"purestep::{name}", makes, lib=_LIBRARY)
+
+
+_define("drawn", _filled, _empty)
+_define("coins", _tossed, _untossed)
+_define("laid", _laid, _laid_empty)
+
+_MIRRORS: dict[Any, Any] = {}
+"""Operators of torch -> purestep's."""
+
+for _operator in _SAMPLERS:
+    _name = _operator._schema.name.removeprefix("aten::")
+    _overload = _operator._schema.overload_name
+    _full = f"{_name}.{_overload}" if _overload else _name
+    _LIBRARY.define(str(_operator._schema).removeprefix("aten::"), tags=(_SEEDED,))
+    _define(_full, _operator, _operator)
+    _MIRRORS[_operator] = getattr(getattr(_own, _name), _overload or "default")
+
+for _operator in (_own.drawn.default, _own.coins.default, *_MIRRORS.values()):
+    torch.fx.has_side_effect(_operator)  # the generator moves, whether or not its numbers are read
+
+
+# --- in a trace -------------------------------------------------------------------------------------------------------
+
+
+class AsInEager(TorchDispatchMode):
+    """Replaces draws on the CPU by operators that inductor leaves as they are. Others, and draws from a generator of
+    the caller's, are left alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = _RULES.get(func)
+        if rule is None or kwargs.get("generator") is not None or not _on_cpu(args, kwargs):
+            return func(*args, **kwargs)
+        return rule(func, args, kwargs)
+
+
+def _on_cpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    devices = {leaf.device.type for leaf in args if isinstance(leaf, Tensor)}
+    if kwargs.get("device") is not None:
+        devices = {torch.device(kwargs["device"]).type}
+    return devices <= {"cpu"} and not kwargs.get("pin_memory")
+
+
+def _numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """A fill's arguments after the tensor; None where one is left open."""
+    found = list[Any]()
+    for at, argument in enumerate(func._schema.arguments[1:], 1):
+        if argument.name != "generator":
+            found.append(args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value))
+    return None if None in found else found
+
+
+def _fill(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    filled, numbers = args[0], _numbers(func, args, kwargs)
+    if numbers is None:
+        return func(*args, **kwargs)
+    return filled.copy_(_drawn(func, filled, numbers))
+
+
+def _drawn(fill: Any, like: Tensor, numbers: Sequence[Any]) -> Tensor:
+    return _own.drawn(str(fill), like.shape, like.stride(), like.dtype, numbers)
+
+
+def _new(empty: Any, fill: Any, numbers: Callable[..., Sequence[Any]], given: int) -> Callable[..., Any]:
+    """A rule for an operator that makes a tensor, then fills it.
+
+    Args:
+        empty: makes the tensor, of the arguments at the end and those by name.
+        fill: fills it.
+        numbers: what with, of the others.
+        given: how many of those there are; the tensor to be like comes before.
+    """
+
+    def rule(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        first = 1 if empty is torch.empty_like else 0
+        made = empty(*(args[:1] if first else args[given:]), **kwargs)
+        return _drawn(fill, made, numbers(*args[first : first + given]))
+
+    return rule
+
+
+def _sampled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return _MIRRORS[func](*tree_map_only(Tensor, _as_laid_out, tuple(args)), **kwargs)
+
+
+def _as_laid_out(value: Tensor) -> Tensor:
+    return _own.laid(value, value.stride())
+
+
+def _coins(like: Tensor, chances: Tensor) -> Tensor:
+    return _own.coins(_as_laid_out(chances), like.shape, like.stride(), like.dtype)
+
+
+def _contiguous(value: Tensor) -> Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+def _rectified(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    given = [argument.default_value for argument in func._schema.arguments[:5]]
+    given[: len(args)] = args[:5]
+    value, noise, lower, upper, training = given
+    if not training:
+        return func(*args, **kwargs)
+    made, drawn = _sampled(_aten.rrelu_with_noise_functional.default, (value, noise, lower, upper, True), {})
+    noise.copy_(drawn)
+    return value.copy_(made) if func is _aten.rrelu_with_noise_.default else made
+
+
+def _native_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Of torch's decompositions: eager mode has another operator on the CPU."""
+    value, rate, training = args
+    if not training or rate == 0 or rate == 1:
+        return func(*args, **kwargs)
+    kept = _drawn(_aten.bernoulli_.float, torch.empty_like(value), [1 - rate])
+    return value * (kept / (1 - rate)), kept.to(torch.bool)
+
+
+_RANDOM = getattr(_aten.random_, "from")
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_FILLS.values(), _fill),
+    **dict.fromkeys(_SAMPLERS, _sampled),
+    _aten.bernoulli_.Tensor: lambda func, args, kwargs: args[0].copy_(_coins(args[0], args[1])),
+    _aten.bernoulli.default: lambda func, args, kwargs: _coins(_contiguous(args[0]), args[0]),
+    _aten.bernoulli.p: lambda func, args, kwargs: _drawn(_aten.bernoulli_.float, _contiguous(args[0]), args[1:]),
+    _aten.rand.default: _new(torch.empty, _aten.uniform_.default, lambda: (0.0, 1.0), 0),
+    _aten.randn.default: _new(torch.empty, _aten.normal_.default, lambda: (0.0, 1.0), 0),
+    _aten.normal.float_float: _new(torch.empty, _aten.normal_.default, lambda mean, std: (mean, std), 2),
+    _aten.randint.default: _new(torch.empty, _RANDOM, lambda high: (0, high), 1),
+    _aten.randint.low: _new(torch.empty, _RANDOM, lambda low, high: (low, high), 2),
+    _aten.rand_like.default: _new(torch.empty_like, _aten.uniform_.default, lambda: (0.0, 1.0), 0),
+    _aten.randn_like.default: _new(torch.empty_like, _aten.normal_.default, lambda: (0.0, 1.0), 0),
+    _aten.randint_like.default: _new(torch.empty_like, _RANDOM, lambda high: (0, high), 1),
+    _aten.randint_like.low_dtype: _new(torch.empty_like, _RANDOM, lambda low, high: (low, high), 2),
+    _aten.rrelu_with_noise.default: _rectified,
+    _aten.rrelu_with_noise_.default: _rectified,
+    _aten.native_dropout.default: _native_dropout,
+}
+
+
+# --- in inductor ------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def register() -> None:
-    """Let inductor fill such a tensor where it is. Loads it."""
-    from torch._inductor import lowering
+    """Let inductor call these operators. Loads it."""
+    from torch._inductor import ir, lowering
 
-    known: Any = lowering
+    kinds, lowerings = ir, lowering
+    call = _call_class()
 
-    def lowered(like: Any, p: float, strides: list[int]) -> Any:
-        made = known.empty_strided(like.get_size(), strides, dtype=like.get_dtype(), device=like.get_device())
-        return known.bernoulli_(made, p)
+    def drawn(fill: str, size: Any, stride: Any, dtype: torch.dtype, numbers: Any) -> Any:
+        layout: Any = kinds.FixedLayout(torch.device("cpu"), dtype, list(size), list(stride))
+        made = call(layout, [], constant_args=tuple(numbers), op_overload=_FILLS[fill])
+        return kinds.TensorBox.create(made)
 
-    known.register_lowering(torch.ops.purestep.coins.default, type_promotion_kind=None)(lowered)
+    def coins(chances: Any, size: Any, stride: Any, dtype: torch.dtype) -> Any:
+        layout: Any = kinds.FixedLayout(torch.device("cpu"), dtype, list(size), list(stride))
+        given = [kinds.ExternKernel.realize_input(chances)]
+        return kinds.TensorBox.create(call(layout, given, op_overload=_aten.bernoulli_.Tensor))
 
+    def laid(value: Any, stride: Any) -> Any:
+        return kinds.ExternKernel.require_exact_strides(kinds.ExternKernel.copy_input(value), list(stride))
 
-def check(graph: GraphModule) -> None:
-    """Raise StepContractError where numbers are drawn into a slice in place; before it is made functional."""
-    for node in graph.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.is_mutable or not rng.is_draw(node.target, node.args, node.kwargs):
-            continue
-        filled = node.args[0].meta["val"]
-        if filled.numel() and tree.extent(filled) != filled.numel():
-            raise StepContractError(
-                f"random numbers are drawn into a slice in place ({node.target} of {list(filled.shape)} with strides "
-                f"{filled.stride()}): a compiled step would draw others than eager mode",
-                where="step",
-                hint="x[:, ::2] = torch.rand(...): draw a tensor of its own, and write that",
+    def sampler(operator: Any) -> Callable[..., Any]:
+        def lowered(*args: Any, **kwargs: Any) -> Any:
+            made = kinds.FallbackKernel.create(operator, *args, **kwargs)
+            return (
+                tuple(map(kinds.TensorBox.create, made))
+                if isinstance(made, list | tuple)
+                else (kinds.TensorBox.create(made))
             )
 
+        return lowered
 
-def decompositions(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """The table with coins that say how what they fill lies in memory."""
-    aten: Any = torch.ops.aten
-    return dict(table) | {aten.bernoulli_.float: _filled, aten.bernoulli.p: _made}
-
-
-def _filled(value: Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
-    if generator is not None:
-        return NotImplemented
-    return value.copy_(torch.ops.purestep.coins(value, p, value.stride()))
+    table: Any = lowerings.register_lowering
+    table(_own.drawn.default, type_promotion_kind=None)(drawn)
+    table(_own.coins.default, type_promotion_kind=None)(coins)
+    table(_own.laid.default, type_promotion_kind=None)(laid)
+    for operator, mirror in _MIRRORS.items():
+        table(mirror, type_promotion_kind=None)(sampler(operator))
 
 
-def _made(like: Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
-    if generator is not None:
-        return NotImplemented
-    made = torch.empty_like(like, memory_format=torch.contiguous_format)  # as torch makes it
-    return torch.ops.purestep.coins(made, p, made.stride())
+@functools.cache
+def _call_class() -> Any:
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    base: Any = ir.ExternKernelOut
+
+    class Fill(base):
+        """A new buffer, filled by an operator of torch's."""
+
+        def codegen(self, wrapper: Any) -> None:
+            name, fill, numbers = self.get_name(), self.op_overload, self.constant_args
+            graph: Any = V.graph
+            is_unread = name in graph.removed_buffers  # whose memory inductor has left out
+            if is_unread:
+                graph.removed_buffers.discard(name)
+                wrapper.codegen_allocation(self)
+            given = [each.codegen_reference() for each in self.inputs]
+            if graph.cpp_wrapper:
+                for line in _in_cpp(name, fill, given, numbers):
+                    wrapper.writeline(line)
+            else:
+                packet, _, overload = str(fill).removeprefix("aten.").partition(".")
+                arguments = ", ".join(map(str, (name, *given, *numbers)))
+                wrapper.writeline(f'getattr(torch.ops.aten.{packet}, "{overload}")({arguments})')
+            if is_unread:
+                wrapper.codegen_free(self)
+
+        def has_side_effects(self) -> bool:
+            return True
+
+    return Fill
+
+
+def _in_cpp(name: str, fill: Any, given: Sequence[str], numbers: Sequence[Any]) -> list[str]:
+    """A call of the operator. Only those for coins have a function in inductor's C interface; others are looked up by
+    name, with arguments in words of 64 bits."""
+    if fill in (_aten.bernoulli_.float, _aten.bernoulli_.Tensor):
+        function = f"aoti_torch_cpu_bernoulli__{fill._schema.overload_name}"
+        (chance,) = given or [repr(float(numbers[0]))]
+        return [f"AOTI_TORCH_ERROR_CODE_CHECK({function}({name}, {chance}, nullptr));"]
+    stack, waiting = [f"(StableIValue){name}_taken"], list(numbers)
+    for argument in fill._schema.arguments[1:]:
+        kind = str(argument.type)
+        if argument.name == "generator":
+            stack.append("0")
+        elif kind == "float":
+            stack.append(f"{struct.unpack('<Q', struct.pack('<d', waiting.pop(0)))[0]}ULL")
+        elif kind.startswith("Optional"):
+            stack.append(f"(StableIValue)new StableIValue((StableIValue){waiting.pop(0)}LL)")  # the callee deletes it
+        else:
+            stack.append(f"(StableIValue){waiting.pop(0)}LL")
+    operator, _, overload = str(fill).removeprefix("aten.").partition(".")
+    overload = "" if overload == "default" else overload
+    return [
+        f"AtenTensorHandle {name}_taken;",
+        f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle({name}, &{name}_taken));",
+        f"StableIValue {name}_stack[] = {{{', '.join(stack)}}};",
+        f'AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_call_dispatcher("aten::{operator}", "{overload}", {name}_stack));',
+        f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_delete_tensor_object((AtenTensorHandle){name}_stack[0]));",
+    ]

@@ -33,6 +33,7 @@ from . import (
     pieces,
     products,
     recording,
+    rounding,
     rows,
     shortcuts,
     sources,
@@ -101,12 +102,12 @@ def _made(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool) -
     caching = {"fx_graph_cache": False} if is_kept else {}  # there is nothing to ask inductor's cache for
     # No Python is written for a graph that is changed a dozen times and never run.
     with config.patch(_chosen(options) | caching), lazy._use_lazy_graph_module(True):
-        with mode:
+        casts = rounding.Casts()
+        with mode, casts:
             graph = _traced(record.function, fakes)
         if branches.operators(graph):
             raise NotFunctional
-        draws.check(graph)
-        with recording.below_autocast():
+        with recording.below_autocast(), config.patch(rounding.options(casts.seen) | dict(options or {})):
             return _made_of(graph, fakes, mode, options)
 
 
@@ -138,7 +139,7 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Decomposed while it is traced: so views are recorded of the layouts that they will be taken of.
-    table = draws.decompositions(rows.decompositions(_pools(select_decomp_table())))
+    table = rows.decompositions(_pools(select_decomp_table()))
     with no_recurrent_kernel(), branches.of_one_vector():
         graph: GraphModule = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     graph.graph.eliminate_dead_code()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, library
 
-from . import philox
+from . import draws, philox
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
@@ -94,10 +94,14 @@ def held(graph: Graph, shown: _Shown, *, is_simplified: bool = False) -> None:
 
 def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
     """Inductor's options, with `apart` and `philox.held` before the passes that it ends with: for what goes through its
-    front door."""
+    front door.
+
+    Loads what it needs of `draws` too, whose code is part of the name that its cache knows a graph by.
+    """
     from torch._inductor import config, custom_graph_pass
 
     register()
+    draws.register()
     philox.register()
     name, settings, passes = "post_grad_custom_pre_pass", cast(Any, config), cast(Any, custom_graph_pass)
     given: Any = options.get(name, settings.post_grad_custom_pre_pass)
@@ -115,7 +119,8 @@ def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
         def uuid(self) -> Any:
             """For inductor's cache, which keeps nothing that was made with a pass it cannot tell from others."""
             found = [each.uuid() if isinstance(each, passes.CustomGraphPass) else None for each in theirs]
-            return (passes.get_hash_for_files((__file__, philox.__file__)), *found) if all(found) else None
+            files = (__file__, draws.__file__, philox.__file__)
+            return (passes.get_hash_for_files(files), *found) if all(found) else None
 
     return {**options, name: Held()}
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from .. import dropout, modes, tree, writes
 from .. import model as model_
-from .. import modes, tree, writes
 from .. import precision as precision_
 from ..errors import StepContractError
 from ..metrics import merge
@@ -157,7 +158,8 @@ def _value_and_grad(
                 spec.reach.remember(_unreached(mean, params))
             return mean, extra
 
-        grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
+        with nullcontext() if modes.transformed() else dropout.AsWithout():
+            grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
         return grads, extra, frozenset(last_unreached(spec.reach))
     if modes.transformed():
         raise StepContractError(
