@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import model as model_
 from .. import dropout, modes, tree
+from .. import model as model_
 from .. import precision as precision_
 from ..errors import DataError, StepContractError
 from ..metrics import merge
