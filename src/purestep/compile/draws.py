@@ -283,11 +283,11 @@ def register() -> None:
     def sampler(operator: Any) -> Callable[..., Any]:
         def lowered(*args: Any, **kwargs: Any) -> Any:
             made = kept.create(operator, *args, **kwargs)
-            return (
-                tuple(map(kinds.TensorBox.create, made))
-                if isinstance(made, list | tuple)
-                else (kinds.TensorBox.create(made))
-            )
+            results = list(made) if isinstance(made, list | tuple) else [made]
+            for result in results:  # the next draw waits for it: without it, it would not wait
+                result.has_side_effects = lambda: True
+            boxes = tuple(map(kinds.TensorBox.create, results))
+            return boxes if isinstance(made, list | tuple) else boxes[0]
 
         return lowered
 
@@ -296,7 +296,9 @@ def register() -> None:
     table(_own.coins.default, type_promotion_kind=None)(coins)
     table(_own.laid.default, type_promotion_kind=None)(laid)
     for operator, mirror in _MIRRORS.items():
-        table(mirror, type_promotion_kind=None)(sampler(operator))
+        # Where torch's own word of a layout is wrong, inductor would check results by it.
+        called = operator if _SAMPLERS[operator] is operator else mirror
+        table(mirror, type_promotion_kind=None)(sampler(called))
 
 
 @functools.cache
