@@ -61,7 +61,7 @@ def _like_first(value: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _rectified_like(value: Tensor, noise: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return _like_first(value), torch.empty_like(noise)
+    return torch.empty_like(value), torch.empty_like(noise)
 
 
 _SAMPLERS: dict[Any, Any] = {
