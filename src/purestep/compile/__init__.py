@@ -4,9 +4,10 @@ A call goes from `entry` (what users call) to `runner`, which finds its graph in
 donated step in the buffers of `live` (`standing` finds them again); a step that leaves its state as it was writes a
 copy of them, by `forks`. A graph that is not there yet is made by `capture`, by one thread at a time (`alone`): Python
 is run on fake tensors, or Dynamo reads it; `skeleton` puts the state together in there, `passes` and `sources` are what
-changes in the graph, and `contract` checks what the step returned. On CUDA `first_run` takes back what the first run of
-a graph has written where that fails, `philox` keeps inductor off the random state of attention kernels, and `replay`
-records the donated step. `evaluation` is the same for an eval_step.
+changes in the graph, and `contract` checks what the step returned. `draws` makes random numbers those of eager mode, in
+every way to capture, `rounding` keeps casts there and back, and `backends` is what Dynamo gives its graphs to. On CUDA
+`first_run` takes back what the first run of a graph has written where that fails, `philox` keeps inductor off the
+random state of attention kernels, and `replay` records the donated step. `evaluation` is the same for an eval_step.
 
 On the CPU `native` hands the traced graph straight to inductor. What differs from `torch.compile` there:
 
@@ -16,7 +17,6 @@ On the CPU `native` hands the traced graph straight to inductor. What differs fr
     pieces      weights of equal layers, of one packed vector, by pointers of their own: one kernel for all of them
     blocks      equal layers of a graph as calls of one function
     elementary  tanh in fewer operations
-    draws       random numbers into tensors that lie in memory as they do in eager mode
     toolchain   g++ runs beside inductor's Python
     shortcuts   what inductor does for nothing while it writes C++, left out
     kept        libraries of earlier runs, found by what the function does; `carried` takes them to other machines

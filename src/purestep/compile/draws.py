@@ -1,9 +1,9 @@
-"""Random numbers of a compiled step on the CPU: those of the eager step, drawn into the same layouts, in the same order.
+"""Random numbers of a compiled step on the CPU: those of the eager step, in its layouts, in its order.
 
 Torch fills a tensor in the order of its memory, so the layout is part of what is drawn. Inductor lays tensors out as
-their readers like it, leaves out what nobody reads, writes some draws as other arithmetic, and may read a tensor that is
-filled in place before it is filled. Here a dispatch mode replaces each draw of a trace by an operator of purestep, which
-writes nothing in place, names its strides, and is never dropped:
+their readers like it, leaves out what nobody reads, writes some draws as other arithmetic, and may read a tensor that
+is filled in place before it is filled. Here a dispatch mode replaces each draw of a trace by an operator of purestep,
+which writes nothing in place, names its strides, and is never dropped:
 
 - ``drawn``: a new tensor, filled by one of torch's in-place operators with numbers for arguments.
 - ``coins``: the same with a tensor of chances.
@@ -54,19 +54,26 @@ _FILLS = {
 }
 """Operators that fill a tensor, with numbers for arguments."""
 
-_SAMPLERS = (
-    _aten.normal.Tensor_float,
-    _aten.normal.float_Tensor,
-    _aten.normal.Tensor_Tensor,
-    _aten.multinomial.default,
-    _aten.poisson.default,
-    _aten.binomial.default,
-    _aten._standard_gamma.default,
-    _aten._sample_dirichlet.default,
-    _aten.rrelu_with_noise_functional.default,
-    _aten.randperm.default,
-)
-"""Operators that draw by tensors, or one permutation."""
+
+def _like_first(value: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Contiguous: torch's own word for some of them says otherwise."""
+    return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _rectified_like(value: Tensor, noise: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(value), torch.empty_like(noise)
+
+
+_SAMPLERS: dict[Any, Any] = {
+    _aten.multinomial.default: _aten.multinomial.default,
+    _aten.poisson.default: _like_first,
+    _aten.binomial.default: _like_first,
+    _aten._standard_gamma.default: _like_first,
+    _aten._sample_dirichlet.default: _like_first,
+    _aten.rrelu_with_noise_functional.default: _rectified_like,
+    _aten.randperm.default: _aten.randperm.default,
+}
+"""Operators that draw by tensors, or one permutation -> what they make, without numbers."""
 
 
 def _filled(
@@ -107,12 +114,12 @@ _define("laid", _laid, _laid_empty)
 _MIRRORS: dict[Any, Any] = {}
 """Operators of torch -> purestep's."""
 
-for _operator in _SAMPLERS:
+for _operator, _makes in _SAMPLERS.items():
     _name = _operator._schema.name.removeprefix("aten::")
     _overload = _operator._schema.overload_name
     _full = f"{_name}.{_overload}" if _overload else _name
     _LIBRARY.define(str(_operator._schema).removeprefix("aten::"), tags=(_SEEDED,))
-    _define(_full, _operator, _operator)
+    _define(_full, _operator, _makes)
     _MIRRORS[_operator] = getattr(getattr(_own, _name), _overload or "default")
 
 for _operator in (_own.drawn.default, _own.coins.default, *_MIRRORS.values()):
@@ -191,6 +198,16 @@ def _coins(like: Tensor, chances: Tensor) -> Tensor:
     return _own.coins(_as_laid_out(chances), like.shape, like.stride(), like.dtype)
 
 
+def _normal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Of a mean or a deviation that is a tensor: contiguous, whatever that is."""
+    mean, deviation = (*args, *(argument.default_value for argument in func._schema.arguments[len(args) : 2]))
+    tensors = [leaf for leaf in (mean, deviation) if isinstance(leaf, Tensor)]
+    like = torch.empty(torch.broadcast_shapes(*(leaf.shape for leaf in tensors)), dtype=tensors[0].dtype, device="cpu")
+    if not isinstance(deviation, Tensor):
+        return _drawn(_aten.normal_.default, like, (0.0, deviation)) + mean
+    return _drawn(_aten.normal_.default, like, (0.0, 1.0)) * deviation + mean
+
+
 def _contiguous(value: Tensor) -> Tensor:
     return torch.empty_like(value, memory_format=torch.contiguous_format)
 
@@ -225,6 +242,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _aten.bernoulli.p: lambda func, args, kwargs: _drawn(_aten.bernoulli_.float, _contiguous(args[0]), args[1:]),
     _aten.rand.default: _new(torch.empty, _aten.uniform_.default, lambda: (0.0, 1.0), 0),
     _aten.randn.default: _new(torch.empty, _aten.normal_.default, lambda: (0.0, 1.0), 0),
+    **dict.fromkeys((_aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor), _normal),
     _aten.normal.float_float: _new(torch.empty, _aten.normal_.default, lambda mean, std: (mean, std), 2),
     _aten.randint.default: _new(torch.empty, _RANDOM, lambda high: (0, high), 1),
     _aten.randint.low: _new(torch.empty, _RANDOM, lambda low, high: (low, high), 2),
@@ -247,7 +265,7 @@ def register() -> None:
     from torch._inductor import ir, lowering
 
     kinds, lowerings = ir, lowering
-    call = _call_class()
+    call, kept = _call_class(), _kept_class()
 
     def drawn(fill: str, size: Any, stride: Any, dtype: torch.dtype, numbers: Any) -> Any:
         layout: Any = kinds.FixedLayout(torch.device("cpu"), dtype, list(size), list(stride))
@@ -264,12 +282,12 @@ def register() -> None:
 
     def sampler(operator: Any) -> Callable[..., Any]:
         def lowered(*args: Any, **kwargs: Any) -> Any:
-            made = kinds.FallbackKernel.create(operator, *args, **kwargs)
-            return (
-                tuple(map(kinds.TensorBox.create, made))
-                if isinstance(made, list | tuple)
-                else (kinds.TensorBox.create(made))
-            )
+            made = kept.create(operator, *args, **kwargs)
+            results = list(made) if isinstance(made, list | tuple) else [made]
+            for result in results:  # the next draw waits for it: without it, it would not wait
+                result.has_side_effects = lambda: True
+            boxes = tuple(map(kinds.TensorBox.create, results))
+            return boxes if isinstance(made, list | tuple) else boxes[0]
 
         return lowered
 
@@ -278,7 +296,24 @@ def register() -> None:
     table(_own.coins.default, type_promotion_kind=None)(coins)
     table(_own.laid.default, type_promotion_kind=None)(laid)
     for operator, mirror in _MIRRORS.items():
-        table(mirror, type_promotion_kind=None)(sampler(operator))
+        # Where torch's own word of a layout is wrong, inductor would check results by it.
+        called = operator if _SAMPLERS[operator] is operator else mirror
+        table(mirror, type_promotion_kind=None)(sampler(called))
+
+
+@functools.cache
+def _kept_class() -> Any:
+    from torch._inductor import ir
+
+    base: Any = ir.FallbackKernel
+
+    class Kept(base):
+        """A call of torch's operator, whether or not its results are read."""
+
+        def has_side_effects(self) -> bool:
+            return True
+
+    return Kept
 
 
 @functools.cache

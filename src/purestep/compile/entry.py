@@ -74,7 +74,8 @@ def compile_step(
         StateError: from a call: with ``donate``, a state that went in once already.
         StepContractError: from a call: the step changes the structure, a shape or a dtype of its state, multiplies
             tensors of two dtypes, branches on the value of a tensor, keeps a tensor from one capture to the next (a
-            module's table made at its first forward pass), seeds torch's generator, or cannot be recorded as a CUDA graph.
+            module's table made at its first forward pass), seeds torch's generator, or cannot be recorded as a CUDA
+            graph.
 
     Example:
         >>> import torch, purestep as ps

@@ -1,9 +1,9 @@
 """Whether a step rounds numbers by casts there and back, which inductor leaves out unless it is asked not to.
 
-``x.bfloat16().float()`` simulates a low precision in a higher one. Inductor computes in float32 what is bfloat16 between
-two loads, so the two casts together do nothing. Its setting `emulate_precision_casts` keeps every cast, and costs loops
-of a mixed precision some speed: it is set for graphs alone that cast down, and up again with nothing but elementwise
-operators and views between. In a mixed precision what is cast down goes into a product.
+``x.bfloat16().float()`` simulates a low precision in a higher one. Inductor computes in float32 what is bfloat16
+between two loads, so the two casts together do nothing. Its setting `emulate_precision_casts` keeps every cast, and
+costs loops of a mixed precision some speed: it is set for graphs alone that cast down, and up again with nothing but
+elementwise operators and views between. In a mixed precision what is cast down goes into a product.
 """
 
 from __future__ import annotations

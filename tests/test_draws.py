@@ -1,0 +1,279 @@
+"""Random numbers of compiled steps: those of the eager step, whatever the layout, read or not, in every way to capture.
+
+Inductor itself compiles them: a backend that runs operators one by one hides what it does to draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+from torch.nn import functional
+
+import purestep as ps
+from purestep import dropout
+from purestep.compile import backends, draws, native, recording
+
+pytestmark = pytest.mark.compile
+
+WAYS = ("trace", "front", "dynamo")
+"""Purestep's door to inductor, inductor's own, and torch.compile before that."""
+
+Net = Callable[[Tensor], Tensor]
+
+
+class Around(nn.Module):
+    """A function between two layers, and dropout after it, whose mask tells whether the draws before were all made."""
+
+    def __init__(self, function: Net) -> None:
+        super().__init__()
+        self.function, self.first, self.last = function, nn.Linear(8, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(functional.dropout(self.function(self.first(x)), 0.3))
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "front":
+        monkeypatch.setattr(native, "suits", lambda inputs, backend: False)
+    else:
+        monkeypatch.setattr(native, "given_up", lambda what, error: pytest.fail(f"{what}: {error!r}"))
+    return request.param
+
+
+def same_as_eager(module: nn.Module, way: str, *sizes: tuple[int, ...]) -> None:
+    program = ps.program(module, ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    step = ps.compile_step(program.train_step, capture="dynamo" if way == "dynamo" else "trace")
+    state, batch = program.init(3), tuple(torch.randn(size) for size in sizes or ((4, 8), (4, 1)))
+    for _ in range(2):
+        expected, wanted = program.train_step(state, batch)
+        state, found = step(state, batch)
+        torch.testing.assert_close(found["loss"].total, wanted["loss"].total, rtol=1e-4, atol=1e-5)
+        for name, leaf in expected.params.items():
+            torch.testing.assert_close(
+                state.params[name], leaf, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def dropped(x: Tensor) -> Tensor:
+    """Dropout of every kind, of tensors in every layout; twice of the same one."""
+    turned = functional.dropout(x.t().tanh(), 0.5).t() + functional.dropout(x.repeat(1, 2)[:, ::2], 0.3)
+    viewed = functional.dropout(x.view(4, 2, 3).transpose(0, 1), 0.3).transpose(0, 1).reshape(4, 6)
+    alpha = functional.alpha_dropout(x.t(), 0.4, True).t() + functional.feature_alpha_dropout(x[None], 0.5, True)[0]
+    other = functional.dropout(x.double().t(), 0.5).t().float() + functional.dropout(x.t() * 2, 0.5, inplace=True).t()
+    heads = x[None, None]
+    attended = functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3)[0, 0]
+    twice = functional.dropout(x, 0.5) + functional.dropout(x, 0.5)
+    return turned + viewed + alpha + other + attended + twice + functional.dropout1d(x[None], 0.5)[0]
+
+
+def drawn(x: Tensor) -> Tensor:
+    """Numbers of every distribution that a step may draw from."""
+    fixed, turned = x.detach(), x.detach().t()
+    x = x * torch.rand(4, 6) + torch.randn(6) + torch.randint(5, (4, 6)) + torch.randint(-3, 5, (6,))
+    x = (
+        x
+        + torch.rand_like(turned).t()
+        + torch.randn_like(fixed[:, ::2]).repeat(1, 2)
+        + torch.randint_like(turned, 7).t()
+    )
+    x = (
+        x * torch.bernoulli(turned.sigmoid()).t()
+        + torch.bernoulli(torch.full((4, 6), 0.3, dtype=torch.float64)).float()
+    )
+    x = x + torch.normal(turned, 1.0).t() + torch.normal(0.0, 2.0, (4, 6)) + torch.normal(0.0, turned.abs()).t()
+    x = x + torch.empty(6, 4).t().bernoulli_(fixed.sigmoid()) + torch.empty(6, 4).t().uniform_(-1, 2)
+    x = x + turned.clone().exponential_().t() + torch.empty(4, 6).geometric_(0.3)
+    x = x + torch.multinomial(fixed.abs(), 6) + functional.gumbel_softmax(x.t()).t()
+    x = x + functional.rrelu(x.t(), training=True).t() + torch.poisson(turned.abs()).t()
+    return x[:, torch.randperm(6)]
+
+
+def unread(x: Tensor) -> Tensor:
+    functional.dropout(x, 0.5), torch.rand(3), torch.randn_like(x), torch.bernoulli(x.detach().sigmoid())
+    torch.multinomial(x.detach().abs(), 2), torch.randperm(7), torch.normal(x.detach(), 1.0), torch.empty(3).cauchy_()
+    functional.rrelu(x, training=True), torch.randint(9, (5,)), torch.poisson(x.detach().abs())
+    return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [dropped, drawn, unread])
+def test_draws_are_those_of_the_eager_step(function: Net, way: str) -> None:
+    same_as_eager(Around(function), way)
+
+
+class Adapter(nn.Module):
+    """Loops of two ranges read one mask; as low-rank adapters do, with dropout, on the layers of a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.b = nn.LayerNorm(32), nn.Linear(4, 96, bias=False)
+        self.w, self.head = nn.Linear(32, 96).requires_grad_(False), nn.Linear(32, 5).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (self.w(h) + self.b(functional.dropout(h, 0.1)[..., :4])).chunk(3, -1)
+        return self.head(q * k + v)
+
+
+def test_a_mask_is_drawn_before_it_is_read() -> None:
+    same_as_eager(Adapter(), "trace", (3, 10, 32), (3, 10, 5))
+
+
+def test_dropout_under_torch_func_drops_what_it_drops_without() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return (functional.dropout(x.t(), 0.5) ** 2).sum() + functional.alpha_dropout(x.t(), 0.5, True).sum()
+
+    x = torch.randn(4, 6, requires_grad=True)
+    torch.manual_seed(1)
+    (expected,) = torch.autograd.grad(loss(x), x)
+    torch.manual_seed(1)
+    assert not torch.equal(torch.func.grad(loss)(x), expected)
+    torch.manual_seed(1)
+    with dropout.AsWithout():
+        assert torch.equal(torch.func.grad(loss)(x), expected)
+
+
+@pytest.mark.parametrize("given", [(0.0, True), (1.0, True), (0.5, False)])
+def test_dropout_of_all_or_nothing_is_torchs(given: tuple[float, bool]) -> None:
+    x = torch.randn(4, 6)
+    with dropout.AsWithout():
+        found = functional.dropout(x, *given)
+    assert torch.equal(found, functional.dropout(x, *given))
+
+
+def test_both_engines_drop_out_the_same() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.dropout(self.layer(x).t(), 0.5).t()
+
+    batch, states = (torch.randn(4, 8), torch.randn(4, 6)), list[Any]()
+    module = Turned()
+    for engine in ("func", "autograd"):
+        program = ps.program(module, ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1), engine=engine)
+        states.append(program.train_step(program.init(3), batch)[0])
+    assert torch.equal(states[0].params["layer.weight"], states[1].params["layer.weight"])
+
+
+def test_code_of_a_faulty_step_is_not_found_again() -> None:
+    """What names the code is what the step consists of: with purestep's draws it is another step."""
+    x = torch.randn(4, 6)
+
+    def function(value: Tensor) -> list[Tensor]:
+        return [functional.dropout(value, 0.5)]
+
+    def replaced(value: Tensor) -> list[Tensor]:
+        with draws.AsInEager():
+            return function(value)
+
+    before, after = recording.record(function, [x]).lines, recording.record(replaced, [x]).lines
+    assert before
+    assert after
+    assert "aten.bernoulli_" in "".join(before)
+    assert "purestep.drawn" in "".join(after)
+    assert "aten.bernoulli_.float (%" not in "".join(after)
+
+
+# --- several programs captured by Dynamo ------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int, looks: bool) -> None:
+        super().__init__()
+        self.looks, self.first, self.last = looks, nn.Linear(8, width), nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.looks:
+            assert x.shape[0] >= x.abs().argmax().item() * 0  # which a trace refuses
+        return self.last(functional.dropout(self.first(x), 0.1))
+
+
+@pytest.mark.parametrize(("looks", "capture"), [(True, "auto"), (False, "dynamo")])
+def test_programs_of_several_widths_are_captured_by_dynamo(looks: bool, capture: str) -> None:
+    batch = torch.randn(4, 8), torch.randn(4, 1)
+    for width in (16, 24, 32):
+        program = ps.program(Wide(width, looks), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+        step = ps.compile_step(program.train_step, capture=capture, backend="aot_eager")
+        expected, _ = program.train_step(program.init(), batch)
+        found, _ = step(program.init(), batch)
+        torch.testing.assert_close(found.params["first.weight"], expected.params["first.weight"])
+
+
+def test_batches_of_two_sizes_with_dropout_are_captured_by_dynamo() -> None:
+    program = ps.program(Wide(16, False), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    step = ps.compile_step(program.train_step, capture="dynamo", backend="aot_eager")
+    state = program.init()
+    for size in (4, 3, 5, 6):
+        batch = torch.randn(size, 8), torch.randn(size, 1)
+        expected, _ = program.train_step(state, batch)
+        found, _ = step(state, batch)
+        torch.testing.assert_close(found.params["first.weight"], expected.params["first.weight"])
+    assert step.graphs == 3
+
+
+# --- rounding ---------------------------------------------------------------------------------------------------------
+
+
+ROUNDED: dict[str, Net] = {
+    "bfloat16": lambda w: w.bfloat16().float(),
+    "float16": lambda w: w.half().float(),
+    "float64 and back": lambda w: w.double().bfloat16().double().float(),
+    "a view between": lambda w: w.bfloat16().view(8, 8).t().contiguous().t().reshape(-1).float(),
+    "arithmetic between": lambda w: (w.bfloat16() * 3).abs().float(),
+    "promoted": lambda w: torch.zeros_like(w) + w.bfloat16(),
+    "float8": lambda w: w.to(torch.float8_e4m3fn).float(),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_is_cast_down_and_up_is_rounded(name: str, way: str) -> None:
+    if way == "front" and name not in ("bfloat16", "arithmetic between"):
+        pytest.skip("the same settings as Dynamo's graphs")
+    w = torch.randn(64)
+
+    def step(state: dict[str, Tensor], x: Tensor) -> Any:
+        return {"w": state["w"] + ROUNDED[name](x)}, {}
+
+    found, _ = ps.compile_step(step, capture="dynamo" if way == "dynamo" else "trace")({"w": torch.zeros(64)}, w)
+    assert torch.equal(found["w"], ROUNDED[name](w))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_a_precision_of_the_program_keeps_inductors_way_with_casts(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[bool]()
+    true = native._made_of
+
+    def made_of(*given: Any) -> Any:
+        seen.append(inductor_config.emulate_precision_casts)
+        return true(*given)
+
+    monkeypatch.setattr(native, "_made_of", made_of)
+    net = nn.Sequential(
+        nn.Linear(8, 8),
+        nn.GELU(),
+        nn.LayerNorm(8),
+        nn.Dropout(0.1),
+        nn.TransformerEncoderLayer(8, 2, 8),
+        nn.Linear(8, 2),
+    )
+    program = ps.program(net, ps.supervised(nn.MSELoss()), ps.optim.adamw(1e-2), precision=precision, ema=0.9)
+    ps.compile_step(program.train_step, options={"force_disable_caches": True})(
+        program.init(), (torch.randn(4, 3, 8), torch.randn(4, 3, 2))
+    )
+    assert seen == [False]
+
+
+def test_an_option_that_inductor_does_not_have_is_refused_at_once() -> None:
+    with pytest.raises(RuntimeError, match="no_such_option"):
+        backends.of("inductor", {"no_such_option": True})

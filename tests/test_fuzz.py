@@ -1,0 +1,64 @@
+"""Some cases of the fuzzer; `python -m tests.fuzz` runs thousands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fuzz import cases, compare
+
+from purestep.compile import draws
+
+pytestmark = [pytest.mark.compile, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """For all cases, so that what one compiles serves the next."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(Path(tmp_path_factory.mktemp("fuzz"))))
+        yield
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_every_way_trains_as_the_loop_by_hand(seed: int) -> None:
+    assert compare.mismatches(cases.case(seed)) == []
+
+
+def test_a_case_is_that_of_its_seed() -> None:
+    assert cases.case(5) == cases.case(5)
+    assert len({cases.case(seed)._replace(seed=0) for seed in range(50)}) > 40
+    assert "seed 5" in str(cases.case(5))
+
+
+PLANTED = cases.Case(
+    seed=-1,
+    sizes=(3, 5),
+    layers=("turned",),
+    layout="contiguous",
+    optimizer="sgd",
+    precision="64-true",
+    ema=None,
+    accumulate=1,
+    capture="trace",
+    donate=False,
+)
+
+
+def test_a_mask_in_another_layout_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def contiguous(fill: Any, like: torch.Tensor, numbers: Sequence[Any]) -> torch.Tensor:
+        return draws._own.drawn(str(fill), like.shape, torch.empty(like.shape).stride(), like.dtype, numbers)
+
+    monkeypatch.setattr(draws, "_drawn", contiguous)
+    found = compare.mismatches(PLANTED)
+    assert found
+    assert all("seed -1" in line and ": compiled: " in line for line in found)
+
+
+def test_a_gradient_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = compare.by_hand
+    monkeypatch.setattr(compare, "by_hand", lambda case, given: true(case, [(x * 1.001, y) for x, y in given]))
+    assert any("first " in line for line in compare.mismatches(PLANTED))
