@@ -6,6 +6,7 @@ generators that data code draws from. ``position.py``: a loader's state as JSON.
 ``checking.py``: batches that are not like the first.
 """
 
+from .ahead import Ahead as Ahead
 from .checking import BatchSpec as BatchSpec
 from .checking import check_batch as check_batch
 from .feed import Feed as Feed

@@ -7,7 +7,7 @@ loads it nor on what was loaded before.
 
 from __future__ import annotations
 
-import itertools
+import copy
 import logging
 import operator
 from collections import OrderedDict
@@ -33,10 +33,12 @@ from torch.utils.data import (
 from ..rng import mix
 from ..types import Batch
 from . import draws
+from .alike import same
+from .attributes import Attributes
 from .feed import Feed
+from .order import OwnOrder
 from .workers import Engine
 
-_CHUNK = 32  # batches of indices drawn from a user's sampler at once: scoping its draws takes 20 us
 _REMEMBERED = 256  # batches whose indices are kept for messages
 _log = logging.getLogger("purestep")
 
@@ -45,6 +47,7 @@ class Ticket(NamedTuple):
     """One batch to load."""
 
     number: int  # within the epoch, 0-based
+    epoch: int  # 0-based
     seed: int  # of the epoch
     indices: Any  # what the sampler gave: a list of indices, or one index where the loader does not batch
     probe: bool  # load one item twice and compare
@@ -65,7 +68,7 @@ class Batches(Dataset[Loaded]):
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
         own = {"_dataset": dataset, "_collate": collate, "_batched": batched, "_drawn_from": frozenset[str]()}
-        self.__dict__.update(own)
+        self.__dict__.update(own, _epoch=None)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_dataset" not in self.__dict__:  # unpickling asks before there is a dataset
@@ -76,6 +79,10 @@ class Batches(Dataset[Loaded]):
         setattr(self.__dict__["_dataset"], name, value)
 
     def __getitem__(self, index: Ticket) -> Loaded:
+        if index.epoch != self.__dict__["_epoch"]:
+            self.__dict__["_epoch"] = index.epoch
+            if callable(getattr(self._dataset, "set_epoch", None)):
+                self._dataset.set_epoch(index.epoch)
         tensors = self._tensors()
         if tensors is not None:
             return Loaded(_gather(self._dataset, tensors, index.indices), inexact=False)
@@ -122,7 +129,7 @@ class Batches(Dataset[Loaded]):
 
     def _repeats(self, ticket: Ticket) -> bool:
         index = ticket.indices[0] if self._batched and ticket.indices else ticket.indices
-        return _same(self._item(ticket, index), self._item(ticket, index))
+        return same(self._item(ticket, index), self._item(ticket, index))
 
     def _tensors(self) -> tuple[Tensor, ...] | None:
         """The tensors of a plain TensorDataset with the default collation: gathered at once, nothing can be drawn."""
@@ -147,21 +154,6 @@ def _number(index: Any) -> int | str:
         return operator.index(index)
     except TypeError:
         return repr(index)
-
-
-def _same(first: Any, second: Any) -> bool:
-    """Whether two loads of an item agree, as far as their kinds can be compared."""
-    if isinstance(first, Tensor):
-        return first.shape == second.shape and bool(((first == second) | (first != first)).all())
-    if isinstance(first, np.ndarray):
-        return bool(first.shape == second.shape and first.tobytes() == second.tobytes())
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
-    if isinstance(first, (bool, int, float, str, bytes)):
-        return first == second or first != first
-    return True
 
 
 def _same_batch(batch: Any) -> Any:
@@ -197,7 +189,9 @@ class IndexedFeed(Feed):
         self._sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
         self._batch_size: Any = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
         self._drop_last = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
-        super().__init__(name=name, length=length_of(loader), resume="skip", facts=self._facts())
+        ready = self._is_ready()
+        super().__init__(name=name, length=length_of(loader), resume="skip", facts=self._facts(), exact=ready)
+        self._own = None if ready else OwnOrder(loader, name=name, seed=seed)
         self._tickets = _Tickets()
         batches = Batches(loader.dataset, loader.collate_fn, batched=loader.batch_sampler is not None)
         how = {"batch_size": None, "sampler": self._tickets, "collate_fn": _same_batch}
@@ -220,8 +214,16 @@ class IndexedFeed(Feed):
         found = self._recent.get((epoch, batch))
         return found if found is None or isinstance(found, list) else [found]
 
+    def count(self, epoch: int) -> int | None:
+        if self._own is None:
+            return super().count(epoch)
+        # One that says nothing of its length may have no end.
+        return None if self.length is None else self._own.count(epoch, self.ends, most=16 * self.length + 1000)
+
     def close(self) -> None:
         self._engine.close()
+        if self._own is not None:
+            self._own.put_back()
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         self._tickets.source = self._order(epoch, start)
@@ -236,17 +238,17 @@ class IndexedFeed(Feed):
 
     def _order(self, epoch: int, start: int) -> Iterator[Ticket]:
         seed = mix(self._seed, "items", epoch)
-        for number, indices in enumerate(islice(self._index_batches(epoch), start, None), start):
+        for number, indices in enumerate(self._after(self._index_batches(epoch), epoch, start), start):
             self._recent[epoch, number] = indices
             if len(self._recent) > _REMEMBERED:
                 self._recent.popitem(last=False)
             probe, self._probed = not self._probed, True
-            yield Ticket(number, seed, indices, probe)
+            yield Ticket(number, epoch, seed, indices, probe)
 
     def _index_batches(self, epoch: int) -> Iterator[Any]:
+        if self._own is not None:
+            return self._own.epoch(epoch, self.ends)
         number = mix(self._seed, "order", epoch)
-        if not self._is_ready():
-            return _drawn(self._source, epoch, number)
         if self._source.batch_sampler is None:
             return iter(self._ready_sampler(number))
         return iter(BatchSampler(self._ready_sampler(number), int(self._batch_size), bool(self._drop_last)))
@@ -280,32 +282,11 @@ def _is_torchs(sampler: Any, *names: str) -> bool:
     return kind.__name__ in names and kind.__module__.startswith(("torch.utils.data.", "torchdata."))
 
 
-def _drawn(loader: DataLoader[Any], epoch: int, seed: int) -> Iterator[Any]:
-    """The order of a user's own sampler, drawn under seeds of (seed, epoch)."""
-    source: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    parts: list[Any] = [source, getattr(source, "sampler", None), loader.sampler]
-    for part in {id(part): part for part in parts}.values():
-        if callable(getattr(part, "set_epoch", None)):
-            part.set_epoch(epoch)
-    own = draws.own(source)
-    with draws.scoped(seed, own):
-        iterator = iter(source)
-    for count in itertools.count():
-        with draws.scoped(mix(seed, count), own):
-            chunk = [_copied(indices) for indices in islice(iterator, _CHUNK)]
-        if not chunk:
-            return
-        yield from chunk
-
-
-def _copied(indices: Any) -> Any:
-    """A sampler may fill one list again and again."""
-    return list(cast("list[Any]", indices)) if isinstance(indices, list) else indices
-
-
 def length_of(sized: Any) -> int | None:
-    """``len``, or None where there is none."""
+    """``len``, or None where there is none. A loader's is a hint."""
+    # torch's loader remembers that it was asked, and warns of every batch that is more.
+    asked = copy.copy(sized) if isinstance(sized, DataLoader) else sized
     try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
+        return len(asked)
+    except Exception:
         return None

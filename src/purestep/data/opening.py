@@ -17,7 +17,15 @@ from .iterated import IterableFeed, OneShotFeed, SequenceFeed, StatefulFeed
 from .workers import Engine
 
 
-def open_feed(loader: Any, *, name: str = "train", seed: int = 0, replay: bool = False, timeout: float = 300.0) -> Feed:
+def open_feed(
+    loader: Any,
+    *,
+    name: str = "train",
+    seed: int = 0,
+    replay: bool = False,
+    timeout: float = 300.0,
+    repeats: bool = False,
+) -> Feed:
     """Take over a loader: its order from (seed, epoch), its place as (epoch, batches consumed).
 
     ============================================  ==============================================================
@@ -46,6 +54,7 @@ def open_feed(loader: Any, *, name: str = "train", seed: int = 0, replay: bool =
         seed: in [0, 2**63).
         replay: allow to enter an epoch in the middle by loading and dropping the batches before.
         timeout: seconds to wait for a batch from workers, > 0, where the loader's own is 0.
+        repeats: every pass over an epoch begins at the same place, as an evaluation has to.
 
     Raises:
         DataError: not a loader, or an empty one.
@@ -60,7 +69,8 @@ def open_feed(loader: Any, *, name: str = "train", seed: int = 0, replay: bool =
     if isinstance(loader, Feed):
         return loader
     feed = _opened(loader, name=name, seed=seed, replay=replay, timeout=timeout)
-    if feed.length == 0:
+    feed.repeats = repeats
+    if feed.length == 0 and feed.exact:
         raise DataError(
             "no batch in it: the loader is empty",
             where=name,
@@ -95,12 +105,13 @@ def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float) 
         source = _streamed(loader, seed, timeout)
         if _stateful(loader.dataset) and loader.num_workers == 0:
             return StatefulFeed(source, loader.dataset, **_described(loader, name, seed))
-        return IterableFeed(source, loader.dataset, resume=only_replay, **_described(loader, name, seed))
+        owners = (loader.dataset, loader.collate_fn)
+        return IterableFeed(source, owners, resume=only_replay, **_described(loader, name, seed))
     if isinstance(loader, Sequence):
         return SequenceFeed(cast(Sequence[Batch], loader), name=name)
     if isinstance(loader, Iterator):
         return OneShotFeed(cast(Iterator[Batch], loader), name=name, seed=seed, resume=only_replay)
-    return IterableFeed(_iterate(loader), loader, resume="replay", **_described(loader, name, seed))
+    return IterableFeed(_iterate(loader), (loader,), resume="replay", **_described(loader, name, seed))
 
 
 def _iterable(loader: Any) -> bool:
