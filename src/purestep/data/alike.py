@@ -24,7 +24,9 @@ def same(first: Any, second: Any) -> bool:
         listed = isinstance(second, (list, tuple)) and len(first) == len(second)
         return listed and all(same(a, b) for a, b in zip(first, second, strict=True))
     if isinstance(first, dict):
-        return isinstance(second, dict) and first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+        return (
+            isinstance(second, dict) and first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+        )
     if isinstance(first, (bool, int, float, str, bytes)):
         return bool(first == second or first != first)
     return True

@@ -22,6 +22,7 @@ from .draws import KINDS
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _SEVERAL = (list, dict, deque, set)
+_LONG = 1 << 24  # numbers in a row; more are data
 _MOST = 100_000  # containers that are looked into: a list of so many records is data
 
 
@@ -80,7 +81,8 @@ class Attributes:
         come since stay; an iterator does not."""
         for _, part, content in self._taken.values():
             if isinstance(part, _SEVERAL) or not isinstance(content, dict):
-                _fill(part, content)
+                if not self._same_content(_content(part), content):
+                    _fill(part, content)
                 continue
             now, held = _content(part), vars(part)
             for name, value in now.items():
@@ -180,7 +182,7 @@ def _parts(owners: tuple[Any, ...], but: Collection[Any]) -> Iterator[tuple[str,
     seen = {id(part) for part in but}
     waiting: deque[tuple[str, Any]] = deque()
     for number, owner in enumerate(owners):
-        if _has_attributes(owner):
+        if has_attributes(owner):
             waiting.append(("" if len(owners) == 1 else f"[{number}]", owner))
     count = 0
     while waiting and count < _MOST:
@@ -211,21 +213,23 @@ def _goes_on(value: Any, holder: Any) -> bool:
     """Whether a value may change by itself."""
     if type(value) in _SEVERAL or isinstance(value, _SEVERAL) or _is_row(value):
         return True
-    if not _has_attributes(value):
+    if not has_attributes(value):
         return False
     # Of other objects, one of the user's own beside the class that holds it.
     return isinstance(value, Dataset | Iterable) or type(value).__module__ == type(holder).__module__
 
 
-def _has_attributes(value: Any) -> bool:
+def has_attributes(value: Any) -> bool:
+    """Whether this is an object that may keep something: no class, function, module or tensor."""
     others = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Tensor, np.ndarray)
     return hasattr(value, "__dict__") and not isinstance(value, others + KINDS)
 
 
 def _is_row(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.dim() == 1 and value.device.type == "cpu" and value.layout is torch.strided and not value.is_nested
-    return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "biuf"
+        plain = value.layout is torch.strided and not (value.is_nested or value.is_quantized or value.requires_grad)
+        return plain and value.dim() == 1 and value.device.type == "cpu" and value.numel() < _LONG
+    return type(value) is np.ndarray and value.ndim == 1 and value.dtype.kind in "biuf" and value.size < _LONG
 
 
 def _content(part: Any) -> Any:

@@ -162,6 +162,8 @@ class Feed(ABC):
             Mismatch: with both values, where the loader is another one: batch size, number of items, order.
         """
         stored = dict(position.get("facts", {}))
+        if "batches" not in self.facts:
+            stored.pop("batches", None)  # an earlier version took a hint for a fact
         differing = [key for key in {**stored, **self.facts} if stored.get(key) != self.facts.get(key)]
         if differing:
             told = ", ".join(f"{key} was {stored.get(key)!r} and is {self.facts.get(key)!r}" for key in differing)

@@ -12,10 +12,8 @@ import logging
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -34,11 +32,12 @@ from ..rng import mix
 from ..types import Batch
 from . import draws
 from .alike import same
-from .attributes import Attributes
+from .attributes import Attributes, has_attributes
 from .feed import Feed
 from .order import OwnOrder
 from .workers import Engine
 
+_AGAIN = 6  # more loads of a batch, where something keeps count
 _REMEMBERED = 256  # batches whose indices are kept for messages
 _log = logging.getLogger("purestep")
 
@@ -50,14 +49,14 @@ class Ticket(NamedTuple):
     epoch: int  # 0-based
     seed: int  # of the epoch
     indices: Any  # what the sampler gave: a list of indices, or one index where the loader does not batch
-    probe: bool  # load one item twice and compare
+    probe: bool  # load again and compare
 
 
 class Loaded(NamedTuple):
-    """One batch, and whether the probe found that its items cannot be loaded again as they were."""
+    """One batch, and what the probe found that cannot be loaded again as it was; "" for nothing."""
 
     batch: Batch
-    inexact: bool
+    inexact: str
 
 
 class Batches(Dataset[Loaded]):
@@ -85,11 +84,11 @@ class Batches(Dataset[Loaded]):
                 self._dataset.set_epoch(index.epoch)
         tensors = self._tensors()
         if tensors is not None:
-            return Loaded(_gather(self._dataset, tensors, index.indices), inexact=False)
+            return Loaded(_gather(self._dataset, tensors, index.indices), inexact="")
         try:
             with draws.scoped(mix(index.seed, index.number)):
                 batch = self._load(index, draws.watch())
-                return Loaded(batch, index.probe and not self._repeats(index))
+                return Loaded(batch, self._probed(index) if index.probe else "")
         except StopIteration as error:  # would end the epoch without a word
             raise RuntimeError("the dataset raised StopIteration") from error
 
@@ -127,9 +126,22 @@ class Batches(Dataset[Loaded]):
         draws.seed(mix(ticket.seed, "item", _number(index)), self._drawn_from)
         return self._items([index])[0] if self._batched else self._items(index)
 
-    def _repeats(self, ticket: Ticket) -> bool:
+    def _probed(self, ticket: Ticket) -> str:
+        """What cannot be loaded again as it was. What is found to keep something is left as it was found."""
         index = ticket.indices[0] if self._batched and ticket.indices else ticket.indices
-        return same(self._item(ticket, index), self._item(ticket, index))
+        collate = getattr(self._collate, "__self__", self._collate)
+        before = Attributes(self._dataset, collate)
+        found = ""
+        if not same(self._item(ticket, index), self._item(ticket, index)):
+            found = "loading an item twice gave two different items"
+        elif has_attributes(collate):
+            batch = self._seeded(ticket)
+            # What counts its calls may make another batch only at some of them.
+            if before.changed() and not all(same(batch, self._seeded(ticket)) for _ in range(_AGAIN)):
+                found = f"{type(collate).__name__}, which collates, made different batches of the same items"
+        if found or has_attributes(collate):
+            before.put_back()
+        return found
 
     def _tensors(self) -> tuple[Tensor, ...] | None:
         """The tensors of a plain TensorDataset with the default collation: gathered at once, nothing can be drawn."""
@@ -198,6 +210,8 @@ class IndexedFeed(Feed):
         self._engine = Engine(batches, like=loader, timeout=timeout, **how)
         self._recent: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._probed = False
+        self._begun: Attributes | None = None  # dataset and collation as they were at first, where passes repeat
+        self._inexact = False
 
     def _facts(self) -> dict[str, Any]:
         size = self._batch_size if isinstance(self._batch_size, int) else None
@@ -226,12 +240,14 @@ class IndexedFeed(Feed):
             self._own.put_back()
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        if self.repeats:
+            self._put_back()
         self._tickets.source = self._order(epoch, start)
         loaded = self._engine.run(mix(self._seed, "workers", epoch))
         try:
             for batch, inexact in loaded:
                 if inexact:
-                    self._tell()
+                    self._tell(inexact)
                 yield batch
         finally:
             loaded.close()
@@ -268,11 +284,23 @@ class IndexedFeed(Feed):
         count = None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
         return RandomSampler(sampler.data_source, sampler.replacement, count, own)
 
-    def _tell(self) -> None:
+    def _put_back(self) -> None:
+        """Dataset and collation, where batches hang on what they keep, as they were before the first pass."""
+        if self._begun is None:
+            self._begun = Attributes(self._source.dataset, getattr(self._source.collate_fn, "__self__", None))
+        elif self._inexact:
+            self._engine.close()  # workers have what they keep to themselves
+            self._begun.put_back()
+
+    def _tell(self, found: str) -> None:
+        self._inexact = True
+        if self._begun is not None and self._begun.changed():
+            return  # every pass begins with what it was
         _log.warning(
-            "%s: loading an item twice gave two different items, so a resumed run will not be the same bit for bit. "
-            "Draw from torch's, numpy's or Python's global generator in the dataset: they are seeded per item.",
+            "%s: %s, so a resumed run will not be the same bit for bit. Draw from torch's, numpy's or Python's global "
+            "generator in the dataset: they are seeded per item; and keep nothing from item to item or batch to batch.",
             self.name,
+            found,
         )
 
 

@@ -86,10 +86,6 @@ class IterableFeed(Feed):
         super().restore(position)
         self._restored = tuple(position["attributes"]) if "attributes" in position else None
 
-    def close(self) -> None:
-        self._first.put_back()
-        self._entered = -1
-
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         self._enter(epoch)
         self._announce(epoch)

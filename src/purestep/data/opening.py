@@ -154,7 +154,8 @@ def _iterate(loader: Iterable[Batch]) -> Callable[[int], Iterator[Batch]]:
 
 def _streamed(loader: DataLoader[Any], seed: int, timeout: float) -> Callable[[int], Iterator[Batch]]:
     how = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "collate_fn": loader.collate_fn}
-    engine = Engine(loader.dataset, like=loader, timeout=timeout, **how)
+    # Where a stream is in a worker that lives on, and which epoch it was told, no other run can know.
+    engine = Engine(loader.dataset, like=loader, timeout=timeout, persistent=False, **how)
     return lambda epoch: engine.run(mix(seed, "workers", epoch))
 
 

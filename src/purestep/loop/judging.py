@@ -25,7 +25,7 @@ class Judge(NamedTuple):
     monitor: str | None
     mode: stopping.Mode
     config: FitConfig
-    count: Callable[[int], int | None] | None = None  # batches of an epoch, where the metric is measured inside of it
+    batches: Callable[[int], int | None] | None = None  # of an epoch, where the metric is measured inside of it
 
     def begun(self, record: Record) -> Record:
         """The record to go on with: the best of another metric says nothing of this one."""
@@ -72,7 +72,7 @@ class Judge(NamedTuple):
         epochs, steps = self.config.epochs, self.config.steps
         found: list[tuple[int, int]] = []
         if epochs not in (None, -1):
-            parts = (self.count and self.count(record.epoch)) or 1  # of an epoch that can be told apart
+            parts = (self.batches and self.batches(record.epoch)) or 1  # of an epoch that can be told apart
             found.append((record.epoch * parts + min(record.batch, parts - 1), epochs * parts))
         if steps not in (None, -1):
             found.append((record.updates, steps))
@@ -133,7 +133,7 @@ def judge(config: FitConfig, loaders: Collection[str], count: Callable[[int], in
     own = [name for name in loaders if monitor and name == _loader_of(monitor, loaders)]
     # What is measured in training has a value in every row, whichever loader it is for.
     inside = any(cadence.inside(config.interval(name)) for name in own or loaders)
-    return Judge(monitor, mode, config, count=count if inside else None)
+    return Judge(monitor, mode, config, batches=count if inside else None)
 
 
 def ended_before(judge: Judge, record: Record) -> str | None:
