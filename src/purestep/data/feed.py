@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
@@ -60,7 +60,7 @@ class Feed(ABC):
         del epoch
         return self.length if self.exact else None
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """The batches of one epoch.
 
         Args:
@@ -99,7 +99,7 @@ class Feed(ABC):
         self._check_start(epoch, start, sum(1 for _ in islice(batches, start)))
         return batches
 
-    def _named(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _named(self, epoch: int, start: int) -> Generator[Batch]:
         number = start
         batches = self._batches(epoch, start)
         try:

@@ -116,9 +116,11 @@ class Run:
     def _epoch(self) -> None:
         """The batches of one epoch, with a boundary at its end and at every interval inside."""
         self.plan.begin(self.record, self.left)
-        fed = self.ledger.timed(self.feeds.train.epoch(self.record.epoch, self.record.batch))
-        fed = data.prefetch(self.signals.watch(fed), data.device_of(self.state), name="train")
-        with closing(data.Ahead(fed)) as batches:
+        loaded = self.feeds.train.epoch(self.record.epoch, self.record.batch)
+        fed = self.signals.watch(self.ledger.timed(loaded))
+        fed = data.prefetch(fed, data.device_of(self.state), name="train")
+        # Open as long as there may be a snapshot, for which a feed may have to ask its loader for more.
+        with closing(loaded), closing(data.Ahead(fed)) as batches:
             if self.record.batch and self.record.is_ahead and self._ends_behind_batch(batches):
                 return  # the run was told to end in this evaluation, which was to be its last
             for batch in batches:
