@@ -73,7 +73,7 @@ class Attributes:
             if places is not None:
                 found[path] = {"places": places}
             elif _is_plain(value):
-                found[path] = {"value": list(value) if isinstance(value, deque | set) else value}
+                found[path] = {"value": _stored(value)}
         return found
 
     def put_back(self) -> None:
@@ -94,14 +94,16 @@ class Attributes:
 
     def _changes(self) -> Iterator[tuple[str, Any]]:
         """The path and the present value of what is not as it was."""
+        gone: set[str] = set()  # where there is another object by now
         for path, part, content in self._taken.values():
             now = _content(part)
             if isinstance(part, _SEVERAL) or not isinstance(now, dict):
-                if not self._same_content(now, content):
+                if not gone.intersection(_above(path)) and not self._same_content(now, content):
                     yield path, part
                 continue
             for name in {**content, **now}:
                 if name not in content or name not in now or not self._same(now[name], content[name]):
+                    gone.add(_joined(path, name))
                     yield _joined(path, name), now.get(name)
 
     def _same(self, now: Any, then: Any) -> bool:
@@ -205,6 +207,13 @@ def _joined(path: str, name: Any) -> str:
     return f"{path}/{name}" if path else str(name)
 
 
+def _above(path: str) -> Iterator[str]:
+    """A path and those of what holds it."""
+    while path:
+        yield path
+        path = path.rpartition("/")[0]
+
+
 def _is_listed(part: Any) -> bool:
     return isinstance(part, list | deque)
 
@@ -264,7 +273,7 @@ def _fill(part: Any, content: Any) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a snapshot's manifest can hold it."""
+    """Whether there are but numbers, text and tensors in it."""
     if type(value) in _PLAIN or isinstance(value, np.bool_ | np.integer | np.floating | Tensor):
         return True
     if isinstance(value, np.ndarray):
@@ -273,3 +282,12 @@ def _is_plain(value: Any) -> bool:
         mapping = cast("dict[Any, Any]", value)
         return all(map(_is_plain, mapping)) and all(map(_is_plain, mapping.values()))
     return type(value) in (list, tuple, deque, set) and all(map(_is_plain, cast("list[Any]", value)))
+
+
+def _stored(value: Any) -> Any:
+    """A plain value with lists for sets and deques, as a manifest can hold it."""
+    if isinstance(value, dict):
+        return {key: _stored(part) for key, part in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | deque | set):
+        return [_stored(part) for part in cast("list[Any]", value)]
+    return tuple(map(_stored, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else value

@@ -206,7 +206,7 @@ class IndexedFeed(Feed):
         self._own = None if ready else OwnOrder(loader, name=name, seed=seed)
         self._tickets = _Tickets()
         batches = Batches(loader.dataset, loader.collate_fn, batched=loader.batch_sampler is not None)
-        how = {"batch_size": None, "sampler": self._tickets, "collate_fn": _same_batch}
+        how: dict[str, Any] = {"batch_size": None, "sampler": self._tickets, "collate_fn": _same_batch}
         self._engine = Engine(batches, like=loader, timeout=timeout, **how)
         self._recent: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._probed = False
@@ -287,7 +287,8 @@ class IndexedFeed(Feed):
     def _put_back(self) -> None:
         """Dataset and collation, where batches hang on what they keep, as they were before the first pass."""
         if self._begun is None:
-            self._begun = Attributes(self._source.dataset, getattr(self._source.collate_fn, "__self__", None))
+            collate = self._source.collate_fn
+            self._begun = Attributes(self._source.dataset, getattr(collate, "__self__", collate))
         elif self._inexact:
             self._engine.close()  # workers have what they keep to themselves
             self._begun.put_back()

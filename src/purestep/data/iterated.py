@@ -38,10 +38,65 @@ class SequenceFeed(Feed):
         return (self._source[index] for index in range(start, len(self._source)))
 
 
+class Outlasting:
+    """What loaders keep in attributes from epoch to epoch: put back where an epoch is entered again, and a part of the
+    position.
+
+    Args:
+        owners: what is iterated, and what is called meanwhile.
+        name: of the loader, for messages.
+    """
+
+    def __init__(self, owners: Sequence[Any], *, name: str) -> None:
+        self._owners = owners
+        self._name = name
+        self._first = self._begun = Attributes(*owners)
+        self._entered = -1
+        self._kept: Any = None  # attributes, as JSON, as the epoch that was entered last began; None: as they were
+        self._restored: list[Any] | None = None  # the epoch that begins with them, and they
+        self._is_told = False
+
+    def position(self, epoch: int) -> dict[str, Any]:
+        """The part of a position."""
+        if self._restored is not None:  # saved again before a batch was asked for
+            return {"attributes": self._restored}
+        kept = self._kept if epoch == self._entered else self._encoded()
+        return {} if kept is None else {"attributes": [epoch, kept]}
+
+    def restore(self, found: Mapping[str, Any]) -> None:
+        """Take over that part of a position."""
+        self._restored = found.get("attributes")
+
+    def enter(self, epoch: int, *, tell: bool) -> None:
+        """Bring the attributes to where they were when this epoch began, or take down where that is.
+
+        Args:
+            epoch: 0-based.
+            tell: warn of what no position can hold.
+        """
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            write(self._owners, position.decode(restored[1]))
+        elif epoch <= self._entered:
+            (self._begun if epoch == self._entered else self._first).put_back()
+        self._entered = epoch
+        self._begun, self._kept = Attributes(*self._owners), self._encoded()
+        lost = self._first.iterators() if tell and not self._is_told else []
+        if lost:
+            self._is_told = True
+            _log.warning(
+                "%s: %s outlasts an epoch, and no snapshot can hold an iterator: a resumed run will not load the same "
+                "batches (cure: make it anew in __iter__, or state_dict() and load_state_dict())",
+                *(self._name, ", ".join(lost)),
+            )
+
+    def _encoded(self) -> Any:
+        values = self._first.values()
+        return position.encode(values, where=self._name, path="attributes") if values else None
+
+
 class IterableFeed(Feed):
     """Anything that can be iterated once an epoch, entered in the middle by dropping batches.
-
-    What it keeps in attributes from epoch to epoch is part of the position.
 
     Args:
         source: gives the iterator of an epoch; called inside the random stream of that epoch.
@@ -64,34 +119,25 @@ class IterableFeed(Feed):
     ) -> None:
         super().__init__(name=name, length=length, resume=resume, facts={"kind": "iterable", "seed": seed})
         self._source = source
-        self._owners = owners
+        self._owner = owners[0]
         self._seed = seed
         self._announce = announce
-        self._first = self._begun = Attributes(*owners)
-        self._entered = -1
-        self._kept: dict[str, Any] = {}  # attributes, as the epoch that was entered last began
-        self._restored: tuple[int, Any] | None = None  # the epoch that begins with them, and they
-        self._is_told = False
+        self._outlasting = Outlasting(owners, name=name)
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         """As of any feed, with the attributes that have changed, as they were when the epoch began."""
-        if self._restored is not None:  # saved again before a batch was asked for
-            kept = position.decode(self._restored[1])
-        else:
-            kept = self._kept if epoch == self._entered else self._first.values()
-        found = super().position(epoch, consumed)
-        return {**found, "attributes": [epoch, position.encode(kept, where=self.name)]} if kept else found
+        return {**super().position(epoch, consumed), **self._outlasting.position(epoch)}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         super().restore(position)
-        self._restored = tuple(position["attributes"]) if "attributes" in position else None
+        self._outlasting.restore(position)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        self._enter(epoch)
+        self._outlasting.enter(epoch, tell=self.resume != "none" and not self.repeats)
         self._announce(epoch)
         seed = mix(self._seed, "order", epoch)
         _tell_cost(self.name, epoch, start)
-        own = draws.own(self._owners[0])
+        own = draws.own(self._owner)
         with draws.scoped(seed, own):
             iterator = self._source(epoch)
         try:
@@ -100,24 +146,6 @@ class IterableFeed(Feed):
             close = getattr(iterator, "close", None)
             if callable(close):
                 close()
-
-    def _enter(self, epoch: int) -> None:
-        """Bring the attributes to where they were when this epoch began, or take down where that is."""
-        restored, self._restored = self._restored, None
-        if restored is not None:
-            write(self._owners, position.decode(restored[1]))
-        elif epoch <= self._entered:
-            (self._begun if epoch == self._entered else self._first).put_back()
-        self._entered = epoch
-        self._begun, self._kept = Attributes(*self._owners), self._first.values()
-        lost = self._first.iterators()
-        if lost and self.resume != "none" and not (self._is_told or self.repeats):
-            self._is_told = True
-            _log.warning(
-                "%s: %s outlasts an epoch, and no snapshot can hold an iterator: a resumed run will not load the same "
-                "batches (cure: make it anew in __iter__, or state_dict() and load_state_dict())",
-                *(self.name, ", ".join(lost)),
-            )
 
 
 def _scoped(
@@ -209,6 +237,7 @@ class StatefulFeed(Feed):
     Args:
         source: gives the iterator of an epoch.
         owner: what has the two methods: the loader, or its dataset.
+        others: what is read meanwhile and is not in that state.
         name, seed: as in `open_feed`.
         length: as in `Feed`.
         announce: told the epoch before it begins.
@@ -218,6 +247,7 @@ class StatefulFeed(Feed):
         self,
         source: Callable[[int], Iterator[Batch]],
         owner: Any,
+        others: Sequence[Any] = (),
         *,
         name: str,
         seed: int,
@@ -229,6 +259,8 @@ class StatefulFeed(Feed):
         self._owner = owner
         self._seed = seed
         self._announce = announce
+        self._others = others
+        self._outlasting = Outlasting(others, name=name)
         self._states: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._restored: Any = None
         self._after_left: int | None = None  # an epoch that follows one which was not run to its end
@@ -252,6 +284,7 @@ class StatefulFeed(Feed):
         if stored is None and consumed:
             raise DataError(f"no state is kept of batch {consumed} of epoch {epoch + 1}", where=self.name)
         found = {**super().position(epoch, consumed), "state": position.encode(stored, where=self.name)}
+        found.update(self._outlasting.position(epoch))
         if self._ended == (epoch, consumed):
             found["ended"] = [epoch, consumed]
         return found if self._after_left is None else {**found, "after_left": self._after_left}
@@ -259,6 +292,7 @@ class StatefulFeed(Feed):
     def restore(self, position: Mapping[str, Any]) -> None:
         super().restore(position)
         self._restored = position.get("state")
+        self._outlasting.restore(position)
         self._after_left = position.get("after_left")
         self._ended = None if (ended := position.get("ended")) is None else (ended[0], ended[1])
 
@@ -313,11 +347,15 @@ class StatefulFeed(Feed):
 
     def _load(self, epoch: int, start: int) -> Any:
         held, self._restored = self._restored, None
+        self._outlasting.enter(epoch, tell=not self.repeats)
         self._announce(epoch)
         if self.repeats:
             return self._put_back()
         # After an epoch that was left the state is loaded in any case: so does a run that is resumed there.
         is_known = start or self._is_after_left(epoch, start)
+        if self._others and not is_known:
+            self._keep(epoch, start, None if held is None else position.decode(held))
+            return None  # the state of an end would have it begin an epoch more, which the others would count
         state = position.decode(held) if held is not None else self._states.get((epoch, start)) if is_known else None
         if start and state is None:
             raise DataError(f"no state of batch {start} was restored", where=self.name, hint="feed.restore(position)")

@@ -48,6 +48,13 @@ def open_feed(
     A loader with a state of its own is in charge of what its workers draw. A dataset in worker processes that draws
     from a generator of its own cannot be loaded again as it was; for datasets with indices that is noticed and logged.
 
+    ``len(loader)`` is shown and believed nowhere: an epoch ends where the loader does. What a sampler or an iterable
+    keeps in attributes from epoch to epoch (a list that it shuffles in place, a count) is where it was when a run goes
+    on: the orders of earlier epochs are drawn again, or the attributes of an iterable are part of the position.
+    ``set_epoch`` of the loader, its samplers and its dataset is called before an epoch. What cannot be repeated is
+    logged at the start: a sampler that gives two orders from one seed, a collate object that makes two batches of the
+    same items. Workers of an IterableDataset end with their epoch, whatever ``persistent_workers`` says.
+
     Args:
         loader: see the table.
         name: for messages and for stored positions.
@@ -100,7 +107,10 @@ def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float) 
     if isinstance(loader, DataLoader) and _by_indices(loader):
         return IndexedFeed(loader, name=name, seed=seed, timeout=timeout)
     if _stateful(loader):
-        return StatefulFeed(_iterate(loader), loader, **_described(loader, name, seed))
+        # torchdata's loader knows how many batches it gave, and not what a dataset without a state has kept.
+        alone = isinstance(loader, DataLoader) and not _stateful(loader.dataset)
+        others = (loader.dataset, loader.collate_fn) if alone else ()
+        return StatefulFeed(_iterate(loader), loader, others, **_described(loader, name, seed))
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         source = _streamed(loader, seed, timeout)
         if _stateful(loader.dataset) and loader.num_workers == 0:
