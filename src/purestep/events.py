@@ -55,7 +55,7 @@ class FitStart:
     updates: int
     epochs: int | None  # the limits of this run, None where there is none
     steps: int | None
-    batches: int | None  # micro-batches an epoch, None where the loader has no length
+    batches: int | None  # micro-batches an epoch as far as len(loader) says, None where it does not
     directory: Path | None  # of the snapshots
     resumed: bool
     history: Mapping[str, list[Any]] = field(default_factory=dict[str, list[Any]])  # of the run so far

@@ -29,7 +29,8 @@ class EarlyStopping:
             monitored value. It never decides what is the best value: that is any strict improvement.
         start_ratio: share of the run (of its epochs or updates, whichever limit is nearer) that passes before any is
             counted, in [0, 1]. It is rounded down: to whole epochs where the metric is not measured inside them, or
-            nobody knows how many batches they have.
+            the number of their batches is not known before their end (it is of lists and of loaders over a dataset with
+            indices; ``len`` of another loader is a hint).
 
     Raises:
         ConfigError: a number out of its range.

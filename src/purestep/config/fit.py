@@ -49,7 +49,9 @@ class FitConfig(BaseModel):
 
     evaluate_every: fields.Intervals = None
     """By type: an int is a number of updates, counted over the whole run; a float is a number of epochs (0.25 four
-    times an epoch, 1.0 once, 2.0 every other one). A mapping sets it per evaluation loader. None: every epoch."""
+    times an epoch, 1.0 once, 2.0 every other one). A mapping sets it per evaluation loader. None: every epoch. Marks
+    inside an epoch are placed by the number of its batches where that is known, else by ``len(loader)``, and where that
+    was wrong, by the batches of the epoch before; an epoch ends where the loader does."""
 
     evaluate_on: fields.View = None
     """The weights to evaluate. None: the EMA where the state has one, else the parameters."""
@@ -121,8 +123,9 @@ class FitConfig(BaseModel):
     number, a float their share in (0, 1]; 0: off."""
 
     limit_batches: fields.Limits = None
-    """Batches used of a loader each epoch: an int is their number, a float their share in (0, 1]. A mapping sets it per
-    loader, where 0 leaves an evaluation loader out. None: all."""
+    """Batches used of a loader each epoch: an int is their number, a float their share in (0, 1]: of the
+    batches where their number is known, else of ``len(loader)``. A mapping sets it per loader, where 0 leaves an
+    evaluation loader out. None: all."""
 
     rollback: fields.AtLeast0 = 0
     """How often a run may go back to its last good state (kept in memory at the start and after every evaluation) after

@@ -124,7 +124,7 @@ def own(owner: Any) -> dict[str, Any]:
         for name, value in held.items():
             if id(value) in seen:
                 continue
-            if isinstance(value, _KINDS):
+            if isinstance(value, KINDS):
                 found[path + name] = value
             elif isinstance(value, Dataset | Iterable) and hasattr(value, "__dict__"):
                 waiting.append((f"{path}{name}/", value))
@@ -134,11 +134,11 @@ def own(owner: Any) -> dict[str, Any]:
     return found
 
 
-_KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
 
 def _seed(generator: Any, number: int) -> None:
-    """One of `_KINDS`."""
+    """One of `KINDS`."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(number)
     elif isinstance(generator, random.Random):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 from ..arguments import is_number, whole
 from ..errors import ConfigError, DataError, Mismatch, PurestepError
 from ..types import Batch
+from .alike import same
 
 Resume: TypeAlias = Literal["skip", "state", "replay", "none"]
 """How an epoch is entered in the middle: by skipping indices, by the loader's own state, by loading batches and
 dropping them, or not at all."""
 
+_log = logging.getLogger("purestep")
 _SHOWN = 16  # indices shown in a message
 
 
@@ -23,14 +27,27 @@ class Feed(ABC):
 
     Args:
         name: the loader's name, for messages.
-        length: batches an epoch; None where the loader cannot say.
+        length: batches an epoch, as far as the loader says; None where it does not. A hint: it may be wrong, and only
+            the end of the batches ends an epoch.
         resume: how an epoch is entered in the middle.
         facts: what must be the same when a stored position is restored: name -> number or text.
+        exact: ``length`` is no hint: every epoch has so many batches.
     """
 
-    def __init__(self, *, name: str, length: int | None, resume: Resume, facts: Mapping[str, Any]) -> None:
+    ends: Callable[[int], int | None] = staticmethod(lambda epoch: None)
+    """Batches after which an epoch is left (see `limit`); None where it is run to its end."""
+
+    repeats: bool = False
+    """Every pass over an epoch begins at the same place: what is evaluated."""
+
+    _begun_with: Any = None  # the first batch of the first pass, where it repeats
+
+    def __init__(
+        self, *, name: str, length: int | None, resume: Resume, facts: Mapping[str, Any], exact: bool = False
+    ) -> None:
         self.name = name
         self.length = length
+        self.exact = exact and length is not None
         self.resume: Resume = resume
         self.facts = dict(facts)
 
@@ -38,7 +55,12 @@ class Feed(ABC):
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """The batches of an epoch from ``start`` on, errors as the loader raises them."""
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def count(self, epoch: int) -> int | None:
+        """How many batches an epoch has, where that is known for sure before its end."""
+        del epoch
+        return self.length if self.exact else None
+
+    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """The batches of one epoch.
 
         Args:
@@ -55,15 +77,29 @@ class Feed(ABC):
             raise ConfigError(f"epoch={epoch}, start={start}: both are at least 0", where=self.name)
         if start:
             self.require_resume()
-        if self.length is not None and start > self.length:
+        if self.exact:
+            self._check_start(epoch, start, self.length or 0)
+        return self._named(epoch, start)
+
+    def _check_start(self, epoch: int, start: int, found: int) -> None:
+        """Raise `Mismatch` for a start behind the end of an epoch that has ``found`` batches."""
+        if start > found:
             raise Mismatch(
-                f"{start} batches of epoch {epoch + 1} are done, but the loader has only {self.length} an epoch",
+                f"{start} batches of epoch {epoch + 1} are done, but the loader has only {found} an epoch",
                 where=self.name,
                 hint="resume with the loader that the run was started with",
             )
-        return self._named(epoch, start)
 
-    def _named(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _after(self, batches: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
+        """What follows the first ``start`` of an epoch's batches, or of their indices.
+
+        Raises:
+            Mismatch: there are not so many.
+        """
+        self._check_start(epoch, start, sum(1 for _ in islice(batches, start)))
+        return batches
+
+    def _named(self, epoch: int, start: int) -> Generator[Batch]:
         number = start
         batches = self._batches(epoch, start)
         try:
@@ -76,6 +112,8 @@ class Feed(ABC):
                     raise
                 except Exception as error:
                     raise self._failure(error, epoch, number) from error
+                if number == 0 and self.repeats:
+                    self._check_begin(batch)
                 number += 1
                 yield batch
         finally:
@@ -84,6 +122,22 @@ class Feed(ABC):
                 close()
         if number == 0:
             raise self._nothing(epoch)
+
+    def _check_begin(self, batch: Batch) -> None:
+        """Warn of a pass that begins with another batch than the first one did, once."""
+        if self._begun_with is None:
+            try:
+                self._begun_with = (copy.deepcopy(batch),)
+            except Exception:  # of an object that cannot be copied nothing is known
+                self._begun_with = ()
+        elif self._begun_with and not same(self._begun_with[0], batch):
+            self._begun_with = ()
+            _log.warning(
+                "%s: this pass begins with another batch than the first one did, so that the values of the two are not "
+                "of the same data (cure: an __iter__ that begins again, or state_dict() and load_state_dict(); a "
+                "dataset that draws from torch's, numpy's or Python's global generator)",
+                self.name,
+            )
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         """The dataset's indices in a recent batch (both 0-based); None where they are not known."""
@@ -108,6 +162,8 @@ class Feed(ABC):
             Mismatch: with both values, where the loader is another one: batch size, number of items, order.
         """
         stored = dict(position.get("facts", {}))
+        if "batches" not in self.facts:
+            stored.pop("batches", None)  # an earlier version took a hint for a fact
         differing = [key for key in {**stored, **self.facts} if stored.get(key) != self.facts.get(key)]
         if differing:
             told = ", ".join(f"{key} was {stored.get(key)!r} and is {self.facts.get(key)!r}" for key in differing)
@@ -169,23 +225,42 @@ def _cure(message: str) -> str:
 
 
 class _Limited(Feed):
-    def __init__(self, feed: Feed, count: int) -> None:
-        length = count if feed.length is None else min(count, feed.length)
-        super().__init__(name=feed.name, length=length, resume=feed.resume, facts={**feed.facts, "limit": count})
+    def __init__(self, feed: Feed, amount: int | float) -> None:
+        whole = feed.length
+        first = amount if isinstance(amount, int) else share(amount, whole or 1)
+        length = first if whole is None else min(first, whole)
+        facts = {**feed.facts, "limit": first if feed.exact else amount}
+        super().__init__(name=feed.name, length=length, resume=feed.resume, facts=facts, exact=feed.exact)
         self._feed = feed
+        self._amount = amount
+        feed.ends = self._last
+
+    def count(self, epoch: int) -> int | None:
+        whole = self._feed.count(epoch)
+        return None if whole is None else min(self._last(epoch), whole)
+
+    def _last(self, epoch: int) -> int:
+        """Batches of an epoch: of a share as many as the loader has for sure, else as it says."""
+        if isinstance(self._amount, int):
+            return self._amount
+        return share(self._amount, self._feed.count(epoch) or self._feed.length or 1)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        assert self.length is not None
-        if self.length == self._feed.length:
-            yield from self._feed.epoch(epoch, start)  # to its end, where a loader may do something
-            return
+        last = self._last(epoch)
+        self._check_start(epoch, start, last)
         consumed = start
-        if start < self.length:
-            for batch in islice(self._feed.epoch(epoch, start), self.length - start):
+        if start < last:
+            for batch in islice(self._feed.epoch(epoch, start), last - start):
                 consumed += 1
                 yield batch
-        if consumed == self.length:
+        if consumed == last:
             self._feed.left(epoch, consumed)
+        elif not isinstance(self._amount, int):
+            _log.warning(
+                "%s: %g of an epoch was to be %d batches, and it ended after %d: len(loader) is wrong (cure: "
+                "limit_batches=%d, a number of batches)",
+                *(self.name, self._amount, last, consumed, consumed),
+            )
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         return self._feed.indices(epoch, batch)
@@ -206,7 +281,8 @@ def limit(feed: Feed, amount: int | float) -> Feed:
 
     Args:
         feed: what to shorten.
-        amount: a number of batches (int, >= 1) or a share of the epoch (float in (0, 1]; at least one batch).
+        amount: a number of batches (int, >= 1) or a share of the epoch (float in (0, 1]; at least one batch): of the
+            epoch's batches where the feed can count them without loading any, else of its length at the start.
 
     Raises:
         ConfigError: another amount, or a share of a loader without length.
@@ -218,11 +294,19 @@ def limit(feed: Feed, amount: int | float) -> Feed:
     """
     if not is_number(amount) or amount <= 0 or (isinstance(amount, float) and not amount <= 1):
         raise ConfigError(f"{amount!r} batches", where=feed.name, hint="100 (batches) or 0.25 (a quarter of the epoch)")
-    if isinstance(amount, int):
-        return _Limited(feed, amount)
-    if feed.length is None:
+    if isinstance(amount, float) and not feed.length:
         raise ConfigError(f"{amount} of a loader without length", where=feed.name, hint="a number of batches: 100")
-    return _Limited(feed, max(1, whole(amount * feed.length)))
+    return feed if amount == 1.0 and isinstance(amount, float) else _Limited(feed, amount)
+
+
+def share(amount: float, count: int) -> int:
+    """A share of so many batches, rounded down, and one at least.
+
+    Example:
+        >>> share(0.29, 100), share(0.01, 3)
+        (29, 1)
+    """
+    return max(1, whole(amount * count))
 
 
 class _Fixed(Feed):
@@ -230,13 +314,23 @@ class _Fixed(Feed):
         length = count if feed.length is None else min(count, feed.length)
         super().__init__(name=feed.name, length=length, resume="skip", facts={**feed.facts, "overfit": count})
         self._feed = feed
+        self._count = count
         self._held: list[Batch] | None = None
+        feed.ends = lambda epoch: count
+
+    def count(self, epoch: int) -> int | None:
+        return len(self._batches_held())
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        held = self._batches_held()
+        self._check_start(epoch, start, len(held))
+        return iter(held[start:])
+
+    def _batches_held(self) -> list[Batch]:
         if self._held is None:
-            self._held = list(islice(self._feed.epoch(0), self.length))
+            self._held = list(islice(self._feed.epoch(0), self._count))
             self._feed.close()
-        return iter(self._held[start:])
+        return self._held
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         return self._feed.indices(0, batch)

@@ -7,15 +7,13 @@ loads it nor on what was loaded before.
 
 from __future__ import annotations
 
-import itertools
+import copy
 import logging
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -33,10 +31,13 @@ from torch.utils.data import (
 from ..rng import mix
 from ..types import Batch
 from . import draws
+from .alike import same
+from .attributes import Attributes, has_attributes
 from .feed import Feed
+from .order import OwnOrder
 from .workers import Engine
 
-_CHUNK = 32  # batches of indices drawn from a user's sampler at once: scoping its draws takes 20 us
+_AGAIN = 6  # more loads of a batch, where something keeps count
 _REMEMBERED = 256  # batches whose indices are kept for messages
 _log = logging.getLogger("purestep")
 
@@ -45,16 +46,17 @@ class Ticket(NamedTuple):
     """One batch to load."""
 
     number: int  # within the epoch, 0-based
+    epoch: int  # 0-based
     seed: int  # of the epoch
     indices: Any  # what the sampler gave: a list of indices, or one index where the loader does not batch
-    probe: bool  # load one item twice and compare
+    probe: bool  # load again and compare
 
 
 class Loaded(NamedTuple):
-    """One batch, and whether the probe found that its items cannot be loaded again as they were."""
+    """One batch, and what the probe found that cannot be loaded again as it was; "" for nothing."""
 
     batch: Batch
-    inexact: bool
+    inexact: str
 
 
 class Batches(Dataset[Loaded]):
@@ -65,7 +67,7 @@ class Batches(Dataset[Loaded]):
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
         own = {"_dataset": dataset, "_collate": collate, "_batched": batched, "_drawn_from": frozenset[str]()}
-        self.__dict__.update(own)
+        self.__dict__.update(own, _epoch=None)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_dataset" not in self.__dict__:  # unpickling asks before there is a dataset
@@ -76,13 +78,17 @@ class Batches(Dataset[Loaded]):
         setattr(self.__dict__["_dataset"], name, value)
 
     def __getitem__(self, index: Ticket) -> Loaded:
+        if index.epoch != self.__dict__["_epoch"]:
+            self.__dict__["_epoch"] = index.epoch
+            if callable(getattr(self._dataset, "set_epoch", None)):
+                self._dataset.set_epoch(index.epoch)
         tensors = self._tensors()
         if tensors is not None:
-            return Loaded(_gather(self._dataset, tensors, index.indices), inexact=False)
+            return Loaded(_gather(self._dataset, tensors, index.indices), inexact="")
         try:
             with draws.scoped(mix(index.seed, index.number)):
                 batch = self._load(index, draws.watch())
-                return Loaded(batch, index.probe and not self._repeats(index))
+                return Loaded(batch, self._probed(index) if index.probe else "")
         except StopIteration as error:  # would end the epoch without a word
             raise RuntimeError("the dataset raised StopIteration") from error
 
@@ -120,9 +126,22 @@ class Batches(Dataset[Loaded]):
         draws.seed(mix(ticket.seed, "item", _number(index)), self._drawn_from)
         return self._items([index])[0] if self._batched else self._items(index)
 
-    def _repeats(self, ticket: Ticket) -> bool:
+    def _probed(self, ticket: Ticket) -> str:
+        """What cannot be loaded again as it was. What is found to keep something is left as it was found."""
         index = ticket.indices[0] if self._batched and ticket.indices else ticket.indices
-        return _same(self._item(ticket, index), self._item(ticket, index))
+        collate = getattr(self._collate, "__self__", self._collate)
+        before = Attributes(self._dataset, collate)
+        found = ""
+        if not same(self._item(ticket, index), self._item(ticket, index)):
+            found = "loading an item twice gave two different items"
+        elif has_attributes(collate):
+            batch = self._seeded(ticket)
+            # What counts its calls may make another batch only at some of them.
+            if before.changed() and not all(same(batch, self._seeded(ticket)) for _ in range(_AGAIN)):
+                found = f"{type(collate).__name__}, which collates, made different batches of the same items"
+        if found or has_attributes(collate):
+            before.put_back()
+        return found
 
     def _tensors(self) -> tuple[Tensor, ...] | None:
         """The tensors of a plain TensorDataset with the default collation: gathered at once, nothing can be drawn."""
@@ -147,21 +166,6 @@ def _number(index: Any) -> int | str:
         return operator.index(index)
     except TypeError:
         return repr(index)
-
-
-def _same(first: Any, second: Any) -> bool:
-    """Whether two loads of an item agree, as far as their kinds can be compared."""
-    if isinstance(first, Tensor):
-        return first.shape == second.shape and bool(((first == second) | (first != first)).all())
-    if isinstance(first, np.ndarray):
-        return bool(first.shape == second.shape and first.tobytes() == second.tobytes())
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
-    if isinstance(first, (bool, int, float, str, bytes)):
-        return first == second or first != first
-    return True
 
 
 def _same_batch(batch: Any) -> Any:
@@ -197,13 +201,17 @@ class IndexedFeed(Feed):
         self._sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
         self._batch_size: Any = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
         self._drop_last = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
-        super().__init__(name=name, length=length_of(loader), resume="skip", facts=self._facts())
+        ready = self._is_ready()
+        super().__init__(name=name, length=length_of(loader), resume="skip", facts=self._facts(), exact=ready)
+        self._own = None if ready else OwnOrder(loader, name=name, seed=seed)
         self._tickets = _Tickets()
         batches = Batches(loader.dataset, loader.collate_fn, batched=loader.batch_sampler is not None)
-        how = {"batch_size": None, "sampler": self._tickets, "collate_fn": _same_batch}
+        how: dict[str, Any] = {"batch_size": None, "sampler": self._tickets, "collate_fn": _same_batch}
         self._engine = Engine(batches, like=loader, timeout=timeout, **how)
         self._recent: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._probed = False
+        self._begun: Attributes | None = None  # dataset and collation as they were at first, where passes repeat
+        self._inexact = False
 
     def _facts(self) -> dict[str, Any]:
         size = self._batch_size if isinstance(self._batch_size, int) else None
@@ -220,33 +228,43 @@ class IndexedFeed(Feed):
         found = self._recent.get((epoch, batch))
         return found if found is None or isinstance(found, list) else [found]
 
+    def count(self, epoch: int) -> int | None:
+        if self._own is None:
+            return super().count(epoch)
+        # One that says nothing of its length may have no end.
+        return None if self.length is None else self._own.count(epoch, self.ends, most=16 * self.length + 1000)
+
     def close(self) -> None:
         self._engine.close()
+        if self._own is not None:
+            self._own.put_back()
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        if self.repeats:
+            self._put_back()
         self._tickets.source = self._order(epoch, start)
         loaded = self._engine.run(mix(self._seed, "workers", epoch))
         try:
             for batch, inexact in loaded:
                 if inexact:
-                    self._tell()
+                    self._tell(inexact)
                 yield batch
         finally:
             loaded.close()
 
     def _order(self, epoch: int, start: int) -> Iterator[Ticket]:
         seed = mix(self._seed, "items", epoch)
-        for number, indices in enumerate(islice(self._index_batches(epoch), start, None), start):
+        for number, indices in enumerate(self._after(self._index_batches(epoch), epoch, start), start):
             self._recent[epoch, number] = indices
             if len(self._recent) > _REMEMBERED:
                 self._recent.popitem(last=False)
             probe, self._probed = not self._probed, True
-            yield Ticket(number, seed, indices, probe)
+            yield Ticket(number, epoch, seed, indices, probe)
 
     def _index_batches(self, epoch: int) -> Iterator[Any]:
+        if self._own is not None:
+            return self._own.epoch(epoch, self.ends)
         number = mix(self._seed, "order", epoch)
-        if not self._is_ready():
-            return _drawn(self._source, epoch, number)
         if self._source.batch_sampler is None:
             return iter(self._ready_sampler(number))
         return iter(BatchSampler(self._ready_sampler(number), int(self._batch_size), bool(self._drop_last)))
@@ -266,11 +284,24 @@ class IndexedFeed(Feed):
         count = None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
         return RandomSampler(sampler.data_source, sampler.replacement, count, own)
 
-    def _tell(self) -> None:
+    def _put_back(self) -> None:
+        """Dataset and collation, where batches hang on what they keep, as they were before the first pass."""
+        if self._begun is None:
+            collate = self._source.collate_fn
+            self._begun = Attributes(self._source.dataset, getattr(collate, "__self__", collate))
+        elif self._inexact:
+            self._engine.close()  # workers have what they keep to themselves
+            self._begun.put_back()
+
+    def _tell(self, found: str) -> None:
+        self._inexact = True
+        if self._begun is not None and self._begun.changed():
+            return  # every pass begins with what it was
         _log.warning(
-            "%s: loading an item twice gave two different items, so a resumed run will not be the same bit for bit. "
-            "Draw from torch's, numpy's or Python's global generator in the dataset: they are seeded per item.",
+            "%s: %s, so a resumed run will not be the same bit for bit. Draw from torch's, numpy's or Python's global "
+            "generator in the dataset: they are seeded per item; and keep nothing from item to item or batch to batch.",
             self.name,
+            found,
         )
 
 
@@ -280,32 +311,11 @@ def _is_torchs(sampler: Any, *names: str) -> bool:
     return kind.__name__ in names and kind.__module__.startswith(("torch.utils.data.", "torchdata."))
 
 
-def _drawn(loader: DataLoader[Any], epoch: int, seed: int) -> Iterator[Any]:
-    """The order of a user's own sampler, drawn under seeds of (seed, epoch)."""
-    source: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    parts: list[Any] = [source, getattr(source, "sampler", None), loader.sampler]
-    for part in {id(part): part for part in parts}.values():
-        if callable(getattr(part, "set_epoch", None)):
-            part.set_epoch(epoch)
-    own = draws.own(source)
-    with draws.scoped(seed, own):
-        iterator = iter(source)
-    for count in itertools.count():
-        with draws.scoped(mix(seed, count), own):
-            chunk = [_copied(indices) for indices in islice(iterator, _CHUNK)]
-        if not chunk:
-            return
-        yield from chunk
-
-
-def _copied(indices: Any) -> Any:
-    """A sampler may fill one list again and again."""
-    return list(cast("list[Any]", indices)) if isinstance(indices, list) else indices
-
-
 def length_of(sized: Any) -> int | None:
-    """``len``, or None where there is none."""
+    """``len``, or None where there is none. A loader's is a hint."""
+    # torch's loader remembers that it was asked, and warns of every batch that is more.
+    asked = copy.copy(sized) if isinstance(sized, DataLoader) else sized
     try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
+        return len(asked)
+    except Exception:
         return None

@@ -17,7 +17,15 @@ from .iterated import IterableFeed, OneShotFeed, SequenceFeed, StatefulFeed
 from .workers import Engine
 
 
-def open_feed(loader: Any, *, name: str = "train", seed: int = 0, replay: bool = False, timeout: float = 300.0) -> Feed:
+def open_feed(
+    loader: Any,
+    *,
+    name: str = "train",
+    seed: int = 0,
+    replay: bool = False,
+    timeout: float = 300.0,
+    repeats: bool = False,
+) -> Feed:
     """Take over a loader: its order from (seed, epoch), its place as (epoch, batches consumed).
 
     ============================================  ==============================================================
@@ -41,12 +49,20 @@ def open_feed(loader: Any, *, name: str = "train", seed: int = 0, replay: bool =
     A loader with a state of its own is in charge of what its workers draw. A dataset in worker processes that draws
     from a generator of its own cannot be loaded again as it was; for datasets with indices that is noticed and logged.
 
+    ``len(loader)`` is shown and believed nowhere: an epoch ends where the loader does. What a sampler or an iterable
+    keeps in attributes from epoch to epoch (a list that it shuffles in place, a count) is where it was when a run goes
+    on: the orders of earlier epochs are drawn again, or the attributes of an iterable are part of the position.
+    ``set_epoch`` of the loader, its samplers and its dataset is called before an epoch. What cannot be repeated is
+    logged at the start: a sampler that gives two orders from one seed, a collate object that makes two batches of the
+    same items. Workers of an IterableDataset end with their epoch, whatever ``persistent_workers`` says.
+
     Args:
         loader: see the table.
         name: for messages and for stored positions.
         seed: in [0, 2**63).
         replay: allow to enter an epoch in the middle by loading and dropping the batches before.
         timeout: seconds to wait for a batch from workers, > 0, where the loader's own is 0.
+        repeats: every pass over an epoch begins at the same place, as an evaluation has to.
 
     Raises:
         DataError: not a loader, or an empty one.
@@ -61,7 +77,8 @@ def open_feed(loader: Any, *, name: str = "train", seed: int = 0, replay: bool =
     if isinstance(loader, Feed):
         return loader
     feed = _opened(loader, name=name, seed=seed, replay=replay, timeout=timeout)
-    if feed.length == 0:
+    feed.repeats = repeats
+    if feed.length == 0 and feed.exact:
         raise DataError(
             "no batch in it: the loader is empty",
             where=name,
@@ -91,18 +108,22 @@ def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float) 
     if isinstance(loader, DataLoader) and _by_indices(loader):
         return IndexedFeed(loader, name=name, seed=seed, timeout=timeout)
     if _stateful(loader):
-        return StatefulFeed(_iterate(loader), loader, **_described(loader, name, seed))
+        # torchdata's loader knows how many batches it gave, and not what a dataset without a state has kept.
+        alone = isinstance(loader, DataLoader) and not _stateful(loader.dataset)
+        others = (loader.dataset, loader.collate_fn) if alone else ()
+        return StatefulFeed(_iterate(loader), loader, others, **_described(loader, name, seed))
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         source = _streamed(loader, seed, timeout)
         if _stateful(loader.dataset) and loader.num_workers == 0:
             return StatefulFeed(source, loader.dataset, **_described(loader, name, seed))
-        return IterableFeed(source, loader.dataset, resume=only_replay, **_described(loader, name, seed))
+        owners = (loader.dataset, loader.collate_fn)
+        return IterableFeed(source, owners, resume=only_replay, **_described(loader, name, seed))
     if isinstance(loader, Sequence):
         return SequenceFeed(cast(Sequence[Batch], loader), name=name)
     if isinstance(loader, Iterator):
         own = {"name": name, "seed": seed, "announce": _announcer(loader)}
         return OneShotFeed(cast(Iterator[Batch], loader), replay=replay, **own)
-    return IterableFeed(_iterate(loader), loader, resume="replay", **_described(loader, name, seed))
+    return IterableFeed(_iterate(loader), (loader,), resume="replay", **_described(loader, name, seed))
 
 
 def _iterable(loader: Any) -> bool:
@@ -145,7 +166,8 @@ def _iterate(loader: Iterable[Batch]) -> Callable[[int], Iterator[Batch]]:
 
 def _streamed(loader: DataLoader[Any], seed: int, timeout: float) -> Callable[[int], Iterator[Batch]]:
     how = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "collate_fn": loader.collate_fn}
-    engine = Engine(loader.dataset, like=loader, timeout=timeout, **how)
+    # Where a stream is in a worker that lives on, and which epoch it was told, no other run can know.
+    engine = Engine(loader.dataset, like=loader, timeout=timeout, persistent=False, **how)
     return lambda epoch: engine.run(mix(seed, "workers", epoch))
 
 

@@ -23,13 +23,17 @@ class Engine:
         dataset: what it loads from.
         like: where workers, pinning and time-out are taken from.
         timeout: seconds to wait for a worker where ``like`` sets none.
+        persistent: workers may live from pass to pass, with what their dataset keeps.
         how: further arguments of the DataLoader: batch_size, sampler, collate_fn, drop_last.
     """
 
-    def __init__(self, dataset: Any, *, like: DataLoader[Any], timeout: float, **how: Any) -> None:
+    def __init__(
+        self, dataset: Any, *, like: DataLoader[Any], timeout: float, persistent: bool = True, **how: Any
+    ) -> None:
         self._dataset = dataset
         self._like = like
         self._timeout = timeout
+        self._persistent = persistent and like.persistent_workers
         self._how = how
         self._generator = torch.Generator()  # else iter(DataLoader) draws from the caller's generator
         self._loader: DataLoader[Any] | None = None
@@ -63,7 +67,7 @@ class Engine:
                         return
                 yield batch
         except GeneratorExit:
-            if not self._like.persistent_workers:
+            if not self._persistent:
                 self.close()  # else torch waits five seconds for each worker that is busy
             raise
         except BaseException as error:
@@ -103,7 +107,7 @@ class Engine:
             multiprocessing_context=like.multiprocessing_context,
             generator=self._generator,
             prefetch_factor=like.prefetch_factor,
-            persistent_workers=like.persistent_workers,
+            persistent_workers=self._persistent,
             **self._how,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import stopping
@@ -25,7 +25,7 @@ class Judge(NamedTuple):
     monitor: str | None
     mode: stopping.Mode
     config: FitConfig
-    parts: int = 1  # of an epoch that can be told apart: its batches, where the metric is measured inside of it
+    batches: Callable[[int], int | None] | None = None  # of an epoch, where the metric is measured inside of it
 
     def begun(self, record: Record) -> Record:
         """The record to go on with: the best of another metric says nothing of this one."""
@@ -72,7 +72,8 @@ class Judge(NamedTuple):
         epochs, steps = self.config.epochs, self.config.steps
         found: list[tuple[int, int]] = []
         if epochs not in (None, -1):
-            found.append((record.epoch * self.parts + min(record.batch, self.parts - 1), epochs * self.parts))
+            parts = (self.batches and self.batches(record.epoch)) or 1  # of an epoch that can be told apart
+            found.append((record.epoch * parts + min(record.batch, parts - 1), epochs * parts))
         if steps not in (None, -1):
             found.append((record.updates, steps))
         return max(found, key=lambda place: place[0] / stopping.start_epoch(rule, place[1]))
@@ -114,13 +115,13 @@ class Judge(NamedTuple):
         return {"epoch": epoch, self.monitor: record.best.best, "step": record.best_step}
 
 
-def judge(config: FitConfig, loaders: Collection[str], length: int | None) -> Judge:
+def judge(config: FitConfig, loaders: Collection[str], count: Callable[[int], int | None]) -> Judge:
     """The judge of a run: what is monitored, and in which direction it is good.
 
     Args:
         config: of the run.
         loaders: the names of those that are evaluated.
-        length: batches an epoch; None where the loader cannot say.
+        count: batches of an epoch (0-based), None where nobody knows them before its end.
 
     Raises:
         ConfigError: early stopping with nothing to look at.
@@ -132,7 +133,7 @@ def judge(config: FitConfig, loaders: Collection[str], length: int | None) -> Ju
     own = [name for name in loaders if monitor and name == _loader_of(monitor, loaders)]
     # What is measured in training has a value in every row, whichever loader it is for.
     inside = any(cadence.inside(config.interval(name)) for name in own or loaders)
-    return Judge(monitor, mode, config, parts=length if inside and length else 1)
+    return Judge(monitor, mode, config, batches=count if inside else None)
 
 
 def ended_before(judge: Judge, record: Record) -> str | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from .. import data, records, tree
 from ..errors import StepContractError
-from ..types import Batch, EvalStep, Mean, Metrics, TrainStep, Tree
+from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
 from . import meter as meter_
 from .alone import check_alone
 from .ledger import halted, thawed
@@ -20,34 +19,6 @@ from .meter import Meter
 from .record import Record
 
 Watch = Callable[[Any, Metrics, int], None]
-
-
-class Ahead(Iterator[Batch]):
-    """An iterator that can be asked whether there is more, for which it takes one element ahead.
-
-    Example:
-        >>> letters = Ahead(iter("ab"))
-        >>> letters.more(), list(letters), letters.more()
-        (True, ['a', 'b'], False)
-    """
-
-    def __init__(self, source: Iterator[Batch]) -> None:
-        self._source = source
-        self._held: list[Batch] = []
-
-    def __next__(self) -> Batch:
-        return self._held.pop() if self._held else next(self._source)
-
-    def more(self) -> bool:
-        """Whether there is another one."""
-        self._held = self._held or list(itertools.islice(self._source, 1))
-        return bool(self._held)
-
-    def close(self) -> None:
-        """End the source, whoever still holds it."""
-        close = getattr(self._source, "close", None)
-        if close is not None:
-            close()
 
 
 def run_epoch(
@@ -128,7 +99,7 @@ def evaluate(
         {'loss': 1.5}
     """
     check_alone(loader, where=name)
-    feed = data.open_feed(loader, name=name)
+    feed = data.open_feed(loader, name=name, repeats=True)
     try:
         fed = data.prefetch(feed.epoch(0), data.device_of(state), name=name)
         return scores(state, fed, eval_step, name=name, watch=watch)

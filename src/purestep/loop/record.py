@@ -32,6 +32,7 @@ class Record(NamedTuple):
     history: Table = Table()
     judged: str = ""  # the monitor and its mode, of which the best is
     window: int = 0  # batches to an update; 0: nobody has said
+    counted: int = 0  # batches of the last epoch, where its fractions were taken of another number
     origin: str = ""  # the directory that the run began from, where that is another one than its own
 
     @property

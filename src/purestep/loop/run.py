@@ -25,7 +25,7 @@ from . import blame, cadence, compiling, ledger, restoring, rollback, setup, swi
 from .calling import caller
 from .judging import Judge, below_minimum, ended_before, judge, limit_reached
 from .ledger import Tag
-from .pieces import Ahead, scores
+from .pieces import scores
 from .record import Cell, FitResult, Record, cell, joined, with_row
 from .rescue import rescue
 from .rollback import Keeper
@@ -60,7 +60,7 @@ class Run:
         self.audience = audience
         self.signals = signals
         self.view = setup.view_to_evaluate(state, config)
-        self.judge: Judge = judge(config, feeds.evaluation, feeds.train.length)
+        self.judge: Judge = judge(config, feeds.evaluation, feeds.train.count)
         self.window = program.static.accumulate if program.static else 1
         state, record, self.resumed = restoring.resumed(state, snapshots, config, feeds.train)
         self.state = setup.windowed(state, self.window, record.window)
@@ -69,7 +69,7 @@ class Run:
         self.program = compiling.ready_program(program, self.state, config)
         self.call = caller(self.eager, self.program, self.state, config)
         intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
-        self.plan = cadence.Plan(intervals, feeds.train.length, self.window)
+        self.plan = cadence.Plan(intervals, feeds.train, self.window)
         self.left = setup.window_left(self.state, self.window)
         self.ledger = ledger.opened(config.log_every, self.state, self.record)
         whole = not self.resumed and config.donate != "init" and is_callers
@@ -117,9 +117,11 @@ class Run:
     def _epoch(self) -> None:
         """The batches of one epoch, with a boundary at its end and at every interval inside."""
         self.plan.begin(self.record, self.left)
-        fed = self.ledger.timed(self.feeds.train.epoch(self.record.epoch, self.record.batch))
-        fed = data.prefetch(self.signals.watch(fed), data.device_of(self.state), name="train")
-        with closing(Ahead(fed)) as batches:
+        loaded = self.feeds.train.epoch(self.record.epoch, self.record.batch)
+        fed = self.signals.watch(self.ledger.timed(loaded))
+        fed = data.prefetch(fed, data.device_of(self.state), name="train")
+        # Open as long as there may be a snapshot, for which a feed may have to ask its loader for more.
+        with closing(loaded), closing(data.Ahead(fed)) as batches:
             if self.record.batch and self.record.is_ahead and self._ends_behind_batch(batches):
                 return  # the run was told to end in this evaluation, which was to be its last
             for batch in batches:
@@ -131,18 +133,21 @@ class Run:
         self._settle(wait=True)
         files.failpoint("loop.epoch")
         self.before = self.state, self.record
-        self.record = self.record._replace(epoch=self.record.epoch + 1, batch=0)
+        counted = self.plan.counted(self.record)
+        self.record = self.record._replace(epoch=self.record.epoch + 1, batch=0, counted=counted)
         self._boundary(self.plan.due_at_end(self.record))
         self._between()
 
-    def _ends_behind_batch(self, batches: Ahead) -> bool:
+    def _ends_behind_batch(self, batches: data.Ahead[Any]) -> bool:
         """What follows a batch; True where the run ends inside this epoch."""
-        at_end = self._inside(batches) or self.record.batch == self.feeds.train.length
-        self._between()
+        at_end = self._inside(batches)
+        self._between(batches)
+        ending = self.ending
         if at_end or not self._cut_off():
             return False
-        if self.ending == "steps" and self.feeds.train.length is None and not batches.more():
-            return False  # the epoch ends here too. Who ends a run otherwise may not wait for a batch
+        if not batches.more():  # only the loader says so, and the epoch's boundary follows
+            self.ending = ending
+            return False
         self._last_row()
         self._between()
         return True
@@ -220,14 +225,14 @@ class Run:
 
     # --- boundaries ---------------------------------------------------------------------------------------------------
 
-    def _inside(self, batches: Ahead) -> bool:
+    def _inside(self, batches: data.Ahead[Any]) -> bool:
         """An evaluation where an interval asks for one and no window is open; True where the epoch has just ended."""
         if not self.plan.inside or self.left != self.window:
             return False
         if self.plan.crossed(self.record, self.ledger.pending):  # else it is not worth to ask how many were applied
             self._settle(wait=True)
         if due := self.plan.due_inside(self.record):
-            if self.feeds.train.length is None and not batches.more():
+            if not batches.more():
                 return True  # its boundary evaluates
             self._settle(wait=True)
             self._boundary(due)
@@ -308,11 +313,11 @@ class Run:
 
     # --- saving and signals -------------------------------------------------------------------------------------------
 
-    def _between(self) -> None:
+    def _between(self, batches: data.Ahead[Any] | None = None) -> None:
         """After every call: the writer's errors, signals, snapshots due inside an epoch (its end has a boundary's)."""
         if self.snapshots is not None:
             self.snapshots.check()
-            if self.record.batch != self.feeds.train.length and self.saver.due(self.record, self.ledger.pending):
+            if batches is not None and self.saver.due(self.record, self.ledger.pending) and batches.more():
                 self._settle(wait=True)
                 self._save()
         if self.signals.pending is not None:

@@ -112,7 +112,7 @@ def _named_loaders(loaders: Any) -> dict[str, Any]:
 
 
 def _limited(name: str, loader: Any, config: FitConfig, seed: int) -> data.Feed:
-    feed = data.open_feed(loader, name=name, seed=seed)
+    feed = data.open_feed(loader, name=name, seed=seed, repeats=name != "train")
     amount = config.fast_dev_run or config.limit(name)
     return feed if amount is None else data.limit(feed, amount)
 
@@ -120,7 +120,7 @@ def _limited(name: str, loader: Any, config: FitConfig, seed: int) -> data.Feed:
 def _share(amount: int | float, feed: data.Feed) -> int:
     from .. import config as config_  # late, see above
 
-    found = config_.count_batches(amount, feed.length, loader=feed.name)
+    found = config_.count_batches(amount, feed.count(0) or feed.length, loader=feed.name)
     if found is None:
         raise DataError("has no length", where=feed.name, hint="overfit_batches=10, a number of batches")
     return found

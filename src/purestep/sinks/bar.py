@@ -85,7 +85,9 @@ class Progress:
         if place.epoch != self._shown:
             self._shown = place.epoch
             bar.reset(self._task, description=self._epoch(place.epoch + 1))
-        bar.update(self._task, completed=place.batch)
+        batches = self._start.batches if self._start is not None else None
+        known = batches is not None and place.batch <= batches  # else the length was wrong
+        bar.update(self._task, completed=place.batch, total=batches if known else None)
 
     def _epoch(self, epoch: int) -> str:
         epochs = self._start.epochs if self._start else None
