@@ -110,7 +110,10 @@ class _Reach:
         self._calls: list[list[int]] = []  # fingerprints of the parameters, at every look
 
     def _collect(self, grads: Params) -> Params:
-        self._reached |= {name for name, grad in grads.items() if name not in self._reached and bool(grad.any())}
+        unknown = [name for name in grads if name not in self._reached]
+        if unknown:  # read at once: each read waits for the device
+            found = torch.stack([grads[name].any() for name in unknown]).tolist()
+            self._reached |= {name for name, is_there in zip(unknown, found, strict=True) if is_there}
         return grads
 
     def check(self, state: TrainState, metrics: Metrics) -> None:
@@ -123,7 +126,9 @@ class _Reach:
             return
         weights: dict[torch.device, Tensor] = {}
         prints = [purity.fingerprint(leaf, weights) for leaf in state.params.values()]
-        self._calls.append([-1 if value is None else int(value) for value in prints])
+        known = [value for value in prints if value is not None]
+        read = iter(torch.stack(known).tolist() if known else ())
+        self._calls.append([-1 if value is None else next(read) for value in prints])
         silent = [name for name in state.params if name not in self._reached]
         if len(self._calls) < FIRST or not silent:
             return

@@ -115,9 +115,9 @@ def _accumulate(spec: Spec, state: TrainState, micro: Micro) -> tuple[TrainState
         return _keep_open(state, accum)
     if isinstance(old, Closing):
         return _close(spec, state, accum)
-    if modes.may_read(old.left):
+    if old.left.device.type == "cpu" and modes.may_read(old.left):  # elsewhere it would wait for the device
         return _close(spec, state, accum) if int(old.left) == 1 else _keep_open(state, accum)
-    # Nobody outside of this graph, or of these states, could tell where the window stands: compute both, keep one.
+    # Where the window stands is unknown on the host: compute both, keep one.
     (opened, open_metrics), (closed, close_metrics) = _keep_open(state, accum), _close(spec, state, accum)
     last = old.left == 1
     return tree.where(last, closed, opened), tree.where(last, close_metrics, open_metrics)
