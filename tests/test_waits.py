@@ -119,6 +119,7 @@ def test_all_flags_of_a_tree_are_read_at_once() -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_an_eager_step_on_cuda_does_not_wait(accumulate: int) -> None:
     rate = schedules.from_torch_scheduler(LambdaLR, 1.0, steps=10, lr_lambda=lambda t: 0.5**t)

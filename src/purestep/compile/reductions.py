@@ -9,6 +9,7 @@ over them.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -96,9 +97,10 @@ def _put_after(graph: Graph, node: Node, first: Node) -> None:
 def _size(node: Any) -> int:
     """Elements of a node's tensor; 0 of what is none, or has sizes that are not known."""
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
+    sizes: Any = value.shape if isinstance(value, Tensor) else ("none",)
+    if not all(isinstance(size, int) for size in sizes):
         return 0
-    return value.numel()
+    return math.prod(sizes)
 
 
 def _is_reduction(node: Any) -> bool:
