@@ -20,6 +20,9 @@ from .contestants.base import settle
 from .update import matmul_rate
 from .works import Work
 
+PEAK = 989e12
+"""Floating-point operations a second of an H100 SXM in bfloat16, dense, as NVIDIA's data sheet has them."""
+
 Check = tuple[str, bool, str]  # what, whether it holds, what was seen
 
 
@@ -130,7 +133,7 @@ def scaling(device: str = "cuda") -> dict[str, Any]:
 def gpt2(
     device: str = "cuda", only: list[str] | None = None, seconds: float = 120.0, work: str = "gpt2"
 ) -> dict[str, Any]:
-    """Tokens a second, and what share of the rate of a plain matrix product that is."""
+    """Tokens a second, and what share that is of the rate of a plain matrix product and, on CUDA, of an H100's peak."""
     place, chosen = torch.device(device), works.WORKS[work]
     result = steps.measured(chosen, device, only, seconds=seconds)
     dtype = torch.bfloat16 if chosen.bf16 else torch.float32
@@ -143,6 +146,9 @@ def gpt2(
         share = [chosen.tokens * count / value / rate for value in row["values"]]
         name = "share of matmul" if row["name"] == ours.DONATED else f"share of matmul, {row['name']}"
         rows.append({"name": name, "unit": "", "values": share})
+        if place.type == "cuda":
+            of_peak = [each * rate / PEAK for each in share]
+            rows.append({"name": name.replace("matmul", "989 TFLOP/s"), "unit": "", "values": of_peak})
     rows.append({"name": f"matmul of {size} x {size}", "unit": "TFLOP/s", "values": [rate / 1e12]})
     note = f"{count / 1e9:.3g} GFLOP a token: 6 a weight in a product, 12 a layer, width and position of the context."
     return result | {"rows": [*result["rows"], *rows], "note": note}

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import alone, contestants, figures, gpu, guard, jobs, measure, models, report, steps, works
+from benchmarks import alone, contestants, figures, gpu, guard, jobs, measure, memory, models, report, steps, works
 from benchmarks.contestants import Entry, Gate, Gated, byhand, ours
 from benchmarks.measure import Plan, Spread, Turn
 
@@ -298,3 +300,42 @@ def test_flax_models_are_the_torch_models(name):
     logits, _ = apply(params, jaxes.stats(module), flax_models.to_images(inputs).numpy().astype(kind))
     expected = module(inputs).detach()
     assert torch.allclose(torch.tensor(logits.tolist()), expected, atol=2e-5)
+
+
+def test_a_loop_by_hand_compiles_its_loss_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+
+    def noted(function: Any, **options: Any) -> Any:
+        compiled.append(function)
+        return function
+
+    monkeypatch.setattr(torch, "compile", noted)
+    work = works.WORKS["mlp"]
+    made = byhand.loop(work, torch.device("cpu"), dynamic=False)
+    batch = next(iter(works.batches(work, torch.device("cpu"))))
+    assert [function(*batch).shape for function in compiled] == [torch.Size([])]
+    assert made.loss(*batch).item() == works.loss(made.model(batch[0]), batch[1]).item()
+
+
+@pytest.mark.parametrize("name", [byhand.EAGER, ours.DONATED, ours.EAGER])
+def test_every_peak_on_cuda_is_what_is_reserved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool of a CUDA graph counts; and caches of the first steps do not."""
+    done: list[str] = []
+    for call in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, call, lambda call=call: done.append(call))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 7)
+    made = SimpleNamespace(make=lambda work, device: SimpleNamespace(turn=lambda steps: done.append("turn")))
+    monkeypatch.setitem(memory.contestants.ENTRIES, name, made)
+    assert memory.peak("mlp", name, "cuda") == 7
+    assert done == ["turn", "synchronize", "empty_cache", "reset_peak_memory_stats", "turn"]
+
+
+def test_the_share_of_an_h100s_peak_stands_beside_that_of_the_measured_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"name": ours.DONATED, "unit": "s", "values": [0.5]}]
+    monkeypatch.setattr(gpu.steps, "measured", lambda *args, **options: {"rows": rows, "absent": []})
+    monkeypatch.setattr(gpu, "matmul_rate", lambda *args: 989e12 / 2)
+    monkeypatch.setattr(gpu, "settle", lambda device: None)
+    work = works.WORKS["gpt-small"]
+    monkeypatch.setitem(works.WORKS, "gpt", work._replace(tokens=1000))
+    found = {row["name"]: row["values"] for row in gpu.gpt2("cuda", work="gpt")["rows"]}
+    assert found["share of matmul"] == pytest.approx([2 * found["share of 989 TFLOP/s"][0]])

@@ -61,14 +61,14 @@ class Loop(NamedTuple):
     """The pieces of a loop by hand."""
 
     model: nn.Module
-    forward: Callable[[Tensor], Tensor]  # the model, compiled or not
+    loss: Callable[[Tensor, Tensor], Tensor]  # of the model, (inputs, classes) -> shape=(); both compiled or not
     optimizer: torch.optim.Optimizer
     shadow: Shadow
     update: Callable[[], None]  # clip, step, average
 
 
 def loop(work: Work, device: torch.device, **compiling: Any) -> Loop:
-    """Eager, or with ``torch.compile(model, **compiling)``; the optimizer is fused."""
+    """Eager, or with the model and its loss in one ``torch.compile(loss, **compiling)``; the optimizer is fused."""
     model = works.seeded_model(work, device).train()
     optimizer = adamw(model, work.recipe, fused=True)
     shadow = Shadow(model, work.recipe.ema)
@@ -79,18 +79,20 @@ def loop(work: Work, device: torch.device, **compiling: Any) -> Loop:
         optimizer.step()
         shadow.update()
 
-    forward = torch.compile(model, **compiling) if compiling else model
-    return Loop(model, forward, optimizer, shadow, update)
+    def loss(inputs: Tensor, classes: Tensor) -> Tensor:
+        return works.loss(model(inputs), classes)
+
+    return Loop(model, torch.compile(loss, **compiling) if compiling else loss, optimizer, shadow, update)
 
 
 def stepping(name: str, work: Work, device: torch.device, made: Loop) -> Contestant:
     """The usual five lines round those pieces."""
-    model, forward, optimizer, shadow, update = made
+    model, of_batch, optimizer, shadow, update = made
 
     def step(batch: Batch) -> Tensor:
         inputs, classes = batch
         with torch.autocast(device.type, torch.bfloat16, enabled=work.bf16):
-            loss = works.loss(forward(inputs), classes)
+            loss = of_batch(inputs, classes)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         update()

@@ -195,7 +195,7 @@ def scoped(seed: int, device: torch.device | None = None) -> Generator[None]:
     turn = _taken()
     try:
         generators = [torch.default_generator, *_device_generators(device)]
-        states = [found.get_state() for found in generators]
+        states = [_saved(found) for found in generators]
         try:
             try:
                 for found in generators:
@@ -226,7 +226,7 @@ def aside(seed: int, device: torch.device | None = None) -> Callable[[], None]:
     """
     with held():
         generators = [torch.default_generator, *_device_generators(device)]
-        states = [found.get_state() for found in generators]
+        states = [_saved(found) for found in generators]
         for found in generators:
             found.manual_seed(seed)
 
@@ -266,9 +266,19 @@ def position() -> bytes:
     return torch.default_generator.get_state().numpy().tobytes()  # compared in a third of torch.equal's time
 
 
-def _put_back(generators: list[torch.Generator], states: list[Tensor]) -> None:
+def _saved(found: torch.Generator) -> Any:
+    """What a generator goes on from: of CUDA's a seed and an offset, which are all of it, else a tensor."""
+    return (found.initial_seed(), found.get_offset()) if found.device.type == "cuda" else found.get_state()
+
+
+def _put_back(generators: list[torch.Generator], states: list[Any]) -> None:
     for found, state in zip(generators, states, strict=True):
-        found.set_state(state)
+        if isinstance(state, tuple):
+            number, offset = state
+            found.manual_seed(number)
+            found.set_offset(offset)
+        else:
+            found.set_state(state)
 
 
 def replaying() -> AbstractContextManager[Any]:

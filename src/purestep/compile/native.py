@@ -33,6 +33,7 @@ from . import (
     pieces,
     products,
     recording,
+    reductions,
     rounding,
     rows,
     shortcuts,
@@ -186,6 +187,8 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
         with shortcuts.patterns_for(graph):
             graph = inductor._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
         graph = products.placed(graph)
+        reductions.early(graph.graph)
+        reductions.register()
         rows.register()
         sources.register()
         draws.register()

@@ -37,11 +37,13 @@ class _Recorded:
         self.possible = possible
         self.calls = 0
         self.leaves: list[Any] = []
+        self.memory: list[Tensor | None] = []  # of those leaves, where they are no plain arrays
         self.outputs: Any = None
         self.graph: Any = None
 
     def record(self, run: Run, tensors: list[Tensor], leaves: list[Any], pool: Any) -> None:
         self.leaves = [unshared(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.memory = [_not_plain(leaf) for leaf in self.leaves]
         graph, device = torch.cuda.CUDAGraph(), tensors[0].device
         with torch.cuda.device(device):  # torch records, and seeds, on the current device
             before = torch.cuda.current_stream()
@@ -68,11 +70,19 @@ class _Recorded:
         self.graph = graph
 
     def replay(self, leaves: list[Any]) -> Any:
-        for own, leaf in zip(self.leaves, leaves, strict=True):
-            if isinstance(own, Tensor):
-                memory_of(own).copy_(memory_of(leaf), non_blocking=True)
+        for own, memory, leaf in zip(self.leaves, self.memory, leaves, strict=True):
+            if memory is not None:
+                memory.copy_(memory_of(leaf), non_blocking=True)
+            elif isinstance(own, Tensor):
+                own.copy_(leaf, non_blocking=True)
         self.graph.replay()
         return self.outputs
+
+
+def _not_plain(leaf: Any) -> Tensor | None:
+    """The memory of a tensor whose elements do not lie one after another: slices keep what is between them, and an
+    expanded one is written once."""
+    return memory_of(leaf) if isinstance(leaf, Tensor) and not leaf.is_contiguous() else None
 
 
 @functools.cache

@@ -93,16 +93,19 @@ def held(graph: Graph, shown: _Shown, *, is_simplified: bool = False) -> None:
 
 
 def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Inductor's options, with `apart` and `philox.held` before the passes that it ends with: for what goes through its
-    front door.
+    """Inductor's options, with `apart`, `philox.held` and `reductions.early` before the passes that it ends with: for
+    what goes through its front door.
 
     Loads what it needs of `draws` too, whose code is part of the name that its cache knows a graph by.
     """
     from torch._inductor import config, custom_graph_pass
 
+    from . import reductions  # which asks this module about nodes
+
     register()
     draws.register()
     philox.register()
+    reductions.register()
     name, settings, passes = "post_grad_custom_pre_pass", cast(Any, config), cast(Any, custom_graph_pass)
     given: Any = options.get(name, settings.post_grad_custom_pre_pass)
     theirs: tuple[Any, ...] = tuple(given) if isinstance(given, list | tuple) else (given,) if given else ()
@@ -115,11 +118,12 @@ def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
                 each(graph, **known)
             apart(graph, is_simplified=True)
             philox.held(graph)
+            reductions.early(graph)
 
         def uuid(self) -> Any:
             """For inductor's cache, which keeps nothing that was made with a pass it cannot tell from others."""
             found = [each.uuid() if isinstance(each, passes.CustomGraphPass) else None for each in theirs]
-            files = (__file__, draws.__file__, philox.__file__)
+            files = (__file__, draws.__file__, philox.__file__, reductions.__file__)
             return (passes.get_hash_for_files(files), *found) if all(found) else None
 
     return {**options, name: Held()}

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import layouts, tree
-from ..anomaly import not_finite
 from ..compile.live import is_state, states
 from ..compile.outputs import Stacked
 from ..errors import NonFiniteError, StepContractError
@@ -254,7 +253,9 @@ def can_halt(state: Tree) -> bool:
 def halts(state: Tree) -> list[tuple[str, int]]:
     """Of every halted TrainState in a tree: its path and the call that halted it."""
     flags = [(path.rpartition("/"), leaf) for path, leaf in tree.with_paths(state)]
-    return [(path[0], int(leaf)) for path, leaf in flags if path[2] == "halted" and leaf.dim() == 0 and int(leaf)]
+    found = [(path[0], leaf) for path, leaf in flags if path[2] == "halted" and leaf.dim() == 0]
+    calls = torch.stack([leaf for _, leaf in found]).tolist() if found else []  # each read waits for the device
+    return [(path, int(call)) for (path, _), call in zip(found, calls, strict=True) if call]
 
 
 def _nowhere(_: int) -> str:
@@ -296,7 +297,15 @@ def _check_windows(state: Tree) -> None:
 def _is_spoilt(node: TrainState) -> bool:
     """Whether the state would halt at the end of its window. A loss scale rather falls, and the run goes on."""
     halts = isinstance(node.scaler, Empty) and not isinstance(node.halted, Empty)
-    return halts and any(map(not_finite, tree.leaves(node.accum)))
+    if not halts or isinstance(node.accum, Empty):
+        return False
+    window: Any = node.accum
+    weight = float(window.weight)  # nan once a loss was not finite
+    if weight == 0:  # nothing has been added: no window is open
+        return False
+    sums = [leaf for leaf in tree.leaves(window) if leaf.is_floating_point() or leaf.is_complex()]
+    # Read at once: each read waits for the device.
+    return weight != weight or not bool(torch.stack([leaf.isfinite().all() for leaf in sums]).all())
 
 
 def halting(state: Tree) -> Tree:

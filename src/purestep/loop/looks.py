@@ -111,7 +111,10 @@ class _Reach:
         self._calls = 0
 
     def _collect(self, grads: Params) -> Params:
-        self._reached |= {name for name, grad in grads.items() if name not in self._reached and bool(grad.any())}
+        unknown = [name for name in grads if name not in self._reached]
+        if unknown:  # read at once: each read waits for the device
+            found = torch.stack([grads[name].any() for name in unknown]).tolist()
+            self._reached |= {name for name, is_there in zip(unknown, found, strict=True) if is_there}
         return grads
 
     def _tell(self, unreached: frozenset[str]) -> dict[str, str]:

@@ -126,8 +126,9 @@ def from_torch_scheduler(
         t = torch.as_tensor(count)
         dtype = torch.float32 if t.device.type == "mps" else torch.float64
         # A graph must not copy from the host: the table goes where an eager call, `init` for one, has a count.
-        if type(t) is Tensor and t.device != table.device and not torch.compiler.is_dynamo_compiling():
-            held.setdefault(t.device, table.to(dtype=dtype).to(t.device))
+        is_eager = type(t) is Tensor and not torch.compiler.is_dynamo_compiling()
+        if is_eager and t.device != table.device and t.device not in held:
+            held[t.device] = table.to(dtype=dtype).to(t.device)  # once: a copy from the host waits for the device
         values = held[t.device] if t.device in held else table.to(dtype=dtype).to(t.device, non_blocking=True)
         # Not table[t]: indexing with a 0-d tensor reads it back to the host.
         return values.index_select(0, t.clamp(0, steps - 1).reshape(1)).reshape(())

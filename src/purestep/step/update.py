@@ -136,10 +136,10 @@ def _accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tupl
         return _keep_open(state, accum)
     if isinstance(old, Closing):
         return _close(spec, form, state, accum, micro.unreached)
-    if modes.may_read(old.left):
+    if old.left.device.type == "cpu" and modes.may_read(old.left):  # elsewhere it would wait for the device
         last = int(old.left) == 1
         return _close(spec, form, state, accum, micro.unreached) if last else _keep_open(state, accum)
-    # Nobody outside of this graph, or of these states, could tell where the window stands: compute both, keep one.
+    # Where the window stands is unknown on the host: compute both, keep one.
     opened, open_metrics = _keep_open(state, accum)
     closed, close_metrics = _close(spec, form, state, accum, micro.unreached)
     last = old.left == 1
