@@ -284,11 +284,11 @@ def _drawn(loader: DataLoader[Any], epoch: int, seed: int) -> Iterator[Any]:
     """The order of a user's own sampler, drawn under seeds of (seed, epoch)."""
     source: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     parts: list[Any] = [source, getattr(source, "sampler", None), loader.sampler]
-    for part in {id(part): part for part in parts}.values():
-        if callable(getattr(part, "set_epoch", None)):
-            part.set_epoch(epoch)
     own = draws.own(source)
-    with draws.scoped(seed, own):
+    with draws.scoped(seed, own):  # in which no other thread tells a sampler that both have another epoch
+        for part in {id(part): part for part in parts}.values():
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)
         iterator = iter(source)
     for count in itertools.count():
         with draws.scoped(mix(seed, count), own):
