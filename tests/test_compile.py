@@ -18,11 +18,12 @@ import pytest
 import torch
 from helpers import assert_trees_close, count_graphs, image_batch, tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import purestep as ps
 from purestep import compile as compile_
 from purestep import optim, tree
-from purestep.compile import graphs
+from purestep.compile import graphs, leaves
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
 from purestep.types import Mean, Program, TrainState
 
@@ -1090,14 +1091,14 @@ def test_which_leaves_are_alike(private: bool, monkeypatch: pytest.MonkeyPatch) 
     if not private:
         monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", ModuleType("another torch"))
     leaf, labels = torch.randn(4, 6), torch.arange(4)
-    alike = graphs.alike([leaf, labels])
+    alike = leaves.alike([leaf, labels])
     assert isinstance(alike, partial) != private
     assert alike(torch.randn(9, 6)[5:], labels.clone())
     with torch.no_grad():
         assert alike(leaf, labels)
     found = {name: alike(other, labels) for name, other in unlike(leaf).items()}
     assert found == dict.fromkeys(found, False)
-    assert isinstance(graphs.alike([3.0]), partial)
+    assert isinstance(leaves.alike([3.0]), partial)
 
 
 NORMED = "1.running_mean"
