@@ -18,6 +18,7 @@ import pytest
 import torch
 from helpers import assert_trees_close, count_graphs, image_batch, tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import purestep as ps
 from purestep import compile as compile_
@@ -1487,3 +1488,30 @@ def test_a_mean_over_nothing_has_its_cure() -> None:
     assert not program.train_step(state, batch)[1]["applied"].total
     with pytest.raises(StepContractError, match=r"a mean over no elements .*cure: no empty batches"):
         ps.compile_step(program.train_step, capture="trace")(state, batch)
+
+
+SIZES: dict[str, Any] = {
+    "interpolate": lambda x, n: functional.interpolate(x, size=tuple(n), mode="bilinear", align_corners=True),
+    "nearest": lambda x, n: functional.interpolate(x, size=(n[0], n[1])),
+    "pad": lambda x, n: functional.pad(x, (0, n[0])),
+}
+
+
+@pytest.mark.parametrize("resized", SIZES.values(), ids=SIZES)
+def test_a_size_that_is_read_from_a_tensor_is_a_look_at_its_value(resized: Any) -> None:
+    """Torch's C++ has words of its own for it."""
+
+    class Net(nn.Conv2d):
+        def forward(self, x: Tensor, n: Tensor) -> Tensor:
+            return resized(super().forward(x), n.max(dim=0).values).mean((2, 3))
+
+    objective = ps.supervised(nn.MSELoss(), forward=lambda model, inputs: model(*inputs))
+    program = ps.program(Net(1, 1, 3, padding=1), objective, optim.sgd(0.1))
+    batch = ((torch.randn(2, 1, 4, 4), torch.tensor([[6, 5], [3, 7]])), torch.randn(2, 1))
+    program.train_step(program.init(), batch)
+    step = ps.compile_step(program.train_step, capture="trace", backend="aot_eager")
+    told = (
+        r"test_compile.py:\d+: the step looks at the value of a tensor: a size is read from it \(cure: a size that is"
+    )
+    with pytest.raises(StepContractError, match=told):
+        step(program.init(), batch)

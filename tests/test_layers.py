@@ -130,7 +130,7 @@ AT_THE_COMPILER = ("compile/apart.py", "compile/carried.py", "compile/kept.py", 
 """What they read, write and start is the compiler's: its settings, files in its cache directory, g++. No step comes by
 there."""
 ALLOWED = (
-    ("compile/alone.py", "threading.RLock"),
+    ("rng.py", "threading.RLock"),
     ("compile/arena.py", "threading.local"),
     ("compile/native.py", "logging"),
 )
@@ -140,7 +140,7 @@ def impurities(sources: Sources) -> list[str]:
     """I/O, clock, logging and state of a module's own in the modules up to `compile`.
 
     The exceptions are the room that a thread's compiled steps work in, none of which reads what it has not written, the
-    lock under which graphs are made, and the word that one had to be made in a slower way.
+    lock under which threads draw and graphs are made, and the word that one had to be made in a slower way.
     """
     found = []
     for path, text in sources.items():

@@ -27,7 +27,6 @@ from .types import Tree
 
 FORMAT = 2
 _PLAIN = (bool, int, float, str)
-_LAYOUTS = ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
 
 
 class Incident(NamedTuple):
@@ -185,24 +184,24 @@ def _node(path: str, node: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _in_parts(path: str, node: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    layout = "nested" if node.is_nested and node.layout is torch.strided else str(node.layout)[6:]
-    if node.is_quantized or (layout == "jagged" and node.dim() < 2):
-        layout = ""
-    if layout not in (*_LAYOUTS, "sparse_coo", "nested", "jagged"):
-        raise StateError(f"a {layouts.layout_name(node)} tensor cannot be stored", where=path, hint=".to_dense()")
+    jagged: Any = node
+    holes = node.layout is torch.jagged and (jagged.lengths() is not None or not node.is_contiguous())
+    if node.is_quantized or holes:
+        kind = "nested tensor with holes, or a transposed one," if holes else "quantized tensor"
+        raise StateError(f"a {kind} cannot be stored", where=path, hint=".contiguous(), or a dense tensor")
+    layout = str(node.layout)[6:]
     parts = [_stored(path, part, tensors) for part in layouts.dense_parts(node)]
     return {"layout": layout, "parts": parts, "shape": [] if node.is_nested else list(node.shape)}
 
 
 def _of_parts(layout: str, parts: list[Tensor], shape: list[int]) -> Tensor:
-    if layout == "nested":
+    if layout == "strided":
         return torch.nested.as_nested_tensor(parts)
     if layout == "jagged":
-        return torch.nested.nested_tensor_from_jagged(*parts)
+        return torch.nested.nested_tensor_from_jagged(parts[0], parts[1])
     if layout == "sparse_coo":
-        return torch.sparse_coo_tensor(*parts, shape, is_coalesced=True, check_invariants=False)
-    kind: torch.layout = getattr(torch, layout)
-    return torch.sparse_compressed_tensor(*parts, shape, layout=kind, check_invariants=False)
+        return torch.sparse_coo_tensor(parts[0], parts[1], shape, is_coalesced=True)
+    return torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], shape, layout=getattr(torch, layout))
 
 
 def _tree(node: dict[str, Any], leaf: Any) -> Any:

@@ -170,7 +170,14 @@ def _taken() -> Any:
 
 
 def renew_turn() -> None:
-    """In a forked child: a thread that held the generators is not there any more."""
+    """In a forked child: a thread that held the generators is not there any more.
+
+    Example:
+        >>> renew_turn()
+        >>> with held():
+        ...     print(in_graph())
+        False
+    """
     _TURN[0] = RLock()
 
 

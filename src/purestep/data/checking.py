@@ -102,10 +102,10 @@ def _spec(tree: Any, path: str, devices: dict[torch.device, str]) -> Spec:
     if held is not None:
         parts = tuple(_spec(child, f"{path}/{name}", devices) for name, child in held.items())
         return _Node(type(tree).__name__, tuple(held), parts)
-    device = getattr(cast(Any, tree), "device", None)
+    device = getattr(tree, "device", None)
     if isinstance(device, torch.device):  # a batch of graphs and its like: tensors inside
         devices.setdefault(device, path)
-    moves = not isinstance(tree, type) and callable(getattr(cast(Any, tree), "to", None))
+    moves = not isinstance(tree, type) and callable(getattr(tree, "to", None))
     return _Leaf("None" if tree is None else type(tree).__name__, moves)
 
 

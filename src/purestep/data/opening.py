@@ -121,8 +121,8 @@ def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float) 
     if isinstance(loader, Sequence):
         return SequenceFeed(cast(Sequence[Batch], loader), name=name)
     if isinstance(loader, Iterator):
-        own = {"name": name, "seed": seed, "announce": _announcer(loader)}
-        return OneShotFeed(cast(Iterator[Batch], loader), replay=replay, **own)
+        one_shot = cast(Iterator[Batch], loader)
+        return OneShotFeed(one_shot, name=name, seed=seed, replay=replay, announce=_announcer(loader))
     return IterableFeed(_iterate(loader), (loader,), resume="replay", **_described(loader, name, seed))
 
 

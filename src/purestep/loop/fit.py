@@ -46,17 +46,27 @@ def fit(
             made again goes on where it was, also one with ``resume="old", snapshots="new"``: what has gone on from
             "old" in "new" is not begun again.
 
+    Runs in several threads of one process give the numbers that each gives alone. Their steps and loaders take turns at
+    torch's, numpy's and Python's global generators, of which a process has one each (compiled steps that draw nothing
+    do not wait), and graphs are made while no other thread steps in eager. Torch's switches (``deterministic``,
+    ``tf32``, ``detect_anomaly``, the default dtype) belong to the process: a run that wants others than one that is at
+    work is refused, as is a callback that draws while another thread trains. A thread of one's own that draws, as
+    making a model does, takes its turn by ``with ps.rng.scoped(seed):``; without it, it draws from whatever runs at
+    that moment and changes the numbers of that. Signals end the run on the main thread alone.
+
     Returns:
         `FitResult`: the last state, the history, the best epoch, the number of epochs and why it ended.
 
     Raises:
-        ConfigError: settings that do not exist or contradict each other; after an epoch, a ``monitor`` that is none.
+        ConfigError: settings that do not exist, contradict each other or those of a run in another thread; after an
+            epoch, a ``monitor`` that is none.
         StateError: ``init_state``, or what a callback returned, is no state to train.
         DataError: an empty, exhausted or failing loader; a batch of another structure than the first.
         NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state,
             and `purestep.testing.replay` makes the call again from what is written beside the snapshots. With
             ``nonfinite="skip"``: 100 updates in a row that were refused.
-        StepContractError: the step is not pure (see `FitConfig.check_every`), or returns no state and metrics.
+        StepContractError: the step is not pure (see `FitConfig.check_every`), or returns no state and metrics; a
+            callback draws from a global generator while another thread trains.
         SnapshotError: a snapshot that does not fit, is damaged or cannot be written; `Locked`: another run's directory.
         RankError: more than one process.
         KeyboardInterrupt, SystemExit: Ctrl-C, SIGTERM (status 143); the state is saved, and ``error.result`` has it.

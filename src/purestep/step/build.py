@@ -42,8 +42,8 @@ def program(
 ) -> Program:
     """Pure steps from a module, an objective and a gradient transformation.
 
-    In eager mode a program is for one thread at a time: its calls put the weights of their state into one hollow copy
-    of the module.
+    Threads of one process may share a program: its steps take turns, since they draw from torch's one generator and put
+    the weights of their state into one hollow copy of the module. What ``bind`` returns is for one thread at a time.
 
     Args:
         model: a template: never written to, its weights are read by ``init`` only. Training runs in train mode
@@ -55,7 +55,9 @@ def program(
         ema: decay of the averaged weights in [0, 1), or an `ema.average(...)`; None for none.
         accumulate: micro-batches (calls of train_step) to an optimizer update, >= 1.
         microbatches: parts that each batch is split into inside one call, along the leading dimension, >= 1: tensors,
-            arrays, and lists of one entry a row. What has no rows goes to every part.
+            arrays, and lists of one entry a row: names, tensors of different sizes, or a detector's labels, one mapping
+            a picture. A list of tensors that all have as many rows as the batch is a list of columns. What has no rows
+            goes to every part. The weights of the parts are what the objective counts in each.
         tail: what ``flush`` does with a window left open at the end of an epoch: apply it with its true weight, carry
             it over, or drop it.
         engine: "func" (`torch.func.grad_and_value`), "autograd" (`torch.autograd.grad`, for activation checkpointing
