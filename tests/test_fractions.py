@@ -64,7 +64,7 @@ def test_a_loss_needs_no_metrics() -> None:
         return ps.Loss(model(batch).mean(), torch.tensor(2.0))
 
     program = ps.program(torch.nn.Linear(1, 1), objective, ps.optim.sgd(0.1))
-    state, metrics = program.train_step(program.init(), torch.ones(2, 1))
+    _, metrics = program.train_step(program.init(), torch.ones(2, 1))
     assert float(metrics["loss"]) == float(program.eval_step(program.init(), torch.ones(2, 1))["loss"])
     with pytest.raises(TypeError):
         ps.Loss(torch.zeros(()), torch.ones(())).metrics["shared"] = 1  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""What a Hugging Face model's own loss is a mean over: parts of a batch add up to the batch, or a warning says why not."""
+"""What a Hugging Face loss is a mean over: parts of a batch add up to the batch, or a warning says why not."""
 
 from __future__ import annotations
 
@@ -106,7 +106,10 @@ def detector() -> Any:
         def forward(self, pixel_values: Tensor, labels: Any) -> Any:
             return {"loss": super().forward(pixel_values).mean()}
 
-    return YolosForObjectDetection(2, 1), {"pixel_values": torch.ones(3, 2), "labels": [{"boxes": torch.ones(1, 4)}] * 3}
+    return YolosForObjectDetection(2, 1), {
+        "pixel_values": torch.ones(3, 2),
+        "labels": [{"boxes": torch.ones(1, 4)}] * 3,
+    }
 
 
 def masked_images() -> Any:
@@ -137,7 +140,9 @@ def gpt2_with(kind: str | None, config_of: Any = None) -> Any:
             self.base_model = base
             self.config = base.config
             if kind is not None:
-                self.active_peft_config = SimpleNamespace(is_prompt_learning=True, peft_type=SimpleNamespace(value=kind))
+                self.active_peft_config = SimpleNamespace(
+                    is_prompt_learning=True, peft_type=SimpleNamespace(value=kind)
+                )
 
         def get_base_model(self) -> nn.Module:
             return self.base_model
