@@ -37,8 +37,8 @@ class Built(Program):
         raise ConfigError(
             "a program made by ps.program cannot be pickled",
             where="Program",
-            hint="a function at the top of a file that returns ps.program(...): hand that function to the other process "
-            "and call it there; the state can be pickled",
+            hint="a function at the top of a file that returns ps.program(...): hand that function to the other "
+            "process and call it there; the state can be pickled",
         )
 
     def __copy__(self) -> Built:
