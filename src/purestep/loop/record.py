@@ -107,7 +107,9 @@ def from_json(found: Mapping[str, Any]) -> Record:
     known["interval"] = _sums_from_json(known["interval"])
     known["line"] = _sums_from_json(known.get("line", {}))
     known["last"] = {name: _number(value) for name, value in known["last"].items()}
-    known["injected"] = {name: _number(value) for name, value in known.get("injected", {}).items()}
+    injected = known.pop("injected", {})
+    if injected:
+        known["injected"] = {name: _number(value) for name, value in injected.items()}
     return Record(**known)
 
 
