@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_files import file_size_limit
 from torch import Tensor, nn
 
+import purestep as ps
 from purestep import errors
 from purestep.ema import EmaState
 from purestep.export import export_weights, load_into, weights
@@ -178,3 +183,45 @@ def test_load_into_another_module_changes_nothing():
     assert "list.weight: in the module only (nearest name: last.weight)" in lines
     assert any(line.startswith("last.bias: in the state only (nearest name: list.bias)") for line in lines)
     assert_equal(dict(target.state_dict()), before)
+
+
+class Turned(nn.Linear):
+    """In version 1 its weights were kept transposed."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if (metadata.get("version") or 1) < 2:
+            state[prefix + "weight"] = state[prefix + "weight"].t()
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def tied() -> nn.Module:
+    one = Turned(3, 3)
+    return nn.ModuleDict({"a": one, "b": nn.Sequential(one, nn.BatchNorm1d(3))})
+
+
+@pytest.mark.parametrize("make", [lambda: Turned(3, 3), lambda: nn.Sequential(nn.Linear(3, 3), Turned(3, 3)), tied])
+@pytest.mark.parametrize("view", ["params", "ema"])
+def test_a_module_with_a_version_takes_its_weights_as_they_are(tmp_path: Path, make: Any, view: str) -> None:
+    program = ps.program(make(), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1), ema=0.9)
+    state = program.init()
+    ps.export_weights(tmp_path / "w.pt", program, state, view)
+    stored = torch.load(tmp_path / "w.pt", weights_only=True)
+    versions = {name: entry.get("version") for name, entry in make().state_dict()._metadata.items()}
+    assert {name: entry["version"] for name, entry in stored._metadata.items()} == versions
+    module = make()
+    module.load_state_dict(stored)
+    assert all(torch.equal(value, state.params[name]) for name, value in module.named_parameters())
+    other = make()
+    ps.load_into(other, state)
+    assert all(torch.equal(value, state.params[name]) for name, value in other.named_parameters())
+
+
+def test_a_safetensors_file_says_the_versions_in_its_metadata(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    program = ps.program(Turned(3, 3), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    ps.export_weights(tmp_path / "w.safetensors", program, program.init())
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["versions"]) == {"": 2}

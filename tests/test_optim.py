@@ -738,6 +738,36 @@ def test_from_torch_states_are_tensors_under_fixed_keys() -> None:
     assert torch.equal(optim.from_torch(Anchored).init(params).slots["tall"]["anchor"], params["tall"])
 
 
+TENSORS: list[tuple[type[T.Optimizer], dict[str, Any]]] = [
+    (T.Muon, {"lr": torch.tensor(1e-3)}),
+    (T.Muon, {"lr": torch.tensor(1e-3, dtype=torch.float64)}),
+    (T.AdamW, {"lr": torch.tensor(1e-2), "weight_decay": 0.1}),
+    (T.SGD, {"lr": torch.tensor(1e-1), "momentum": 0.9, "weight_decay": 0.1}),
+    (T.RMSprop, {"lr": torch.tensor(1e-2), "weight_decay": 0.1}),
+    (T.Adam, {"lr": torch.tensor(1e-2), "betas": (torch.tensor(0.9), torch.tensor(0.99))}),
+    (T.Adam, {"lr": 1e-2, "weight_decay": torch.tensor(0.1), "eps": torch.tensor(1e-6)}),
+]
+
+
+@pytest.mark.parametrize(("cls", "options"), TENSORS)
+def test_from_torch_rounds_options_that_are_tensors_as_torch_does(
+    cls: type[T.Optimizer], options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    param, target = nn.Parameter(torch.randn(6, 5, dtype=torch.float64)), torch.randn(6, 5, dtype=torch.float64)
+    tx = optim.from_torch(cls, **options)
+    params = {"w": param.detach().clone()}
+    state, theirs = tx.init(params), cls([param], **options)
+    for _ in range(6):
+        theirs.zero_grad()
+        (param - target).square().sum().backward()
+        theirs.step()
+        updates, state = tx.update({"w": 2 * (params["w"] - target)}, state, params)
+        params = optim.apply_updates(params, updates)
+    assert (params["w"] - param.detach()).abs().max() < 1e-14
+    assert state.learning_rate.dtype == torch.float32
+
+
 def test_from_torch_reports_its_learning_rate() -> None:
     params, grads = problem()
     assert optim.hyperparams(optim.from_torch(T.AdamW).init(params))["learning_rate"].item() == pytest.approx(1e-3)

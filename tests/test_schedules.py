@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import lr_scheduler as torch_schedulers
 
-from purestep import schedules
+from purestep import optim, schedules
 from purestep.errors import ConfigError
 from purestep.schedules import Schedule
 
@@ -329,9 +329,47 @@ def test_a_torch_scheduler_of_epochs():
 
 def test_a_cyclic_scheduler_finds_the_momentum_it_asks_for():
     cyclic = schedules.from_torch_scheduler(
-        torch_schedulers.CyclicLR, 0.1, steps=9, base_lr=0.1, max_lr=0.5, step_size_up=2
+        torch_schedulers.CyclicLR, 0.1, steps=9, base_lr=0.1, max_lr=0.5, step_size_up=2, cycle_momentum=False
     )
     assert values(cyclic, 5) == pytest.approx([0.1, 0.3, 0.5, 0.3, 0.1])
+
+
+CYCLES = [
+    (torch_schedulers.OneCycleLR, {"max_lr": 0.5, "total_steps": 12}),
+    (torch_schedulers.OneCycleLR, {"max_lr": 0.5, "total_steps": 12, "three_phase": True, "base_momentum": 0.5}),
+    (torch_schedulers.CyclicLR, {"base_lr": 0.1, "max_lr": 0.5, "step_size_up": 2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "kwargs"), CYCLES)
+def test_a_momentum_that_is_cycled_is_told_and_can_be_had(kind: Any, kwargs: dict[str, Any]):
+    told = rf"{kind.__name__} cycles the momentum between 0\.\d+ and 0\.\d+.*cure: cycle_momentum=False; or from_torch"
+    with pytest.warns(UserWarning, match=told):
+        rates = schedules.from_torch_scheduler(kind, 0.1, steps=12, **kwargs)
+    momenta = schedules.from_torch_scheduler(kind, 0.1, steps=12, key="momentum", **kwargs)
+    torch.manual_seed(0)
+    param, target = torch.nn.Parameter(torch.randn(4, dtype=torch.float64)), torch.randn(4, dtype=torch.float64)
+    tx = optim.inject(optim.sgd)(learning_rate=rates, momentum=momenta)
+    params = {"w": param.detach().clone()}
+    state = tx.init(params)
+    theirs = torch.optim.SGD([param], 0.1, momentum=0.9)
+    scheduler = kind(theirs, **kwargs)
+    for index in range(12):
+        theirs.zero_grad()
+        (param - target).square().sum().backward()
+        theirs.step()
+        updates, state = tx.update({"w": 2 * (params["w"] - target)}, state, params)
+        params = optim.apply_updates(params, updates)
+        if index < 11:
+            scheduler.step()
+    assert torch.allclose(params["w"], param.detach(), rtol=0, atol=1e-6)
+
+
+def test_a_momentum_that_is_not_cycled_is_no_table():
+    with pytest.raises(ConfigError, match=r"StepLR cycles no momentum \(cure: key=\"lr\"\)"):
+        schedules.from_torch_scheduler(torch_schedulers.StepLR, 0.1, steps=3, key="momentum", step_size=1)
+    with pytest.raises(ConfigError, match="key='betas'"):
+        schedules.from_torch_scheduler(torch_schedulers.StepLR, 0.1, steps=3, key="betas", step_size=1)
 
 
 def plateau(optimizer: torch.optim.Optimizer) -> Any:

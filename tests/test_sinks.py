@@ -353,6 +353,11 @@ def test_the_history_is_whole_after_a_failed_run(tmp_path: Path):
 STREAMS = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no FIFOs on this system")
 
 
+def run(sink: Any, *events: Event) -> None:
+    for event in events:
+        sink(event)
+
+
 def fifo(path: Path, *, link: bool) -> Path:
     os.mkfifo(path)
     if not link:
@@ -372,8 +377,7 @@ def test_a_pipe_stays_where_it_is(tmp_path: Path, make: Callable[..., Any], resu
     sink = make(path)
     sink(start(resumed=resumed))
     with pytest.raises(WriteFailed, match=r"is a FIFO, and no process reads from it \(cure: start its reader before"):
-        for event in [epoch_end(1), fit_end({"epoch": [1]})]:
-            sink(event)
+        run(sink, epoch_end(1), fit_end({"epoch": [1]}))
     sink.close()
     assert {entry.name for entry in tmp_path.iterdir()} == names
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
@@ -416,8 +420,7 @@ def test_what_cannot_be_written_to_is_refused_and_left(
             one.bind(str(path))
     sink = make(path)
     with pytest.raises(WriteFailed, match=rf"place: is a {there}.*cure: pass the path of a file"):
-        for event in [start(), epoch_end(1), fit_end({})]:
-            sink(event)
+        run(sink, start(), epoch_end(1), fit_end({}))
     assert [entry.name for entry in tmp_path.iterdir()] == ["place"]
 
 

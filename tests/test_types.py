@@ -8,7 +8,7 @@ from helpers import tiny_convnet, tiny_mlp, vector_batch
 from torch import nn
 
 import purestep as ps
-from purestep import optim, tree
+from purestep import errors, optim, tree
 from purestep.types import Empty, Mean, Program
 
 
@@ -104,3 +104,20 @@ def test_what_a_transform_stands_in_for_is_told_as_unknown():
 
     torch.func.vmap(look)(torch.arange(2))
     assert told[0].startswith("TrainState(step=?, updates=")
+
+
+def own_step(state, batch):
+    return state, {}
+
+
+def test_a_program_of_ones_own_is_pickled_and_another_says_what_to_send():
+    import copy
+    import pickle
+
+    own = ps.Program(own_step)
+    assert pickle.loads(pickle.dumps(own)) == own
+    made = ps.program(torch.nn.Linear(1, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+    for program in (made, made._replace(eval_step=None)):
+        with pytest.raises(errors.ConfigError, match=r"cannot be pickled \(cure: a function at the top of a file"):
+            pickle.dumps(program)
+        assert copy.copy(program) is copy.deepcopy(program) is program

@@ -132,7 +132,12 @@ def is_better(value: float | None, best: float | None, *, mode: Mode, min_delta:
 
 
 def improved(record: Record, *, epoch: int) -> bool:
-    """Whether the value of this epoch is the best one."""
+    """Whether the value of this epoch is the best one.
+
+    Example:
+        >>> improved(observe(init(), 0.5, epoch=1, mode="min"), epoch=1)
+        True
+    """
     return record.best_epoch == epoch
 
 
@@ -187,7 +192,12 @@ def default_mode(monitor: str) -> Mode:
 
 
 def to_json(record: Record) -> dict[str, float | int | None]:
-    """The record as a dict that JSON can hold: its numbers are finite or None by construction."""
+    """The record as a dict that JSON can hold: its numbers are finite or None by construction.
+
+    Example:
+        >>> from_json(to_json(init())) == init()
+        True
+    """
     return record._asdict()
 
 
@@ -254,7 +264,12 @@ class PlateauRecord(NamedTuple):
 
 
 def plateau_init() -> PlateauRecord:
-    """The record before the first value: scale 1."""
+    """The record before the first value: scale 1.
+
+    Example:
+        >>> plateau_init().scale
+        1.0
+    """
     return PlateauRecord(best=None, bad_epochs=0, cooldown=0, scale=1.0)
 
 
@@ -267,6 +282,13 @@ def plateau_observe(record: PlateauRecord, value: float | None, *, rule: Plateau
         value: the monitored metric.
         rule: when to lower the scale.
         mode: whether small or large values are good.
+
+    Example:
+        >>> record = plateau_init()
+        >>> for value in (1.0, 2.0, 2.0):
+        ...     record = plateau_observe(record, value, rule=Plateau(factor=0.1, patience=1), mode="min")
+        >>> record.scale
+        0.1
     """
     value = None if value is None else float(value)
     better = is_better(value, _bar(record.best, rule, mode), mode=mode)

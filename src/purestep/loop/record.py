@@ -33,6 +33,7 @@ class Record(NamedTuple):
     judged: str = ""  # the monitor and its mode, of which the best is
     window: int = 0  # batches to an update; 0: nobody has said
     counted: int = 0  # batches of the last epoch, where its fractions were taken of another number
+    injected: Mapping[str, float] = MappingProxyType({})  # hyperparameters that `optim.inject` was called with
     origin: str = ""  # the directory that the run began from, where that is another one than its own
 
     @property
@@ -94,6 +95,7 @@ def to_store(record: Record) -> dict[str, Any]:
         "interval": _sums_to_json(record.interval),
         "line": _sums_to_json(record.line),
         "last": {name: _bits(value) for name, value in record.last.items()},
+        "injected": {name: _bits(value) for name, value in record.injected.items()},
     }
 
 
@@ -106,6 +108,9 @@ def from_json(found: Mapping[str, Any]) -> Record:
     known["interval"] = _sums_from_json(known["interval"])
     known["line"] = _sums_from_json(known.get("line", {}))
     known["last"] = {name: _number(value) for name, value in known["last"].items()}
+    injected = known.pop("injected", {})
+    if injected:
+        known["injected"] = {name: _number(value) for name, value in injected.items()}
     return Record(**known)
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import data
+from .. import data, transform
+from ..compile import live
 from ..errors import ConfigError, Corrupt, Mismatch, NotFound
 from ..snapshot import Snapshot, Snapshots
 from ..types import Tree
@@ -101,17 +102,19 @@ def resumed(state: Tree, snapshots: Snapshots | None, config: FitConfig, feed: d
         Mismatch, NotFound, Corrupt: as `restored`; Mismatch also where the loader is another one.
     """
     found = restored(state, snapshots, config)
+    given = _injected(state)
     if found is None:
-        return state, Record(), False
+        return state, Record(injected=given), False
     origin = _origin(found) if config.resume in (None, "auto") else _place(config.resume)
     if not isinstance(found.loop, Mapping) or "record" not in found.loop:
         # Saved by hand: a state without a loop's position. Later snapshots get later names.
-        return found.state, Record(calls=found.step, origin=origin), False
+        return found.state, Record(calls=found.step, origin=origin, injected=given), False
     feed.restore(found.loop["feed"])
     record = from_json(found.loop["record"])._replace(origin=origin)
     log.info("resumed from step %d: epoch %d, batch %d", found.step, record.epoch + 1, record.batch)
     _warn_of_another_seed(state, found.state, source=config.resume)
-    return found.state, record, True
+    _warn_of_other_hyperparams(record.injected, given, _injected(found.state))
+    return found.state, record._replace(injected=given), True
 
 
 def _place(resume: str) -> str:
@@ -147,6 +150,31 @@ def _warn_of_another_seed(given: Tree, found: Tree, *, source: str | None) -> No
             before,
             now,
         )
+
+
+def _injected(state: Tree) -> dict[str, float]:
+    """The values of `optim.inject` that no schedule fills; of a tree, by the number of the TrainState too."""
+    parts = enumerate(live.states(state))
+    return {
+        f"{index}/{name}": float(value)
+        for index, part in parts
+        for name, value in transform.injected(part.opt_state).items()
+    }
+
+
+def _warn_of_other_hyperparams(
+    then: Mapping[str, float], given: Mapping[str, float], used: Mapping[str, float]
+) -> None:
+    """What `optim.inject` makes of a hyperparameter is part of the state, so that a resumed run keeps it."""
+    for key, value in given.items():
+        name = key.partition("/")[2]
+        if key in then and key in used and then[key] != value != used[key]:
+            log.warning(
+                "optim.inject is called with %s=%g, and the run that goes on has %s=%g, which it keeps: it is part of "
+                "the state (cure: a callback that at events.FitStart returns event.state._replace(opt_state="
+                "optim.set_hyperparams(event.state.opt_state, %s=%g)))",
+                *(name, value, name, used[key], name, value),
+            )
 
 
 def _start_over(snapshots: Snapshots | None) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -17,12 +18,36 @@ _HF_BATCH = '{"input_ids": ..., "labels": ...}'
 _CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
 _UNSHIFTED = (  # decoders that expect labels shifted already, though their names say otherwise
     *("Bart", "BigBirdPegasus", "Blenderbot", "CpmAnt", "FlaubertWith", "MBart", "Marian", "Musicgen", "Mvp", "PLBart"),
-    *("Pegasus", "TrOCR", "Whisper", "XLMWith", "XLNet"),
+    *("Pegasus", "ProphetNet", "TrOCR", "Whisper", "XLMWith", "XLNet"),
+)
+_SHIFTED = (  # heads that shift labels, though no part of their names that is common to others says so
+    *("LMHeadModel", "ModelWithLMHead", "DoubleHeadsModel", "ForConditionalGeneration", "ForCausalImageModeling"),
+    *("BertGenerationDecoder", "Blip2Model", "ForProteinText2Text", "ForVisionText2Text"),
+)
+_ATTENDED = ("ElectraForPreTraining", "FunnelForPreTraining")
+"""Their loss is a mean over the tokens that are attended to, whatever their labels are."""
+_UNKNOWN = (  # sums of several means, means over boxes, masks, matched pairs or observed values
+    *("ForPreTraining", "ForPretraining", "DoubleHeadsModel", "ForMaskedImageModeling", "ForObjectDetection"),
+    *("ForSegmentation", "ForInstanceSegmentation", "ForUniversalSegmentation", "ForPanopticSegmentation"),
+    *("ForDepthEstimation", "ForNormalEstimation", "ForPrediction", "ForVideoGrounding", "ForRNNT", "ForTDT"),
+    *("ForTextToSpeech", "ForSpeechToSpeech", "ForGeneration", "ForKeypointMatching", "ForRegionToPhraseAlignment"),
+    *("ForImageMatting", "ForPoseEstimation", "ForPointmapEstimation", "ForOpticalFlow", "ForMultimodalAutoencoding"),
+    *(
+        "FastSpeech2ConformerModel",
+        "FastSpeech2ConformerWithHifiGan",
+        "TapasForQuestionAnswering",
+        "ForContrastiveLearning",
+    ),
+    *("MoshiForConditionalGeneration", "PI0ForConditionalGeneration", "PocketTTSForConditionalGeneration"),
 )
 
 
 def hf_loss(
-    *, metrics: Mapping[str, Metric] | None = None, causal: bool | None = None, ignore_index: int | None = None
+    *,
+    metrics: Mapping[str, Metric] | None = None,
+    causal: bool | None = None,
+    ignore_index: int | None = None,
+    weight: Callable[[Mapping[str, Any]], Tensor | float] | None = None,
 ) -> Objective:
     """The loss that a Hugging Face model computes itself, weighted by the labels it counts.
 
@@ -31,6 +56,10 @@ def hf_loss(
     ``start_positions`` and the like, and two-tower models, which are asked for their loss (``return_loss=True``); so
     does a CTC loss, which is a mean over rows (1 where the model's configuration asks for their sum).
 
+    Discriminators (`ElectraForPreTraining`) weigh the tokens that are attended to. Behind the virtual tokens of PEFT's
+    prompt tuning the first label counts too. Of losses that are a sum of several means, or a mean over boxes, masks or
+    observed values (pretraining with two heads, detection, forecasts), the weight is not known: a warning says so.
+
     The weight does what ``num_items_in_batch`` does elsewhere: micro-batches with different numbers of tokens add up to
     the gradient of the whole batch.
 
@@ -38,6 +67,10 @@ def hf_loss(
         metrics: name -> ``f(outputs, labels)``; without ``labels``, ``f(outputs, batch)``.
         causal: whether the model shifts the labels; None reads it from the model's class.
         ignore_index: labels that do not count; None: -100, or what the configuration of a segmentation model says.
+        weight: ``f(batch)``: what the model's loss is a mean over, a number or a 0-d tensor; None: as above.
+
+    Warns:
+        UserWarning: when called: it is not known what this model's loss is a mean over.
 
     Raises:
         DataError: when called: a batch that is no mapping or has no labels.
@@ -65,9 +98,12 @@ def hf_loss(
             raise _no_loss(_module(model), named)
         labels = named.get("labels")
         targets, sized = (named if labels is None else labels), _sized(named)
-        weight = _weight(model, labels, sized.shape[0], mean, causal=causal, ignore_index=ignore_index)
+        if weight is None:
+            known = _weight(model, named, sized.shape[0], mean, causal=causal, ignore_index=ignore_index)
+        else:
+            known = torch.as_tensor(weight(named), device=mean.device)
         values = {name: mean_of(metric(outputs, targets), sized) for name, metric in measured.items()}
-        return Loss(mean, weight.to(torch.float32), values)
+        return Loss(mean, known.to(torch.float32), values)
 
     return objective
 
@@ -118,12 +154,19 @@ def _sized(named: Mapping[str, Any]) -> Tensor:
 
 
 def _weight(
-    model: Any, labels: Any, rows: int, mean: Tensor, *, causal: bool | None, ignore_index: int | None
+    model: Any, batch: Mapping[str, Any], rows: int, mean: Tensor, *, causal: bool | None, ignore_index: int | None
 ) -> Tensor:
     module = _module(model)
-    name, config = type(module).__name__, getattr(module, "config", None)
+    base = _base(module)
+    name, config, labels = _head(base), getattr(module, "config", None), batch.get("labels")
     if "ForCTC" in name:
         return torch.full((), 1 if getattr(config, "ctc_loss_reduction", "") == "sum" else rows, device=mean.device)
+    if name in _ATTENDED and isinstance(labels, Tensor):
+        mask = batch.get("attention_mask")
+        return (mask == 1).sum() if isinstance(mask, Tensor) else torch.full((), labels.numel(), device=labels.device)
+    is_alone = name.endswith("DoubleHeadsModel") and "mc_labels" not in batch
+    if (name.endswith(_UNKNOWN) and not is_alone) or _virtual_tokens(module) == "CPT":
+        _warn_of_unknown(name)
     if not isinstance(labels, Tensor):
         return torch.full((), rows, device=mean.device)
     segments = "ForSemanticSegmentation" in name
@@ -136,13 +179,47 @@ def _weight(
     return ((labels[..., 1:] if shifts else labels) != ignore_index).sum()
 
 
+def _warn_of_unknown(name: str) -> None:
+    warnings.warn(
+        f"it is not known what the loss of {name} is a mean over: micro-batches and evaluations of several batches are "
+        "weighed by their labels or rows, which may not add up (cure: ps.hf_loss(weight=lambda batch: ...))",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
 def _module(model: Any) -> Any:
     return getattr(model, "module", model)
 
 
+def _base(module: Any) -> Any:
+    """The model inside of a `peft.PeftModel`, whose own name says what the user called the task."""
+    unwrap = getattr(module, "get_base_model", None)
+    return module if unwrap is None else unwrap()
+
+
+def _head(base: Any) -> str:
+    """The name of the model's class: of a subclass of one of transformers' heads, the name of that."""
+    kinds = type(base).__mro__
+    known = (kind.__name__ for kind in kinds if kind.__module__.startswith("transformers.models."))
+    return next(known, kinds[0].__name__)
+
+
+def _virtual_tokens(module: Any) -> str:
+    """The kind of prompt that PEFT puts before the tokens, with labels of its own; "" where there is none."""
+    config = getattr(module, "active_peft_config", None)
+    if config is None or not getattr(config, "is_prompt_learning", False):
+        return ""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    return "" if kind == "PREFIX_TUNING" else kind  # which goes into keys and values
+
+
 def _is_causal(module: Any) -> bool:
-    name = type(module).__name__
-    if name.startswith(_UNSHIFTED) or getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+    """Whether the first label of a row is not counted, since no token comes before it."""
+    if _virtual_tokens(module):
         return False
-    by_name = "CausalLM" in name or name.endswith(("LMHeadModel", "DoubleHeadsModel", "ForConditionalGeneration"))
-    return by_name or getattr(module, "loss_type", "") in _CAUSAL
+    base = _base(module)
+    name = _head(base)
+    if name.startswith(_UNSHIFTED) or getattr(getattr(base, "config", None), "is_encoder_decoder", False):
+        return False
+    return "CausalLM" in name or name.endswith(_SHIFTED) or getattr(base, "loss_type", "") in _CAUSAL

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import modes, rng, tree
 from ..errors import ConfigError, StateError, StepContractError
-from ..transform import Rate, Schedule, Transform, rate_at, reported, require_rate, zero_count
+from ..transform import Rate, Scalar, Schedule, Transform, rate_at, reported, require_rate, zero_count
 from ..types import Empty, Params, Tree
 from .foreign import Maker, Outcome, Slots, run, trace
 from .probe import initial, probe
@@ -123,7 +123,7 @@ def _maker(optimizer: Any, lr: Rate | None, kwargs: dict[str, Any]) -> Maker:
     return Maker(optimizer, kwargs if start is None else {"lr": start, **kwargs}, where, dtype)
 
 
-def _rate(given: Tensor | Schedule, step: Tensor) -> Tensor:
+def _rate(given: Tensor | Schedule, step: Tensor) -> Scalar:
     """The rate of an update: what a schedule gives, or a tensor as it is now, in its own dtype."""
     if isinstance(given, Tensor) and given.is_floating_point():
         return given.detach().clone()

@@ -35,6 +35,7 @@ from .group import set_to_zero as set_to_zero
 from .inject import InjectState as InjectState
 from .inject import hyperparams as hyperparams
 from .inject import inject as inject
+from .inject import injected as injected
 from .inject import set_hyperparams as set_hyperparams
 from .matrices import NEWTON_SCHULZ as NEWTON_SCHULZ
 from .matrices import Adjust as Adjust

@@ -161,6 +161,18 @@ def _found(node: Tree, prefix: str) -> Iterator[tuple[str, Tensor]]:
             yield from _found(part, prefix)
 
 
+def injected(opt_state: Tree) -> dict[str, Tensor]:
+    """The leaves that `inject` made and no schedule fills, by the names of `hyperparams`.
+
+    Example:
+        >>> from purestep.transform import scale
+        >>> {name: value.item() for name, value in injected(inject(scale)(factor=2.0).init({})).items()}
+        {'factor': 2.0}
+    """
+    scheduled = dict(_leaves(opt_state, ""))
+    return {name: value for name, value in _found(opt_state, "") if scheduled.get(name) is False}
+
+
 def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
     """The state with other values for leaves that `inject` made; a compiled step uses them without recompiling.
 

@@ -1,0 +1,176 @@
+"""What a Hugging Face loss is a mean over: parts of a batch add up to the batch, or a warning says why not."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purestep as ps
+from purestep import optim
+
+hf = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def ids(rows: int = 3, length: int = 16) -> Tensor:
+    return torch.randint(3, 60, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def batch(labels: Tensor | None = None) -> dict[str, Tensor]:
+    mask = torch.ones(3, 16, dtype=torch.int64)
+    mask[1, 9:], mask[2, 4:] = 0, 0
+    tokens = ids()
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "labels": tokens.masked_fill(mask == 0, -100) if labels is None else labels,
+    }
+
+
+def electra() -> Any:
+    config = hf.ElectraConfig(vocab_size=60, embedding_size=16, **SMALL, **QUIET)
+    return hf.ElectraForPreTraining(config), batch(ids() % 2), 29
+
+
+def funnel() -> Any:
+    rates = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    config = hf.FunnelConfig(vocab_size=60, block_sizes=[1, 1], d_model=32, n_head=2, d_head=16, d_inner=32, **rates)
+    return hf.FunnelForPreTraining(config), batch(ids() % 2), 29
+
+
+def reformer() -> Any:
+    shapes = {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16], "attn_layers": ["local"]}
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "attention_head_size": 8, "feed_forward_size": 32}
+    rates = {"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0, "local_attn_chunk_length": 4}
+    config = hf.ReformerConfig(vocab_size=60, is_decoder=True, pad_token_id=0, **shapes, **sizes, **rates)
+    return hf.ReformerModelWithLMHead(config), batch(), 26
+
+
+def bert_generation() -> Any:
+    config = hf.BertGenerationConfig(vocab_size=60, max_position_embeddings=16, is_decoder=True, **SMALL, **QUIET)
+    return hf.BertGenerationDecoder(config), batch(), 26
+
+
+def prophetnet() -> Any:
+    sizes = {"num_decoder_layers": 1, "num_encoder_layers": 1, "num_decoder_attention_heads": 2, "ngram": 2}
+    rates = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "max_position_embeddings": 32}
+    config = hf.ProphetNetConfig(vocab_size=60, hidden_size=32, decoder_ffn_dim=32, **sizes, **rates)
+    return hf.ProphetNetForCausalLM(config), batch(), 29
+
+
+def renamed() -> Any:
+    class Mine(hf.GPT2LMHeadModel):
+        pass
+
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    return Mine(hf.GPT2Config(vocab_size=60, n_positions=16, n_embd=32, n_layer=1, n_head=2, **rates)), batch(), 26
+
+
+MODELS = [electra, funnel, reformer, bert_generation, renamed]
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_parts_add_up_to_the_batch(make: Any) -> None:
+    torch.manual_seed(0)
+    model, inputs, counted = make()
+    found: list[float] = []
+    for parts in (1, 3):
+        program = ps.program(model.double(), ps.hf_loss(), optim.sgd(0.1), precision="64-true", microbatches=parts)
+        _, metrics = program.train_step(program.init(), inputs)
+        assert metrics["loss"].weight == counted
+        found.append(float(metrics["loss"]))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_a_discriminator_without_a_mask_weighs_every_token() -> None:
+    model, inputs, _ = electra()
+    del inputs["attention_mask"]
+    assert ps.hf_loss()(model, inputs).weight == 48
+
+
+def two_heads() -> Any:
+    config = hf.BertConfig(vocab_size=60, max_position_embeddings=16, **SMALL, **QUIET)
+    return hf.BertForPreTraining(config), {**batch(), "next_sentence_label": torch.tensor([0, 1, 1])}
+
+
+def detector() -> Any:
+    class YolosForObjectDetection(nn.Linear):
+        def forward(self, pixel_values: Tensor, labels: Any) -> Any:
+            return {"loss": super().forward(pixel_values).mean()}
+
+    return YolosForObjectDetection(2, 1), {
+        "pixel_values": torch.ones(3, 2),
+        "labels": [{"boxes": torch.ones(1, 4)}] * 3,
+    }
+
+
+def masked_images() -> Any:
+    sizes = {"image_size": 16, "patch_size": 8, "encoder_stride": 8}
+    masked = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1]]).bool()
+    model = hf.ViTForMaskedImageModeling(hf.ViTConfig(**SMALL, **sizes))
+    return model, {"pixel_values": torch.ones(2, 3, 16, 16), "bool_masked_pos": masked, "return_loss": True}
+
+
+@pytest.mark.parametrize("make", [two_heads, detector, masked_images])
+def test_a_weight_that_is_not_known_is_told_and_can_be_given(make: Any) -> None:
+    model, inputs = make()
+    cure = r"it is not known what the loss of \w+ is a mean over.*cure: ps\.hf_loss\(weight=lambda batch: \.\.\.\)"
+    with pytest.warns(UserWarning, match=cure):
+        ps.hf_loss()(model, inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight = ps.hf_loss(weight=lambda batch: 7)(model, inputs).weight
+    assert (weight, weight.dtype) == (7, torch.float32)
+
+
+def gpt2_with(kind: str | None, config_of: Any = None) -> Any:
+    """As `peft.PeftModelForCausalLM` shows itself; peft is not among the packages of the tests."""
+
+    class PeftModelForCausalLM(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base_model = base
+            self.config = base.config
+            if kind is not None:
+                self.active_peft_config = SimpleNamespace(
+                    is_prompt_learning=True, peft_type=SimpleNamespace(value=kind)
+                )
+
+        def get_base_model(self) -> nn.Module:
+            return self.base_model
+
+        def forward(self, labels: Tensor, **inputs: Tensor) -> Any:
+            return self.base_model(labels=labels, **inputs)
+
+    return PeftModelForCausalLM((config_of or renamed)()[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "counted"), [(None, 26), ("PREFIX_TUNING", 26), ("PROMPT_TUNING", 29), ("P_TUNING", 29)]
+)
+def test_behind_virtual_tokens_the_first_label_counts(kind: str | None, counted: int) -> None:
+    assert ps.hf_loss()(gpt2_with(kind), batch()).weight == counted
+    assert ps.hf_loss(causal=True)(gpt2_with(kind), batch()).weight == 26
+
+
+def test_adapters_are_weighed_as_the_model_inside_of_them() -> None:
+    assert ps.hf_loss()(gpt2_with(None, prophetnet), batch()).weight == 29
+    assert ps.hf_loss()(gpt2_with(None, electra), batch(ids() % 2)).weight == 29
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+def test_peft_itself(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    sizes = {"encoder_hidden_size": 16} if kind == "PromptEncoderConfig" else {}
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4, **sizes)
+    model = peft.get_peft_model(renamed()[0], config)
+    assert ps.hf_loss()(model, batch()).weight == (26 if kind == "PrefixTuningConfig" else 29)
