@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -113,8 +114,13 @@ def test_any_shapes(shapes: list[list[int]]):
         params[f"p{index}"] = torch.arange(start, start + count, dtype=torch.float32).view(shape)
         start += count
     layout = packed.layout(params, dict.fromkeys(params, ()))
+    (flat,) = layout.collect(params).values()
+    assert sorted(flat.tolist()) == list(range(start))
     flat = layout.collect(params)
-    assert flat["p0"].tolist() == list(range(start))
+    offset = 0
+    for slot in layout.groups[0].slots:  # as aligned as its own size allows
+        assert not slot.size or offset % math.gcd(slot.size, 64) == 0
+        offset += slot.size
     assert_trees_close(layout.expand(flat), params, exact=True)
 
 
@@ -262,3 +268,26 @@ def test_a_packed_step_leaves_its_input_alone():
     layout = layout_of(chosen, state)
     flat = packed.pack(layout, state)
     ps.testing.assert_pure(chosen.static.steps(layout.form).train_step, flat, vector_batch())
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_parameter_behind_one_of_odd_size_is_read_as_complex(dtype: torch.dtype, donate: bool):
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.odd, self.pair = nn.Parameter(torch.ones(3)), nn.Parameter(torch.randn(6, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (torch.fft.fft(x * self.odd.sum()) * torch.view_as_complex(self.pair)).real
+
+    precision = "64-true" if dtype == torch.float64 else "32-true"
+    program_ = ps.program(Spectral().to(dtype), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1), precision=precision)
+    batch = (torch.randn(4, 6, dtype=dtype), torch.randn(4, 6, dtype=dtype))
+    step = ps.compile_step(program_.train_step, backend="aot_eager", donate=donate)
+    state, wanted = program_.init(), program_.init()
+    for _ in range(2):
+        wanted, _ = program_.train_step(wanted, batch)
+        state, _ = step(state, batch)
+    assert_trees_close(dict(state.params), wanted.params)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -71,15 +73,13 @@ def check_apart(before: dict[str, Mark], given: Params, found: Params) -> None:
 def check_sizes(before: Params, after: Params) -> None:
     """Raise StepContractError for a buffer that the forward pass has given another shape or dtype, or made None."""
     for name, old in before.items():
-        found: object = after[name]
+        found: Any = after[name]
         if isinstance(found, Tensor) and found.shape == old.shape and found.dtype == old.dtype:
             continue
         new = f"{list(found.shape)} {found.dtype}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         resized = isinstance(found, Tensor) and found.shape != old.shape
         cure = (
-            _SIZED
-            if resized
-            else f"assign it as {old.dtype}: self.{name.rpartition('.')[2]} = value.to({old.dtype})"
+            _SIZED if resized else f"assign it as {old.dtype}: self.{name.rpartition('.')[2]} = value.to({old.dtype})"
         )
         raise StepContractError(
             f"the forward pass turns this buffer, {list(old.shape)} {old.dtype}, into {new}: a state keeps the shape "

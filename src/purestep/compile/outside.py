@@ -8,8 +8,10 @@ not read. A call compares what is there with what was there by identity, at abou
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import operator
+import re
 import sys
 import sysconfig
 import types
@@ -24,7 +26,10 @@ from ..model import Template
 
 _log = logging.getLogger("purestep")
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_LIBRARIES = (*{sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")}, __file__.rpartition("compile")[0])
+_LIBRARIES = (
+    *{sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")},
+    __file__.rpartition("compile")[0],
+)
 _MOST = 300  # places that are looked at: 30 us a call
 _ITEMS = 32  # of one dict or list
 _CHANGES = 16  # graphs for new values, after which it is no schedule but a value of every call
@@ -38,6 +43,27 @@ class _Place(NamedTuple):
     name: str
     read: Callable[[], Any]
     value: Any
+
+
+class Surroundings:
+    """What torch is set to around a call, as far as a graph depends on it: autocast, the default dtype, determinism,
+    the precision of products. Dynamo's guard tells in 0.2 us whether it is what it was.
+    """
+
+    _FREE = re.compile(r'"(grad_mode|num_threads|torch_function\w*)":\w+')
+
+    def __init__(self) -> None:
+        self._last: tuple[Callable[[], bool], str] = (lambda: False), ""
+
+    def __call__(self) -> str:
+        """As text, the same object as long as nothing changes."""
+        same, told = self._last  # read at once: another thread may be set otherwise
+        if same():
+            return told
+        guard: Any = importlib.import_module("torch._C._dynamo.guards").GlobalStateGuard()
+        told = self._FREE.sub("", guard.__getstate__())
+        self._last = guard.check, told
+        return told
 
 
 class Outside:
@@ -93,11 +119,15 @@ class Outside:
         name = new[0].name if new else "a value"
         if self._changes > _CHANGES:
             raise StepContractError(
-                f"has changed {self._changes} times; every value of it would be a graph of its own", where=name, hint=_CURE
+                f"has changed {self._changes} times; every value of it would be a graph of its own",
+                where=name,
+                hint=_CURE,
             )
         if self._changes == 1 and new:
             change = f"was {_short(was.get(name))}, is {_short(new[0].value)}"
-            _log.warning("%s %s: a graph holds it as a constant, so the step is compiled again (cure: %s)", name, change, _CURE)
+            _log.warning(
+                "%s %s: a graph holds it as a constant, so the step is compiled again (cure: %s)", name, change, _CURE
+            )
 
 
 def _short(value: Any) -> str:
@@ -120,7 +150,7 @@ def _places(step: Callable[..., Any]) -> list[_Place]:
 class _Walk:
     def __init__(self) -> None:
         self.places: list[_Place] = []
-        self._seen: set[int] = set()
+        self._seen: set[Any] = set()
         self._kept: list[Any] = []  # an id must not be given again
 
     def visit(self, value: Any, path: str) -> None:
@@ -169,21 +199,29 @@ class _Walk:
         for index, value in enumerate(function.__defaults__ or ()):
             self._place(f"{here}: default {index}", functools.partial(_default, function, index), value)
             self._within(value, names, f"{here}: default {index}")
-        for name, value in (function.__kwdefaults__ or {}).items():
-            self._place(f"{here}: {name}", functools.partial(function.__kwdefaults__.get, name), value)
+        keywords = function.__kwdefaults__ or {}
+        for name, value in keywords.items():
+            self._place(f"{here}: {name}", functools.partial(keywords.get, name), value)
         for name in sorted(names & space.keys()):
             self._place(name, functools.partial(space.get, name), space[name])
             self._within(space[name], names, name)
 
     def _within(self, value: Any, names: frozenset[str], path: str) -> None:
         """A value that code with these names in it uses."""
-        if isinstance(value, types.FunctionType | types.MethodType | functools.partial | dict | list | tuple | Template):
+        if isinstance(
+            value, types.FunctionType | types.MethodType | functools.partial | dict | list | tuple | Template
+        ):
             self.visit(value, path)
-        elif names and not isinstance(value, (*_SCALARS, Tensor, np.ndarray)):
+        elif not isinstance(value, (*_SCALARS, Tensor, np.ndarray)):
             self._object(value, names, path)
 
     def _object(self, value: Any, names: frozenset[str], path: str) -> None:
         """Attributes by these names, of an object, a class or a module, and its own methods."""
+        if isinstance(value, nn.Module):
+            names |= _settings(value)
+            for name, child in list(value.named_modules())[1:_ITEMS]:
+                self._attributes(child, _settings(child), f"{path}.{name}")
+            self._attributes(value, names, path)
         if isinstance(value, types.ModuleType):
             if _is_library(getattr(value, "__file__", None) or ""):
                 return
@@ -198,10 +236,13 @@ class _Walk:
         if isinstance(value, type):
             self._class(value, path, names)
             return
+        self._attributes(value, names, path)
+
+    def _attributes(self, value: Any, names: frozenset[str], path: str) -> None:
         space: Any = getattr(value, "__dict__", None)
         if not isinstance(space, dict) or (id(value), names) in self._seen:
             return
-        self._seen.add(cast(Any, (id(value), names)))
+        self._seen.add((id(value), names))
         for name in sorted(names & space.keys()):
             if name == "training" and isinstance(value, nn.Module):
                 continue
@@ -228,6 +269,12 @@ class _Walk:
     def _place(self, name: str, read: Callable[[], Any], value: Any) -> None:
         if len(self.places) < _MOST and not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
             self.places.append(_Place(name, read, value))
+
+
+def _settings(module: nn.Module) -> frozenset[str]:
+    """The numbers among a module's attributes, such as the label smoothing of a criterion."""
+    names = {name for name, value in vars(module).items() if isinstance(value, _SCALARS)}
+    return frozenset(name for name in names - {"training"} if not name.startswith("_"))
 
 
 def _is_plain(value: Any) -> bool:
