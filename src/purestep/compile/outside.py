@@ -183,7 +183,7 @@ class _Walk:
         elif isinstance(value, type):
             self._class(value, path)
         elif not isinstance(value, types.ModuleType) and callable(value):
-            self._object(value, _names(getattr(type(value), "__call__", None)), path)
+            self._object(value, frozenset(), path)
 
     def _function(self, function: types.FunctionType, path: str) -> None:
         own = not _is_library(function.__code__.co_filename)
