@@ -55,7 +55,7 @@ class Bound:
     that a second call sees what the first one left.
     """
 
-    __slots__ = ("_held", "_module", "_names", "_tensors", "buffers", "frozen", "params", "training")
+    __slots__ = ("_held", "_module", "_names", "_tensors", "buffers", "frozen", "params", "training", "values")
 
     def __init__(self, template: Template, params: Params, frozen: Params, buffers: Params, *, train: bool) -> None:
         self._module = template.train if train else template.eval
@@ -64,6 +64,7 @@ class Bound:
         self.frozen = frozen
         self.buffers = buffers
         self.training = train
+        self.values: dict[str, Tensor] = {}  # scheduled scalars of the program; shape=()
         self._held = False
         self._tensors = {_inner(name): tensor for name, tensor in {**params, **frozen}.items()}
 

@@ -36,12 +36,8 @@ class Slot(NamedTuple):
 class Group(NamedTuple):
     """Parameters of one dtype that the transform treats alike."""
 
-    slots: tuple[Slot, ...]
-
-    @property
-    def name(self) -> str:
-        """The key of the buffer."""
-        return self.slots[0].name
+    name: str  # key of the buffer: its first parameter, in the module's order
+    slots: tuple[Slot, ...]  # in the buffer's
 
 
 class Layout(NamedTuple):
@@ -104,8 +100,8 @@ def layout(params: Params, labels: Labels) -> Layout:
     grouped: dict[Any, list[Slot]] = {}
     for name, value in params.items():
         grouped.setdefault((value.dtype, labels[name]), []).append(_slot(name, value))
-    aligned = [sorted(slots, key=lambda slot: -_alignment(slot.size)) for slots in grouped.values()]
-    return Layout(tuple(Group(tuple(slots)) for slots in aligned), tuple(params))
+    groups = [Group(s[0].name, tuple(sorted(s, key=lambda slot: -_alignment(slot.size)))) for s in grouped.values()]
+    return Layout(tuple(groups), tuple(params))
 
 
 def _alignment(size: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -71,7 +73,7 @@ def check_apart(before: dict[str, Mark], given: Params, found: Params) -> None:
 def check_sizes(before: Params, after: Params) -> None:
     """Raise StepContractError for a buffer that the forward pass has given another shape or dtype, or made None."""
     for name, old in before.items():
-        found: object = after[name]
+        found: Any = after[name]
         if isinstance(found, Tensor) and found.shape == old.shape and found.dtype == old.dtype:
             continue
         new = f"{list(found.shape)} {found.dtype}" if isinstance(found, Tensor) else f"a {type(found).__name__}"

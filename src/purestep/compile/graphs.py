@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -39,27 +37,6 @@ class Graph(NamedTuple):
     draws: bool
 
 
-class Surroundings:
-    """What torch is set to around a call, as far as a graph depends on it: autocast, the default dtype, determinism,
-    the precision of products. Dynamo's guard tells in 0.2 us whether it is what it was.
-    """
-
-    _FREE = re.compile(r'"(grad_mode|num_threads|torch_function\w*)":\w+')
-
-    def __init__(self) -> None:
-        self._last: tuple[Callable[[], bool], str] = (lambda: False), ""
-
-    def __call__(self) -> str:
-        """As text, the same object as long as nothing changes."""
-        same, told = self._last  # read at once: another thread may be set otherwise
-        if same():
-            return told
-        guard: Any = importlib.import_module("torch._C._dynamo.guards").GlobalStateGuard()
-        told = self._FREE.sub("", guard.__getstate__())
-        self._last = guard.check, told
-        return told
-
-
 class _AllSizes(NamedTuple):
     """One graph for batches of many sizes."""
 
@@ -92,7 +69,7 @@ class Graphs:
     def __init__(self, options: Options, step: Callable[..., Any]) -> None:
         self.options = options
         self.count = 0
-        self._settings, self._outside = Surroundings(), outside.Outside(step)
+        self._settings, self._outside = outside.Surroundings(), outside.Outside(step)
         self._around: tuple[str, str] = "", ""
         self.slots: dict[Any, live_.Slots] = {}
         self._exact: dict[Any, Graph] = {}

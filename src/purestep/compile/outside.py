@@ -8,8 +8,10 @@ not read. A call compares what is there with what was there by identity, at abou
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import operator
+import re
 import sys
 import sysconfig
 import types
@@ -41,6 +43,27 @@ class _Place(NamedTuple):
     name: str
     read: Callable[[], Any]
     value: Any
+
+
+class Surroundings:
+    """What torch is set to around a call, as far as a graph depends on it: autocast, the default dtype, determinism,
+    the precision of products. Dynamo's guard tells in 0.2 us whether it is what it was.
+    """
+
+    _FREE = re.compile(r'"(grad_mode|num_threads|torch_function\w*)":\w+')
+
+    def __init__(self) -> None:
+        self._last: tuple[Callable[[], bool], str] = (lambda: False), ""
+
+    def __call__(self) -> str:
+        """As text, the same object as long as nothing changes."""
+        same, told = self._last  # read at once: another thread may be set otherwise
+        if same():
+            return told
+        guard: Any = importlib.import_module("torch._C._dynamo.guards").GlobalStateGuard()
+        told = self._FREE.sub("", guard.__getstate__())
+        self._last = guard.check, told
+        return told
 
 
 class Outside:
@@ -127,7 +150,7 @@ def _places(step: Callable[..., Any]) -> list[_Place]:
 class _Walk:
     def __init__(self) -> None:
         self.places: list[_Place] = []
-        self._seen: set[int] = set()
+        self._seen: set[Any] = set()
         self._kept: list[Any] = []  # an id must not be given again
 
     def visit(self, value: Any, path: str) -> None:
@@ -160,7 +183,7 @@ class _Walk:
         elif isinstance(value, type):
             self._class(value, path)
         elif not isinstance(value, types.ModuleType) and callable(value):
-            self._object(value, _names(getattr(type(value), "__call__", None)), path)
+            self._object(value, frozenset(), path)
 
     def _function(self, function: types.FunctionType, path: str) -> None:
         own = not _is_library(function.__code__.co_filename)
@@ -176,8 +199,9 @@ class _Walk:
         for index, value in enumerate(function.__defaults__ or ()):
             self._place(f"{here}: default {index}", functools.partial(_default, function, index), value)
             self._within(value, names, f"{here}: default {index}")
-        for name, value in (function.__kwdefaults__ or {}).items():
-            self._place(f"{here}: {name}", functools.partial(function.__kwdefaults__.get, name), value)
+        keywords = function.__kwdefaults__ or {}
+        for name, value in keywords.items():
+            self._place(f"{here}: {name}", functools.partial(keywords.get, name), value)
         for name in sorted(names & space.keys()):
             self._place(name, functools.partial(space.get, name), space[name])
             self._within(space[name], names, name)
@@ -188,11 +212,16 @@ class _Walk:
             value, types.FunctionType | types.MethodType | functools.partial | dict | list | tuple | Template
         ):
             self.visit(value, path)
-        elif names and not isinstance(value, (*_SCALARS, Tensor, np.ndarray)):
+        elif not isinstance(value, (*_SCALARS, Tensor, np.ndarray)):
             self._object(value, names, path)
 
     def _object(self, value: Any, names: frozenset[str], path: str) -> None:
         """Attributes by these names, of an object, a class or a module, and its own methods."""
+        if isinstance(value, nn.Module):
+            names |= _settings(value)
+            for name, child in list(value.named_modules())[1:_ITEMS]:
+                self._attributes(child, _settings(child), f"{path}.{name}")
+            self._attributes(value, names, path)
         if isinstance(value, types.ModuleType):
             if _is_library(getattr(value, "__file__", None) or ""):
                 return
@@ -207,10 +236,13 @@ class _Walk:
         if isinstance(value, type):
             self._class(value, path, names)
             return
+        self._attributes(value, names, path)
+
+    def _attributes(self, value: Any, names: frozenset[str], path: str) -> None:
         space: Any = getattr(value, "__dict__", None)
         if not isinstance(space, dict) or (id(value), names) in self._seen:
             return
-        self._seen.add(cast(Any, (id(value), names)))
+        self._seen.add((id(value), names))
         for name in sorted(names & space.keys()):
             if name == "training" and isinstance(value, nn.Module):
                 continue
@@ -237,6 +269,12 @@ class _Walk:
     def _place(self, name: str, read: Callable[[], Any], value: Any) -> None:
         if len(self.places) < _MOST and not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
             self.places.append(_Place(name, read, value))
+
+
+def _settings(module: nn.Module) -> frozenset[str]:
+    """The numbers among a module's attributes, such as the label smoothing of a criterion."""
+    names = {name for name, value in vars(module).items() if isinstance(value, _SCALARS)}
+    return frozenset(name for name in names - {"training"} if not name.startswith("_"))
 
 
 def _is_plain(value: Any) -> bool:

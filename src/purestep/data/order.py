@@ -63,7 +63,6 @@ class OwnOrder:
         self._stand_before(epoch, ends)
         self._next = epoch + 1
         self._begun = self._attributes()
-        self._announce(epoch)
         return self._drawn(epoch, ends(epoch))
 
     def count(self, epoch: int, ends: Ends, *, most: int) -> int | None:
@@ -77,7 +76,6 @@ class OwnOrder:
             else:
                 self._stand_before(epoch, ends)
                 now = self._attributes()
-            self._announce(epoch)
             found = sum(1 for _ in self._drawn(epoch, most + 1))
             now.put_back()
             self._counts = {epoch: found if found <= most else None}
@@ -110,7 +108,8 @@ class OwnOrder:
     def _drawn(self, epoch: int, stop: int | None) -> Iterator[Any]:
         seed = mix(self._seed, "order", epoch)
         own = draws.own(self._source)
-        with draws.scoped(seed, own):
+        with draws.scoped(seed, own):  # in which no other thread gives a shared sampler another epoch
+            self._announce(epoch)
             iterator = iter(self._source)
         for count in itertools.count():
             size = _CHUNK if stop is None else max(0, min(_CHUNK, stop - count * _CHUNK))

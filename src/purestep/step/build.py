@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import nn
@@ -19,6 +20,7 @@ from ..arguments import is_count, is_number
 from ..errors import ConfigError
 from ..types import Empty, Objective, Program, Static
 from .evaluation import bind_of, eval_step_of
+from .gradient import OWN_METRICS
 from .inputs import untouched
 from .parts import IDENTITY, Reach, Spec
 from .state import init_of
@@ -64,6 +66,7 @@ def program(
     nonfinite: Literal["raise", "skip"] = "raise",
     keep_eval: tuple[str, ...] = (),
     scaler: scaler_.Scaler | None = None,
+    values: Mapping[str, transform.Schedule] | None = None,
 ) -> Program:
     """Pure steps from a module, an objective and a gradient transformation.
 
@@ -93,6 +96,10 @@ def program(
             update that finite gradients make infinite (Adam's with ``eps=0`` where one is 0) is applied, and found by
             the loss after it.
         keep_eval: glob patterns of submodules that stay in eval mode.
+        values: schedules of scalars that the objective reads as ``model.values[name]``, shape=(), float32: the weight
+            of a term, a temperature. They follow the count of updates in the state, so a compiled step has them
+            without compiling again and a resumed run goes on with them; each is a metric of its name. What a callback
+            decides instead belongs into a buffer, in the state that it returns.
         scaler: of the loss; None: `scaler.dynamic()` for "16-mixed", none for the others.
 
     Raises:
@@ -132,6 +139,7 @@ def program(
         engine=engine,
         halts=nonfinite == "raise",
         reach=Reach(),
+        values=_checked_values(values),
     )
     static = _static(spec, _versions(model))
     steps = steps_of(spec, IDENTITY)
@@ -204,6 +212,17 @@ def _check_choices(*, accumulate: int, microbatches: int, tail: str, engine: str
     ):
         if not isinstance(value, str) or value not in known:
             raise ConfigError(f"{name} is {value!r}", where="program", hint=f"one of {known}")
+
+
+def _checked_values(values: Any) -> dict[str, transform.Schedule]:
+    for name, schedule in (values or {}).items():
+        if not isinstance(name, str) or name in OWN_METRICS or not callable(schedule):
+            raise ConfigError(
+                f"values has {name!r}: a {type(schedule).__name__}",
+                where="program",
+                hint=f'values={{"kl": ps.schedules.linear(...)}}, under another name than {sorted(OWN_METRICS)}',
+            )
+    return dict(values or {})
 
 
 def _average(ema: float | ema_.Average | None) -> ema_.Average:

@@ -25,6 +25,7 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
         so that evaluating twice gives the same numbers and moves nothing."""
         with torch.no_grad(), _evaluating(state, index):
             bound = model_.bind(spec.template, state.params, state.frozen, state.buffers, train=False)
+            bound.values = spec.values_at(state)
             with precision_.autocast(spec.policy, state.step.device):
                 found = spec.objective(bound, precision_.cast(spec.policy, tree.dicts(batch)), *context)
             loss = check_loss(found, state.step.device)

@@ -19,16 +19,18 @@ from ..types import Batch, Form, Loss, Mean, Metrics, Params, TrainState
 from . import microbatches
 from .parts import Micro, Spec, is_finite, last_unreached, wide
 
-_OWN_METRICS = frozenset(("loss", "lr", "grad_norm", "applied", "scale"))
+OWN_METRICS = frozenset(("loss", "lr", "grad_norm", "applied", "scale"))
+"""Names of metrics that a step has itself."""
 Forward = Callable[[model_.Bound], Any]
 """``bound model -> (mean x scale, (loss, buffers))``, to be differentiated."""
 
 
 def _forward(spec: Spec, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Forward:
     device = state.step.device
-    scale = spec.scaler.scale(state.scaler)
+    scale, values = spec.scaler.scale(state.scaler), spec.values_at(state)
 
     def forward(bound: model_.Bound) -> tuple[Tensor, tuple[Loss, Params]]:
+        bound.values = values
         with precision_.autocast(spec.policy, device):
             loss = check_loss(spec.objective(bound, precision_.cast(spec.policy, batch), *context), device)
         _check_connected(loss.mean)
@@ -95,7 +97,7 @@ def _checked_metrics(given: Any, device: torch.device) -> Metrics:
                 where="metrics" + (f"/{name}" if name else ""),
                 hint="ps.Loss(mean, weight, {name: ps.metrics.as_mean(value, len(x))}), or ps.Mean(total, weight)",
             )
-        if name in _OWN_METRICS:
+        if name in OWN_METRICS:
             raise StepContractError(
                 "the step has a metric of this name itself", where=f"metrics/{name}", hint="another name"
             )
@@ -221,6 +223,12 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
     writes.check_sizes(state.buffers, buffers)
     metrics = {name: counted_anew(mean, *finite_mean(*mean)) for name, mean in loss.metrics.items()}
     metrics["loss"] = finite_mean(loss.mean.float() * loss.weight, loss.weight)
+    for name, value in spec.values_at(state).items():
+        if name in metrics:
+            raise StepContractError(
+                "a scheduled value of the program has this name, too", where=f"metrics/{name}", hint="another name"
+            )
+        metrics[name] = Mean(value, torch.ones_like(value))
     return Micro(form.collect(grads), loss.mean, loss.weight, buffers, metrics, unreached)
 
 

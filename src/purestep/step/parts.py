@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from .. import model as model_
 from .. import precision as precision_
 from .. import scaler as scaler_
 from .. import transform
-from ..types import Form, Metrics, Objective, Params
+from ..types import Form, Metrics, Objective, Params, TrainState
 
 IDENTITY = Form(lambda stored: stored, lambda named: named)
 
@@ -83,6 +84,11 @@ class Spec(NamedTuple):
     engine: str
     halts: bool
     reach: Reach
+    values: Mapping[str, transform.Schedule]
+
+    def values_at(self, state: TrainState) -> dict[str, Tensor]:
+        """The scheduled scalars of this state, shape=() each."""
+        return {name: transform.on_count(schedule, state.updates) for name, schedule in self.values.items()}
 
 
 def is_finite(value: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from .arithmetic import Rate as Rate
 from .arithmetic import Scalar as Scalar
 from .arithmetic import Schedule as Schedule
 from .arithmetic import is_on as is_on
+from .arithmetic import on_count as on_count
 from .arithmetic import rate_at as rate_at
 from .arithmetic import zero_count as zero_count
 from .base import Transform as Transform

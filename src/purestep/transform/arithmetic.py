@@ -167,6 +167,19 @@ def rate_at(rate: Rate, step: Tensor) -> Scalar:
     return rate(step) if torch.compiler.is_dynamo_compiling() else _checked_rate(rate, step)
 
 
+def on_count(schedule: Rate, count: Tensor) -> Tensor:
+    """A schedule's scalar at a count of updates, float32, on the device of the count.
+
+    Example:
+        >>> on_count(lambda count: count * 0.5, torch.tensor(3)).item()
+        1.5
+    """
+    found = rate_at(schedule, count)
+    if isinstance(found, Tensor):
+        return found.to(device=count.device, dtype=torch.float32)
+    return torch.full((), found, dtype=torch.float32, device=count.device)
+
+
 def _checked_rate(schedule: Schedule, step: Tensor) -> Scalar:
     try:
         found: Any = schedule(step)

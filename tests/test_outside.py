@@ -1,0 +1,319 @@
+"""What a compiled step reads besides its arguments is never stale."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purestep as ps
+from purestep.compile.outside import Outside
+
+pytestmark = pytest.mark.compile
+
+WEIGHT = 0.0
+TABLE = {"weight": 0.0}
+BOX = [0.0]
+SPACE = types.SimpleNamespace(weight=0.0)
+TENSOR = torch.tensor(0.0)
+
+
+@dataclasses.dataclass
+class Config:
+    weight: float = 0.0
+
+
+CONFIG = Config()
+
+
+def weighed(model: Any, batch: Any, weight: Any) -> ps.Loss:
+    y = model(batch[0])
+    return ps.Loss((y - batch[1]).square().mean() + weight * y.square().mean(), torch.tensor(4.0), {})
+
+
+class Own:
+    def __init__(self) -> None:
+        self.weight = 0.0
+
+    def __call__(self, model: Any, batch: Any) -> ps.Loss:
+        return weighed(model, batch, self.weight)
+
+
+class Warm(nn.Linear):
+    temperature = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + type(self).temperature + Warm.temperature)
+
+
+class Criterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = 0.0
+
+    def forward(self, y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).square().mean() + self.weight * y.square().mean()
+
+
+def _global_number() -> Any:
+    return lambda model, batch: weighed(model, batch, WEIGHT), lambda: globals().update(WEIGHT=5.0)
+
+
+def _global_tensor() -> Any:
+    return lambda model, batch: weighed(model, batch, TENSOR), lambda: globals().update(TENSOR=torch.tensor(5.0))
+
+
+def _dataclass() -> Any:
+    return lambda model, batch: weighed(model, batch, CONFIG.weight), lambda: setattr(CONFIG, "weight", 5.0)
+
+
+def _item() -> Any:
+    return lambda model, batch: weighed(model, batch, TABLE["weight"]), lambda: TABLE.update(weight=5.0)
+
+
+def _list() -> Any:
+    return lambda model, batch: weighed(model, batch, BOX[0]), lambda: BOX.__setitem__(0, 5.0)
+
+
+def _namespace() -> Any:
+    return lambda model, batch: weighed(model, batch, SPACE.weight), lambda: setattr(SPACE, "weight", 5.0)
+
+
+def _closure() -> Any:
+    weight = 0.0
+
+    def change() -> None:
+        nonlocal weight
+        weight = 5.0
+
+    return lambda model, batch: weighed(model, batch, weight), change
+
+
+def _default() -> Any:
+    def objective(model: Any, batch: Any, weight: float = 0.0) -> ps.Loss:
+        return weighed(model, batch, weight)
+
+    return objective, lambda: setattr(objective, "__defaults__", (5.0,))
+
+
+def _attribute() -> Any:
+    own = Own()
+    return own, lambda: setattr(own, "weight", 5.0)
+
+
+def _method() -> Any:
+    own = Own()
+    return own.__call__, lambda: setattr(own, "weight", 5.0)
+
+
+def _criterion() -> Any:
+    criterion = Criterion()
+    return ps.supervised(criterion), lambda: setattr(criterion, "weight", 5.0)
+
+
+def _smoothing() -> Any:
+    criterion = nn.HuberLoss(delta=1.0)
+    return ps.supervised(criterion), lambda: setattr(criterion, "delta", 0.01)
+
+
+def _class_attribute() -> Any:
+    return ps.supervised(nn.MSELoss()), lambda: setattr(Warm, "temperature", 5.0)
+
+
+PLACES = [
+    _global_number, _global_tensor, _dataclass, _item, _list, _namespace, _closure, _default, _attribute, _method,
+    _criterion, _smoothing, _class_attribute,
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Any:  # pyright: ignore[reportUnusedFunction]
+    yield
+    globals().update(WEIGHT=0.0, TENSOR=torch.tensor(0.0))
+    CONFIG.weight = TABLE["weight"] = BOX[0] = SPACE.weight = Warm.temperature = 0.0
+
+
+def batch() -> Any:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(4, 2, generator=generator), torch.randn(4, 1, generator=generator)
+
+
+def warm() -> Warm:
+    torch.manual_seed(0)
+    return Warm(2, 1)
+
+
+@pytest.mark.parametrize("make", PLACES)
+def test_a_changed_value_makes_the_graph_anew(make: Callable[[], Any], caplog: pytest.LogCaptureFixture):
+    objective, change = make()
+    program = ps.program(warm(), objective, ps.optim.sgd(0.1))
+    step = ps.compile_step(program.train_step, backend="aot_eager")
+    state = program.init()
+    step(state, batch())
+    step(state, batch())
+    assert step.graphs == 1
+    assert not caplog.records
+    before = program.train_step(state, batch())[0].params["weight"]
+    change()
+    wanted = program.train_step(state, batch())[0].params["weight"]
+    assert not torch.allclose(before, wanted)
+    for _ in range(2):
+        torch.testing.assert_close(step(state, batch())[0].params["weight"], wanted)
+    assert step.graphs == 2
+    told = [record for record in caplog.records if "compiled again" in record.getMessage()]
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_fit_compiled_follows_a_callback(donate: bool):
+    def anneal(event: Any) -> None:
+        if isinstance(event, ps.events.EpochEnd):
+            CONFIG.weight = 5.0
+
+    found = []
+    for compiled in (False, True):
+        CONFIG.weight = 0.0
+        program = ps.program(warm(), _dataclass()[0], ps.optim.sgd(0.05))
+        loaders, settings = {"train": [batch()] * 3}, {"epochs": 3, "compile": compiled, "donate": donate, "sinks": []}
+        result = ps.fit(program.init(), loaders, program, callbacks=[anneal], **settings)
+        found.append(result.state.params["weight"])
+    torch.testing.assert_close(*found)
+
+
+def test_evaluation_follows_as_well():
+    objective, change = _global_number()
+    program = ps.program(warm(), objective, ps.optim.sgd(0.1))
+    evaluate, state = ps.compile_program(program, backend="aot_eager").eval_step, program.init()
+    assert evaluate is not None
+    evaluate(state, batch())
+    change()
+    assert program.eval_step is not None
+    wanted = float(program.eval_step(state, batch())["loss"])
+    assert float(evaluate(state, batch())["loss"]) == pytest.approx(wanted)
+
+
+def test_what_the_step_counts_itself_is_no_change():
+    calls = 0
+    seen: list[int] = []
+
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        nonlocal calls
+        calls += 1
+        seen.append(calls)
+        return weighed(model, batch, 0.0)
+
+    program = ps.program(warm(), objective, ps.optim.sgd(0.1))
+    step = ps.compile_step(program.train_step, backend="aot_eager")
+    state = program.init()
+    for _ in range(3):
+        state, _ = step(state, batch())
+    assert step.graphs == 1
+
+
+def test_a_value_of_every_call_is_an_error():
+    objective, _ = _dataclass()
+    watched = Outside(ps.program(warm(), objective, ps.optim.sgd(0.1)).train_step)
+    watched()
+    for value in range(1, 17):
+        CONFIG.weight = float(value)
+        watched()
+    CONFIG.weight = 17.0
+    with pytest.raises(ps.errors.StepContractError, match="CONFIG.weight: has changed 17 times"):
+        watched()
+
+
+def test_scheduled_values_reach_the_objective_as_tensors(caplog: pytest.LogCaptureFixture):
+    """They follow the state's count of updates: compiled once, in the history, the same after a restart."""
+    caplog.set_level(logging.WARNING)
+
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        assert model.values["kl"].shape == ()
+        return weighed(model, batch, model.values["kl"])
+
+    values = {"kl": ps.schedules.linear(0.0, 1.0, transition_steps=4)}
+    program = ps.program(warm(), objective, ps.optim.sgd(0.1), values=values)
+    step = ps.compile_step(program.train_step, backend="aot_eager")
+    eager, state, told = program.init(), program.init(), []
+    for _ in range(4):
+        eager, _ = program.train_step(eager, batch())
+        state, metrics = step(state, batch())
+        told.append(float(metrics["kl"]))
+    assert told == [0.0, 0.25, 0.5, 0.75]
+    assert step.graphs == 1
+    torch.testing.assert_close(state.params["weight"], eager.params["weight"])
+    history = ps.fit(program.init(), {"train": [batch()] * 2}, program, epochs=2, sinks=[]).history
+    assert history["train_kl"] == [0.125, 0.625]
+
+
+@pytest.mark.parametrize("values", [{"loss": ps.schedules.constant(1.0)}, {"kl": 0.5}])
+def test_values_are_schedules_under_names_of_their_own(values: Any):
+    with pytest.raises(ps.errors.ConfigError, match="values has"):
+        ps.program(warm(), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1), values=values)
+
+
+class Experts(nn.Module):
+    """Takes another way where it is told that it is compiled, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3, 8, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.bmm(x.view(3, 2, 8), self.weight).view(6, 8)
+        return torch.cat([part @ weight for part, weight in zip(x.split(2), self.weight, strict=True)]) + 0 * EAGER[0]
+
+
+EAGER = [1.0]
+
+
+@pytest.mark.parametrize("capture", ["trace", "auto", pytest.param("dynamo", marks=pytest.mark.slow)])
+def test_a_step_knows_that_it_is_compiled(capture: str, monkeypatch: pytest.MonkeyPatch):
+    seen: list[bool] = []
+    program = ps.program(Experts(), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    pair = torch.ones(6, 8), torch.zeros(6, 8)
+    wanted = program.train_step(program.init(), pair)[0].params["weight"]
+    if capture != "dynamo":
+        bmm = torch.bmm
+        monkeypatch.setattr(torch, "bmm", lambda *args: (seen.append(torch.compiler.is_compiling()), bmm(*args))[1])
+    step = ps.compile_step(program.train_step, backend="aot_eager", capture=capture)
+    torch.testing.assert_close(step(program.init(), pair)[0].params["weight"], wanted)
+    assert capture == "dynamo" or (seen and all(seen))
+    assert not torch.compiler.is_compiling()
+
+
+def test_an_operator_with_a_gradient_of_its_own_hears_it_too():
+    heard: set[tuple[str, bool]] = set()
+
+    @torch.library.custom_op("purestep_tests::squared", mutates_args=())
+    def squared(x: Tensor) -> Tensor:
+        return x * x
+
+    @squared.register_fake
+    def _(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        heard.add(("setup", torch.compiler.is_compiling()))
+        ctx.save_for_backward(inputs[0])
+
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        heard.add(("backward", torch.compiler.is_compiling()))
+        return 2 * ctx.saved_tensors[0] * gradient
+
+    squared.register_autograd(backward, setup_context=setup)
+    objective = lambda model, batch: ps.Loss(squared(model(batch[0]) - batch[1]).mean(), 4, {})  # noqa: E731
+    program = ps.program(warm(), objective, ps.optim.sgd(0.1))
+    wanted = program.train_step(program.init(), batch())[0].params["weight"]
+    assert heard == {("setup", False), ("backward", False)}
+    heard.clear()
+    step = ps.compile_step(program.train_step, backend="aot_eager")
+    torch.testing.assert_close(step(program.init(), batch())[0].params["weight"], wanted)
+    assert heard == {("setup", True), ("backward", True)}
