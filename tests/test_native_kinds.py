@@ -1,4 +1,4 @@
-"""Common kinds of layers, each of which becomes native code: inductor's slower front door is a matter of unusual ones."""
+"""Common kinds of layers, each of which becomes native code: inductor's slower front door is for unusual ones."""
 
 from __future__ import annotations
 
