@@ -12,7 +12,11 @@ from torch import Tensor, nn
 import purestep as ps
 from purestep import compile as compile_
 
-pytestmark = pytest.mark.compile
+pytestmark = [
+    pytest.mark.compile,
+    # Raised by Dynamo itself, which reads `.grad` of what an operator takes.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 Batch = tuple[Tensor, Tensor]
 
