@@ -125,7 +125,7 @@ def test_gradients_are_those_of_eager_with_a_dimension_of_size_one(
     assert functions
     expected, eager = trained(program.train_step)
     assert loss == pytest.approx(eager, rel=1e-5)
-    tight = 1e-5 if dtype is torch.float32 else 1e-12
+    tight = 1e-4 if dtype is torch.float32 else 1e-12
     for name, gradient in expected.items():
         torch.testing.assert_close(
             found[name], gradient, rtol=tight, atol=tight, msg=lambda text, n=name: f"{n}: {text}"
@@ -186,5 +186,5 @@ def test_what_has_no_memory_has_no_address():
     kinds: Any = ir
     whole = kinds.FixedLayout(torch.device("cpu"), torch.float32, [4, 3], [3, 1])
     buffer = kinds.StorageBox(kinds.InputBuffer(name="weights", layout=whole))
-    with pytest.raises(TypeError, match="a SqueezeView has no memory"):
-        kernels.address(kinds.TensorBox(kinds.SqueezeView(data=buffer, size=[4, 3], reindex=None)))
+    with pytest.raises(TypeError, match="a PermuteView has no memory"):
+        kernels.address(kinds.TensorBox(kinds.PermuteView(data=buffer, dims=[1, 0])))

@@ -8,7 +8,6 @@ the value of a tensor is an error. ``"auto"`` traces, and takes Dynamo where tha
 from __future__ import annotations
 
 import importlib
-import os
 import traceback
 import types
 import uuid
@@ -342,10 +341,10 @@ def stopped(error: BaseException) -> bool:
     if any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__):
         return True
     frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    return not isinstance(error, PurestepError) and any(name.endswith(_ATTEMPT) for name in frames)
+    return not isinstance(error, PurestepError) and _ATTEMPT in frames
 
 
-_ATTEMPT = os.path.join("torch", "_dynamo", "convert_frame.py")
+_ATTEMPT = f"{_LIBRARIES[0]}_dynamo/convert_frame.py"
 """Where Dynamo captures; code that it has captured runs without it."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

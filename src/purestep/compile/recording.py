@@ -258,7 +258,10 @@ def _lay(place: Any, strides: tuple[int, ...], found: dict[_Place, Any]) -> None
     """Have a tensor lie as it did when it was recorded. A trace takes operations apart, and what it makes of one may
     lie otherwise: channels last where a batch of one may be either."""
     given = found.get(place)
-    if given is None or all(size < 2 or one == other for size, one, other in zip(given.shape, given.stride(), strides)):
+    if given is None:
+        return
+    lies = zip(given.shape, given.stride(), strides, strict=True)
+    if all(size < 2 or found_at == recorded for size, found_at, recorded in lies):
         return
     found[place] = given.new_empty_strided(given.shape, strides).copy_(given)
 

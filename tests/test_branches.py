@@ -1,0 +1,199 @@
+"""`torch.cond` and `torch.while_loop` in a step, and captures that fail: torch works afterwards as it did before."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import purestep as ps
+from purestep import compile as compile_
+
+pytestmark = [
+    pytest.mark.compile,
+    # Raised by Dynamo itself, which reads `.grad` of what an operator takes.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Operand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.linear(x) + self.other(x),))
+
+
+class ClosedOver(Operand):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: self.linear(y).sin(), lambda y: self.other(y).cos(), (x,))
+
+
+class Several(Operand):
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = self.linear(x), self.other(x)
+        first, second = torch.cond(y.sum() > 0, lambda y, z: (y * z, y + z), lambda y, z: (y - z, y * 2), (y, z))
+        return first + second
+
+
+class Loop(Operand):
+    def forward(self, x: Tensor) -> Tensor:
+        start = torch.zeros((), dtype=torch.int64), self.linear(x) + self.other(x)
+        return torch.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 1.5 + y.sin()), start)[1]
+
+
+class Loose(Operand):
+    """Without a gradient through the loop, whose length depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = torch.zeros((), dtype=torch.int64), x.clone()
+        with torch.no_grad():
+            _, y = torch.while_loop(lambda i, y: (i < 9) & (y.norm() < 30), lambda i, y: (i + 1, y * 1.5), start)
+        return self.linear(y) + self.other(y)
+
+
+class Dropping(Operand):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, nn.functional.dropout, torch.cos, (self.linear(x) + self.other(x),))
+
+
+def program_of(net: nn.Module) -> ps.Program:
+    return ps.program(net, ps.supervised(nn.MSELoss()), ps.optim.sgd(1.0))
+
+
+def batch_of(sign: int = 1) -> Batch:
+    return torch.rand(4, 3) * sign, torch.randn(4, 3)
+
+
+def works() -> None:
+    """The operators outside of any capture, in a plain `torch.compile` too, and torch's own modes and switches."""
+    ones = torch.ones(2)
+    torch.testing.assert_close(torch.cond(ones.sum() > 0, torch.sin, torch.cos, (ones,)), ones.sin())
+    _, looped = torch.while_loop(
+        lambda i, y: i < 2, lambda i, y: (i + 1, y * 2), (torch.zeros((), dtype=torch.int64), ones)
+    )
+    torch.testing.assert_close(looped, ones * 4)
+    compiled: Any = torch.compile(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), backend="eager")
+    torch.testing.assert_close(compiled(-ones), ones.cos())
+
+
+def around() -> tuple[Any, ...]:
+    """What a capture changes while it runs."""
+    functions: Any = importlib.import_module("torch.overrides")
+    operators: Any = importlib.import_module("torch.utils._python_dispatch")
+    tracer: Any = importlib.import_module("torch.fx.experimental.proxy_tensor")
+    flags: Any = importlib.import_module("torch.fx._symbolic_trace")
+    settings: Any = importlib.import_module("torch._dynamo.config")
+    guards: Any = importlib.import_module("torch._guards")
+    return (
+        list(functions._get_current_function_mode_stack()),
+        list(operators._get_current_dispatch_mode_stack()),
+        tracer._CURRENT_MAKE_FX_TRACER,
+        guards.TracingContext.try_get(),
+        getattr(flags, "_is_fx_tracing_flag", None),
+        settings.get_config_copy(),
+        torch.is_grad_enabled(),
+        torch.is_autocast_cache_enabled(),
+        torch.get_rng_state().tolist(),
+        torch.compile,
+    )
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("capture", ["trace", "auto"])
+@pytest.mark.parametrize("net", [Operand, ClosedOver, Several, Loop, Loose])
+def test_a_step_with_branches_is_the_eager_step(net: type[Operand], capture: str, sign: int):
+    program, batch = program_of(net()), batch_of(sign)
+    expected, _ = program.train_step(program.init(), batch)
+    step = ps.compile_step(program.train_step, backend="aot_eager", capture=capture)
+    found, _ = step(program.init(), batch)
+    for name, value in expected.params.items():
+        torch.testing.assert_close(found.params[name], value, rtol=1e-5, atol=1e-5, msg=name)
+    works()
+
+
+def test_one_graph_takes_either_branch():
+    program = program_of(ClosedOver())
+    step = ps.compile_step(program.train_step, backend="aot_eager", donate=True)
+    compiled, eager = program.init(), program.init()
+    for sign in (1, -1, 1):
+        batch = batch_of(sign)
+        compiled, _ = step(compiled, batch)
+        eager, _ = program.train_step(eager, batch)
+    assert step.graphs == 1
+    for name, value in eager.params.items():
+        torch.testing.assert_close(compiled.params[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_draws_in_a_branch_are_refused():
+    program = program_of(Dropping())
+    with pytest.raises(ps.errors.StepContractError, match="random numbers are drawn inside cond"):
+        ps.compile_step(program.train_step, backend="aot_eager")(program.init(), batch_of())
+    works()
+
+
+@pytest.mark.parametrize("net", [Operand, Loop])
+def test_what_dynamo_cannot_capture_is_refused(net: type[Operand]):
+    """torch 2.13 raises a bare AssertionError there: no gradient by `torch.func` goes through these operators."""
+    program = program_of(net())
+    step = ps.compile_step(program.train_step, backend="aot_eager", capture="dynamo")
+    with pytest.raises(compile_.Uncaptured, match="capture='trace'"):
+        step(program.init(), batch_of())
+    works()
+    program.train_step(program.init(), batch_of())
+
+
+class Failing(Operand):
+    """Fails in a capture and not in eager mode, by an error of any class."""
+
+    kind: type[BaseException] = AssertionError
+
+    def forward(self, x: Tensor) -> Tensor:
+        if ps.rng.in_graph() and type(x) is not Tensor:
+            raise self.kind("not here")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("capture", ["trace", "dynamo", "auto"])
+@pytest.mark.parametrize("kind", [AssertionError, RuntimeError, KeyError, NotImplementedError, RecursionError])
+def test_a_failed_capture_is_an_error_of_purestep_and_leaves_torch_alone(kind: type[Exception], capture: str):
+    net = Failing()
+    net.kind = kind
+    program, batch = program_of(net), batch_of()
+    program.train_step(program.init(), batch)
+    works()
+    before = around()
+    with pytest.raises(ps.errors.PurestepError):
+        ps.compile_step(program.train_step, backend="aot_eager", capture=capture)(program.init(), batch)
+    assert around() == before
+    works()
+    program.train_step(program.init(), batch)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_what_ends_a_program_ends_a_capture(kind: type[BaseException]):
+    net = Failing()
+    net.kind = kind
+    program, batch = program_of(net), batch_of()
+    with pytest.raises(kind):
+        ps.compile_step(program.train_step, backend="aot_eager", capture="trace")(program.init(), batch)
+    works()
+
+
+class Broken(Operand):
+    def forward(self, x: Tensor) -> Tensor:
+        raise LookupError("nothing to look up")
+
+
+@pytest.mark.parametrize("capture", ["trace", "auto"])
+def test_an_error_of_the_step_itself_stays_what_it_is(capture: str):
+    program = program_of(Broken())
+    with pytest.raises(LookupError, match="nothing to look up"):
+        ps.compile_step(program.train_step, backend="aot_eager", capture=capture)(program.init(), batch_of())
+    works()
