@@ -23,10 +23,10 @@ class Compiled(NamedTuple):
 
 COMPILED = {
     "mlp": Compiled(14, 5, 1),
-    "gpt": Compiled(71, 27, 9),
+    "gpt": Compiled(48, 15, 5),
     "16-mixed": Compiled(23, 5, 1),
     "accumulate": Compiled(18, 5, 1),
-    "hugging face": Compiled(63, 27, 15, copies=1),
+    "hugging face": Compiled(42, 15, 6, copies=1),
 }
 
 
