@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_rehearsal import build, device
+from cuda_rehearsal import build
+from cuda_rehearsal.device import seen as counted
 from helpers import assert_trees_close, tiny_convnet, tiny_mlp, vector_batch
 from torch import nn
 
@@ -179,6 +180,6 @@ class TestTheRehearsal:
 
     def test_finds_what_must_not_be_in_a_record(self):
         lines = ["KERNEL f", "BLAS g", "TRITON h", "MEMCPY D->Hpinned 8", "SYNC stream 0", "UNKNOWN cusparseCreate"]
-        seen = device.seen([*lines, "ESCAPED from a capture, on stream 1: KERNEL f"])
+        seen = counted([*lines, "ESCAPED from a capture, on stream 1: KERNEL f"])
         assert (seen.launches, seen.copies, seen.syncs) == (3, ("D->Hpinned 8",), 1)
         assert [line.split()[0] for line in seen.forbidden] == ["UNKNOWN", "ESCAPED"]

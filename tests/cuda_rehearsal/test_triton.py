@@ -18,14 +18,15 @@ class Compiled(NamedTuple):
     triton: int
     products: int
     others: int  # the seed of a generator, fused attention
+    copies: int = 0  # on the device
 
 
 COMPILED = {
     "mlp": Compiled(14, 5, 1),
-    "gpt": Compiled(71, 27, 9),
+    "gpt": Compiled(48, 15, 5),
     "16-mixed": Compiled(23, 5, 1),
     "accumulate": Compiled(18, 5, 1),
-    "hugging face": Compiled(63, 27, 15),
+    "hugging face": Compiled(42, 15, 6, copies=1),
 }
 
 
@@ -35,7 +36,9 @@ def test_a_step_through_triton_and_ptxas_stays_in_its_budget_and_is_replayed_by_
     assert program.init is not None
     step = ps.compile_step(program.train_step, donate=True, cuda_graph=True)
     seen, state = counted(step, program.init(device="cuda"), batch, warm=1)
-    assert (seen.copies, seen.syncs) == ((), 0)
+    assert seen.syncs == 0
+    assert all(copy.startswith("D->D") for copy in seen.copies)
+    assert len(seen.copies) <= COMPILED[name].copies
     assert 0 < seen.triton <= COMPILED[name].triton
     assert 0 < seen.products <= COMPILED[name].products
     assert seen.kernels <= COMPILED[name].others
