@@ -95,8 +95,8 @@ class TestFitMoves:
         monkeypatch.setattr(setup, "placed", placed)
         program = made()
         state = program.init()
-        for device in (None, "cpu"):
-            ps.fit(state, [vector_batch()], program, epochs=1, device=device, progress=False)
+        for target in (None, "cpu"):
+            ps.fit(state, [vector_batch()], program, epochs=1, device=target, progress=False)
         assert asked == [None, "cpu"]
 
 
