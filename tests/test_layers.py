@@ -29,7 +29,7 @@ LEVEL = {
     for level, names in enumerate(
         (
             "errors types layouts records",
-            "tree rng arguments",
+            "tree rng arguments recipes",
             "modes hollow",
             "dropout writes",
             "model transform schedules ema scaler precision metrics objective stopping",

@@ -18,6 +18,7 @@ from .. import scaler as scaler_
 from .. import transform
 from ..arguments import is_count, is_number
 from ..errors import ConfigError
+from ..recipes import recipe
 from ..types import Empty, Objective, Program, Static
 from .evaluation import bind_of, eval_step_of
 from .gradient import OWN_METRICS
@@ -27,31 +28,7 @@ from .state import init_of
 from .update import steps_of
 
 
-class Built(Program):
-    """A program whose functions were made for one model, which no pickle can hold."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Refuses.
-
-        Raises:
-            ConfigError: with what to send to another process instead.
-        """
-        raise ConfigError(
-            "a program made by ps.program cannot be pickled",
-            where="Program",
-            hint="a function at the top of a file that returns ps.program(...): hand that function to the other "
-            "process and call it there; the state can be pickled",
-        )
-
-    def __copy__(self) -> Built:
-        return self  # it is immutable
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Built:
-        return self
-
-
+@recipe
 def program(
     model: nn.Module,
     objective: Objective,
@@ -145,7 +122,7 @@ def program(
     steps = steps_of(spec, IDENTITY)
     for function in steps:  # how compile_step, given the bare function, finds what it may pack
         vars(function)["static"] = static
-    return Built(
+    return Program(
         train_step=steps.train_step,
         flush=steps.flush,
         eval_step=eval_step_of(spec),
