@@ -9,7 +9,7 @@ from helpers import tiny_convnet, tiny_mlp, vector_batch
 from torch import nn
 
 import purestep as ps
-from purestep import errors, optim, tree
+from purestep import optim, tree
 from purestep.types import Empty, Mean, Program
 
 
