@@ -50,6 +50,11 @@ def program(
     Threads of one process may share a program: its steps take turns, since they draw from torch's one generator and put
     the weights of their state into one hollow copy of the module. What ``bind`` returns is for one thread at a time.
 
+    `pickle` stores a program as this call: the module with its weights as they are then, and the other arguments.
+    Unpickling makes the program again, in another process too. Functions and classes among the arguments are stored by
+    their names, so a lambda or a local function raises a ConfigError there. A pickle is for sending a program to another
+    process; a `Snapshots` is for keeping a state.
+
     Args:
         model: a template: never written to, its weights are read by ``init`` only. Training runs in train mode
             whatever mode it is in.
