@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from .branches import Mode
 
@@ -51,7 +52,7 @@ class Casts(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        is_operator = isinstance(func, torch._ops.OpOverload)  # not one that takes functions
+        is_operator = isinstance(func, OpOverload)  # not one that takes functions
         if is_operator and not self.seen and isinstance(made, Tensor) and made.is_floating_point():
             self._look(func, list(_tensors(args)), made)
         return made
