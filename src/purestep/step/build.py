@@ -52,8 +52,8 @@ def program(
 
     `pickle` stores a program as this call: the module with its weights as they are then, and the other arguments.
     Unpickling makes the program again, in another process too. Functions and classes among the arguments are stored by
-    their names, so a lambda or a local function raises a ConfigError there. A pickle is for sending a program to another
-    process; a `Snapshots` is for keeping a state.
+    their names, so a lambda or a local function raises a ConfigError there. A pickle is for another process; to
+    keep a state, use `Snapshots`.
 
     Args:
         model: a template: never written to, its weights are read by ``init`` only. Training runs in train mode
