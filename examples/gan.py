@@ -103,8 +103,8 @@ def judge(config: Config) -> Callable[[Tensor], Tensor]:
     """The classifier of `digits.py`, out of its snapshot: images [batch, 1, 8, 8] -> logits [batch, 10]."""
     digits.main(trained := digits.Config(config.runs / "judge", epochs=config.judge_epochs, precision="32-true"))
     program = ps.program(digits.network(trained.width), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.0), ema=0.9)
-    snapshots, wanted = ps.Snapshots(trained.runs, writer=False), {"params", "buffers", "ema"}
-    return program.bind(snapshots.restore(program.init(device=ps.auto_device()), only=wanted).state, view="ema")
+    snapshots = ps.Snapshots(trained.runs, writer=False)
+    return program.bind(snapshots.restore(program.init(device=ps.auto_device()), only="params").state, view="ema")
 
 
 def picture(images: Tensor, rows: list[dict[str, float]], path: Path) -> None:

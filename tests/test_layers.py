@@ -29,7 +29,7 @@ LEVEL = {
     for level, names in enumerate(
         (
             "errors types layouts records",
-            "tree rng arguments",
+            "tree rng arguments recipes",
             "modes hollow",
             "dropout writes",
             "model transform schedules ema scaler precision metrics objective stopping",
@@ -426,6 +426,9 @@ def test_loading_compile_sets_off_no_look_at_all_that_is_loaded():
 import gc
 import torch, purestep as ps
 {fault}
+gc.disable()
+new = [[] for _ in range(200_000)]  # more than a quarter of all, which a look at all of them takes
+gc.enable()
 for _ in range(11):
     gc.collect(1)  # now one of everything is due
 before = gc.get_stats()[2]["collections"]

@@ -395,3 +395,71 @@ def test_another_process_goes_on_to_the_same_bits(whole: Any, tmp_path: Path) ->
         )
         assert done.stdout.strip() == told, done.stderr
     same(run(tmp_path), whole)
+
+
+def injecting(rate: Any, **fixed: Any) -> Program:
+    torch.manual_seed(0)
+    net = nn.Linear(2, 1)
+    return ps.program(net, ps.supervised(nn.MSELoss()), optim.inject(optim.sgd)(learning_rate=rate, **fixed))
+
+
+def stages(directory: Path, *made: Any, caplog: pytest.LogCaptureFixture, **fields: Any) -> list[tuple[float, bool]]:
+    """Of each run after another, one epoch longer: its learning rate, and whether it says that it keeps one."""
+    batches = [(torch.full((4, 2), float(n)), torch.ones(4, 1)) for n in range(2)]
+    found = []
+    for epochs, one in enumerate(made, 1):
+        caplog.clear()
+        fields = {"sinks": [], "snapshots": directory, "compile": False, "device": "cpu", **fields}
+        result = ps.fit(one.init(), {"train": batches}, one, epochs=epochs, **fields)
+        rate = float(optim.hyperparams(result.state.opt_state)["learning_rate"])
+        found.append((round(rate, 6), "optim.inject is called with" in caplog.text))
+    return found
+
+
+def test_a_hyperparameter_given_anew_is_named_and_the_stored_one_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = (injecting(0.1), injecting(0.1), injecting(0.05), injecting(0.05), injecting(0.1))
+    found = stages(tmp_path, *made, caplog=caplog)
+    # Once for each change of the call, and not where the call says again what the run has.
+    assert found == [(0.1, False), (0.1, False), (0.1, True), (0.1, False), (0.1, False)]
+
+
+def test_the_warning_names_the_argument_both_values_and_a_cure_that_works(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stages(tmp_path, injecting(0.1), caplog=caplog)
+
+    def cure(event: events.Event) -> Any:
+        if isinstance(event, events.FitStart):
+            return event.state._replace(opt_state=optim.set_hyperparams(event.state.opt_state, learning_rate=0.05))
+        return None
+
+    one = injecting(0.05)
+    found = stages(tmp_path, one, one, caplog=caplog, callbacks=[cure])
+    assert found[-1][0] == 0.05
+    caplog.clear()
+    stages(tmp_path / "other", injecting(0.1), injecting(0.2), caplog=caplog)
+    assert (
+        "called with learning_rate=0.2, and the run that goes on has learning_rate=0.1, which it keeps" in caplog.text
+    )
+    assert "set_hyperparams(event.state.opt_state, learning_rate=0.2)" in caplog.text
+
+
+def test_a_scheduled_hyperparameter_and_a_value_set_by_a_callback_are_no_other_call(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rates = [schedules.constant(0.1), schedules.constant(0.05)]
+    found = stages(tmp_path / "1", *map(injecting, rates), caplog=caplog)
+    assert [says for _, says in found] == [False, False]  # a schedule is followed as it is now
+    assert found[1][0] == 0.05
+
+    def lower(event: events.Event) -> Any:
+        if isinstance(event, events.FitStart):
+            return event.state._replace(opt_state=optim.set_hyperparams(event.state.opt_state, learning_rate=0.01))
+        return None
+
+    found = stages(tmp_path / "2", injecting(0.1), caplog=caplog, callbacks=[lower])
+    assert found == [(0.01, False)]
+    again = stages(tmp_path / "2", injecting(0.1), injecting(0.1), caplog=caplog)
+    assert again[-1] == (0.01, False)

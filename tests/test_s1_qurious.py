@@ -251,6 +251,7 @@ def test_a_checkpoint_has_its_epoch_and_metric_and_is_loaded_wholly_or_the_weigh
     assert (whole.step, whole.metrics, whole.meta) == (2, {"eval_loss": 0.25}, {"epoch": 1})
     assert_trees_close(whole.state, trained, exact=True)
     assert_trees_close(weights.params, trained.params, exact=True)
+    assert_trees_close(weights.buffers, trained.buffers, exact=True)
     assert_trees_close(weights.opt_state, fresh.opt_state, exact=True)
     with pytest.raises(NotFound, match=r"no snapshot of step 3 .*one of: 2"):
         snapshots.restore(fresh, step=3)

@@ -1,4 +1,4 @@
-"""Weights out of a snapshot: `only="model"`, between states that train different parts."""
+"""Weights out of a snapshot: `only="params"`, between states that train different parts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_the_model_is_all_that_evaluation_needs(tmp_path: Path, buffers: Any) -> None:
     one = program(ema=ps.ema.average(0.9, buffers=buffers))
     state, fresh = trained(one), one.init()
-    found = saved(tmp_path, state).restore(fresh, only="model").state
+    found = saved(tmp_path, state).restore(fresh, only="params").state
     for view in ("params", "ema"):
         wanted, got = (ps.evaluate(ps.view(s, view), BATCHES, one.eval_step) for s in (state, found))
         assert wanted == got
@@ -62,13 +62,13 @@ def test_the_model_is_all_that_evaluation_needs(tmp_path: Path, buffers: Any) ->
 def test_from_a_frozen_stage_to_another_and_back(tmp_path: Path, first: bool) -> None:
     one, other = program(frozen=first), program(frozen=not first)
     state = trained(one)
-    there = saved(tmp_path / "1", state).restore(other.init(), only="model").state
+    there = saved(tmp_path / "1", state).restore(other.init(), only="params").state
     assert same(weights(there), weights(state))
     expected = {**state.params, **state.frozen, **state.ema.params}  # what was not averaged is its own average
     assert same(there.ema.params, {name: expected[name] for name in there.params})
     assert len({leaf.data_ptr() for leaf in ps.tree.leaves(there) if leaf.numel()}) == len(ps.tree.leaves(there))
     there = trained(other, there)
-    back = saved(tmp_path / "2", there).restore(one.init(), only="model").state
+    back = saved(tmp_path / "2", there).restore(one.init(), only="params").state
     assert same(weights(back), weights(there))
     trained(one, back)
 
@@ -77,10 +77,31 @@ def test_from_a_frozen_stage_to_another_and_back(tmp_path: Path, first: bool) ->
 def test_a_state_with_an_average_and_one_without(tmp_path: Path, stored: Any) -> None:
     one, other = program(ema=stored), program(ema=None if stored else 0.9)
     state = trained(one)
-    found = saved(tmp_path, state).restore(other.init(), only="model").state
+    found = saved(tmp_path, state).restore(other.init(), only="params").state
     assert same(weights(found), weights(state))
     if not stored:
         assert same(found.ema.params, state.params)
+
+
+@pytest.mark.parametrize("only", ["params/", {"params/0", "params/1", "params/3"}])
+def test_the_trained_parameters_alone(tmp_path: Path, only: Any) -> None:
+    one = program()
+    state, fresh = trained(one), one.init()
+    found = saved(tmp_path, state).restore(fresh, only=only).state
+    assert same(found.params, state.params)
+    assert same(found.buffers, fresh.buffers)
+    assert same(found.ema.params, fresh.ema.params)
+    with pytest.raises(Mismatch, match="params/0"):  # another state has none of these trained
+        saved(tmp_path / "1", state).restore(program(frozen=True).init(), only="params/")
+
+
+@pytest.mark.parametrize("only", ["params", {"params"}, {"params", "opt_state"}])
+def test_the_word_means_the_same_in_a_set(tmp_path: Path, only: Any) -> None:
+    one = program()
+    state = trained(one)
+    found = saved(tmp_path, state).restore(one.init(), only=only).state
+    assert same(weights(found), weights(state))
+    assert same(found.ema.params, state.ema.params)
 
 
 def test_part_of_a_tree(tmp_path: Path) -> None:
@@ -91,36 +112,36 @@ def test_part_of_a_tree(tmp_path: Path) -> None:
     program_, second = program(), program(frozen=True)
     snapshots = saved(tmp_path, Both(trained(program_), {"deep": trained(second)}))
     template = Both(program_.init(), {"deep": program().init()})
-    found = snapshots.restore(template, only={"other/deep/model", "one/opt_state"}).state
+    found = snapshots.restore(template, only={"other/deep/params", "one/opt_state"}).state
     stored = snapshots.restore(Both(program_.init(), {"deep": second.init()})).state
     assert same(weights(found.other["deep"]), weights(stored.other["deep"]))
     assert same(weights(found.one), weights(template.one))
     assert all(map(torch.equal, ps.tree.leaves(found.one.opt_state), ps.tree.leaves(stored.one.opt_state)))
 
 
-def test_a_leaf_called_model_is_a_path(tmp_path: Path) -> None:
-    state = {"model": torch.ones(2), "rest": torch.ones(2)}
-    found = saved(tmp_path, state).restore({key: torch.zeros(2) for key in state}, only="model").state
-    assert (found["model"].sum(), found["rest"].sum()) == (2, 0)
+def test_in_a_tree_without_a_train_state_it_is_a_path(tmp_path: Path) -> None:
+    state = {"params": torch.ones(2), "rest": torch.ones(2)}
+    found = saved(tmp_path, state).restore({key: torch.zeros(2) for key in state}, only="params").state
+    assert (found["params"].sum(), found["rest"].sum()) == (2, 0)
 
 
 def test_another_model_is_told_leaf_by_leaf(tmp_path: Path) -> None:
     snapshots = saved(tmp_path, trained(program()))
     with pytest.raises(Mismatch, match=r"params/0\.weight: float32 \[6, 4\] in the snapshot, float32 \[7, 4\] in the"):
-        snapshots.restore(program(width=7).init(), only="model")
-    with pytest.raises(Mismatch, match="no leaf is under 'model'"):
-        snapshots.restore({"w": torch.ones(1)}, only="model")
+        snapshots.restore(program(width=7).init(), only="params")
+    with pytest.raises(Mismatch, match="no leaf is under 'params'"):
+        snapshots.restore({"w": torch.ones(1)}, only="params")
 
 
 def test_parameters_alone_are_not_taken_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = program()
     snapshots = saved(tmp_path, trained(one))
     with caplog.at_level(logging.WARNING, "purestep"):
-        snapshots.restore(one.init(), only="model")
+        snapshots.restore(one.init(), only="params")
         snapshots.restore(one.init(), only={"params", "buffers", "ema"})
         snapshots.restore(one.init(), only={"opt_state"})
         assert not caplog.records
-        snapshots.restore(one.init(), only="params")
+        snapshots.restore(one.init(), only="params/")
     assert caplog.messages == [
-        'only the params are restored, buffers and ema stay the template\'s (cure: only="model")'
+        'only trained params are restored, buffers and ema stay the template\'s (cure: only="params")'
     ]

@@ -10,7 +10,7 @@ global random generators are touched only inside `rng.scoped`. One exception: `c
 keeps what it makes in its cache directory.
 
     errors  types                                        the vocabulary
-    tree  rng  arguments                                 trees (optree), random keys, what a number may be
+    tree  rng  arguments  recipes                        trees (optree), random keys, what a number may be, pickling
     modes  hollow                                        torch's transforms, a module without its weights
     model  transform  schedules  ema  scaler             a module as a function, gradient transformations, ...
     precision  metrics  objective  stopping

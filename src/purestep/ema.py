@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError, StateError
+from .recipes import recipe
 from .types import Empty, Params, TrainState, Tree
 
 
@@ -26,6 +27,7 @@ class Average(NamedTuple):
     update: Callable[[Tree, Params, Params, Tensor], Tree]
 
 
+@recipe
 def none() -> Average:
     """No average: an Empty state.
 
@@ -45,6 +47,7 @@ def none() -> Average:
     return Average(init, update)
 
 
+@recipe
 def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "average"] = "copy") -> Average:
     r"""Exponential moving average of the parameters, frozen ones left out.
 

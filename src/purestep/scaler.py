@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .arguments import is_count
 from .errors import ConfigError
+from .recipes import recipe
 from .types import Empty, Tree
 
 
@@ -31,6 +32,7 @@ class Scaler(NamedTuple):
     exhausted: Callable[[Tree, Tensor], Tensor]
 
 
+@recipe
 def none() -> Scaler:
     """No scaling: an Empty state; the first gradient that is not finite has no other scale to try.
 
@@ -50,6 +52,7 @@ def none() -> Scaler:
     return Scaler(lambda device: Empty(), lambda state: None, update, exhausted)
 
 
+@recipe
 def dynamic(
     init_scale: float = 2.0**16,
     *,

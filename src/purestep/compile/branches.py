@@ -13,9 +13,22 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
+
+
+class Mode(TorchDispatchMode):
+    """A mode of a trace. It sees these operators, and Dynamo does not skip their frames because of it: Dynamo would go
+    on skipping them for the rest of the process."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """See above."""
+        return True
 
 
 def operators(graph: GraphModule) -> list[str]:

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, library
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+
+from .branches import Mode
 
 _aten: Any = torch.ops.aten
 _own: Any = torch.ops.purestep
@@ -129,7 +130,7 @@ for _operator in (_own.drawn.default, _own.coins.default, *_MIRRORS.values()):
 # --- in a trace -------------------------------------------------------------------------------------------------------
 
 
-class AsInEager(TorchDispatchMode):
+class AsInEager(Mode):
     """Replaces draws on the CPU by operators that inductor leaves as they are. Others, and draws from a generator of
     the caller's, are left alone."""
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import PurestepError, StepContractError
 from . import apart
+from .branches import Mode
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -149,14 +149,7 @@ class _Operation(NamedTuple):
     """of the first argument, where the result depends on how that lies in memory"""
 
 
-class _Recorder(TorchDispatchMode):
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """See `rng.replaying`."""
-        return True
-
+class _Recorder(Mode):
     def __init__(self, inputs: list[Tensor], *, watching: bool = False) -> None:
         super().__init__()
         self._watching = watching  # what is recorded is not read

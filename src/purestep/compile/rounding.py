@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._ops import OpOverload
+
+from .branches import Mode
 
 _LOW = {
     *(torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -40,7 +42,7 @@ def options(rounds: bool) -> dict[str, Any]:
     return {"emulate_precision_casts": True} if rounds else {}
 
 
-class Casts(TorchDispatchMode):
+class Casts(Mode):
     """Sees the operators that run inside; ``seen`` says whether some value was cast down, and up again."""
 
     def __init__(self) -> None:
@@ -50,7 +52,8 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if not self.seen and isinstance(made, Tensor) and made.is_floating_point():
+        is_operator = isinstance(func, OpOverload)  # not one that takes functions
+        if is_operator and not self.seen and isinstance(made, Tensor) and made.is_floating_point():
             self._look(func, list(_tensors(args)), made)
         return made
 

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StepContractError
+from ..recipes import recipe
 from ..types import Mean, Metric
 from .shapes import logits_of
 
 
+@recipe
 def from_torchmetrics(metric: Any) -> Metric:
     """A metric function from a ``torchmetrics.Metric`` whose states are sums.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, StepContractError
+from ..recipes import recipe
 from ..types import Loss, Metric, Objective
 from .measuring import mean_of
 
@@ -42,6 +43,7 @@ _UNKNOWN = (  # sums of several means, means over boxes, masks, matched pairs or
 )
 
 
+@recipe
 def hf_loss(
     *,
     metrics: Mapping[str, Metric] | None = None,

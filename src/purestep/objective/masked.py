@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DataError, StepContractError
+from ..recipes import recipe
 from ..types import Loss, Objective
 from .measuring import describe
 
 
+@recipe
 def masked_reconstruction(
     loss: Literal["mse", "sse"] = "mse", reduction: Literal["mean", "sum", "batch_mean"] | None = None
 ) -> Objective:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ConfigError, DataError, StepContractError
+from ..recipes import recipe
 from ..types import Loss, Metric, Objective
 from .measuring import leading, mean_of
 
@@ -27,6 +28,7 @@ _ELEMENTWISE_FUNCTIONS = (
 )
 
 
+@recipe
 def supervised(
     criterion: Callable[..., Tensor],
     *,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..recipes import recipe
 from ..transform import (
     Mask,
     Rate,
@@ -20,6 +21,7 @@ from ..transform import (
 )
 
 
+@recipe
 def adamw(
     learning_rate: Rate = 1e-3,
     b1: Scalar = 0.9,
@@ -67,6 +69,7 @@ def adamw(
     )
 
 
+@recipe
 def adam(
     learning_rate: Rate = 1e-3,
     b1: Scalar = 0.9,
@@ -112,6 +115,7 @@ def adam(
     )
 
 
+@recipe
 def nadam(
     learning_rate: Rate = 2e-3,
     b1: Scalar = 0.9,
@@ -155,6 +159,7 @@ def nadam(
     return _decayed(direction, decay, decoupled_weight_decay, learning_rate)
 
 
+@recipe
 def radam(
     learning_rate: Rate = 1e-3,
     b1: Scalar = 0.9,
@@ -194,6 +199,7 @@ def radam(
     return _decayed(scale_by_radam(b1, b2, eps=eps), decay, decoupled_weight_decay, learning_rate)
 
 
+@recipe
 def adamax(
     learning_rate: Rate = 2e-3,
     b1: Scalar = 0.9,

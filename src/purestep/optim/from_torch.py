@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import modes, rng, tree
 from ..errors import ConfigError, StateError, StepContractError
+from ..recipes import recipe
 from ..transform import Rate, Scalar, Schedule, Transform, rate_at, reported, require_rate, zero_count
 from ..types import Empty, Params, Tree
 from .foreign import Maker, Outcome, Slots, run, trace
@@ -44,6 +45,7 @@ class _Plan(NamedTuple):
     first: Callable[..., Outcome] | str  # the traced first step
 
 
+@recipe
 def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None, **kwargs: Any) -> Transform:
     """A pure transform from any optimizer whose ``step`` needs no closure, third-party ones too.
 

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import ConfigError
 from ..hollow import uncompiled
+from ..recipes import recipe
 from ..transform import (
     NEWTON_SCHULZ,
     Adjust,
@@ -33,6 +34,7 @@ from ..transform import (
 )
 
 
+@recipe
 def adafactor(
     learning_rate: Rate = 1e-2,
     *,
@@ -84,6 +86,7 @@ def adafactor(
     )
 
 
+@recipe
 def lamb(
     learning_rate: Rate = 1e-3,
     b1: Scalar = 0.9,
@@ -127,6 +130,7 @@ def lamb(
     )
 
 
+@recipe
 def muon(
     learning_rate: Rate = 1e-3,
     momentum: Scalar = 0.95,

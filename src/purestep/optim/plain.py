@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ConfigError
+from ..recipes import recipe
 from ..transform import (
     Mask,
     Rate,
@@ -20,6 +21,7 @@ from ..transform import (
 )
 
 
+@recipe
 def sgd(
     learning_rate: Rate = 1e-3,
     momentum: Scalar = 0.0,
@@ -60,6 +62,7 @@ def sgd(
     return chain(*decay_parts(weight_decay, mask), *velocity, scale_by_learning_rate(learning_rate))
 
 
+@recipe
 def lion(
     learning_rate: Rate = 1e-4,
     b1: Scalar = 0.9,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..recipes import recipe
 from ..transform import (
     Mask,
     Rate,
@@ -20,6 +21,7 @@ from ..transform import (
 )
 
 
+@recipe
 def rmsprop(
     learning_rate: Rate = 1e-2,
     decay: Scalar = 0.99,
@@ -63,6 +65,7 @@ def rmsprop(
     return chain(*decay_parts(weight_decay, mask), direction, *velocity, scale_by_learning_rate(learning_rate))
 
 
+@recipe
 def adagrad(
     learning_rate: Rate = 1e-2,
     *,
@@ -105,6 +108,7 @@ def adagrad(
     return chain(*decay_parts(weight_decay, mask), direction, *slowing, scale_by_learning_rate(learning_rate))
 
 
+@recipe
 def adadelta(
     learning_rate: Rate = 1.0,
     rho: Scalar = 0.9,

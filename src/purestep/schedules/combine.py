@@ -16,12 +16,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..arguments import check_callable, check_count, check_finite, is_number, listed
 from ..errors import ConfigError
+from ..recipes import recipe
 from .clock import Count, Schedule
 
 AnySchedule: TypeAlias = Callable[[Tensor], Tensor]
 """One of a user's own, which need not take a Python int."""
 
 
+@recipe
 def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedule:
     """One schedule after another; each counts from its own beginning. torch's `SequentialLR`.
 
@@ -63,6 +65,7 @@ def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedul
     return schedule
 
 
+@recipe
 def per_epoch(schedule: AnySchedule, *, updates_per_epoch: int) -> Schedule:
     """A schedule of epochs as one of updates: it holds its value throughout an epoch.
 
@@ -84,6 +87,7 @@ def per_epoch(schedule: AnySchedule, *, updates_per_epoch: int) -> Schedule:
     return lambda count: schedule(torch.div(torch.as_tensor(count), updates_per_epoch, rounding_mode="floor"))
 
 
+@recipe
 def from_torch_scheduler(
     scheduler: Callable[..., LRScheduler], learning_rate: float, *, steps: int, key: str = "lr", **kwargs: Any
 ) -> Schedule:
@@ -159,7 +163,7 @@ def _tabulate(
             f'learning rate alone (cure: cycle_momentum=False; or from_torch_scheduler({name}, ..., key="momentum"), '
             "and both in optim.inject(optim.sgd)(learning_rate=..., momentum=...))",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     for index, value in enumerate(values):
         if not math.isfinite(value):

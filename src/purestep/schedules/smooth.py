@@ -9,9 +9,11 @@ from torch import Tensor
 
 from ..arguments import check_count, check_finite, check_positive
 from ..errors import ConfigError
+from ..recipes import recipe
 from .clock import Count, Schedule, clock, half_wave, line, share
 
 
+@recipe
 def constant(value: float) -> Schedule:
     """``value`` at every count.
 
@@ -29,6 +31,7 @@ def constant(value: float) -> Schedule:
     return lambda count: torch.full_like(clock(count), value)
 
 
+@recipe
 def linear(init_value: float, end_value: float, *, transition_steps: int) -> Schedule:
     r""":math:`a + (b - a) \, t / T`: a straight line. torch's `LinearLR` with ``total_iters=transition_steps``.
 
@@ -49,6 +52,7 @@ def linear(init_value: float, end_value: float, *, transition_steps: int) -> Sch
     return lambda count: line(init_value, end_value, share(clock(count), transition_steps))
 
 
+@recipe
 def polynomial(init_value: float, end_value: float, *, transition_steps: int, power: float = 1.0) -> Schedule:
     r""":math:`b + (a - b) (1 - t / T)^p`. torch's `PolynomialLR` has b = 0.
 
@@ -71,6 +75,7 @@ def polynomial(init_value: float, end_value: float, *, transition_steps: int, po
     return lambda count: line(end_value, init_value, (1.0 - share(clock(count), transition_steps)) ** power)
 
 
+@recipe
 def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Schedule:
     r""":math:`b + (a - b) (1 + \cos(\pi t / T)) / 2`: half a wave.
 
@@ -96,6 +101,7 @@ def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Sc
     return lambda count: half_wave(init_value, end_value, share(clock(count), decay_steps))
 
 
+@recipe
 def exponential(
     init_value: float,
     gamma: float,
@@ -134,6 +140,7 @@ def exponential(
     return schedule
 
 
+@recipe
 def warmup_cosine(peak: float, warmup: int, *, total: int, end: float = 0.0, start: float = 0.0) -> Schedule:
     """A straight line from ``start`` to ``peak`` over ``warmup`` updates, then half a cosine to ``end`` at ``total``.
 
@@ -171,6 +178,7 @@ def warmup_cosine(peak: float, warmup: int, *, total: int, end: float = 0.0, sta
     return schedule
 
 
+@recipe
 def warmup_stable_decay(
     peak: float,
     warmup: int,

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from ..arguments import check_count, check_finite, check_positive, listed
 from ..errors import ConfigError
+from ..recipes import recipe
 from .clock import Count, Schedule, clock, half_wave, jump, line, through
 
 
+@recipe
 def step(init_value: float, step_size: int, *, gamma: float = 0.1) -> Schedule:
     r""":math:`a \, \gamma^{\lfloor t / n \rfloor}`. torch's `StepLR`.
 
@@ -35,6 +37,7 @@ def step(init_value: float, step_size: int, *, gamma: float = 0.1) -> Schedule:
     return lambda count: init_value * gamma ** torch.floor(clock(count) / step_size)
 
 
+@recipe
 def multistep(init_value: float, milestones: Iterable[int], *, gamma: float = 0.1) -> Schedule:
     r""":math:`a \, \gamma^{n}`, n the number of milestones reached. torch's `MultiStepLR`.
 
@@ -66,6 +69,7 @@ def multistep(init_value: float, milestones: Iterable[int], *, gamma: float = 0.
     return schedule
 
 
+@recipe
 def one_cycle(
     max_lr: float,
     total_steps: int,
@@ -116,6 +120,7 @@ def one_cycle(
     return lambda count: through(clock(count), points, half_wave if anneal_strategy == "cos" else line)
 
 
+@recipe
 def piecewise(
     init_value: float,
     boundaries_and_scales: Mapping[int, float],

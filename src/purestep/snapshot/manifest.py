@@ -120,7 +120,7 @@ def compare(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, where: st
     lines += [f"{path}: {stored[path].text()} in the snapshot only{near}" for path, near in _nearest(extra, missing)]
     if lines:
         count = f"{len(lines)} leaves differ" if len(lines) > 1 else "1 leaf differs"
-        hint = 'the template the snapshot was made from; for its weights alone, restore(template, only="model")'
+        hint = 'the template the snapshot was made from; for its weights alone, restore(template, only="params")'
         raise Mismatch("\n  ".join([f"{count} from the template", *lines]), where=where, hint=hint)
 
 
@@ -137,7 +137,7 @@ def select(paths: list[str], only: set[str] | None, *, where: str) -> set[str]:
     """The paths that lie under one of the prefixes; all of them for None.
 
     A prefix ends where a path's part or a dotted name's part ends: ``params/layers.1`` takes ``params/layers.1.weight``
-    and leaves ``params/layers.10.weight``.
+    and leaves ``params/layers.10.weight``. It may have a slash at its end.
 
     Raises:
         Mismatch: a prefix under which there is nothing.
@@ -146,7 +146,8 @@ def select(paths: list[str], only: set[str] | None, *, where: str) -> set[str]:
         return set(paths)
     found: set[str] = set()
     for prefix in only:
-        below = {path for path in paths if path == prefix or path.startswith((f"{prefix}/", f"{prefix}."))}
+        name = prefix.removesuffix("/")
+        below = {path for path in paths if path == name or path.startswith((f"{name}/", f"{name}."))}
         if not below:
             tops = ", ".join(sorted({path.split("/")[0] for path in paths}))
             raise Mismatch(f"no leaf is under {prefix!r}", where=where, hint=f"only= some of: {tops}")

@@ -67,7 +67,7 @@ def read(
     manifest = manifests.read(folder)
     leaves = tree.with_paths(template)
     described = manifests.describe(leaves)
-    moved = _model(template, prefixes, manifest)
+    moved = _views(template, prefixes, manifest)
     rest = None if prefixes is None else {prefix for prefix in prefixes if prefix not in moved}
     chosen, stored = set[str](), set[str]()
     if rest is None or rest:
@@ -111,11 +111,11 @@ def _tell_of_the_rest(template: Tree, chosen: set[str], manifest: Manifest) -> N
     left = [path for path in manifest.leaves if path.split("/")[0] in ("buffers", "ema") and path not in chosen]
     if isinstance(template, TrainState) and left and any(path.startswith("params/") for path in chosen):
         fields = " and ".join(dict.fromkeys(path.split("/")[0] for path in left))
-        _log.warning('only the params are restored, %s stay the template\'s (cure: only="model")', fields)
+        _log.warning('only trained params are restored, %s stay the template\'s (cure: only="params")', fields)
 
 
-def _model(template: Tree, prefixes: set[str] | None, manifest: Manifest) -> dict[str, dict[str, str]]:
-    """Of the prefixes that mean a model: which leaves of the template come from which of the snapshot."""
+def _views(template: Tree, prefixes: set[str] | None, manifest: Manifest) -> dict[str, dict[str, str]]:
+    """Of the prefixes that mean the view "params": which leaves of the template come from which of the snapshot."""
     found = {prefix: weights.sources(template, prefix, manifest.leaves.keys()) for prefix in prefixes or ()}
     return {prefix: sources for prefix, sources in found.items() if sources is not None}
 

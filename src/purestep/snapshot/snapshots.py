@@ -341,10 +341,10 @@ class Snapshots:
             template: a state of the structure, shapes, dtypes and devices that the result shall have.
             step: which one; by default the newest that is good. A damaged newer one is passed over with a warning and,
                 by the directory's writer, renamed to ``<step>.corrupt``.
-            only: what to read; the rest is copied from the template, and may differ from what is stored. ``"model"`` is
-                what a ``state_dict`` has, and the average: parameters, trained or frozen in either state, and buffers.
-                Else paths (``{"params/backbone", "buffers"}``), each with what lies under it: ``"params/layers.1"``
-                takes ``params/layers.1.weight``, not ``params/layers.10.weight``.
+            only: what to read; the rest is copied from the template, and may differ from what is stored. ``"params"``
+                is what ``ps.view(state, "params")`` evaluates, and its average: parameters, trained or frozen in either
+                state, and buffers; ``"params/"`` is the trained parameters alone. Else paths, each with what lies under
+                it: ``"params/layers.1"`` takes ``params/layers.1.weight``, not ``params/layers.10.weight``.
 
         Raises:
             NotFound: there is no snapshot, or not that one.

@@ -1,4 +1,6 @@
-"""What ``only="model"`` reads of a snapshot: all that a module's ``state_dict`` has, and the average.
+"""What ``only="params"`` reads of a snapshot: the view ``"params"`` of a TrainState, and its average.
+
+That view is what evaluation runs: parameters, trained or frozen, and buffers.
 
 Which parameters are trained may differ between the snapshot and the template: a parameter is looked for among the
 trained and the frozen ones. The average of a parameter that was not averaged is the parameter itself.
@@ -11,7 +13,7 @@ from collections.abc import Collection, Iterator
 from .. import tree
 from ..types import TrainState, Tree
 
-WORD = "model"
+WORD = "params"
 
 
 def sources(template: Tree, prefix: str, stored: Collection[str]) -> dict[str, str] | None:
@@ -19,16 +21,13 @@ def sources(template: Tree, prefix: str, stored: Collection[str]) -> dict[str, s
 
     Args:
         template: the state to restore into.
-        prefix: what ``only`` says: ``"model"``, or ``"generator/model"`` for a TrainState inside a tree.
+        prefix: what ``only`` says: ``"params"``, or ``"generator/params"`` for a TrainState inside a tree.
         stored: the paths of the snapshot.
 
     Returns:
-        None where the template has a path of that name, or no TrainState there. What is nowhere in the snapshot has its
+        None for another word, or where the template has no TrainState. A leaf that the snapshot lacks is mapped to its
         own path.
     """
-    paths = tree.paths(template)
-    if any(path == prefix or path.startswith(f"{prefix}/") for path in paths):
-        return None
     root, _, word = prefix.rpartition("/")
     above = f"{root}/" if root else ""
     if word != WORD or not isinstance(_part(template, root), TrainState):
@@ -36,7 +35,7 @@ def sources(template: Tree, prefix: str, stored: Collection[str]) -> dict[str, s
     known = frozenset(stored)
     return {
         path: next((above + found for found in _candidates(path.removeprefix(above)) if above + found in known), path)
-        for path in paths
+        for path in tree.paths(template)
         if path.startswith(above) and path.removeprefix(above).split("/")[0] in ("params", "frozen", "buffers", "ema")
     }
 

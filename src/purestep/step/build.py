@@ -18,6 +18,7 @@ from .. import scaler as scaler_
 from .. import transform
 from ..arguments import is_count, is_number
 from ..errors import ConfigError
+from ..recipes import recipe
 from ..types import Empty, Objective, Program, Static
 from .evaluation import bind_of, eval_step_of
 from .gradient import OWN_METRICS
@@ -27,31 +28,7 @@ from .state import init_of
 from .update import steps_of
 
 
-class Built(Program):
-    """A program whose functions were made for one model, which no pickle can hold."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Refuses.
-
-        Raises:
-            ConfigError: with what to send to another process instead.
-        """
-        raise ConfigError(
-            "a program made by ps.program cannot be pickled",
-            where="Program",
-            hint="a function at the top of a file that returns ps.program(...): hand that function to the other "
-            "process and call it there; the state can be pickled",
-        )
-
-    def __copy__(self) -> Built:
-        return self  # it is immutable
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Built:
-        return self
-
-
+@recipe
 def program(
     model: nn.Module,
     objective: Objective,
@@ -72,6 +49,11 @@ def program(
 
     Threads of one process may share a program: its steps take turns, since they draw from torch's one generator and put
     the weights of their state into one hollow copy of the module. What ``bind`` returns is for one thread at a time.
+
+    `pickle` stores a program as this call: the module with its weights as they are then, and the other arguments.
+    Unpickling makes the program again, in another process too. Functions and classes among the arguments are stored by
+    their names, so a lambda or a local function raises a ConfigError there. A pickle is for another process; to
+    keep a state, use `Snapshots`.
 
     Args:
         model: a template: never written to, its weights are read by ``init`` only. Training runs in train mode
@@ -145,7 +127,7 @@ def program(
     steps = steps_of(spec, IDENTITY)
     for function in steps:  # how compile_step, given the bare function, finds what it may pack
         vars(function)["static"] = static
-    return Built(
+    return Program(
         train_step=steps.train_step,
         flush=steps.flush,
         eval_step=eval_step_of(spec),

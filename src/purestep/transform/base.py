@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..arguments import is_number
 from ..errors import ConfigError, StateError
+from ..recipes import recipe
 from ..types import Empty, Labels, Params, Tree
 from .arithmetic import Rate, scalar_dtype
 
@@ -49,6 +50,7 @@ class Transform(NamedTuple):
     labels: Callable[[Params], Labels] = _alike
 
 
+@recipe
 def identity() -> Transform:
     """Updates as they come.
 
@@ -59,6 +61,7 @@ def identity() -> Transform:
     return stateless(lambda updates, params: updates, elementwise=True)
 
 
+@recipe
 def stateless(fn: Callable[[Params, Params], Params], *, elementwise: bool = False) -> Transform:
     """A transform without state from ``fn(updates, params) -> updates``.
 
@@ -83,6 +86,7 @@ def stateless(fn: Callable[[Params, Params], Params], *, elementwise: bool = Fal
     return Transform(init, update, elementwise)
 
 
+@recipe
 def chain(*transforms: Transform) -> Transform:
     """One transform after another; the state is the tuple of their states.
 

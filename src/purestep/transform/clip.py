@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..recipes import recipe
 from ..types import Params
 from .arithmetic import Scalar, times, wide
 from .base import Transform, global_norm, require, stateless
 
 
+@recipe
 def clip_by_global_norm(max_norm: Scalar) -> Transform:
     """All updates times ``min(1, max_norm / (norm + 1e-6))``, norm that of all numbers together.
 
@@ -41,6 +43,7 @@ def clip_by_global_norm(max_norm: Scalar) -> Transform:
     return stateless(clip, elementwise=True)
 
 
+@recipe
 def clip_by_value(max_value: Scalar) -> Transform:
     """Each number clamped to ``[-max_value, max_value]``, as `torch.nn.utils.clip_grad_value_`.
 
@@ -71,6 +74,7 @@ def _clamp(leaf: Tensor, limit: Scalar) -> Tensor:
     return leaf.clamp(-limit, limit)
 
 
+@recipe
 def adaptive_grad_clip(clipping: Scalar, *, eps: float = 1e-3) -> Transform:
     """Each unit's gradient bounded by its weights: norm at most ``clipping * max(norm of the weights, eps)``.
 

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import ConfigError, StateError
 from ..hollow import uncompiled
+from ..recipes import recipe
 from ..types import Empty, Labels, Params, Tree
 from .base import Transform, stateless
 
@@ -31,6 +32,7 @@ class MaskedState(NamedTuple):
     inner: Tree  # Empty where nothing is selected
 
 
+@recipe
 def masked(inner: Transform, mask: Mask) -> Transform:
     r"""``inner`` for the selected parameters; the updates of the others pass as they are.
 
@@ -66,6 +68,7 @@ def masked(inner: Transform, mask: Mask) -> Transform:
     return Transform(init, update, inner.elementwise, labels)
 
 
+@recipe
 def freeze(mask: Mask) -> Transform:
     """Zero updates for the selected parameters. The last part of a chain, so that no weight decay follows it.
 
@@ -90,6 +93,7 @@ def freeze(mask: Mask) -> Transform:
     return masked(set_to_zero(), mask)
 
 
+@recipe
 def set_to_zero() -> Transform:
     """Updates of zeros: the transform of a group that does not train.
 
@@ -106,6 +110,7 @@ class PartitionState(NamedTuple):
     groups: dict[str, MaskedState]  # label -> the names in this group and the state of its transform
 
 
+@recipe
 def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
     r"""Another transform for each group of parameters.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import ConfigError
+from ..recipes import recipe
 from ..types import Empty, Labels, Params, Tree
 from .arithmetic import Schedule, rate_at, zero_count
 from .base import Transform
@@ -26,6 +27,7 @@ class InjectState(NamedTuple):
     inner: Tree
 
 
+@recipe
 def inject(
     factory: Callable[..., Transform], *, static: tuple[str, ...] = ("mask", "labels")
 ) -> Callable[..., Transform]:
@@ -85,6 +87,7 @@ def _is_injected(value: Any) -> bool:
     return isinstance(value, float | Tensor) or callable(value)
 
 
+@recipe
 def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], given: dict[str, Any]) -> Transform:
     schedules: dict[str, Schedule] = {}
     constants: dict[str, float | Tensor] = {}

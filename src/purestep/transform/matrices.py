@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StateError
+from ..recipes import recipe
 from ..types import Empty, Params, Tree
 from .arithmetic import (
     Rate,
@@ -42,6 +43,7 @@ class ScaleByMuonState(NamedTuple):
     mu: Params  # name -> P: running mean of gradients
 
 
+@recipe
 def scale_by_muon(
     momentum: Scalar = 0.95,
     *,
@@ -112,6 +114,7 @@ def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps:
     return x.T if is_tall else x
 
 
+@recipe
 def scale_by_shape(adjust: Adjust = "original") -> Transform:
     r"""Orthogonal updates times a factor of their matrix's shape, so that one learning rate fits all of them.
 
@@ -143,6 +146,7 @@ def scale_by_shape(adjust: Adjust = "original") -> Transform:
     return stateless(fn, elementwise=False)
 
 
+@recipe
 def scale_by_trust_ratio() -> Transform:
     r"""Each parameter's update times :math:`\|\theta\| / \|u\|`; as it is where either norm is 0.
 
@@ -176,6 +180,7 @@ class ScaleByFactoredRmsState(NamedTuple):
     missed: Tree = Empty()  # of the updates, those that a parameter had no gradient in
 
 
+@recipe
 def scale_by_factored_rms(decay_rate: float = 0.8, *, eps: float | None = None) -> Transform:
     r"""Gradients over a root mean square of rank one, as in `torch.optim.Adafactor`.
 
@@ -236,6 +241,7 @@ def _outer(row: Tensor, column: Tensor, eps: float) -> Tensor:
     return wide(row) * wide(column) / wide(row).mean(dim=-2, keepdim=True).clamp(min=eps)
 
 
+@recipe
 def clip_by_block_rms(threshold: Scalar = 1.0) -> Transform:
     """Each parameter's update over ``max(1, its root mean square / threshold)``.
 
@@ -263,6 +269,7 @@ def clip_by_block_rms(threshold: Scalar = 1.0) -> Transform:
     return stateless(fn, elementwise=False)
 
 
+@recipe
 def scale_by_param_block_rms(min_scale: Scalar = 1e-3) -> Transform:
     """Each parameter's update times the root mean square of its weights, at least ``min_scale``.
 
@@ -292,6 +299,7 @@ def _rms(leaf: Tensor) -> Tensor:
     return torch.linalg.vector_norm(wide(leaf)) / math.sqrt(max(leaf.numel(), 1))
 
 
+@recipe
 def scale_by_relative_step(learning_rate: Rate) -> Transform:
     r"""Updates times :math:`\min(\gamma, 1 / \sqrt t) / \gamma`, so that the learning rate after it is a bound.
 

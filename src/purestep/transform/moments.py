@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..recipes import recipe
 from ..types import Empty, Params, Tree
 from .arithmetic import (
     Scalar,
@@ -40,6 +41,7 @@ class ScaleByAdamState(NamedTuple):
     missed: Tree = Empty()  # of the updates, those that a parameter had no gradient in
 
 
+@recipe
 def scale_by_adam(
     b1: Scalar = 0.9,
     b2: Scalar = 0.999,
@@ -115,6 +117,7 @@ class ScaleByNadamState(NamedTuple):
     nu: Params  # name -> P: running mean of their squares
 
 
+@recipe
 def scale_by_nadam(
     b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8, momentum_decay: Scalar = 4e-3
 ) -> Transform:
@@ -171,6 +174,7 @@ def scale_by_nadam(
     return Transform(init, update)
 
 
+@recipe
 def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
     r"""Adam's direction, rectified while the variance of :math:`v` is large, as in `torch.optim.RAdam`.
 
@@ -225,6 +229,7 @@ def _rectifier(step: Tensor, b2: Scalar, square_weight: Tensor) -> tuple[Tensor,
     return is_adaptive, ((rho - 4) * (rho - 2) * last / ((last - 4) * (last - 2) * rho)).sqrt()
 
 
+@recipe
 def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
     r"""Adam's direction with a maximum for the root mean square, as in `torch.optim.Adamax`.
 
@@ -276,6 +281,7 @@ class ScaleByLionState(NamedTuple):
     mu: Params  # name -> P: running mean of gradients
 
 
+@recipe
 def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, *, mu_dtype: torch.dtype | None = None) -> Transform:
     r"""The sign of an interpolation, :math:`\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t)`.
 

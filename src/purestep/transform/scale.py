@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..recipes import recipe
 from ..types import Empty, Params, Tree
 from .arithmetic import (
     Rate,
@@ -28,6 +29,7 @@ from .base import Transform, require, require_rate, stateless
 from .group import Mask, masked
 
 
+@recipe
 def scale(factor: Scalar) -> Transform:
     """Updates times a number; ``chain(scale(-1.0), ...)`` maximizes.
 
@@ -57,6 +59,7 @@ class ScaleByLearningRateState(NamedTuple):
     learning_rate: Tensor  # shape=(), dtype=float32: of the last update, for reports; at init that of the first
 
 
+@recipe
 def scale_by_learning_rate(learning_rate: Rate) -> Transform:
     """Updates times ``-learning_rate``: the last part of every named optimizer, which turns directions into descent.
 
@@ -100,6 +103,7 @@ def reported(rate: Scalar, count: Tensor) -> Tensor:
     return torch.full((), rate, dtype=torch.float32, device=count.device)
 
 
+@recipe
 def add_decayed_weights(weight_decay: Scalar, *, mask: Mask | None = None) -> Transform:
     """``updates + weight_decay * params``.
 
@@ -149,6 +153,7 @@ class TraceState(NamedTuple):
     missed: Tree = Empty()  # with dampening: of the updates, those that a parameter had no gradient in
 
 
+@recipe
 def trace(
     decay: Scalar, *, nesterov: bool = False, dampening: Scalar = 0.0, accumulator_dtype: torch.dtype | None = None
 ) -> Transform:

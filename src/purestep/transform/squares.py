@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..recipes import recipe
 from ..types import Empty, Params, Tree
 from .arithmetic import (
     Scalar,
@@ -33,6 +34,7 @@ class ScaleByRmsState(NamedTuple):
     mean: Tree  # name -> P: running mean of gradients; Empty unless centered
 
 
+@recipe
 def scale_by_rms(decay: Scalar = 0.99, *, eps: Scalar = 1e-8, centered: bool = False) -> Transform:
     r"""Gradients over their root mean square, :math:`g_t / (\sqrt{v_t} + \epsilon)`, as in `torch.optim.RMSprop`.
 
@@ -79,6 +81,7 @@ class ScaleByRssState(NamedTuple):
     total: Params  # name -> P: sum of squares
 
 
+@recipe
 def scale_by_rss(initial_accumulator_value: float = 0.0, *, eps: Scalar = 1e-10) -> Transform:
     r"""Gradients over the root of the sum of all squares so far, as in `torch.optim.Adagrad`.
 
@@ -123,6 +126,7 @@ class StepState(NamedTuple):
     missed: Tree = Empty()  # of the updates, those that a parameter had no gradient in
 
 
+@recipe
 def scale_by_inverse_time(decay: Scalar) -> Transform:
     """Updates over ``1 + decay * updates done``: the learning rate's decay in `torch.optim.Adagrad`.
 
@@ -161,6 +165,7 @@ class ScaleByAdadeltaState(NamedTuple):
     delta: Params  # name -> P: running mean of squared updates
 
 
+@recipe
 def scale_by_adadelta(rho: Scalar = 0.9, *, eps: Scalar = 1e-6) -> Transform:
     r"""Gradients times the ratio of root mean squares of updates and gradients, as in `torch.optim.Adadelta`.
 

@@ -1,0 +1,216 @@
+"""Pickling of what factories return: functions that close over their settings are pickled as the call that made them.
+
+`recipe` decorates a factory. Its result carries the factory and the arguments; `pickle` stores these, and unpickling
+calls the factory again. A factory gets its arguments without that wrapping, so a step runs the bare functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+from torch import nn
+
+from .errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Call(NamedTuple):
+    """The call of a factory."""
+
+    factory: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def recipe(factory: Callable[P, R]) -> Callable[P, R]:
+    """The factory with results that can be pickled, if its arguments can.
+
+    Args:
+        factory: a function at the top of a module that returns a function or a NamedTuple of functions.
+
+    Example:
+        >>> import pickle
+        >>> from purestep.schedules import cosine
+        >>> float(pickle.loads(pickle.dumps(cosine(1.0, 4)))(2))
+        0.5
+    """
+
+    @functools.wraps(factory)
+    def make(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():  # a factory that a step calls, see `optim.inject`
+            return factory(*args, **kwargs)
+        call = Call(make, tuple(map(_held, args)), {name: _held(value) for name, value in kwargs.items()})
+        inner: Callable[..., Any] = factory
+        made = inner(*map(bare, call.args), **{name: bare(value) for name, value in call.kwargs.items()})
+        return cast(R, _wrapped(bare(made), call))
+
+    return make
+
+
+def bare(value: Any) -> Any:
+    """The value without the wrapping of `recipe`, in lists, tuples and dicts too; the same object if it has none."""
+    if isinstance(value, MadeFunction):
+        return value.__wrapped__
+    if isinstance(value, _MadeTuple):
+        return value.plain()
+    if type(value) is dict:
+        space = cast(dict[Any, Any], value)
+        inner = {key: bare(item) for key, item in space.items()}
+        return inner if any(inner[key] is not item for key, item in space.items()) else space
+    if type(value) in (list, tuple):
+        items = cast("list[Any] | tuple[Any, ...]", value)
+        found = [bare(item) for item in items]
+        return type(items)(found) if any(a is not b for a, b in zip(found, items, strict=True)) else items
+    return value
+
+
+class MadeFunction:
+    """A function that a factory returned."""
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any], call: Call) -> None:
+        functools.update_wrapper(self, function)
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<function made by {_name(self.call.factory)}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _check(self.call, {})
+        return _made_again, (*self.call, {})
+
+    def __copy__(self) -> MadeFunction:
+        return self  # it is immutable
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MadeFunction:
+        return self
+
+
+class _MadeTuple:
+    """The part of a NamedTuple that remembers how it was made. ``_replace`` keeps that and adds what it changes."""
+
+    base: type[Any]
+    call: Call | None = None
+    changes: Mapping[str, Any] = types.MappingProxyType({})
+
+    def plain(self) -> Any:
+        return self.base(*cast(tuple[Any, ...], self))
+
+    def _replace(self, **changes: Any) -> Any:
+        new: Any = cast(Any, super())._replace(**changes)
+        changed = {name: value for name, value in changes.items() if value is not getattr(self, name)}
+        new.call, new.changes = self.call, {**self.changes, **changed}
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.call is None:
+            return self.base, tuple(cast(tuple[Any, ...], self))
+        _check(self.call, self.changes)
+        return _made_again, (*self.call, dict(self.changes))
+
+    def __copy__(self) -> Any:
+        return self  # it is immutable
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+
+@functools.cache
+def _made_kind(base: type[Any]) -> type[Any]:
+    return type(base.__name__, (_MadeTuple, base), {"base": base, "__module__": base.__module__, "__doc__": None})
+
+
+def _wrapped(made: Any, call: Call) -> Any:
+    if isinstance(made, tuple):
+        new: Any = _made_kind(type(cast(Any, made)))(*cast(tuple[Any, ...], made))
+        new.call = call
+        return new
+    return MadeFunction(made, call)
+
+
+def _made_again(
+    factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], changes: dict[str, Any]
+) -> Any:
+    made = factory(*args, **kwargs)
+    return made._replace(**changes) if changes else made
+
+
+def _held(value: Any) -> Any:
+    """An argument as it is at the call: containers may be changed later, and an iterator can be read only once."""
+    if isinstance(value, Iterator):
+        return tuple(cast(Iterator[Any], value))
+    return value.copy() if type(value) in (dict, list, set) else value
+
+
+def _check(call: Call, changes: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a function or class among the arguments that no other process can import."""
+    given = inspect.signature(call.factory).bind(*call.args, **call.kwargs).arguments
+    for path, found in _local((*given.items(), *changes.items())):
+        what = "class" if isinstance(found, type) else "lambda" if found.__name__ == "<lambda>" else "function"
+        where = "a lambda" if what == "lambda" else f"the local {what} {found.__qualname__}"
+        raise ConfigError(
+            f"cannot be pickled: its {path} is {where}, which another process cannot import",
+            where=_name(call.factory),
+            hint=f"define it with {'class' if what == 'class' else 'def'} at the top of a module",
+        )
+
+
+def _name(factory: Callable[..., Any]) -> str:
+    return getattr(factory, "__name__", type(factory).__name__).lstrip("_")
+
+
+def _local(named: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """(path, value) pairs of the functions and classes that cannot be imported by their names."""
+    seen = set() if seen is None else seen
+    for path, value in named:
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, MadeFunction | _MadeTuple):
+            continue  # which check themselves
+        if isinstance(value, types.FunctionType | type):
+            if _is_local(value):
+                yield str(path), value
+        elif isinstance(value, dict):
+            yield from _local(((f"{path}[{key!r}]", item) for key, item in cast(Any, value).items()), seen)
+        elif isinstance(value, list | tuple | set):
+            yield from _local(((f"{path}[{index}]", item) for index, item in enumerate(cast(Any, value))), seen)
+        elif isinstance(value, functools.partial):
+            parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
+            yield from _local(((f"{path}.{name}", part) for name, part in parts.items()), seen)
+        elif isinstance(value, types.MethodType):
+            yield from _local([(path, value.__self__)], seen)
+        elif isinstance(value, nn.Module):
+            yield from _local_of_module(path, value, seen)
+        elif _is_local(type(value)) and not _pickles_itself(type(value)):
+            yield str(path), type(value)
+
+
+def _local_of_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    for name, part in module.named_modules():
+        if _pickles_itself(type(part)):
+            continue
+        here = f"{path}.{name}" if name else path
+        own = {key: item for key, item in vars(part).items() if key not in ("_parameters", "_buffers", "_modules")}
+        yield from _local([(here, type(part)), *((f"{here}.{key}", item) for key, item in own.items())], seen)
+
+
+def _is_local(value: Any) -> bool:
+    return "<locals>" in value.__qualname__ or value.__qualname__.endswith("<lambda>")
+
+
+def _pickles_itself(kind: type) -> bool:
+    """Whether a class defines itself what of its instances is pickled."""
+    names = ("__getstate__", "__reduce__", "__reduce_ex__")
+    return any(name in vars(part) for part in kind.__mro__ if part not in (object, nn.Module) for name in names)
