@@ -177,12 +177,27 @@ def test_what_cuts_or_casts_a_batch_reaches_into_them(make: Any) -> None:
 
 @objects
 def test_a_step_that_writes_into_them_is_found(make: Any) -> None:
+    def writes(state: Any, batch: Any) -> Any:
+        parts(batch)[0].add_(1)
+        return plain(state, batch)
+
+    program = linear()
+    plain = program.train_step
+    with pytest.raises(StepContractError, match=r"batch/x: the step writes what it was given, in place"):
+        fit(batches(make), program._replace(train_step=writes))
+
+
+@objects
+def test_an_objective_that_writes_into_them_trains_on_a_copy(make: Any) -> None:
     def writes(model: Any, batch: Any) -> ps.Loss:
         parts(batch)[0].add_(1)
         return objective(model, batch)
 
-    with pytest.raises(StepContractError, match=r"batch/x: the step writes what it was given, in place"):
-        fit(batches(make), linear(objective=writes))
+    given = batches(make)
+    before = [[leaf.clone() for leaf in parts(each)] for each in given]
+    fit(given, linear(objective=writes))
+    after = [list(parts(each)) for each in given]
+    assert all(map(torch.equal, *(sum(each, []) for each in (before, after))))
 
 
 @objects
@@ -293,16 +308,18 @@ def test_fit_trains_on_sparse_and_nested_tensors(make: Any, fields: dict[str, An
 
 @every_layout
 def test_a_write_into_them_is_found(make: Any) -> None:
-    def writes(model: Any, batch: Any) -> ps.Loss:
+    def writes(state: Any, batch: Any) -> Any:
         more = batch[1]
         if more.layout is torch.sparse_coo or more.layout is torch.strided:
             more.mul_(2)
         else:
             more.values().mul_(2)
-        return mixed(model, batch)
+        return plain(state, batch)
 
+    program = linear(objective=mixed)
+    plain = program.train_step
     with pytest.raises(StepContractError, match=r"batch/1: the step writes what it was given"):
-        fit(holding(make), linear(objective=writes))
+        fit(holding(make), program._replace(train_step=writes))
 
 
 @every_layout

@@ -550,7 +550,7 @@ def test_a_call_that_fails_leaves_the_state_as_it_was(donate: bool) -> None:
     step = compiled(program.train_step, donate=donate)
     state, _ = step(program.init(), vector_batch())
     kept = ps.clone(state)
-    with pytest.raises(RuntimeError, match="reduction dim"):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         step(state, (torch.ones(16, 5), torch.zeros(16, dtype=torch.int64)))
     assert_trees_close(ps.clone(state), kept, exact=True)
     assert_trees_close(
@@ -873,7 +873,7 @@ def test_a_step_that_dynamo_has_captured_holds_neither_state_nor_batch(monkeypat
     for _ in range(2):
         with pytest.raises(StepContractError, match="looks at the value") as caught:
             step({"w": torch.zeros(2)}, torch.ones(2))
-        assert not hasattr(caught.value, "__notes__")
+        assert len(caught.value.__notes__) == 1  # each call has an error of its own
 
 
 @pytest.mark.compile
@@ -886,7 +886,7 @@ def test_what_tries_a_graph_out_leaves_the_callers_random_numbers_alone(monkeypa
         yield
 
     monkeypatch.setattr("purestep.rng.scoped", scoped)
-    made = graphs.Graphs(graphs.Options("auto", "eager", None))
+    made = graphs.Graphs(graphs.Options("auto", "eager", None), lambda *_: None)
     tried = graphs.Graph(lambda tensors, leaves: None, draws=True)
     monkeypatch.setattr(made, "_dynamo", lambda core: tried)
     tensors = [torch.ones(2), torch.ones(2, device="meta")]

@@ -25,12 +25,13 @@ def guarded(run: Run, tensors: list[Tensor]) -> Run:
 
     Args:
         run: of a new graph.
-        tensors: what the graph is made for. On the CPU, where all code is compiled before it runs, ``run`` itself.
+        tensors: what the graph is made for. On the CPU, where all code is compiled before it runs, ``run`` itself;
+            on meta too, where nothing runs.
 
     Raises:
         Uncaptured: from the call: the first run failed, for another reason than a lack of memory or Dynamo's.
     """
-    return _guarded(run) if any(tensor.device.type != "cpu" for tensor in tensors) else run
+    return _guarded(run) if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors) else run
 
 
 def _guarded(run: Run) -> Run:
