@@ -15,6 +15,7 @@ import purestep as ps  # noqa: E402
 from purestep.loop.accumulation import counting  # noqa: E402
 
 from .counting import counted  # noqa: E402
+from .emulation import emulated  # noqa: E402
 from .programs import PROGRAMS  # noqa: E402
 
 HEAD = (
@@ -27,7 +28,8 @@ def row(name: str) -> str:
     """One program in eager, compiled and replayed."""
     program, batch = PROGRAMS[name]()
     assert program.init is not None
-    state = program.init(device="cuda")
+    with emulated():  # how often a parameter was missed is read, and tells apart what may share a buffer
+        state = program.init(device="cuda")
     eager, _ = counted(counting(program.train_step), state, batch)  # as a loop calls it
     step = ps.compile_step(program.train_step, donate=True, cuda_graph=True)
     whole, state = counted(step, state, batch, warm=1)
