@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +18,8 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import optim
-from purestep.compile import capture, native, passes, replay, runner
+from purestep.compile import capture, guards, native, passes, replay, runner
+from purestep.compile.live import Store
 from purestep.errors import ConfigError, StateError, StepContractError
 from purestep.types import Program
 
@@ -429,6 +432,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 
     def record(self: Any, run: Any, tensors: list[Tensor], leaves: list[Any], pool: Any) -> None:
         self.leaves = [replay.unshared(leaf) for leaf in leaves]
+        self.memory = [replay._not_plain(leaf) for leaf in self.leaves]
         before = [tensor.clone() for tensor in tensors]
         self.outputs = run(tensors, self.leaves)
         for tensor, old in zip(tensors, before, strict=True):
@@ -464,6 +468,50 @@ def test_replays_are_the_steps_themselves(recorded: list[Recorder]) -> None:
     assert_trees_close(found, expected, exact=True)
     assert_trees_close(read, metrics, rtol=1e-6, atol=0.0)
     assert [graph.replays for graph in recorded] == [4]  # two calls warm up
+
+
+@pytest.mark.parametrize(("sizes", "looked"), [
+    ([16] * 8, 1),
+    ([16] * 4 + [8] + [16] * 3, 2),  # two graphs: each knows what it was made for
+    ([16, 8] * 4, 2),
+])  # fmt: skip
+def test_a_replay_looks_at_the_layout_of_a_batch_once(
+    recorded: list[Recorder], monkeypatch: pytest.MonkeyPatch, sizes: list[int], looked: int
+) -> None:
+    looks: list[Any] = []
+    monkeypatch.setattr(replay, "kinds", lambda leaves: looks.append(1) or guards.kinds(leaves))
+    program, given = mlp(), [vector_batch(size, seed) for seed, size in enumerate(sizes)]
+    expected, _ = one_by_one(program.train_step, program.init(), given)
+    found, _ = one_by_one(replayed(program), program.init(), given)
+    assert_trees_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert len(looks) == looked
+    assert len(recorded) == sum(sizes.count(size) > replay._WARM for size in set(sizes))
+
+
+def test_one_function_is_recorded_for_batches_of_each_size(recorded: list[Recorder]) -> None:
+    replays, store = replay.Replays(), Store(mlp().init(), None, None)
+
+    def run(tensors: list[Tensor], leaves: list[Any]) -> Any:
+        return {"sum": leaves[0].sum()}
+
+    for _ in range(4):
+        for size in (2, 3, 2):
+            assert replays.run(run, store, [torch.ones(size)], ps.clone)["sum"].item() == size
+    assert len(recorded) == 2
+
+
+def test_a_function_that_is_gone_leaves_its_address_to_none() -> None:
+    """What is recorded is found by it."""
+    replays, store = replay.Replays(), Store(mlp().init(), None, None)
+
+    def run(tensors: list[Tensor], leaves: list[Any]) -> Any:
+        return {"sum": leaves[0].sum()}
+
+    replays.run(run, store, [torch.ones(2)], ps.clone)
+    held = weakref.ref(run)
+    del run
+    gc.collect()
+    assert held() is not None
 
 
 def test_metrics_that_are_not_copied_out_would_change(recorded: list[Recorder]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
-from purestep import schedules
+from purestep import modes, schedules
 from purestep.loop import ledger
+from purestep.loop.accumulation import counting
 from purestep.loop.looks import Looks
+from purestep.step import Accum, update
 
 
 class Counted(TorchDispatchMode):
@@ -65,9 +69,132 @@ def test_a_window_that_is_kept_open_without_a_read_has_the_same_numbers(monkeypa
             assert torch.equal(left, right) or (left.isnan() & right.isnan()).all()
 
 
+class Branches:
+    """Counts what eager steps compute, which are not let read where a window stands, as on a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = self.closed = 0
+        shut = SimpleNamespace(may_read=lambda value: False, behind=modes.behind)
+        monkeypatch.setattr(update, "modes", shut)
+        keep_open, close = update._keep_open, update._close
+        monkeypatch.setattr(update, "_keep_open", lambda *given: self._count(keep_open, given, opened=1))
+        monkeypatch.setattr(update, "_close", lambda *given: self._count(close, given, closed=1))
+
+    def _count(self, function: Any, given: Any, *, opened: int = 0, closed: int = 0) -> Any:
+        self.opened, self.closed = self.opened + opened, self.closed + closed
+        return function(*given)
+
+
+def by_hand(program: Any, state: Any, batches: Any) -> Any:
+    """Calls of a train step, which on the CPU reads where the window stands."""
+    for batch in batches:
+        state, _ = program.train_step(state, batch)
+    return state
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found.accum) is Accum
+    for (path, left), (_, right) in zip(ps.tree.with_paths(found), ps.tree.with_paths(expected), strict=True):
+        assert torch.equal(left, right), path
+
+
+def batches(count: int, *, spoilt: int = -1) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    made = [(torch.randn(2, 4, generator=generator), torch.randn(2, 4, generator=generator)) for _ in range(count)]
+    return [(x * torch.nan, y) if place == spoilt else (x, y) for place, (x, y) in enumerate(made)]
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])  # micro-batches of the window that the state comes with
+def test_run_epoch_computes_a_window_once(monkeypatch: pytest.MonkeyPatch, done: int) -> None:
+    program, data = deep(2, accumulate=3, ema=0.9), batches(9)
+    start = by_hand(program, program.init(), data[:done])
+    expected = by_hand(program, start, data[done:])
+    seen = Branches(monkeypatch)
+    found, _ = ps.run_epoch(start, data[done:], program.train_step)
+    assert (seen.opened, seen.closed) == (6 - done, 3)
+    assert_same(found, expected)
+    reads = list[int]()
+    for count in (3, 6):
+        with Counted() as counted:
+            by_hand(program._replace(train_step=counting(program.train_step)), start, data[:count])
+        reads.append(counted.reads)
+    assert reads == [1, 1]
+
+
+@pytest.mark.parametrize("tail", ["carry", "step", "drop"])
+def test_fit_computes_a_window_once(monkeypatch: pytest.MonkeyPatch, tail: str) -> None:
+    program, data = deep(2, accumulate=3, tail=tail), batches(8)
+    states = [program.init()]
+    for _ in range(2):
+        state = by_hand(program, states[-1], data)
+        states.append(state if state.accum.left == 3 else program.flush(state)[0])
+    seen, shown = Branches(monkeypatch), list[Any]()
+    quiet: Any = {"progress": False, "check_every": None, "compile": False}
+    callbacks = [lambda event: shown.append(event.state) if isinstance(event, ps.events.StepEnd) else None]
+    result = ps.fit(states[0], {"train": data}, program, epochs=2, callbacks=callbacks, **quiet)
+    flushes = 0 if tail == "carry" else 2
+    closed = 5 if tail == "carry" else 4
+    assert (seen.opened, seen.closed) == (16 - closed, closed + flushes)
+    assert_same(result.state, states[2])
+    assert {type(state.accum) for state in shown} == {Accum}
+
+
+def test_a_callback_moves_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, data = deep(2, accumulate=3, tail="carry"), batches(9)
+
+    def moved(state: Any) -> Any:
+        return state._replace(accum=state.accum._replace(left=torch.tensor(1)))
+
+    expected = by_hand(program, moved(by_hand(program, program.init(), data[:3])), data[3:])
+    seen, answered = Branches(monkeypatch), list[Any]()
+
+    def answers(event: Any) -> Any:
+        if isinstance(event, ps.events.StepEnd) and not answered:
+            answered.append(event)
+            return moved(event.state)
+        return None
+
+    quiet: Any = {"progress": False, "check_every": None, "compile": False, "log_every": 0}
+    result = ps.fit(program.init(), {"train": data}, program, epochs=1, callbacks=[answers], **quiet)
+    assert_same(result.state, expected)
+    assert (seen.opened, seen.closed) == (6, 3)
+
+
+@pytest.mark.parametrize("spoilt", [0, 1, 2])
+def test_a_window_that_halted_goes_on_where_it_stood(monkeypatch: pytest.MonkeyPatch, spoilt: int) -> None:
+    """While a state is halted its window does not move; a count on the host does."""
+    program, clean = deep(2, accumulate=3, nonfinite="raise"), batches(9)
+    bad = batches(9, spoilt=spoilt)[:5]
+    halted = by_hand(program, program.init(), bad)
+    assert halted.halted
+    alive = halted._replace(halted=torch.zeros_like(halted.halted))
+    expected = by_hand(program, alive, clean)
+    Branches(monkeypatch)
+    step = counting(program.train_step)
+    state = by_hand(program._replace(train_step=step), program.init(), bad)
+    assert_same(state, halted)
+    again = state._replace(halted=torch.zeros_like(state.halted))
+    assert_same(by_hand(program._replace(train_step=step), again, clean), expected)
+
+
+def test_a_step_that_somebody_wrapped_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, data = deep(2, accumulate=3), batches(6)
+    expected = by_hand(program, program.init(), [batch for batch in data for _ in range(2)])
+
+    @functools.wraps(program.train_step)
+    def twice(state: Any, batch: Any) -> Any:
+        state, _ = program.train_step(state, batch)
+        return program.train_step(state, batch)
+
+    seen = Branches(monkeypatch)
+    found, _ = ps.run_epoch(program.init(), data, twice)
+    assert_same(found, expected)
+    assert seen.opened == seen.closed == 12  # both, which is dear and right
+
+
 @pytest.mark.parametrize("made", [
     lambda: schedules.from_torch_scheduler(LambdaLR, 1.0, steps=10, lr_lambda=lambda t: 0.5**t),
-    lambda: schedules.from_torch_scheduler(OneCycleLR, 1.0, steps=10, max_lr=1.0, total_steps=20),
+    lambda: schedules.from_torch_scheduler(OneCycleLR, 1.0, steps=10, max_lr=1.0, total_steps=20, cycle_momentum=False),
     lambda: schedules.join([schedules.constant(1.0), schedules.from_torch_scheduler(
         LambdaLR, 1.0, steps=10, lr_lambda=lambda t: 0.5**t)], [3]),
 ])  # fmt: skip

@@ -37,7 +37,10 @@ class AsWithout(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        rule = _RULES.get(func)
+        if torch.compiler.is_dynamo_compiling():  # what it has in place of some of torch's functions has no hash
+            rule = next((rule for known, rule in _RULES.items() if func is known), None)
+        else:
+            rule = _RULES.get(func)
         return func(*args, **kwargs) if rule is None else rule(func, *args, **kwargs)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StepContractError
-from .guards import kinds
+from .guards import alike, kinds
 from .live import Store, memory_of, unshared
 
 Run = Callable[[list[Tensor], list[Any]], Any]
@@ -33,7 +33,9 @@ _MOST = 16  # recordings of one store: batches of more sizes than that run as th
 class _Recorded:
     """One graph on the buffers of one store, for batches of one layout."""
 
-    def __init__(self, *, possible: bool) -> None:
+    def __init__(self, run: Run, leaves: list[Any], *, possible: bool) -> None:
+        self.run = run  # held, so that its id is no other function's
+        self.fits = alike(leaves)
         self.possible = possible
         self.calls = 0
         self.leaves: list[Any] = []
@@ -112,7 +114,24 @@ class _OfStore:
 
     def __init__(self) -> None:
         self.recorded: dict[Any, _Recorded] = {}
+        self.last: dict[int, _Recorded] = {}  # of each function: what its last call has taken
         self.pool: Any = None
+
+    def find(self, run: Run, store: Store, leaves: list[Any]) -> _Recorded | None:
+        """What there is of this function for these leaves, made where there is nothing yet; None beyond the limit."""
+        last = self.last.get(id(run))
+        if last is not None and last.fits(*leaves):
+            return last
+        key = id(run), kinds(leaves)
+        found = self.recorded.get(key)
+        if found is None:
+            if len(self.recorded) == _MOST:
+                return None
+            tensors = [leaf for leaf in (*store.buffers, *leaves) if isinstance(leaf, Tensor)]
+            possible = all(tensor.device == store.device for tensor in tensors)
+            found = self.recorded[key] = _Recorded(run, leaves, possible=possible)
+        self.last[id(run)] = found
+        return found
 
 
 class Replays:
@@ -134,17 +153,14 @@ class Replays:
         Raises:
             StepContractError: the step cannot be recorded.
         """
-        known = self._of.setdefault(store, _OfStore())
-        key = id(run), kinds(leaves)
-        found = known.recorded.get(key)
-        if found is None:
-            if len(known.recorded) == _MOST:
-                return run(store.buffers, leaves)
-            tensors = [leaf for leaf in (*store.buffers, *leaves) if isinstance(leaf, Tensor)]
-            possible = all(tensor.device == store.device for tensor in tensors)
-            found = known.recorded[key] = _Recorded(possible=possible)
+        known = self._of.get(store)
+        if known is None:
+            known = self._of[store] = _OfStore()
+        found = known.find(run, store, leaves)
+        if found is None or not found.possible:
+            return run(store.buffers, leaves)
         found.calls += 1
-        if found.calls <= _WARM or not found.possible:
+        if found.calls <= _WARM:
             return run(store.buffers, leaves)
         if found.graph is None:
             known.pool = known.pool or torch.cuda.graph_pool_handle()

@@ -19,6 +19,7 @@ from ..compile.live import states
 from ..compile.outputs import Stacked
 from ..errors import NonFiniteError, PurestepError, StepContractError
 from ..types import Metrics, Program, TrainStep, Tree
+from .accumulation import counting
 from .ledger import can_halt, halts
 from .looks import Looks
 from .pieces import BatchCheck, check_pair
@@ -46,7 +47,7 @@ class Caller:
         # Of the batches that a compiled step gets, those need no look that are like the one before: it looks itself.
         own = step if isinstance(step, compile_.CompiledStep) else None
         self._looks_itself = own is not None
-        self._step: Any = partial(own.stacked, unlike=self._unlike) if own else step
+        self._step: Any = partial(own.stacked, unlike=self._unlike) if own else counting(step)
         self._looks = looks
         self._anomalies = anomalies
         self._compiled = compiled

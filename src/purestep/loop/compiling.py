@@ -15,6 +15,7 @@ from .. import data
 from ..compile.first_run import first_line
 from ..errors import ConfigError, PurestepError
 from ..types import EvalStep, Metrics, Program, Tree
+from .accumulation import counting
 from .pieces import takes_index
 
 if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
@@ -49,7 +50,7 @@ def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
     assert isinstance(compiled.train_step, compile_.CompiledStep)
     stacked, told = compiled.train_step.stacked, set[str]()
     return compiled._replace(
-        train_step=_falls_back(stacked, eager.train_step, told),
+        train_step=_falls_back(stacked, counting(eager.train_step), told),
         flush=_falls_back(compiled.flush, eager.flush, told),
         eval_step=_eval_falls_back(compiled.eval_step, eager.eval_step, told),
     )

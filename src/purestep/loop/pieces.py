@@ -13,6 +13,7 @@ from .. import data, records, tree
 from ..errors import StepContractError
 from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
 from . import meter as meter_
+from .accumulation import counting
 from .alone import check_alone
 from .ledger import halted, thawed
 from .meter import Meter
@@ -53,7 +54,7 @@ def run_epoch(
     """
     check_alone(loader, where="train")
     feed = data.open_feed(loader, name="train", seed=seed)
-    meter, total = Meter(), meter_.Totals()
+    meter, total, step = Meter(), meter_.Totals(), counting(step)
     try:
         for batch in data.prefetch(feed.epoch(epoch, start), data.device_of(state), name="train"):
             state, metrics = check_pair(step(state, batch))

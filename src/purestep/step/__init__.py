@@ -5,7 +5,7 @@ private copies of buffers -> forward under the precision policy -> mean x scale 
 -> keep new or old on the finite flag -> EMA -> empty the window] -> counters, scaler.
 
 Everything is decided on the device: nothing here reads a tensor on the host, except the position in an accumulation
-window in an eager step.
+window in an eager step on the CPU.
 """
 
 from .build import program as program

@@ -21,7 +21,12 @@ def steps_of(spec: Spec, form: Form) -> Steps:
     """A program's ``train_step`` and ``flush`` on one form of its state."""
 
     def train_step(state: TrainState, batch: Batch, *context: Any) -> tuple[TrainState, Metrics]:
-        """``(state, batch, *context) -> (state, metrics)``; the state that goes in stays what it is."""
+        """``(state, batch, *context) -> (state, metrics)``; the state that goes in stays what it is.
+
+        It does not wait for the device. With ``accumulate``, `fit`, `run_epoch` and compiled steps count on the host
+        where the window stands. An eager call outside of them computes on a GPU both the micro-batch that adds and the
+        one that closes, and keeps one: about half as many launches again as a step without accumulation.
+        """
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever was handed in
             raise _no_state(state)
         with _drawing(state, batch):
@@ -139,7 +144,7 @@ def _accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tupl
     if old.left.device.type == "cpu" and modes.may_read(old.left):  # elsewhere it would wait for the device
         last = int(old.left) == 1
         return _close(spec, form, state, accum, micro.unreached) if last else _keep_open(state, accum)
-    # Where the window stands is unknown on the host: compute both, keep one.
+    # Outside of a loop the host does not know where the window stands: compute both, keep one.
     opened, open_metrics = _keep_open(state, accum)
     closed, close_metrics = _close(spec, form, state, accum, micro.unreached)
     last = old.left == 1

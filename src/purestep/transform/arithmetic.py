@@ -108,8 +108,8 @@ def own_count(step: Tensor, missed: Tree, names: Collection[str]) -> Tensor:
 
     Example:
         >>> missed = none_missed({"a": torch.ones(2), "b": torch.ones(2)})
-        >>> own_count(torch.tensor(3), missed, ["a", "b"]).tolist()
-        3
+        >>> each(own_count(torch.tensor(3), missed, ["a", "b"]), ["a", "b"])
+        {'a': tensor(3), 'b': tensor(3)}
         >>> own_count(torch.tensor(3), missed._replace(counts=torch.tensor([0, 2])), ["a", "b"]).tolist()
         [3, 1]
     """
