@@ -113,6 +113,10 @@ OBJECTS: dict[str, Callable[[Any, Any], Any]] = {
 objects = pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
 
 
+def parts_of(batch: Any) -> Any:
+    return parts(dict(batch) if isinstance(batch, UserDict) else batch)
+
+
 def parts(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, dict):
         return batch["x"], batch["y"]
@@ -178,7 +182,7 @@ def test_what_cuts_or_casts_a_batch_reaches_into_them(make: Any) -> None:
 @objects
 def test_a_step_that_writes_into_them_is_found(make: Any) -> None:
     def writes(state: Any, batch: Any) -> Any:
-        parts(batch)[0].add_(1)
+        parts_of(batch)[0].add_(1)
         return plain(state, batch)
 
     program = linear()
@@ -194,10 +198,10 @@ def test_an_objective_that_writes_into_them_trains_on_a_copy(make: Any) -> None:
         return objective(model, batch)
 
     given = batches(make)
-    before = [[leaf.clone() for leaf in parts(each)] for each in given]
+    before = [[leaf.clone() for leaf in parts_of(each)] for each in given]
     fit(given, linear(objective=writes))
-    after = [list(parts(each)) for each in given]
-    assert all(map(torch.equal, *(sum(each, []) for each in (before, after))))
+    after = [list(parts_of(each)) for each in given]
+    assert all(torch.equal(*pair) for each in zip(before, after, strict=True) for pair in zip(*each, strict=True))
 
 
 @objects

@@ -888,7 +888,7 @@ def test_what_tries_a_graph_out_leaves_the_callers_random_numbers_alone(monkeypa
     monkeypatch.setattr("purestep.rng.scoped", scoped)
     made = graphs.Graphs(graphs.Options("auto", "eager", None), lambda *_: None)
     tried = graphs.Graph(lambda tensors, leaves: None, draws=True)
-    monkeypatch.setattr(made, "_dynamo", lambda core: tried)
+    monkeypatch.setattr(made, "_dynamo", lambda *_: tried)
     tensors = [torch.ones(2), torch.ones(2, device="meta")]
     monkeypatch.setattr("purestep.compile.capture.trace", lambda *_, **__: 1 / 0)
     monkeypatch.setattr("purestep.compile.capture.trace_sizes", lambda *_, **__: 1 / 0)
@@ -1363,7 +1363,7 @@ def test_what_dynamo_raises_is_known_from_other_errors() -> None:
 def test_a_batch_that_does_not_fit_is_one_error_and_no_log(caplog: pytest.LogCaptureFixture):
     program = ps.program(nn.Linear(4, 2), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
     step = ps.compile_step(program.train_step, donate=True)
-    with pytest.raises(RuntimeError, match=r"\[6, 5\]"):
+    with pytest.raises(RuntimeError, match="6x5"):
         step(program.init(), (torch.ones(6, 5), torch.ones(6, 2)))
     assert not caplog.records
 

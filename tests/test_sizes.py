@@ -84,6 +84,12 @@ def test_a_second_dimension_that_begins_to_vary_is_one_more_graph() -> None:
     assert compared(attention(), given).graphs == 4
 
 
+def test_sizes_with_another_remainder_by_the_micro_batches_have_a_graph_for_many_too() -> None:
+    program = ps.program(nn.Linear(4, 3), ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1), microbatches=2)
+    step = compared(program, [(torch.randn(n, 4), torch.arange(n) % 3) for n in (8, 6, 4, 5, 7, 9, 10, 11, 12, 13)])
+    assert step.graphs == 4
+
+
 def test_fifty_lengths() -> None:
     assert compared(attention(), [batch(4, times) for times in range(2, 52)]).graphs == 3
 

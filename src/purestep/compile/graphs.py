@@ -51,20 +51,24 @@ class _Family:
     def __init__(self) -> None:
         self.seen: list[sizes_.Shapes] = []
         self.exact: list[Any] = []  # keys of graphs of one size, the oldest first
-        self.general: _AllSizes | None = None
+        self.general: list[_AllSizes] = []
         self.tried: sizes_.Varying | None = None  # the dimensions of the last attempt at a graph for all sizes
+        self.tries = 0
 
 
 _MOST = 64
 """Graphs of one size each that a family keeps; the oldest one goes when another is made."""
+
+_GENERAL = 4
+"""Attempts at a graph for many sizes, of each remainder by the number of micro-batches, say."""
 
 
 class Graphs:
     """The graphs of one step, by structure and by the shapes of the batch.
 
     The first two sizes of a batch (an epoch's batches, and its last one) get a graph each. The third size makes one
-    graph for every size; it is made again when another dimension begins to vary. Sizes that it does not serve (its
-    guards say which) get a graph each, at most `_MOST` at a time.
+    graph for every size; another one is made when another dimension begins to vary, or for sizes that its guards
+    refuse. Sizes that none of `_GENERAL` such graphs serves get a graph each, at most `_MOST` at a time.
     """
 
     def __init__(self, options: Options, step: Callable[..., Any]) -> None:
@@ -111,8 +115,8 @@ class Graphs:
             return known
 
     def _served(self, exact: Any, family: _Family, tensors: list[Tensor], leaves: list[Any]) -> Graph | None:
-        general = family.general
-        if general is None or not general.fits(tensors, leaves):
+        general = next((each for each in family.general if each.fits(tensors, leaves)), None)
+        if general is None:
             return None
         self._exact[exact] = general.graph
         return general.graph
@@ -123,7 +127,9 @@ class Graphs:
         shapes = sizes_.shapes(leaves)
         varying = sizes_.varying([*family.seen, shapes])
         example = sizes_.example(leaves, family.seen, varying) if len(family.seen) >= 2 else None
-        is_tried = example is not None and varying != family.tried
+        # Another one where another dimension varies, or for sizes that the ones there are do not serve.
+        is_more = example is leaves and family.general and family.tries < _GENERAL
+        is_tried = example is not None and (varying != family.tried or is_more)
         general = self._for_all_sizes(build(), example, tensors, family.seen, varying) if example and is_tried else None
         if general is not None and general.fits(tensors, leaves):
             graph = general.graph
@@ -133,10 +139,11 @@ class Graphs:
         # Here it is known that the batch can be trained on: one that cannot is no size, and says nothing of others.
         self._exact[exact] = graph
         family.seen = [*family.seen, shapes][-_MOST:]
-        family.general = general or family.general
+        if general is not None:
+            family.general = [general, *family.general]
         if is_tried:
-            family.tried = varying
-        if is_tried and general is None:
+            family.tried, family.tries = varying, family.tries + 1
+        if is_tried and general is None and not family.general:
             warnings.warn(
                 f"{len(family.seen)} sizes of batches, and no one graph serves them all: each size is compiled for "
                 "itself (cure: pad the batches to a few sizes)",

@@ -13,7 +13,8 @@ from ..rng import mix
 from ..types import Batch
 from .feed import Feed, Resume, hold
 from .indexed import IndexedFeed, length_of
-from .iterated import IterableFeed, OneShotFeed, SequenceFeed, StatefulFeed
+from .iterated import IterableFeed, SequenceFeed, StatefulFeed
+from .one_shot import OneShotFeed
 from .workers import Engine
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -48,13 +48,13 @@ class _List(NamedTuple):
     """A list or tuple in a batch that may have one entry an example."""
 
     node: Any
-    rows: frozenset[int]  # the leading dimensions of the arrays inside
+    rows: tuple[int, ...]  # the leading dimensions of the arrays inside, each once
     is_of_examples: bool  # by its entries, which are no columns
 
     def is_listed(self, rows: int, *, surely: bool) -> bool:
         """Whether it has an entry for each of so many rows. As many columns with as many rows are columns, unless
         another list says ``surely`` that lists have entries an example."""
-        return len(self.node) == rows and (surely or self.is_of_examples or self.rows != frozenset((rows,)))
+        return len(self.node) == rows and (surely or self.is_of_examples or self.rows != (rows,))
 
 
 def _examples(batch: Batch, count: int) -> tuple[int, Callable[[Any], bool]]:
@@ -63,7 +63,7 @@ def _examples(batch: Batch, count: int) -> tuple[int, Callable[[Any], bool]]:
     inside = {id(leaf) for one in lists for leaf in tree.leaves(one.node)}
     columns = [_rows(leaf) for leaf in tree.leaves(batch) if _has_rows(leaf) and id(leaf) not in inside]
     sure = [len(one.node) for one in lists if one.is_of_examples]
-    listed_rows = frozenset[int]().union(*(one.rows for one in lists))
+    listed_rows = _distinct(itertools.chain(*(one.rows for one in lists)))
     if columns or sure:
         rows = (columns or sure)[0]
     elif len(listed_rows) == 1 and count <= min(listed_rows):  # columns in lists
@@ -89,7 +89,7 @@ def _lists(node: Any, *, is_root: bool = False) -> Iterator[_List]:
     is one only if the rows in it differ: else it is a tuple of columns."""
     if type(node) in (list, tuple):
         entries = cast("list[Any] | tuple[Any, ...]", node)
-        rows = frozenset(_rows(leaf) for leaf in tree.leaves(entries) if _has_rows(leaf))
+        rows = _distinct(_rows(leaf) for leaf in tree.leaves(entries) if _has_rows(leaf))
         found = _List(node, rows, _are_examples(entries) and (len(rows) > 1 or not is_root))
         if found.is_of_examples or not is_root:
             yield found
@@ -97,6 +97,15 @@ def _lists(node: Any, *, is_root: bool = False) -> Iterator[_List]:
             return
     for child in records.children(node):
         yield from _lists(child)
+
+
+def _distinct(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Each size once. In a graph for all sizes they are symbols, which are compared and cannot be hashed."""
+    found: list[int] = []
+    for size in sizes:
+        if not any(size == other for other in found):
+            found.append(size)
+    return tuple(found)
 
 
 def _are_examples(entries: list[Any] | tuple[Any, ...]) -> bool:
