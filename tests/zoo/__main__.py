@@ -15,12 +15,14 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+import signal
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 LIBRARIES = ("torch", "transformers", "timm", "torchvision", "peft", "diffusers")
 
@@ -33,6 +35,7 @@ def main() -> int:
     parser.add_argument("--backend", default="inductor", help="of compile_step: inductor or aot_eager")
     parser.add_argument("--ways", default="eager,compiled,donated", help="with commas")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no model after so many")
+    parser.add_argument("--limit", type=int, default=300, help="seconds for a model, after which it is given up")
     parser.add_argument("--list", action="store_true", help="print the names and train none")
     chosen = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -60,7 +63,7 @@ def main() -> int:
         if time.monotonic() - started > chosen.seconds:
             break
         if _installed(entry.library):
-            row = compare.compared(entry, backend=chosen.backend, ways=ways)
+            row = _within(chosen.limit, entry, chosen.backend, ways)
         else:
             row = compare.Row(entry.name, entry.library, 0, dict.fromkeys(ways, "not installed"))
         rows.append(row)
@@ -72,6 +75,28 @@ def main() -> int:
     wrong = [row.name for row in rows if row.wrong]
     print(f"{len(rows)} models, {len(wrong)} wrong: {', '.join(wrong) or 'none'}")
     return int(bool(wrong))
+
+
+class _TooLongError(BaseException):
+    """No `Exception`, which a model or a compiler might catch."""
+
+
+def _within(seconds: int, entry: Any, backend: str, ways: tuple[str, ...]) -> Any:
+    """The row of an entry, or one that says that it took too long."""
+    from . import compare
+
+    def ring(*_: Any) -> None:
+        raise _TooLongError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        return compare.compared(entry, backend=backend, ways=ways)
+    except _TooLongError:
+        return compare.Row(entry.name, entry.library, 0, dict.fromkeys(ways, f"given up after {seconds} s"))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _is_wanted(names: Iterable[str], only: str | None) -> bool:

@@ -106,20 +106,25 @@ HEADS: dict[str, tuple[str, Batches]] = {
 
 def entries() -> Iterator[Entry]:
     """A row for each family, by the kind of its head; nothing is built before it is trained."""
-    auto = importlib.import_module("transformers.models.auto.modeling_auto")
     seen = set[str]()
-    for kind, (table, batch) in HEADS.items():
-        for family, names in getattr(auto, table).items():
-            name = names if isinstance(names, str) else names[0]
+    for kind in HEADS:
+        for family, name in _classes(kind).items():
             if not {family, name} & seen:
                 seen.update((family, name))
-                yield own_loss(name, lambda family=family, name=name: model(family, name), batch, LIBRARY)
+                yield row(family, kind)
     yield detr()
 
 
-def entry(name: str) -> Entry:
-    """The row of a class of transformers."""
-    return next(found for found in entries() if found.name == name)
+def row(family: str, kind: str) -> Entry:
+    """The row of a family with the head of a kind."""
+    name = _classes(kind)[family]
+    return own_loss(name, lambda: model(family, name), HEADS[kind][1], LIBRARY)
+
+
+def _classes(kind: str) -> dict[str, str]:
+    """By family: the name of its class with the head of a kind."""
+    table = getattr(importlib.import_module("transformers.models.auto.modeling_auto"), HEADS[kind][0])
+    return {family: names if isinstance(names, str) else names[0] for family, names in table.items()}
 
 
 def model(family: str, name: str, **more: Any) -> nn.Module:
