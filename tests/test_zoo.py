@@ -117,7 +117,8 @@ def test_an_export_that_lacks_a_weight_is_found(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(ps, "export_weights", lacking)
     notes = compare.compared(cnn(), ways=("eager",)).notes
-    assert len(notes) == 2 and all("Error(s) in loading state_dict" in note for note in notes)
+    assert len(notes) == 2
+    assert all("Error(s) in loading state_dict" in note for note in notes)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

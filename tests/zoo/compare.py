@@ -203,9 +203,7 @@ def _torch_compiled(
     return max((off for _, off in _differences(found, hand, dict(model.named_parameters()))), default=0.0)
 
 
-def _judged(
-    found: _Trained, hand: _Trained, start: Mapping[str, Tensor], torchs: Callable[[], float]
-) -> str:
+def _judged(found: _Trained, hand: _Trained, start: Mapping[str, Tensor], torchs: Callable[[], float]) -> str:
     if missing := found.params.keys() ^ hand.params.keys():
         return f"DIFFERENT: parameters {sorted(missing)[:3]}"
     if missing := hand.buffers.keys() ^ found.buffers.keys():
@@ -231,7 +229,12 @@ def _differences(found: _Trained, hand: _Trained, start: Mapping[str, Tensor]) -
     for name, leaf in hand.params.items():
         yield name, _off(found.params[name], leaf, max(moved[name], least))
     for name, leaf in hand.buffers.items():
-        yield name, _off(found.buffers[name], leaf, max(_largest(leaf.double()), 1e-3) if leaf.dtype.is_floating_point else 1e-3)
+        yield (
+            name,
+            _off(
+                found.buffers[name], leaf, max(_largest(leaf.double()), 1e-3) if leaf.dtype.is_floating_point else 1e-3
+            ),
+        )
 
 
 def _off(a: Tensor, b: Tensor, scale: float) -> float:

@@ -158,9 +158,8 @@ def small(kind: Any) -> dict[str, Any]:
         if name in getattr(usual, "attribute_map", {}):
             continue
         had = getattr(usual, name, None)
-        if isinstance(had, int) and not isinstance(had, bool):
-            found[name] = value
-        elif name.endswith("token_id") and hasattr(usual, name):
+        is_number = isinstance(had, int) and not isinstance(had, bool)
+        if is_number or (name.endswith("token_id") and hasattr(usual, name)):
             found[name] = value
     found["num_labels"] = CLASSES
     rates = [name for name, had in vars(usual).items() if ("drop" in name or name.endswith("_pdrop")) and had == 0.0]
@@ -177,7 +176,12 @@ def detr() -> Entry:
             embedding_size=8, depths=[1, 1], hidden_sizes=[8, 16], out_features=["stage2"]
         )
         config = transformers.DetrConfig(
-            **{**small(transformers.DetrConfig), "use_timm_backbone": False, "backbone_config": backbone, "backbone": None},
+            **{
+                **small(transformers.DetrConfig),
+                "use_timm_backbone": False,
+                "backbone_config": backbone,
+                "backbone": None,
+            },
             num_queries=4,
         )
         return transformers.DetrForObjectDetection(config)

@@ -19,7 +19,15 @@ from .models import CLASSES, labelled, own_loss
 PIXELS = 64
 
 TIMM = (
-    *("resnet10t", "resnet18", "seresnet18", "resnext26ts", "mobilenetv3_small_050", "efficientnet_lite0", "ghostnet_050"),
+    *(
+        "resnet10t",
+        "resnet18",
+        "seresnet18",
+        "resnext26ts",
+        "mobilenetv3_small_050",
+        "efficientnet_lite0",
+        "ghostnet_050",
+    ),
     *("test_vit", "test_convnext", "test_convnext2", "test_resnet", "test_efficientnet", "test_byobnet", "test_nfnet"),
     *("test_vit2", "test_vit3", "test_vit4", "test_mambaout", "test_convnext3", "test_efficientnet_ln"),
     *("test_efficientnet_evos", "test_efficientnet_gn"),

@@ -30,7 +30,10 @@ def labelled(name: str, library: str, make: Callable[[], nn.Module], shape: tupl
 
 
 def own_loss(
-    name: str, make: Callable[[], nn.Module], batch: Callable[[int, torch.Generator], Any], library: str = "transformers"
+    name: str,
+    make: Callable[[], nn.Module],
+    batch: Callable[[int, torch.Generator], Any],
+    library: str = "transformers",
 ) -> Entry:
     """A model that returns its loss for a batch of keyword arguments."""
 
