@@ -2,9 +2,9 @@
 
 Trains each model for three steps by a loop by hand and in three ways of purestep's (eager, compiled, donated), and
 prints a line for it: equal, off by rounding, refused and why, or DIFFERENT. Exits with 1 if a model differs silently,
-if its module or a batch has been written to, or if its exported weights do not load strictly. A model takes some seconds
-in each way, nearly all of them inductor's. Needs `pip install -e '.[zoo]'`; a library that is not there is listed as not
-installed. Nothing is downloaded: weights are random.
+if its module or a batch has been written to, or if its exported weights do not load strictly. A model takes some
+seconds in each way, nearly all of them inductor's. Needs `pip install -e '.[zoo]'`; a library that is not there is
+listed as not installed. Nothing is downloaded: weights are random.
 """
 
 from __future__ import annotations
