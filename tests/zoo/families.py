@@ -162,7 +162,7 @@ def small(kind: Any) -> dict[str, Any]:
         if is_number or (name.endswith("token_id") and hasattr(usual, name)):
             found[name] = value
     found["num_labels"] = CLASSES
-    rates = [name for name, had in vars(usual).items() if ("drop" in name or name.endswith("_pdrop")) and had == 0.0]
+    rates = [name for name, had in vars(usual).items() if "drop" in name and "layer" not in name and had == 0.0]
     return {**found, **{name: 0.1 for name in rates if isinstance(getattr(usual, name), float)}}
 
 
