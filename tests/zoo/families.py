@@ -52,6 +52,9 @@ OWN: dict[str, dict[str, Any]] = {
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "longformer": {"attention_window": 4},
+    # By itself it makes other attention layers at its first forward pass, for short rows: these draw their weights there.
+    "big_bird": {"attention_type": "original_full"},
+    "bigbird_pegasus": {"attention_type": "original_full"},
     "xlm": {"emb_dim": _WIDTH, "n_words": VOCABULARY},
     "flaubert": {"emb_dim": _WIDTH, "n_words": VOCABULARY},
     "canine": {"num_hash_buckets": 64, "local_transformer_stride": 4, "downsampling_rate": 2},
