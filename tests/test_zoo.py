@@ -48,7 +48,7 @@ def test_a_model_trains_as_a_loop_by_hand_and_its_weights_load(name: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dead draws and asserts", "LSTM and GRU"])
+@pytest.mark.parametrize("name", ["dead draws and asserts", "ConvNeXt"])
 def test_dropout_draws_the_same_through_inductor(name: str) -> None:
     row = compare.compared(known()[name], ways=("compiled", "donated"))
     assert set(row.ways.values()) == {"equal"}, table.line(row)

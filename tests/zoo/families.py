@@ -52,7 +52,7 @@ OWN: dict[str, dict[str, Any]] = {
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "longformer": {"attention_window": 4},
-    # By itself it makes other attention layers at its first forward pass, for short rows: these draw their weights there.
+    # By itself it makes other attention layers at its first forward pass, for short rows, and draws their weights.
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "xlm": {"emb_dim": _WIDTH, "n_words": VOCABULARY},
