@@ -70,7 +70,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, change: Any) -> compare.Row:
         return true(program, lambda state, batch: change(state, *step(state, batch)), given)
 
     monkeypatch.setattr(compare, "_stepped", stepped)
-    return compare.compared(cnn(), ways=("eager",))
+    return compare.compared(cnn(), ways=("eager",), backend="aot_eager")
 
 
 def a_gradient_that_is_wrong(before: Any, state: Any, metrics: Any) -> Any:
