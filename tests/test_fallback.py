@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_trees_close, tiny_mlp, vector_batch
@@ -14,7 +17,9 @@ from torch import Tensor
 
 import purestep as ps
 from purestep.compile import first_run
+from purestep.config import FitConfig
 from purestep.errors import StepContractError
+from purestep.loop import compiling
 from purestep.types import Program
 
 pytestmark = pytest.mark.compile
@@ -123,3 +128,136 @@ def test_auto_raises_what_eager_raises_too(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("purestep.compile.runner.CompiledStep._stepped", full)
     with pytest.raises(torch.OutOfMemoryError):
         fit(program.init(), batches(1), program, epochs=1, compile="auto")
+
+
+# --- code that depends on values --------------------------------------------------------------------------------------
+
+
+class Branching(torch.nn.Linear):
+    """An `.item()` in an `if`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        return 2 * hidden if hidden.sum().item() > 0 else hidden
+
+
+class Indexing(torch.nn.Linear):
+    """A list indexed by a drawn number, as transforms of detection do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = int(torch.empty(1).uniform_(0.0, 2.0).item())
+        return super().forward(x) * (0.5, 1.0)[at]
+
+
+def _ctc(model: Any, batch: Any) -> ps.Loss:
+    scores = model(batch[0]).log_softmax(-1).unsqueeze(1).expand(-1, 2, -1)
+    lengths = torch.full((2,), len(batch[0])), torch.full((2,), 2)
+    return ps.Loss(torch.nn.functional.ctc_loss(scores, torch.ones(2, 2, dtype=torch.long), *lengths), 2.0)
+
+
+def _gaussian(model: Any, batch: Any) -> ps.Loss:
+    mean = model(batch[0])
+    return ps.Loss(torch.nn.functional.gaussian_nll_loss(mean, torch.zeros_like(mean), mean.exp()), 1.0)
+
+
+def _matched(model: Any, batch: Any) -> ps.Loss:
+    """DETR's kind: pairs of predictions and targets are found by scipy, on the host."""
+    optimize = pytest.importorskip("scipy.optimize")
+    predicted, targets = model(batch[0]), torch.eye(3)
+    with torch.no_grad():
+        rows, columns = optimize.linear_sum_assignment(torch.cdist(predicted, targets).cpu().numpy())
+    return ps.Loss((predicted[rows] - targets[columns]).abs().mean(), 1.0)
+
+
+def _looked_at(name: str) -> Program:
+    entropy = ps.supervised(torch.nn.CrossEntropyLoss())
+    kinds: dict[str, tuple[type[torch.nn.Module], Any]] = {
+        "an if": (Branching, entropy),
+        "a drawn index": (Indexing, entropy),
+        "ctc_loss": (torch.nn.Linear, _ctc),
+        "gaussian_nll_loss": (torch.nn.Linear, _gaussian),
+        "a matcher": (torch.nn.Linear, _matched),
+    }
+    made, objective = kinds[name]
+    return ps.program(made(4, 3), objective, ps.optim.sgd(0.1))
+
+
+LOOKS = ["an if", "a drawn index", "ctc_loss", "gaussian_nll_loss", "a matcher"]
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_auto_trains_what_looks_at_values_in_eager_and_says_so_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    program, data = _looked_at(name), batches(3)
+    expected = fit(program.init(), data, program, epochs=1, compile=False)
+    on_cuda(monkeypatch)
+    with warnings.catch_warnings(record=True) as met:
+        warnings.simplefilter("always")
+        found = fit(program.init(), data, program, epochs=1, compile="auto")
+    told = [str(each.message) for each in met if "runs in eager" in str(each.message)]
+    assert [each.count("\n") for each in told] == [0], told
+    assert_trees_close(found.state, expected.state, exact=True)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.parametrize("capture", ["auto", "trace", "dynamo"])
+@pytest.mark.parametrize("name", LOOKS)
+def test_an_explicit_compile_of_what_looks_at_values_is_our_error_with_a_way_out(name: str, capture: str) -> None:
+    program = _looked_at(name)
+    with pytest.raises(StepContractError) as met:
+        fit(program.init(), batches(1), program, epochs=1, compile={"capture": capture, "backend": "aot_eager"})
+    if capture != "dynamo" or name != "a matcher":  # of the matcher Dynamo says that it skips a function
+        assert "eager mode" in met.value.hint
+        assert "capture='trace'" not in met.value.hint
+    if name == "gaussian_nll_loss" and capture != "dynamo":
+        assert "torch's own gaussian_nll_loss" in met.value.hint
+        assert "instead of if" not in met.value.hint
+
+
+class NumpyMask(torch.nn.Linear):
+    """SpecAugment's kind: what is masked is drawn by numpy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        masked = np.random.random(tuple(x.shape)) < 0.3
+        return super().forward(x.masked_fill(torch.from_numpy(masked), 0.0))
+
+
+class LayerDrop(torch.nn.Linear):
+    """A layer is left out by Python's generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if random.random() < 0.5 else x + 1)
+
+
+class OneOfNumpys(torch.nn.Linear):
+    """A factor is drawn by numpy and used as a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(np.random.uniform(0.5, 1.0))
+
+
+@pytest.mark.parametrize(("made", "whose"), [(NumpyMask, "numpy's"), (LayerDrop, "Python's"), (OneOfNumpys, "numpy's")])
+def test_draws_on_the_host_are_never_frozen_in_a_graph(
+    monkeypatch: pytest.MonkeyPatch, made: type[torch.nn.Linear], whose: str
+) -> None:
+    """A compiled step would repeat the mask of its capture at every call, without a word."""
+    program, data = ps.program(made(4, 3), ps.supervised(torch.nn.CrossEntropyLoss()), ps.optim.sgd(0.1)), batches(3)
+    for capture in ("auto", "trace"):
+        step = ps.compile_step(program.train_step, backend="aot_eager", capture=capture)
+        with pytest.raises(StepContractError, match=f"draws from {whose} global generator.*in eager mode"):
+            step(program.init(), data[0])
+
+    with pytest.raises(StepContractError, match=f"draws from {whose} global generator.*draw with torch"):
+        fit(program.init(), data, program, epochs=1)  # a resumed run would draw others
+    on_cuda(monkeypatch)
+    ready = compiling.ready_program(program, program.init(), FitConfig(epochs=1))
+    with pytest.warns(RuntimeWarning, match=f"runs in eager: .*draws from {whose} global generator"):
+        found, _ = ready.train_step(program.init(), data[0])
+
+    def next_with(seed: int) -> Tensor:
+        np.random.seed(seed)
+        random.seed(seed)
+        return ready.train_step(found, data[1])[0].params["weight"]
+
+    weights = [next_with(seed) for seed in (0, 1, 2, 3, 0)]
+    assert torch.equal(weights[0], weights[4])
+    assert any(not torch.equal(weights[0], other) for other in weights[1:4])  # each call draws

@@ -130,6 +130,7 @@ AT_THE_COMPILER = ("compile/apart.py", "compile/carried.py", "compile/kept.py", 
 """What they read, write and start is the compiler's: its settings, files in its cache directory, g++. No step comes by
 there."""
 ALLOWED = (
+    ("rng.py", "random"),
     ("rng.py", "threading.RLock"),
     ("compile/arena.py", "threading.local"),
     ("compile/native.py", "logging"),

@@ -8,14 +8,12 @@ what is in the tensors is fingerprinted as well.
 from __future__ import annotations
 
 import gc
-import random
 import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -131,9 +129,7 @@ def fingerprint(leaf: Tensor, weights: dict[torch.device, Tensor]) -> Tensor | N
 
 def _generators() -> dict[str, Any]:
     """The states of the generators that belong to the caller."""
-    kind, keys, *rest = np.random.get_state()  # the legacy one is the one that is global
-    torchs = tuple(state.numpy().tobytes() for state in rng.states())
-    return {"torch's": torchs, "numpy's": (kind, np.asarray(keys).tobytes(), *rest), "Python's": random.getstate()}
+    return {"torch's": tuple(state.numpy().tobytes() for state in rng.states()), **rng.host_states()}
 
 
 # --- the result -------------------------------------------------------------------------------------------------------
@@ -326,13 +322,17 @@ def _observed(call: Callable[[], Pair], parts: dict[str, Tree], again: Callable[
     return first
 
 
+_SCOPED = "with rng.scoped(seed): ... (in eager mode alone), or a torch.Generator of its own"
+_IN_TORCH = "draw with torch (torch.rand), which the key of the state seeds, or in the loader: as a mask in the batch"
+
+
 def _check_generators(before: dict[str, Any]) -> None:
     for name, state in _generators().items():
         if state != before[name]:
             raise Impure(
                 f"the step draws from {name} global generator",
                 where="step",
-                hint="with rng.scoped(seed): ... (in eager mode alone), or a torch.Generator of its own",
+                hint=_SCOPED if name == "torch's" else _IN_TORCH,
             )
 
 

@@ -7,6 +7,7 @@ index), evaluation from a fixed stream with the batch index.
 
 from __future__ import annotations
 
+import random
 import warnings
 import zlib
 from collections.abc import Callable, Generator, Mapping
@@ -15,6 +16,7 @@ from contextvars import ContextVar
 from threading import RLock
 from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -371,6 +373,17 @@ def states() -> list[Tensor]:
     """
     found = [torch.default_generator.get_state()]
     return found + (list(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else [])
+
+
+def host_states() -> dict[str, Any]:
+    """The states of numpy's and Python's global generators, to compare: a step draws from neither.
+
+    Example:
+        >>> host_states() == host_states()
+        True
+    """
+    kind, keys, *rest = np.random.get_state()  # the legacy one is the one that is global
+    return {"numpy's": (kind, np.asarray(keys).tobytes(), *rest), "Python's": random.getstate()}
 
 
 def _device_generators(device: torch.device | None) -> list[Any]:

@@ -145,6 +145,11 @@ def _each_its_own(inputs: list[Tensor]) -> list[Tensor]:
     return found
 
 
+LOOKS_CURE = (
+    "torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing; or the step itself,"
+    " in eager mode (in fit: compile=False)"
+)
+
 _SIZE_WANTED = ("expected to contain only concrete integers", "when unpacking SymInt, expected int")
 """What torch's C++ says where it wants a number for a size, and gets one that is known when the step runs."""
 _SIZE_MET = "a size is read from it"
@@ -156,6 +161,20 @@ _FIRST = 1 << 40  # the seed a capture starts from: positions must not run into 
 def _drawing() -> Generator[None]:
     with rng.scoped(_FIRST), draws.AsInEager(), rng.replaying(), _compiling():
         yield
+
+
+@contextmanager
+def _no_host_draws() -> Generator[None]:
+    """Refuse a step that draws from numpy's or Python's generator: a graph would repeat the numbers of its capture."""
+    before = rng.host_states()
+    yield
+    for name, state in rng.host_states().items():
+        if state != before[name]:
+            raise Uncaptured(
+                f"the step draws from {name} global generator, and a graph would repeat these numbers at every call",
+                where="step",
+                hint="draw with torch, or in the loader; or the step itself, in eager mode (in fit: compile=False)",
+            )
 
 
 @contextmanager
@@ -175,7 +194,7 @@ def _recorded(function: Flat) -> Flat:
 
     def run(*tensors: Tensor) -> Any:
         try:
-            with _drawing():
+            with _drawing(), _no_host_draws():
                 return function(*tensors)
         except PurestepError:
             raise
@@ -280,7 +299,7 @@ def _unpacking(run: Flat) -> native.Compiled:
 def _looked(error: BaseException, met: str = "") -> DataDependent:
     """What to do about a look at a value, which may be one of torch's own; ``met`` instead of the error's words."""
     met, (place, layer) = met or str(error).strip().partition("\n")[0], _where(error)
-    cure = "torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing"
+    cure = LOOKS_CURE
     if own := _function_of_torch(error):
         cure = f"the step itself, in eager mode: torch's own {own} looks at it; or write {own} without that check"
     if met == _SIZE_MET:

@@ -344,6 +344,10 @@ def _or_tell(run: Callable[..., Any], met: str) -> Callable[..., Any]:
     return _or_refuse(run, told, met=f"; a trace meets: {met}", hint="the step itself, which runs in eager mode")
 
 
+_LOOKS = ("data-dependent", "Data dependent", "Data-dependent", "Dynamic shape operator", "Dynamic slicing")
+"""What Dynamo says of a look at a value, which a trace does not have either."""
+
+
 def _or_refuse(run: Callable[..., Any], told: str, *, hint: str, met: str = "", but: str = "") -> Callable[..., Any]:
     """``run``, and what Dynamo cannot capture as a StepContractError; torch's error ``but`` stays what it is."""
 
@@ -352,7 +356,8 @@ def _or_refuse(run: Callable[..., Any], told: str, *, hint: str, met: str = "", 
             return run(*inputs)
         except Exception as error:
             if capture_.stopped(error) and type(error).__name__ != but:
-                raise capture_.Uncaptured(f"{told}: {first_line(error)}{met}", where="step", hint=hint) from error
+                cure = capture_.LOOKS_CURE if any(words in str(error) for words in _LOOKS) else hint
+                raise capture_.Uncaptured(f"{told}: {first_line(error)}{met}", where="step", hint=cure) from error
             raise
 
     return call
