@@ -234,8 +234,16 @@ ROUNDED: dict[str, Net] = {
 }
 
 
+NOT_ROUNDED = {("trace", "a view between"), ("trace", "arithmetic between"), ("dynamo", "a view between")}
+NOT_ROUNDED_REASON = (
+    "inductor's C++ keeps numbers of a low precision in float32 from one operator of a loop to the next"
+)
+
+
 @pytest.mark.parametrize("name", ROUNDED)
-def test_what_is_cast_down_and_up_is_rounded(name: str, way: str) -> None:
+def test_what_is_cast_down_and_up_is_rounded(name: str, way: str, request: pytest.FixtureRequest) -> None:
+    if (way, name) in NOT_ROUNDED:
+        request.applymarker(pytest.mark.xfail(strict=True, reason=NOT_ROUNDED_REASON))
     if way == "front" and name not in ("bfloat16", "arithmetic between"):
         pytest.skip("the same settings as Dynamo's graphs")
     w = torch.randn(64)

@@ -44,7 +44,7 @@ def test_shares_of_batches_and_of_a_run(share: float, count: int, expected: int)
 @pytest.mark.parametrize("every", [0.29, 0.07, 0.1, 0.57, 1 / 3, 0.14])
 @pytest.mark.parametrize("length", [3, 7, 100, 300])
 def test_marks_of_an_interval(every: float, length: int) -> None:
-    plan = Plan({"val": every}, length, 1)
+    plan = Plan({"val": every}, open_feed(list(range(length))), 1)
     plan.begin(Record(), 1)
     found = [batch for batch in range(1, length) if plan.due_inside(Record(batch=batch))]
     part = Fraction(every).limit_denominator(1000)

@@ -54,19 +54,27 @@ def recipe(factory: Callable[P, R]) -> Callable[P, R]:
     return make
 
 
-def bare(value: Any) -> Any:
-    """The value without the wrapping of `recipe`, in lists, tuples and dicts too; the same object if it has none."""
+def bare(value: Any, above: tuple[int, ...] = ()) -> Any:
+    """The value without the wrapping of `recipe`, in lists, tuples and dicts too; the same object if it has none.
+
+    Args:
+        value: any object.
+        above: ids of the containers that it is in; one that holds itself is left alone.
+    """
+    if id(value) in above:
+        return value
+    here = (*above, id(value))
     if isinstance(value, MadeFunction):
         return value.__wrapped__
     if isinstance(value, _MadeTuple):
         return value.plain()
     if type(value) is dict:
         space = cast(dict[Any, Any], value)
-        inner = {key: bare(item) for key, item in space.items()}
+        inner = {key: bare(item, here) for key, item in space.items()}
         return inner if any(inner[key] is not item for key, item in space.items()) else space
     if type(value) in (list, tuple):
         items = cast("list[Any] | tuple[Any, ...]", value)
-        found = [bare(item) for item in items]
+        found = [bare(item, here) for item in items]
         return type(items)(found) if any(a is not b for a, b in zip(found, items, strict=True)) else items
     return value
 

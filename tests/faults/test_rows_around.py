@@ -114,7 +114,7 @@ def test_row_53_sinks_that_raise_block_or_find_the_disk_full(caplog: pytest.LogC
     same(result, expected)
     assert caplog.text.count("no such host") == caplog.text.count("No space left") == 1  # said once a kind
     assert given[0].failures["ConnectionError"] == given[1].failures["OSError"] >= 16  # and counted
-    assert blocked.dropped >= 10
+    assert blocked.dropped >= 8  # all but the rows of the history, which are kept, and what was taken at first
     assert "sink blocks: too slow, events are dropped; training goes on" in caplog.text
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from ..events import EpochEnd, Event, FitEnd, FitStart
-from ..files import sync_file, write_bytes
+from ..files import failpoint, sync_file, write_bytes
 from .output import finite, is_stream, open_stream, set_aside
 
 Row: TypeAlias = dict[str, Any]
@@ -74,6 +74,7 @@ class History:
         with self.path.open("r+b", buffering=0) as file:
             start = before - len(_END)
             try:
+                failpoint("files.write")
                 file.seek(start)
                 if file.write(row) != len(row):
                     raise OSError("the row was written in part")  # the next write would say why
