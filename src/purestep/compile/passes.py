@@ -70,8 +70,10 @@ def without_copies(graph: GraphModule) -> GraphModule:
         if schema.is_mutable or sources.is_view(node):
             base[node] = base.get(node.all_input_nodes[0], node.all_input_nodes[0])
     for node in list(graph.graph.nodes):
-        is_copy = node.target is torch.ops.aten.clone.default and node.kwargs.get("memory_format") is not None
-        if is_copy and node.args[0].op == "placeholder" and node not in written:
+        is_copied = (
+            node.target is torch.ops.aten.clone.default and node.kwargs.get("memory_format") is torch.preserve_format
+        )
+        if is_copied and node.args[0].op == "placeholder" and node not in written:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
     return graph

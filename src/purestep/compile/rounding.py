@@ -5,7 +5,7 @@ between two loads, so the two casts together do nothing. Its setting `emulate_pr
 costs loops of a mixed precision some speed: it is set for graphs alone that cast down, and up again with nothing but
 elementwise operators and views between. In a mixed precision what is cast down goes into a product.
 
-On the CPU it does not reach everything: numbers between two operators of one loop that both compute in the low precision,
+On the CPU it does not reach everything: numbers between two operators of one loop that compute in the low precision,
 and casts with a view between, stay as exact as float32.
 """
 
