@@ -38,12 +38,12 @@ def case(seed: int) -> Case:
     draw = random.Random(seed)
     # Rounding of bfloat16 takes another course under adaptive optimizers, and through several layers.
     precision = draw.choices(("64-true", "32-true", "bf16-mixed"), (5, 4, 1))[0]
-    return Case(
+    # BatchNorm makes large what a convolution in bfloat16 rounds; here only in the higher precisions.
+    known = [name for name in sorted(LAYERS) if name != "batchnorm" or precision != "bf16-mixed"]
+    made = Case(
         seed=seed,
         sizes=(draw.choice((1, 2, 3, 4)), draw.choice((1, 2, 5))),
-        layers=tuple(
-            draw.choice(sorted(LAYERS)) for _ in range(1 if precision == "bf16-mixed" else draw.choice((2, 3)))
-        ),
+        layers=tuple(draw.choice(known) for _ in range(1 if precision == "bf16-mixed" else draw.choice((2, 3)))),
         layout=draw.choice(sorted(LAYOUTS)),
         optimizer="sgd" if precision == "bf16-mixed" else draw.choice(("sgd", "momentum", "adamw", "rmsprop")),
         precision=precision,
@@ -52,6 +52,9 @@ def case(seed: int) -> Case:
         capture=draw.choices(("trace", "front", "dynamo"), (6, 1, 3))[0],
         donate=draw.random() < 0.5,
     )
+    # Of one or two values BatchNorm makes 0, or -1 and 1: its gradient is rounding alone.
+    few = precision == "32-true" and "batchnorm" in made.layers and made.sizes[0] * made.sizes[1] < 8
+    return made._replace(sizes=(4, 5)) if few else made
 
 
 # --- layers: (examples, positions, features) to the same --------------------------------------------------------------

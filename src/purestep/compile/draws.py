@@ -221,7 +221,8 @@ def _rectified(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         return func(*args, **kwargs)
     made, drawn = _sampled(_aten.rrelu_with_noise_functional.default, (value, noise, lower, upper, True), {})
     noise.copy_(drawn)
-    return value.copy_(made) if func is _aten.rrelu_with_noise_.default else made
+    # The operator that returns its noise lays the result out like the input; this one makes it contiguous.
+    return value.copy_(made) if func is _aten.rrelu_with_noise_.default else made.contiguous()
 
 
 def _native_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
