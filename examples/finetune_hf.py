@@ -133,9 +133,10 @@ def language_model(config: Config, gpt: GPT2Config, data: dict[str, DataLoader[A
         rate = schedules.per_epoch(schedules.exponential(config.learning_rate, 0.5), updates_per_epoch=epoch)
     adamw = optim.adamw(rate, weight_decay=config.weight_decay)
     program = ps.program(model, ps.hf_loss(), optim.chain(optim.clip_by_global_norm(config.max_grad_norm), adamw))
-    fields = {"snapshots": config.runs / "language", "callbacks": [each_epoch(log)]}
-    fields |= {"device": config.device, "compile": config.compile}
-    result = ps.fit(program.init(config.seed), data, program, epochs=config.epochs, **fields)
+    where = {"device": config.device, "compile": config.compile, "snapshots": config.runs / "language"}
+    result = ps.fit(
+        program.init(config.seed), data, program, epochs=config.epochs, callbacks=[each_epoch(log)], **where
+    )
     ps.load_into(model, result.state)
     return model, result
 
@@ -148,10 +149,9 @@ def classifier(config: Config, gpt: GPT2Config, body: Any, data: dict[str, DataL
     tx = optim.inject(optim.adamw)(learning_rate=rate, weight_decay=config.weight_decay)
     program = ps.program(model, ps.hf_loss(metrics={"accuracy": accuracy}), tx)
     plateau = on_plateau(stopping.Plateau(factor=0.3, patience=0), rate)
-    best = {"monitor": "val_accuracy", "mode": "max", "early_stopping": config.patience}
-    fields = {"snapshots": config.runs / "classifier", "callbacks": [each_epoch(log), plateau], **best}
-    fields |= {"device": config.device, "compile": config.compile}
-    return ps.fit(program.init(config.seed), data, program, epochs=config.classifier_epochs, **fields)
+    best = {"monitor": "val_accuracy", "mode": "max", "early_stopping": config.patience, "compile": config.compile}
+    fields = {"snapshots": config.runs / "classifier", "device": config.device, "epochs": config.classifier_epochs}
+    return ps.fit(program.init(config.seed), data, program, callbacks=[each_epoch(log), plateau], **fields, **best)
 
 
 def picture(path: Path, language: dict[str, list[Any]], packages: dict[str, list[Any]], entropy: float) -> None:
