@@ -133,10 +133,8 @@ def language_model(config: Config, gpt: GPT2Config, data: dict[str, DataLoader[A
         rate = schedules.per_epoch(schedules.exponential(config.learning_rate, 0.5), updates_per_epoch=epoch)
     adamw = optim.adamw(rate, weight_decay=config.weight_decay)
     program = ps.program(model, ps.hf_loss(), optim.chain(optim.clip_by_global_norm(config.max_grad_norm), adamw))
-    where = {"device": config.device, "compile": config.compile, "snapshots": config.runs / "language"}
-    result = ps.fit(
-        program.init(config.seed), data, program, epochs=config.epochs, callbacks=[each_epoch(log)], **where
-    )
+    on = {"device": config.device, "compile": config.compile, "snapshots": config.runs / "language"}
+    result = ps.fit(program.init(config.seed), data, program, callbacks=[each_epoch(log)], epochs=config.epochs, **on)
     ps.load_into(model, result.state)
     return model, result
 
