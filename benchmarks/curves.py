@@ -104,14 +104,14 @@ def _apiece(
 
 def _window(work: Work, device: torch.device, window: int, each: int) -> Callable[[], None]:
     """``each`` micro-batches: as many whole windows as fit."""
-    program = ours.program(work, device, accumulate=window)
+    program = ours.program(work, accumulate=window)
     batches = itertools.cycle(works.batches(work, device))
     return _calls(program, ps.compile_step(program.train_step, donate=True), batches, each, device)
 
 
 def _launches(work: Work, device: torch.device, size: int, each: int) -> Callable[[], None]:
     """``each`` steps, ``size`` of them to a call."""
-    program = ours.program(work, device)
+    program = ours.program(work)
     step = ps.compile_step(program.train_step, donate=True, unroll=size, cuda_graph=device.type == "cuda")
     batches = itertools.cycle(works.batches(work, device))
     given = batches if size == 1 else iter(lambda: list(itertools.islice(batches, size)), [])

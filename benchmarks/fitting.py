@@ -66,7 +66,7 @@ def table(device: str = "cpu", work: str = "mlp", steps: int = 8000, rounds: int
 
 
 def _bare(work: Work, device: torch.device) -> Callable[[Clocked], None]:
-    program = ours.program(work, device)
+    program = ours.program(work)
     assert program.init is not None
     step, state = ps.compile_step(program.train_step, donate=True), program.init(seed=0, device=device)
 
@@ -80,7 +80,7 @@ def _bare(work: Work, device: torch.device) -> Callable[[Clocked], None]:
 
 
 def _fit(work: Work, device: torch.device) -> Callable[[Clocked], None]:
-    program = ours.program(work, device)
+    program = ours.program(work)
     assert program.init is not None
     state = program.init(seed=0, device=device)
 

@@ -81,7 +81,7 @@ def randomness(device: str = "cuda", calls: int = 6) -> dict[str, Any]:
     place = torch.device(device)
     still = works.Recipe(learning_rate=0.0)
     work = Work("dropout", "dropout", _noisy, works.vectors(64, 64, 10), count=1, recipe=still)
-    program = ours.program(work, place)
+    program = ours.program(work)
     assert program.init is not None
     step = ps.compile_step(program.train_step, donate=True, cuda_graph=True)
     first = _run(step, program.init(seed=0, device=place), work, place, calls)[1]

@@ -21,9 +21,9 @@ GRAPHED = "purestep, CUDA graph"
 FIT = "purestep, fit"
 
 
-def program(work: Work, device: torch.device, **options: Any) -> ps.Program:
+def program(work: Work, **options: Any) -> ps.Program:
     """The work's recipe as a program."""
-    recipe, model = work.recipe, works.seeded_model(work, device)
+    recipe, model = work.recipe, works.seeded_model(work)  # on the CPU: no second copy on the device
     tx = optim.chain(
         optim.clip_by_global_norm(recipe.clip),
         optim.adamw(
@@ -64,28 +64,28 @@ def stepping(name: str, work: Work, device: torch.device, made: ps.Program, step
 
 
 def _eager(work: Work, device: torch.device) -> Contestant:
-    made = program(work, device)
+    made = program(work)
     return stepping(EAGER, work, device, made, made.train_step)
 
 
 def _compiled(work: Work, device: torch.device) -> Contestant:
-    made = program(work, device)
+    made = program(work)
     return stepping(COMPILED, work, device, made, ps.compile_step(made.train_step, donate=False))
 
 
 def _donated(work: Work, device: torch.device) -> Contestant:
-    made = program(work, device)
+    made = program(work)
     return stepping(DONATED, work, device, made, ps.compile_step(made.train_step, donate=True))
 
 
 def _graphed(work: Work, device: torch.device) -> Contestant:
-    made = program(work, device)
+    made = program(work)
     return stepping(GRAPHED, work, device, made, ps.compile_step(made.train_step, donate=True, cuda_graph=True))
 
 
 def fitted(name: str, work: Work, device: torch.device, **options: Any) -> Gated:
     """`fit`, held at the end of each step by a callback; ``options`` are fit's."""
-    made = program(work, device)
+    made = program(work)
     assert made.init is not None
     state = made.init(seed=0, device=device)
     last: dict[str, ps.TrainState] = {"state": state}
