@@ -74,7 +74,9 @@ def read(
         chosen = manifests.select(list(described), rest, where="the template")
         stored = manifests.select(list(manifest.leaves), rest, where=str(folder))
         chosen -= {path for path in chosen - stored if path.endswith(_ADDED)}
-    sources = {path: path for path in chosen} | {p: source for found in moved.values() for p, source in found.items()}
+    sources = {path: path for path, _ in leaves if path in chosen} | {
+        p: source for found in moved.values() for p, source in found.items()
+    }
     chosen |= sources.keys()
     _tell_of_the_rest(template, chosen, manifest)
     held = {path: manifest.leaves[path] for path in stored}
