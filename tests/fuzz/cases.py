@@ -38,7 +38,7 @@ def case(seed: int) -> Case:
     draw = random.Random(seed)
     # Rounding of bfloat16 takes another course under adaptive optimizers, and through several layers.
     precision = draw.choices(("64-true", "32-true", "bf16-mixed"), (5, 4, 1))[0]
-    # BatchNorm makes large what a convolution in bfloat16 rounds; here only in the higher precisions.
+    # Known fault: compiled gradients through a convolution of a turned input and BatchNorm are wrong (seed 1008).
     known = [name for name in sorted(LAYERS) if name != "batchnorm" or precision != "bf16-mixed"]
     made = Case(
         seed=seed,
