@@ -261,3 +261,25 @@ def test_draws_on_the_host_are_never_frozen_in_a_graph(
     weights = [next_with(seed) for seed in (0, 1, 2, 3, 0)]
     assert torch.equal(weights[0], weights[4])
     assert any(not torch.equal(weights[0], other) for other in weights[1:4])  # each call draws
+
+
+@pytest.mark.parametrize(
+    ("capture", "mode", "dimensions"),
+    [("trace", "bilinear", 2), ("trace", "bicubic", 2), ("trace", "trilinear", 3), ("dynamo", "trilinear", 3)],
+)
+def test_the_variable_ci_does_not_keep_an_operator_from_the_compiler(
+    monkeypatch: pytest.MonkeyPatch, capture: Any, mode: str, dimensions: int
+) -> None:
+    """Inductor raises for an operator that torch decomposes and it does not lower, where this variable is set."""
+    from torch._inductor import config, lowering
+
+    for name in ("upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"):
+        lowering.lowerings.pop(getattr(torch.ops.aten, name).default, None)  # as in a new process
+    monkeypatch.setenv("CI", "1")
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Upsample(scale_factor=2, mode=mode)).double()
+    loss = ps.supervised(lambda y, _: y.square().mean())
+    program = ps.program(net, loss, ps.optim.sgd(0.1), precision="64-true")
+    batch = (torch.randn(2, 3, *[4] * dimensions, dtype=torch.float64), torch.zeros(2))
+    with config.patch(fx_graph_cache=False):
+        new, _ = ps.compile_step(program.train_step, capture=capture)(program.init(), batch)
+    assert_trees_close(new.params, program.train_step(program.init(), batch)[0].params)

@@ -35,6 +35,7 @@ def of(name: str, options: Mapping[str, Any] | None) -> Callable[[GraphModule, l
         traced, rounds = _traced(graph)
         if name != "inductor":
             return traced.forward
+        register_fallbacks(traced)
         on_cpu = all(leaf.device.type == "cpu" for leaf in inputs if isinstance(leaf, Tensor))
         return _inductor(chosen(options, on_cpu=on_cpu, rounds=rounds))(traced, inputs)
 
@@ -51,6 +52,25 @@ def chosen(options: Mapping[str, Any] | None, *, on_cpu: bool, rounds: bool) -> 
     """
     own = {"fallback_random": True} if on_cpu else {}
     return sources.as_option(own | rounding.options(rounds) | dict(options or {}))
+
+
+def register_fallbacks(graph: GraphModule) -> None:
+    """Let inductor call torch's own kernel for each operator that it neither lowers nor decomposes.
+
+    Inductor does so by itself, but raises an AssertionError where the environment variable ``CI`` is set and torch has
+    a decomposition for the operator (``upsample_bilinear2d``, below autograd).
+    """
+    from torch._decomp import get_decompositions
+    from torch._inductor import lowering
+
+    inductor: Any = lowering
+    for node in graph.graph.nodes:
+        operator = node.target
+        if not isinstance(operator, torch._ops.OpOverload) or operator in inductor.lowerings:
+            continue
+        if get_decompositions([operator]) and operator not in inductor.decompositions:
+            tag = inductor.get_layout_constraint_tag(operator, with_default=True)
+            inductor.make_fallback(operator, inductor.tag_to_layout_constraint(tag), warn=False)
 
 
 def _inductor(options: Mapping[str, Any] | None) -> Any:

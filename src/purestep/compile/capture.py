@@ -272,6 +272,7 @@ def _lowered(
     on_cpu = all(leaf.device.type == "cpu" for leaf in inputs)
     chosen = {"config_patches": backends.chosen(options, on_cpu=on_cpu, rounds=rounds)}
     names = branches.operators(graph)
+    backends.register_fallbacks(graph)
     try:
         made = inductor.standalone_compile(graph, inputs, dynamic_shapes=shapes, options=chosen)
     except Exception as error:

@@ -21,6 +21,7 @@ from torch.torch_version import TorchVersion
 from . import (
     arena,
     attention,
+    backends,
     blocks,
     branches,
     calls,
@@ -192,6 +193,7 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
         rows.register()
         sources.register()
         draws.register()
+        backends.register_fallbacks(graph)
         ahead([kernel.source for kernel in kernels.called(graph)])
         in_arena = arena.possible()
         if in_arena:
