@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import sys
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,12 +29,6 @@ def program(net: nn.Module | None = None, **options: Any) -> Program:
 
 def compiled(made: Program, **options: Any) -> Any:
     return ps.compile_step(made.train_step, backend="aot_eager", **options)
-
-
-@pytest.fixture(autouse=True)
-def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of small states is kept as well."""
-    monkeypatch.setattr(forks, "_LARGE", 0)
 
 
 @pytest.fixture
@@ -245,24 +237,6 @@ def test_a_frozen_scalar_lies_beside_others() -> None:
     assert state.frozen["scale"].item() == 2.0
 
 
-def test_a_state_that_nobody_holds_leaves_its_memory_to_a_copy_one_call_later() -> None:
-    made = program()
-    step = compiled(made)
-    state, _ = step(made.init(), vector_batch())
-    found, first = weakref.ref(state.params["0.weight"]), memory(state) - {state.key.data_ptr()}
-    state, _ = step(state, vector_batch())
-    gc.collect()
-    assert found() is None
-    assert len(step.forks._handed) == 1  # pyright: ignore[reportPrivateUsage]
-    assert not first & memory(state)
-    state, _ = step(state, vector_batch())
-    assert first <= memory(state)
-    eager = made.init()
-    for _ in range(3):
-        eager, _ = made.train_step(eager, vector_batch())
-    close(state, eager)
-
-
 def as_graph(state: TrainState) -> Any:
     weight = state.params["0.weight"].requires_grad_()
     return (weight * weight).sum()  # keeps the weight for its gradient
@@ -306,14 +280,6 @@ def test_memory_that_somebody_holds_is_left_alone(holder: str) -> None:
     if holder == "a graph":
         before, after = total(before), total(after)
     assert after == before
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_who_does_not_count_holders_writes_what_is_held(holder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law above, with its check planted out."""
-    monkeypatch.setattr(forks, "_is_free", lambda spare, own: True)
-    with pytest.raises((AssertionError, RuntimeError)):  # autograd sees a write itself
-        test_memory_that_somebody_holds_is_left_alone(holder)
 
 
 def test_memory_that_another_process_may_see_is_left_alone() -> None:
@@ -365,39 +331,6 @@ def test_memory_that_was_written_into_a_graph_is_left_alone() -> None:
     del first
     third, _ = step(second, vector_batch())
     assert not any(leaf.requires_grad for leaf in tree.leaves(third))
-
-
-def test_memory_in_a_graph_would_take_the_next_state_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law above, with its guard planted out."""
-    monkeypatch.setattr(forks, "_is_elsewhere", lambda tensor: False)
-    with pytest.raises((AssertionError, RuntimeError)):
-        test_memory_that_was_written_into_a_graph_is_left_alone()
-
-
-def test_without_torchs_count_of_holders_no_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks, "_holders", None)
-    test_every_state_stays_as_it_was()
-    step = compiled(program())
-    state, _ = step(program().init(), vector_batch())
-    kept = weakref.ref(state.params["0.weight"].untyped_storage())
-    state, _ = step(state, vector_batch())
-    gc.collect()
-    assert kept() is None
-
-
-def test_the_memory_of_small_states_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    step = compiled(program())
-    state, _ = step(program().init(), vector_batch())
-    step(state, vector_batch())
-    assert not step.forks._spare  # pyright: ignore[reportPrivateUsage]
-
-
-def test_memory_that_another_process_may_see_would_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law above, with its guard planted out."""
-    monkeypatch.setattr(forks, "_is_elsewhere", lambda tensor: False)
-    with pytest.raises(AssertionError):
-        test_memory_that_another_process_may_see_is_left_alone()
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state)), ps.clone])

@@ -126,7 +126,7 @@ IMPURE_MODULES = frozenset(
     subprocess tempfile threading time urllib""".split()
 )
 IMPURE_CALLS = {"breakpoint", "exec", "input", "open", "print"}
-AT_THE_COMPILER = ("compile/apart.py", "compile/carried.py", "compile/kept.py", "compile/toolchain.py")
+AT_THE_COMPILER = ("compile/kept.py",)
 """What they read, write and start is the compiler's: its settings, files in its cache directory, g++. No step comes by
 there."""
 ALLOWED = (

@@ -27,7 +27,6 @@ from purestep.compile import (
     arena,
     attention,
     calls,
-    elementary,
     kept,
     kernels,
     native,
@@ -531,51 +530,6 @@ def test_no_more_memory_than_torch_would_take():
 # --- tanh -------------------------------------------------------------------------------------------------------------
 
 
-def units_off(found: Tensor, x: Tensor) -> Tensor:
-    """By how many units in the last place a tanh in float32 is off."""
-    true = torch.tanh(x.double())
-    unit = torch.nextafter(true.float().abs(), torch.tensor(torch.inf)).double() - true.float().abs().double()
-    return (found.double() - true).abs() / unit
-
-
-def worst_tanh(width: int) -> float:
-    """Of every 97th float32 between 1e-30 and 12, in rows of so many."""
-    bits = torch.arange(int(torch.tensor(1e-30).view(torch.int32)), int(torch.tensor(12.0).view(torch.int32)), 97)
-    x = bits.int().view(torch.float32)[: bits.numel() // width * width].view(-1, width)
-    run = compiled(lambda x: [torch.tanh(x)], x)
-    found, mirrored = run(x)[0], run(-x)[0]
-    assert mirrored.equal(-found)
-    assert found.amax() == 1
-    return float(units_off(found, x).amax())
-
-
-@pytest.mark.parametrize("width", [64, 3], ids=["vectors", "single numbers"])
-def test_tanh(width: int):
-    assert worst_tanh(width) < 6
-    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-42, -3e38])[:, None].repeat(1, width)
-    (found,) = compiled(lambda x: [torch.tanh(x)], special)()
-    torch.testing.assert_close(found, torch.tanh(special), rtol=0, atol=0, equal_nan=True)
-    assert found[4].signbit().all()
-
-
-def test_a_tanh_of_another_polynomial_is_seen(monkeypatch: pytest.MonkeyPatch):
-    one, two, three, *rest = elementary._ABOVE
-    monkeypatch.setattr(elementary, "_ABOVE", (one, two, three * 1.00001, *rest))
-    with config.patch(fx_graph_cache=False):
-        assert worst_tanh(64) > 6
-
-
-def test_tanh_of_other_dtypes_and_in_code_of_others():
-    given = [torch.linspace(-4, 4, 300).to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16)]
-    run = compiled(lambda *given: [torch.tanh(x) for x in given], *given)
-    close(run()[:1], [torch.tanh(given[0])], 1e-13)
-    for found, x in zip(run()[1:], given[1:], strict=True):
-        close([found], [torch.tanh(x)], float(torch.finfo(x.dtype).eps))
-    from torch._inductor.codegen import cpp
-
-    assert cpp.CppVecOverrides.tanh("x") == "x.tanh()"
-
-
 # --- addresses --------------------------------------------------------------------------------------------------------
 
 
@@ -583,14 +537,14 @@ def test_tanh_of_other_dtypes_and_in_code_of_others():
 def by_address(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For every graph, whether it is called with addresses."""
     seen: list[bool] = []
-    true = calls._by_address
+    true = calls.of
 
-    def by_address(*arguments: Any) -> Any:
-        made = true(*arguments)
-        seen.append(made is not None)
+    def of(*arguments: Any, **more: Any) -> calls.Code:
+        made = true(*arguments, **more)
+        seen.append(made.file is not None)
         return made
 
-    monkeypatch.setattr(calls, "_by_address", by_address)
+    monkeypatch.setattr(calls, "of", of)
     return seen
 
 
@@ -683,12 +637,12 @@ def test_graphs_by_handles_give_the_same(by_address: list[bool], monkeypatch: py
     x, w = torch.randn(30, 40), torch.randn(40, 40)
     first = compiled(busy, x, w)()
     with monkeypatch.context() as patch:  # code for addresses, called by who does not know
-        patch.setattr(calls, "_by_address", lambda *_: None)
+        patch.setattr(calls, "ENTRY", "missing")
         close(compiled(busy, x, w)(), first, 0)
     monkeypatch.setattr(wrapper, "_by_address", lambda: False)
     with config.patch(fx_graph_cache=False):
         close(compiled(busy, x, w)(), first, 0)
-    assert by_address == [True, False]
+    assert by_address == [True, False, False]
 
 
 def test_a_tensor_without_memory_is_refused():

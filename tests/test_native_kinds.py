@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +38,6 @@ def given_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(native, "given_up", noted)
     monkeypatch.setattr(kept, "name", lambda *_: None)
-    monkeypatch.setattr(native.toolchain, "beside", lambda: contextlib.nullcontext(lambda _: None))
     monkeypatch.setattr(codecache.CppWrapperCodeCache, "load_pybinding", classmethod(lambda *_, **__: stop))
     return found
 

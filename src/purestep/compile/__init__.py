@@ -16,11 +16,8 @@ On the CPU `native` hands the traced graph straight to inductor. What differs fr
     calls       how Python calls it
     pieces      weights of equal layers, of one packed vector, by pointers of their own: one kernel for all of them
     blocks      equal layers of a graph as calls of one function
-    elementary  tanh in fewer operations
-    toolchain   g++ runs beside inductor's Python
-    shortcuts   what inductor does for nothing while it writes C++, left out
-    kept        libraries of earlier runs, found by what the function does; `carried` takes them to other machines
-    recording   that as text, and `apart`: without loading the compiler
+    kept        libraries of earlier runs, found by what the function does
+    recording   that as text
     kernels     C++ functions of our own in inductor's code, for float32 on x86 with AVX2 or AVX-512:
     products        matrix products
     attention       attention over at most 256 positions, as products

@@ -62,11 +62,12 @@ def register_fallbacks(graph: GraphModule) -> None:
     """
     from torch._decomp import get_decompositions
     from torch._inductor import lowering
+    from torch._ops import OpOverload
 
     inductor: Any = lowering
     for node in graph.graph.nodes:
         operator = node.target
-        if not isinstance(operator, torch._ops.OpOverload) or operator in inductor.lowerings:
+        if not isinstance(operator, OpOverload) or operator in inductor.lowerings:
             continue
         if get_decompositions([operator]) and operator not in inductor.decompositions:
             tag = inductor.get_layout_constraint_tag(operator, with_default=True)

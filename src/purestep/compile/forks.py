@@ -1,22 +1,18 @@
 """A compiled step that leaves its state as it was: the graph of a donated one, on a copy of the state's few buffers.
 
 The state that comes out is a plain TrainState of views of those buffers. As long as it lives, the step knows them by
-its key, and copies them whole next time; a state of other tensors is packed leaf by leaf. On the CPU the copy goes into
-the memory of the state that went in one call earlier, if nobody holds any of it: pages that are new cost more than the
-copy.
+its key, and copies them whole next time; a state of other tensors is packed leaf by leaf.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-import sys
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -24,7 +20,6 @@ from .. import tree
 from ..types import TrainState
 from .live import Host, Store
 
-_LARGE = 1 << 20  # bytes of a state: to ask who holds them takes 15 us, as does the copy of a tenth of them
 _FEW = 4  # leaves: as many views of one buffer are made as fast one by one as by one call
 _FIELDS = slice(TrainState._fields.index("key"))  # all but the key, which is the last
 
@@ -46,7 +41,6 @@ class _Views(NamedTuple):
     key: int  # which leaf is the key
     runs: tuple[_Run, ...]
     own: tuple[int, ...]  # buffers that a step writes
-    size: int  # of those, in bytes
     frozen: tuple[int, ...]  # buffers that none writes; each is a leaf as it is
     ordered: Callable[[list[Tensor]], Any]  # from the order of the runs, and the frozen ones after them, to the leaves'
     contiguous: list[bool]  # per leaf
@@ -102,15 +96,13 @@ class Forks:
     def __init__(self) -> None:
         self._views: dict[object, _Views | None] = {}
         self._handed: Any = WeakIdKeyDictionary()
-        # Of the state that went in last, which most callers drop then. One thread gets it.
-        self._spare: deque[Store] = deque(maxlen=1)
 
     def of_live(self, store: Store) -> Store | None:
         """A store in memory of its own of a live state, which stays as it is; None where that cannot be told."""
         views = self._views_of(store)
         if views is None:
             return None
-        return _forked(store, views, store.named.key, store.hosts[0].left, None)
+        return _forked(store, views, store.named.key, store.hosts[0].left)
 
     def of(self, state: TrainState) -> Store | None:
         """The same of a state that was handed out; None of any other."""
@@ -118,15 +110,9 @@ class Forks:
         found: _Handed | None = self._handed.get(key) if isinstance(key, Tensor) else None
         if found is None or not found.is_still(state):
             return None
-        try:
-            spare = self._spare.pop()
-        except IndexError:
-            spare = None
-        if _can_serve(found.store, found.views):
-            self._spare.append(found.store)
         # Where it costs nothing the window is read, not remembered: the state knows better (`left.numpy()[()] = 1`).
         left = None if found.store.device.type == "cpu" else found.left
-        return _forked(found.store, found.views, state.key, left, spare)
+        return _forked(found.store, found.views, state.key, left)
 
     def hand_out(self, store: Store) -> TrainState:
         """The state of a store that nobody else has, as a plain TrainState."""
@@ -167,48 +153,15 @@ def _versions(store: Store) -> list[int]:
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-def _forked(store: Store, views: _Views, key: Tensor, left: int | None, spare: Store | None) -> Store:
+def _forked(store: Store, views: _Views, key: Tensor, left: int | None) -> Store:
     buffers = list(store.buffers)
-    if spare is not None and spare.slots is store.slots and _is_free(spare, views.own):
-        copies = [spare.buffers[index] for index in views.own]
-        _torch._foreach_copy_(copies, [buffers[index] for index in views.own])
-    else:
-        copies = [buffers[index].clone() for index in views.own]
-    for index, copy in zip(views.own, copies, strict=True):
-        buffers[index] = copy
+    for index in views.own:
+        buffers[index] = buffers[index].clone()
     leaves = views.of(buffers)
     state = views.state(leaves, key.clone())
     found = store.elsewhere(buffers, state, [Host(state, left)])
     found.leaves = leaves
     return found
-
-
-def _can_serve(store: Store, views: _Views) -> bool:
-    """Whether it is worth to keep memory for another state: CUDA's allocator keeps what is freed by itself."""
-    return views.size >= _LARGE and store.device.type == "cpu" and _holders is not None
-
-
-def _is_free(spare: Store, own: tuple[int, ...]) -> bool:
-    """Whether nobody but the store holds its memory, or a tensor of it. No leaf is a buffer itself, so that each one
-    counts as a holder, as do its views, arrays and graphs."""
-    assert _holders is not None
-    alone = [torch.empty(1)]  # what the counts are of one that nobody holds, which hangs on the interpreter
-    tensors = [*alone, *[spare.buffers[index] for index in own]]
-    storages: list[Any] = [tensor.untyped_storage() for tensor in tensors]
-    held = [_holders(storage._cdata) for storage in storages]
-    named = [sys.getrefcount(storage) for storage in storages]
-    known = [sys.getrefcount(tensor) for tensor in tensors]  # `view._base` is the buffer itself
-    alike = all(len(set(counts)) == 1 for counts in (held, named, known))
-    return alike and not any(map(_is_elsewhere, tensors))
-
-
-def _is_elsewhere(tensor: Tensor) -> bool:
-    """Whether other processes may have its memory, or a graph that it was written into."""
-    return tensor.is_shared() or tensor.requires_grad
-
-
-_torch: Any = torch  # no public name of it copies many tensors at once, or counts the holders of a memory
-_holders: Callable[[int], int] | None = getattr(_torch._C, "_storage_Use_Count", None)
 
 
 # --- views ------------------------------------------------------------------------------------------------------------
@@ -227,9 +180,8 @@ def _views(store: Store) -> _Views | None:
         return None
     runs = tuple(run for index, positions in inside.items() for run in _runs(index, positions, leaves))
     own = tuple(index for index in range(len(store.buffers)) if index not in held.values())
-    size = sum(store.buffers[index].nbytes for index in own)
     contiguous = [leaf.is_contiguous() for leaf in leaves]
-    return _Views(treedef, key, runs, own, size, tuple(held.values()), _ordered(runs, held), contiguous, nodes)
+    return _Views(treedef, key, runs, own, tuple(held.values()), _ordered(runs, held), contiguous, nodes)
 
 
 def _frozen(store: Store, leaves: list[Tensor]) -> dict[int, int]:

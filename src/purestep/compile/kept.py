@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import apart, calls, recording
+from . import calls, recording
 from .calls import Code
 from .recording import Record
 
@@ -35,8 +35,6 @@ class Made(NamedTuple):
     code: Code
     draws: bool
     """whether it draws random numbers"""
-    in_arena: bool
-    """whether it has the arena's input"""
     threads: int
     """on how many it may run; 0: on as many as there are"""
 
@@ -66,23 +64,28 @@ def _hash(text: list[str]) -> str:
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 
-def load(known: str | None) -> Made | None:
-    """What has been made under that name; None where there is nothing, or not as it was: then it is removed, for
-    inductor would take it without a look."""
+def load(known: str | None, count: int) -> Made | None:
+    """The code that was stored under a name; None where there is none, or the file has changed: then it is removed,
+    because inductor would load it unseen.
+
+    Args:
+        known: of `name`.
+        count: of the graph's tensors, but the workspace.
+    """
     if known is None:
         return None
     try:
-        place, digest, draws, in_arena, threads = _read(file_of(known))
+        place, digest, draws, threads = _read(file_of(known))
         library = _directory() / place
         code = None
         if _digest(library) == digest:
-            with suppress(OSError):  # made for another C library, it may have come from elsewhere
-                code = calls.loaded(str(library), digest)
+            with suppress(OSError):  # made for another C library
+                code = calls.loaded(str(library), count)
         if code is None:
             for part in (library, library.with_suffix(".o")):
                 part.unlink(missing_ok=True)
             return None
-        return Made(code, draws, in_arena, threads)
+        return Made(code, draws, threads)
     except Exception:  # it is made anew, whatever is wrong with what is there
         return None
 
@@ -98,38 +101,9 @@ def keep(known: str | None, made: Made) -> None:
         _write(file_of(known), f"{text}\n{_hash([text])}\n".encode())
 
 
-def stored(file: Path) -> bytes:
-    """What `keep` has remembered in that file, and the library."""
-    directory = file.parent.parent
-    return file.read_bytes() + (directory / _read(file)[0]).read_bytes()
-
-
-def store(what: str, data: bytes) -> None:
-    """Put there what `stored` has returned elsewhere of a name that begins with `what`.
-
-    Raises:
-        ValueError: it is not as it was.
-    """
-    if not (what.isalnum() and what.isascii()):
-        raise ValueError("not a name")
-    *lines, library = data.split(b"\n", 2)
-    record = b"".join(line + b"\n" for line in lines)
-    place, digest, *_ = _parsed(record.decode())
-    target = (_directory() / place).resolve()
-    if hashlib.sha256(library).hexdigest() != digest or not target.is_relative_to(_directory().resolve()):
-        raise ValueError("the library is not the one that was saved, or would lie outside of the cache")
-    if not target.exists() or _digest(target) != digest:
-        _write(target, library)
-    _write(file_of(f"{what}.{here()}"), record)
-
-
 def _read(record: Path) -> list[Any]:
-    return _parsed(record.read_text())
-
-
-def _parsed(record: str) -> list[Any]:
     """What `keep` has written; ValueError where it is something else."""
-    text, digest = record.splitlines()
+    text, digest = record.read_text().splitlines()
     if _hash([text]) != digest:
         raise ValueError("the digest of a record is not that of its text")
     return json.loads(text)
@@ -153,14 +127,18 @@ def file_of(known: str) -> Path:
 
 
 def _directory() -> Path:
-    return Path(apart.module("torch._inductor.runtime.cache_dir_utils").cache_dir())
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
 
 
 # --- what the code depends on -----------------------------------------------------------------------------------------
 
 
 def _surroundings(chosen: Mapping[str, Any]) -> Iterator[str]:
-    settings = apart.module("torch._inductor.config")
+    from torch._inductor import config
+
+    settings: Any = config
     ignored = settings._save_config_ignore  # passes of the user's and the like
 
     def is_set(name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule
+    pass
 
 Shape = Sequence[Any]
 
@@ -47,12 +47,6 @@ def possible() -> bool:
 
 _REGISTERED: dict[Any, Kernel] = {}
 """By operator."""
-
-
-def called(graph: GraphModule) -> list[Kernel]:
-    """The kernels that a graph calls, each once."""
-    targets = {node.target for node in graph.graph.nodes}
-    return [kernel for operator, kernel in _REGISTERED.items() if operator in targets]
 
 
 @functools.cache

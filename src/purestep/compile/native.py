@@ -25,11 +25,8 @@ from . import (
     blocks,
     branches,
     calls,
-    carried,
     draws,
-    elementary,
     kept,
-    kernels,
     passes,
     pieces,
     products,
@@ -37,9 +34,7 @@ from . import (
     reductions,
     rounding,
     rows,
-    shortcuts,
     sources,
-    toolchain,
 )
 from .alone import with_compiler
 from .calls import Compiled
@@ -81,13 +76,12 @@ def compiled(record: Record, *, options: Mapping[str, Any] | None) -> tuple[Comp
         NotFunctional: it writes in place what cannot be written at its end.
     """
     name = kept.name(record, _chosen(options))
-    made = kept.load(name)
+    made = kept.load(name, len(record.inputs))
     if made is None:
         with with_compiler():
             made = _made(record, options, is_kept=name is not None)
         kept.keep(name, made)
-    carried.along(name)
-    run = calls.in_arena(made.code, len(record.inputs)) if made.in_arena else made.code.run
+    run = made.code.run
     return on_threads(run, made.threads) if made.threads else run, made.draws
 
 
@@ -121,9 +115,8 @@ def _made_of(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, options: Ma
     work = _work(graph)
     is_drawing, threads = passes.draws(graph), _threads(graph, work)  # inductor changes the graph
     with config.patch(_by_size(work) | dict(options or {})):
-        with shortcuts.while_loading(), toolchain.beside() as ahead, shortcuts.taken():
-            run = _lowered(graph, fakes, mode, ahead)
-        return kept.Made(calls.of(run), is_drawing, arena.possible(), threads)
+        run = _lowered(graph, fakes, mode)
+        return kept.Made(calls.of(run, len(fakes), in_arena=arena.possible()), is_drawing, threads)
 
 
 def _functional(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> GraphModule:
@@ -141,25 +134,11 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Decomposed while it is traced: so views are recorded of the layouts that they will be taken of.
-    table = rows.decompositions(_pools(select_decomp_table()))
+    table = rows.decompositions(select_decomp_table())
     with no_recurrent_kernel(), branches.of_one_vector():
         graph: GraphModule = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     graph.graph.eliminate_dead_code()
     return passes.without_copies(graph)
-
-
-def _pools(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """The table, whose rule for a pool asks inductor's lowerings, which nobody may have loaded yet."""
-    operator: Any = torch.ops.aten.max_pool2d_with_indices.default
-    true = table.get(operator)
-
-    def pool(*args: Any, **kwargs: Any) -> Any:
-        assert true is not None
-        with shortcuts.while_loading():
-            importlib.import_module("torch._inductor.lowering")
-        return true(*args, **kwargs)
-
-    return dict(table) if true is None else dict(table) | {operator: pool}
 
 
 @contextmanager
@@ -175,7 +154,7 @@ def no_recurrent_kernel() -> Generator[None]:
         core._set_mkldnn_enabled(was_on)
 
 
-def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Callable[[list[str]], None]) -> Compiled:
+def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
     """Through inductor: its passes, our products, rows and memory, then its C++, with equal layers as functions."""
     from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import TracingContext, tracing
@@ -185,8 +164,7 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
     inductor: Any = compile_fx
     passes.output(graph).args = (tuple(passes.output(graph).args[0]),)
     with tracing(TracingContext(mode)), V.set_fake_mode(mode), enable_python_dispatcher():
-        with shortcuts.patterns_for(graph):
-            graph = inductor._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
+        graph = inductor._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
         graph = products.placed(graph)
         reductions.early(graph.graph)
         reductions.register()
@@ -194,7 +172,6 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any, ahead: Call
         sources.register()
         draws.register()
         backends.register_fallbacks(graph)
-        ahead([kernel.source for kernel in kernels.called(graph)])
         in_arena = arena.possible()
         if in_arena:
             arena.taken(graph, kept.here())
@@ -238,7 +215,7 @@ def _changed() -> Generator[None]:
     """Inductor writes other C++; only of graphs with the arena's input, which its cache tells apart."""
     from . import wrapper
 
-    with wrapper.laid_out(), elementary.shorter(), pieces.apart():
+    with wrapper.laid_out(), pieces.apart():
         yield
 
 

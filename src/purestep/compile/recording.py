@@ -18,8 +18,8 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch.overrides import TorchFunctionMode
 
+from .. import tree
 from ..errors import PurestepError, StepContractError
-from . import apart
 from .branches import Mode
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -66,25 +66,34 @@ def record(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Record:
         return itself
     if _in_modes():
         return itself
-    with apart.unloaded():
-        # No ShapeEnv, which would load Dynamo: sizes that are values of tensors are refused.
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fakes = apart.fakes(mode, list(inputs))
-        recorder = _Recorder(fakes)
-        try:
-            with mode, _as_traced(), recorder:
-                outputs = function(*fakes)
-            lines += [*recorder.lines, f"output {recorder.text(outputs)}"]
-        except Exception as error:  # the function's own errors come again
-            # Of an operator whose result has as many numbers as it finds, torch's refusal has been made a
-            # StepContractError by the caller; where sizes can be symbols, a graph is made of it all the same.
-            if isinstance(error, PurestepError) and not recorder.is_sized:
-                raise
-            return itself
-        again = recorder.replay(outputs)
+    # No ShapeEnv: sizes that are values of tensors are refused.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = [_like(leaf).requires_grad_(leaf.requires_grad) for leaf in inputs]
+    recorder = _Recorder(fakes)
+    try:
+        with mode, _as_traced(), recorder:
+            outputs = function(*fakes)
+        lines += [*recorder.lines, f"output {recorder.text(outputs)}"]
+    except Exception as error:  # the function's own errors come again
+        # Of an operator whose result has as many numbers as it finds, torch's refusal has been made a
+        # StepContractError by the caller; where sizes can be symbols, a graph is made of it all the same.
+        if isinstance(error, PurestepError) and not recorder.is_sized:
+            raise
+        return itself
+    again = recorder.replay(outputs)
     if recorder.has_others:
         return itself
     return Record(again, inputs, None if recorder.untold else lines)
+
+
+def _like(leaf: Tensor) -> Tensor:
+    """A tensor of the same layout, in the fake mode that is on."""
+    shape, strides, start = leaf.shape, leaf.stride(), leaf.storage_offset()
+    if not start:
+        return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
+    whole = torch.empty(start + tree.extent(leaf), dtype=leaf.dtype, device=leaf.device)
+    return whole.as_strided(shape, strides, start)
 
 
 def _in_modes() -> bool:

@@ -80,11 +80,6 @@ class FitConfig(BaseModel):
     """``"auto"``: on CUDA, and with a warning in eager where a model cannot be captured. True: always, or an error.
     False: eager. A mapping: True with these options of `compile_step`."""
 
-    compile_cache: fields.Flag = False
-    """With ``snapshots``: keep what was compiled beside them (in ``compiled``, as `torch.compiler.save_cache_artifacts`
-    makes it), and start with what lies there; so a run that goes on on another machine of the same kind compiles
-    nothing again. It is code, which is run: only where nobody else can write."""
-
     donate: fields.Donate = True
     """True: a compiled step reuses the memory of the states that the loop itself made. ``"init"``: also of the state
     that was passed in, which cannot be read afterwards. False: never."""

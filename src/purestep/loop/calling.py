@@ -3,7 +3,6 @@ changes its kind is found."""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ from torch import Tensor
 from .. import compile as compile_
 from .. import files, purity, tree
 from ..anomaly import not_finite
-from ..compile.graphs import Graphs
 from ..compile.live import states
 from ..compile.outputs import Stacked
 from ..errors import NonFiniteError, PurestepError, StepContractError
@@ -55,7 +53,7 @@ class Caller:
         self._weights = {weight.dtype for part in states(state) for weight in tree.leaves(part.params)}
         self._calls = 0
         self.failed = False
-        """Whether a compiled step was broken off: nobody knows how much of the memory it writes is written."""
+        """Whether a donated step was broken off while it wrote: the memory of the state that went in is undefined."""
         self._stop_at = 1  # the next call that is more than a call
         self._record = Record()
 
@@ -78,7 +76,7 @@ class Caller:
                 self._check(batch, record)
                 new, metrics = self._made(state, batch)
         except BaseException as error:
-            self._broken_off(error)
+            self._broken_off(error, state)
             if isinstance(error, PurestepError) or not isinstance(error, Exception):
                 raise
             if self._anomalies and "returned nan values" in str(error):  # torch's word for it
@@ -96,11 +94,11 @@ class Caller:
         try:
             return flush(state)
         except BaseException as error:
-            self._broken_off(error)
+            self._broken_off(error, state)
             raise
 
-    def _broken_off(self, error: BaseException) -> None:
-        self.failed = self._compiled and not isinstance(error, PurestepError) and not _before_a_graph_ran(error)
+    def _broken_off(self, error: BaseException, state: Tree) -> None:
+        self.failed = not (isinstance(error, PurestepError) or compile_.is_alive(state))
 
     def _made(self, state: Tree, batch: Any) -> tuple[Tree, Metrics | Stacked]:
         found = self._step(state, batch)
@@ -139,7 +137,7 @@ class Failing(Caller):
         try:
             files.failpoint("loop.step")
         except BaseException as error:
-            self._broken_off(error)
+            self._broken_off(error, state)
             raise
         return found
 
@@ -157,13 +155,6 @@ def caller(eager: Program, program: Program, state: Tree, config: FitConfig) -> 
     looks = Looks(eager, config.check_every, compiled=compiled)
     kind = Failing if files.armed() else Caller
     return kind(program.train_step, state, looks, anomalies=config.detect_anomaly, compiled=compiled)
-
-
-def _before_a_graph_ran(error: BaseException) -> bool:
-    """Whether an error comes from making a graph, which writes nothing, or from eager after that."""
-    met = [found for found in (error, error.__cause__) if found is not None]
-    frames = [frame for found in met for frame, _ in traceback.walk_tb(found.__traceback__)]
-    return any(frame.f_code is Graphs.find.__code__ for frame in frames) or any(map(compile_.stopped, met))
 
 
 def _place(record: Record) -> str:

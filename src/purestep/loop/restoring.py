@@ -30,12 +30,6 @@ def open_snapshots(snapshots: Any, config: FitConfig, feed: data.Feed) -> tuple[
         DataError: a loader that a snapshot inside an epoch could not go on with.
         Locked, WriteFailed: the directory cannot be written.
     """
-    if snapshots is None and config.compile_cache:
-        raise ConfigError(
-            "compile_cache keeps what was compiled beside the snapshots, and there are none",
-            where="fit",
-            hint='snapshots="runs/name", or compile_cache=False',
-        )
     if snapshots is None or config.fast_dev_run:
         return None, False
     feed.require_resume()

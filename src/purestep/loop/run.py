@@ -80,7 +80,7 @@ class Run:
         self.before: tuple[Tree, Record] | None = None  # where to go on if a boundary is not told to the end
         self.begun = time.monotonic()
         is_saved = self.resumed or self.record.calls > 0  # also by hand, without a loop's record
-        self.saver = Saver(snapshots, feeds.train, config, saved=self.record.calls if is_saved else None)
+        self.saver = Saver(snapshots, feeds.train, saved=self.record.calls if is_saved else None)
         if snapshots is not None and self.judge.monitor is not None:
             snapshots.track(self.judge.monitor, mode=self.judge.mode)
 

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .. import data, events, files
 from ..snapshot import Snapshots
 from ..types import Tree
-from .carrying import Carrier
 from .record import Cell, Record, to_store
-
-if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
-    from ..config import FitConfig
 
 
 class Saver:
@@ -22,16 +16,14 @@ class Saver:
     Args:
         snapshots: None where nothing is saved.
         feed: whose position is saved with the state.
-        config: says whether what has been compiled is kept beside them.
         saved: the call that the state comes from, where it was read from a snapshot.
     """
 
-    def __init__(self, snapshots: Snapshots | None, feed: data.Feed, config: FitConfig, *, saved: int | None) -> None:
+    def __init__(self, snapshots: Snapshots | None, feed: data.Feed, *, saved: int | None) -> None:
         self._snapshots = snapshots
         self._feed = feed
         self._saved = saved
         self._rows: dict[int, dict[str, float]] = {}  # of the last call that has one, until it is saved
-        self._carrier = _carrier(snapshots, config)
 
     def due(self, record: Record, ahead: int) -> bool:
         """Whether the policy asks for one here; ``ahead`` updates may have been made since the record."""
@@ -54,16 +46,9 @@ class Saver:
         loop = {"record": to_store(record), "feed": self._feed.position(record.epoch, record.batch)}
         self._saved = record.calls
         self._snapshots.save(record.calls, state, loop=loop, metrics=metrics, overwrite=again)
-        self._carrier.save()
         return events.Saved(record.calls, self._snapshots.directory / str(record.calls))
 
     def wait(self) -> None:
         """Returns when everything is committed."""
         if self._snapshots is not None:
             self._snapshots.wait()
-
-
-def _carrier(snapshots: Snapshots | None, config: FitConfig) -> Carrier:
-    if snapshots is None or not config.compile_cache:
-        return Carrier(None)
-    return Carrier(snapshots.directory, None if config.resume in (None, "auto") else Path(config.resume))
