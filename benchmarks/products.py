@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purestep.compile import native, recording
+from purestep.compile.cpu import backend, graph_key
 
 from . import measure
 from .contestants.base import settle
@@ -31,7 +31,7 @@ def table(device: str = "cpu", seconds: float = 20.0, tokens: int = 1024, width:
         sizes = ((tokens, inside), (outside, inside), (tokens, outside))
         operands += [torch.randn(*size, generator=generator).to(place) for size in sizes]
     with torch.no_grad():
-        ours, _ = native.compiled(recording.record(_products, operands), options=None)
+        ours, _ = backend.compiled(graph_key.record(_products, operands), options=None)
         torch.testing.assert_close(list(ours(list(operands))), _products(*operands), rtol=1e-4, atol=1e-3)
         calls = [("torch", lambda: _products(*operands)), ("purestep", lambda: ours(list(operands)))]
         runners = [measure.Function(name, call, lambda: settle(place)) for name, call in calls]

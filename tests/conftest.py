@@ -34,7 +34,7 @@ def seed() -> None:
 @pytest.fixture(autouse=True)
 def saves_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this Python would wait for each save as well: no script ends here, those that do are other processes."""
-    monkeypatch.setattr("purestep.snapshot.background._ENDS_EARLY", False)
+    monkeypatch.setattr("purestep.snapshot.writer._ENDS_EARLY", False)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def two_threads() -> Iterator[None]:
 def fit_stays_on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with a GPU too, where it would move a state: those that are about that are marked cuda."""
     if not request.node.get_closest_marker("cuda"):
-        monkeypatch.setattr("purestep.loop.setup.auto_device", lambda: torch.device("cpu"))
+        monkeypatch.setattr("purestep.loop.inputs.auto_device", lambda: torch.device("cpu"))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

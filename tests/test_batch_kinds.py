@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
-from purestep import layouts, purity, records, tree
+from purestep import batch_objects, tensor_layout, tree
 from purestep.data import check_batch
+from purestep.diagnostics import purity
 from purestep.errors import DataError, NonFiniteError, StepContractError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -266,16 +267,16 @@ def test_objects_move_with_all_they_hold() -> None:
 
 def test_what_is_no_record_has_no_attributes() -> None:
     for node in (torch.ones(1), torch.nn.Linear(1, 1), torch.device("cpu"), object(), {"x": 1}, (1,), int, len, None):
-        assert records.record(node) is None
+        assert batch_objects.record(node) is None
 
 
 def test_an_object_is_a_record_by_what_it_holds() -> None:
     class Fresh(Plain):
         pass
 
-    assert records.record(Fresh(1, "no tensor")) is None
-    assert records.record(Fresh(torch.ones(1), object())) is None
-    assert records.record(Fresh(1, {"a": [torch.ones(1)]})) is not None
+    assert batch_objects.record(Fresh(1, "no tensor")) is None
+    assert batch_objects.record(Fresh(torch.ones(1), object())) is None
+    assert batch_objects.record(Fresh(1, {"a": [torch.ones(1)]})) is not None
 
 
 # --- sparse and nested tensors ----------------------------------------------------------------------------------------
@@ -346,16 +347,16 @@ def test_an_incident_holds_them_to_the_bit(make: Any, tmp_path: Path) -> None:
     given[1][0][0] = torch.nan
     with pytest.raises(NonFiniteError) as caught:
         fit(given, linear(objective=mixed), snapshots=tmp_path)
-    from purestep import incident
+    from purestep.diagnostics import replay
 
-    found = incident.read(caught.value.path, linear().init()).batch[1]
+    found = replay.read(caught.value.path, linear().init()).batch[1]
     assert found.layout is make().layout
-    for one, other in zip(layouts.dense_parts(found), layouts.dense_parts(make()), strict=True):
+    for one, other in zip(tensor_layout.dense_parts(found), tensor_layout.dense_parts(make()), strict=True):
         assert torch.equal(one, other)
 
 
 def test_numbers_that_are_not_finite_are_counted_in_them() -> None:
-    from purestep.anomaly import not_finite
+    from purestep.diagnostics.nonfinite import not_finite
 
     assert not_finite((torch.eye(2) * torch.inf).nan_to_num(nan=0.0, posinf=torch.inf).to_sparse()) == 2
     assert not_finite(torch.nested.nested_tensor([torch.ones(2), torch.tensor([torch.nan])])) == 1
@@ -494,7 +495,7 @@ BOXES = [{"boxes": torch.ones(n, 4)} for n in (1, 2, 3)]
     ],
 )
 def test_examples_are_counted(targets: Any, inputs: Any, count: int) -> None:
-    from purestep.objective.measuring import leading
+    from purestep.objective.measure import leading
 
     assert leading(targets, inputs) == count
 
@@ -503,7 +504,7 @@ def test_examples_are_counted(targets: Any, inputs: Any, count: int) -> None:
 
 
 def cut(batch: Any, count: int = 2) -> list[Any]:
-    from purestep.step.microbatches import split
+    from purestep.step.microbatch import split
 
     return list(split(batch, count))
 

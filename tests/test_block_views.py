@@ -13,16 +13,16 @@ from torch._inductor import config
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import blocks, kept, kernels, native, recording
+from purestep.compile.cpu import backend, code_cache, cpp_kernel, graph_key, outline
 
 pytestmark = pytest.mark.compile
 
 if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
     pytest.skip("graphs are written in C++ on processors with AVX2 or AVX-512", allow_module_level=True)
-if not native._KNOWN:
+if not backend._KNOWN:
     pytest.skip("native code is made with torch 2.13 and later", allow_module_level=True)
 
-wrapper: Any = importlib.import_module("purestep.compile.wrapper")  # loads inductor
+wrapper: Any = importlib.import_module("purestep.compile.cpu.cpp_wrapper")  # loads inductor
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         raise AssertionError(what) from error
 
     monkeypatch.setattr(wrapper.Wrapper, "write_function", written)
-    monkeypatch.setattr(native, "given_up", raised)
-    monkeypatch.setattr(kept, "name", lambda *_: None)
+    monkeypatch.setattr(backend, "given_up", raised)
+    monkeypatch.setattr(code_cache, "name", lambda *_: None)
     return found
 
 
@@ -152,13 +152,13 @@ def pieces_of_a_buffer(x: Tensor, w: Tensor) -> list[Tensor]:
 def test_a_result_that_is_part_of_a_buffer_is_copied(rows: int, functions: list[Any], monkeypatch: pytest.MonkeyPatch):
     """Usually functions return whole buffers, and views of them are taken outside. Inductor may return a view of a
     larger one all the same: its place has no room for all of it."""
-    monkeypatch.setattr(blocks, "_shown", lambda node: node)
+    monkeypatch.setattr(outline, "_shown", lambda node: node)
     x, w = torch.randn(rows, 16), torch.randn(16, 32) / 4
     with torch.no_grad(), config.patch(fx_graph_cache=False):
-        run, _ = native.compiled(recording.record(pieces_of_a_buffer, [x, w]), options=None)
+        run, _ = backend.compiled(graph_key.record(pieces_of_a_buffer, [x, w]), options=None)
     for found, expected in zip(run([x, w]), pieces_of_a_buffer(x, w), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert any(kernels.is_view(result) for function in functions for result in function.graph_outputs)
+    assert any(cpp_kernel.is_view(result) for function in functions for result in function.graph_outputs)
 
 
 # --- addresses --------------------------------------------------------------------------------------------------------
@@ -173,11 +173,11 @@ def test_the_address_of_a_view_has_its_offset_in_any_box():
     buffer = kinds.InputBuffer(name="weights", layout=whole)
     view = kinds.ReinterpretView(data=kinds.StorageBox(buffer), layout=part)
     for boxed in (view, kinds.StorageBox(view), kinds.TensorBox(kinds.StorageBox(view)), kinds.TensorBox(view)):
-        assert kernels.is_view(boxed)
-        assert kernels.address(boxed) == "(char*)weights.data_ptr() + 48"
+        assert cpp_kernel.is_view(boxed)
+        assert cpp_kernel.address(boxed) == "(char*)weights.data_ptr() + 48"
     for boxed in (buffer, kinds.StorageBox(buffer), kinds.TensorBox(kinds.StorageBox(buffer))):
-        assert not kernels.is_view(boxed)
-        assert kernels.address(boxed) == "weights.data_ptr()"
+        assert not cpp_kernel.is_view(boxed)
+        assert cpp_kernel.address(boxed) == "weights.data_ptr()"
 
 
 def test_what_has_no_memory_has_no_address():
@@ -187,4 +187,4 @@ def test_what_has_no_memory_has_no_address():
     whole = kinds.FixedLayout(torch.device("cpu"), torch.float32, [4, 3], [3, 1])
     buffer = kinds.StorageBox(kinds.InputBuffer(name="weights", layout=whole))
     with pytest.raises(TypeError, match="a PermuteView has no memory"):
-        kernels.address(kinds.TensorBox(kinds.PermuteView(data=buffer, dims=[1, 0])))
+        cpp_kernel.address(kinds.TensorBox(kinds.PermuteView(data=buffer, dims=[1, 0])))

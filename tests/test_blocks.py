@@ -13,16 +13,18 @@ from torch._inductor import config, graph
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import blocks, kept, native, passes, recording
+from purestep.compile import fx_passes
+from purestep.compile.cpu import backend, graph_key, outline
+from purestep.compile.cpu import code_cache as kept
 
 pytestmark = pytest.mark.compile
 
 if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
     pytest.skip("graphs are written in C++ on processors with AVX2 or AVX-512", allow_module_level=True)
-if not native._KNOWN:
+if not backend._KNOWN:
     pytest.skip("native code is made with torch 2.13 and later", allow_module_level=True)
 
-wrapper: Any = importlib.import_module("purestep.compile.wrapper")  # loads inductor
+wrapper: Any = importlib.import_module("purestep.compile.cpu.cpp_wrapper")  # loads inductor
 
 Function = Callable[..., list[Tensor]]
 
@@ -47,19 +49,19 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def raised(what: str, error: Exception) -> None:
         raise AssertionError(what) from error
 
-    monkeypatch.setattr(native, "given_up", raised)
+    monkeypatch.setattr(backend, "given_up", raised)
     return found
 
 
 def compiled(function: Function, *inputs: Tensor) -> Function:
     """The function as native code."""
     with torch.no_grad(), config.patch(fx_graph_cache=False):
-        run, _ = native.compiled(recording.record(function, list(inputs)), options=None)
+        run, _ = backend.compiled(graph_key.record(function, list(inputs)), options=None)
     return lambda *others: list(run(list(others)))
 
 
 def written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "outlined", lambda graph: None)
+    monkeypatch.setattr(outline, "outlined", lambda graph: None)
 
 
 def same(found: list[Tensor], expected: list[Tensor], rounding: float = 0.0) -> None:
@@ -278,7 +280,7 @@ def test_layers_that_are_wired_otherwise_are_written_out(
     found = compiled(wired(6, odd), *inputs)(*inputs)
     assert len(functions) == 1
     same(found, wired(6, odd)(*inputs), rounding=1e-5)
-    monkeypatch.setattr(blocks, "_same", lambda forms: forms)
+    monkeypatch.setattr(outline, "_same", lambda forms: forms)
     wrong = compiled(wired(6, odd), *inputs)(*inputs)
     assert not torch.allclose(found[0], wrong[0], atol=1e-4)  # the first layer reads its own twice in any case
 
@@ -394,7 +396,7 @@ def test_an_update_by_large_leaves_is_written_out(functions: list[str], monkeypa
     same(updated(), expected, rounding=1e-5)
     assert functions
     functions.clear()
-    monkeypatch.setattr(blocks, "_SMALL", 4 * 4 * 4 - 1)
+    monkeypatch.setattr(outline, "_SMALL", 4 * 4 * 4 - 1)
     same(updated(), expected, rounding=1e-5)
     assert not functions
 
@@ -427,14 +429,16 @@ def test_draws_of_layers_are_given_to_them_in_the_order_of_the_program(
     assert functions
     same(drawn(run), expected, rounding=1e-5)
     # All of them first, whatever comes between:
-    monkeypatch.setattr(blocks, "_early", lambda nodes: dict.fromkeys(without_an_end(nodes)))
+    monkeypatch.setattr(outline, "_early", lambda nodes: dict.fromkeys(without_an_end(nodes)))
     wrong = drawn(compiled(drawing(kind), *inputs))
     assert torch.allclose(wrong[0], expected[0], atol=1e-4) == (kind == "by nothing")
 
 
 def without_an_end(nodes: Any) -> list[Any]:
     """Every draw that can be made first, those after one that cannot too."""
-    true = [node for node in nodes if passes.is_draw(node) and not any(s.all_input_nodes for s in node.all_input_nodes)]
+    true = [
+        node for node in nodes if fx_passes.is_draw(node) and not any(s.all_input_nodes for s in node.all_input_nodes)
+    ]
     return [each for node in true for each in (*(s for s in node.all_input_nodes if s.op == "call_function"), node)]
 
 

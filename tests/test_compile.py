@@ -23,7 +23,7 @@ from torch.nn import functional
 import purestep as ps
 from purestep import compile as compile_
 from purestep import optim, tree
-from purestep.compile import graphs, guards
+from purestep.compile import graph_cache, guards
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
 from purestep.types import Mean, Program, TrainState
 
@@ -842,7 +842,7 @@ def test_a_known_graph_is_taken_without_waiting_for_those_who_make_one(
     step, state = compiled(program.train_step, donate=donate), program.init()
     for rows in (8, 7, 6, 5):
         state, _ = step(state, vector_batch(rows))
-    monkeypatch.setattr(graphs, "alone", lambda: pytest.fail("one thread at a time"))
+    monkeypatch.setattr(graph_cache, "alone", lambda: pytest.fail("one thread at a time"))
     for rows in (8, 4, 6, 9, 7, 3):
         state, _ = step(state, vector_batch(rows))
     assert step.graphs == 3
@@ -886,8 +886,8 @@ def test_what_tries_a_graph_out_leaves_the_callers_random_numbers_alone(monkeypa
         yield
 
     monkeypatch.setattr("purestep.rng.scoped", scoped)
-    made = graphs.Graphs(graphs.Options("auto", "eager", None), lambda *_: None)
-    tried = graphs.Graph(lambda tensors, leaves: None, draws=True)
+    made = graph_cache.Graphs(graph_cache.Options("auto", "eager", None), lambda *_: None)
+    tried = graph_cache.Graph(lambda tensors, leaves: None, draws=True)
     monkeypatch.setattr(made, "_dynamo", lambda *_: tried)
     tensors = [torch.ones(2), torch.ones(2, device="meta")]
     monkeypatch.setattr("purestep.compile.capture.trace", lambda *_, **__: 1 / 0)
@@ -1144,7 +1144,7 @@ def test_memory_of_another_layout_given_to_a_tensor_of_the_state_is_refused(chan
 
 @pytest.mark.compile
 def test_a_layout_that_is_not_looked_at_is_seen_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("purestep.compile.live.Store.check", lambda self, kinds: None)
+    monkeypatch.setattr("purestep.compile.donation.Store.check", lambda self, kinds: None)
 
     def looked_at() -> None:
         new, eager = step_after(given(lambda: torch.randn(16)[::2]))  # with torch 2.11 the step itself looks
@@ -1181,7 +1181,7 @@ def train_on_unlike_batches() -> None:
 @pytest.mark.compile
 def test_a_batch_of_another_kind_gets_another_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     train_on_unlike_batches()
-    monkeypatch.setattr("purestep.compile.runner.alike", lambda leaves: lambda *others: True)
+    monkeypatch.setattr("purestep.compile.compiled_step.alike", lambda leaves: lambda *others: True)
     with pytest.raises(AssertionError):
         train_on_unlike_batches()
 

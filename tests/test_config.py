@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from purestep import config
 from purestep.config import FitConfig, from_lightning
-from purestep.config import values as config_values
+from purestep.config import fields as config_values
 from purestep.errors import ConfigError, RankError
 from purestep.stopping import EarlyStopping
 
@@ -335,7 +335,7 @@ def plan(**settings: Any) -> config.Plan:
 
 
 def test_every_argument_of_the_trainer_is_known():
-    from purestep.config.lightning.signature import DEFAULTS
+    from purestep.contrib.lightning import DEFAULTS
 
     assert set(DEFAULTS) == TRAINER
 
@@ -344,7 +344,7 @@ def test_the_arguments_are_those_of_the_installed_lightning():
     lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
     import inspect
 
-    from purestep.config.lightning.signature import DEFAULTS
+    from purestep.contrib.lightning import DEFAULTS
 
     signature = inspect.signature(lightning.Trainer.__init__).parameters
     theirs = {name: parameter.default for name, parameter in signature.items() if name != "self"}
@@ -353,7 +353,7 @@ def test_the_arguments_are_those_of_the_installed_lightning():
 
 
 def test_a_trainer_left_at_its_defaults_is_a_plain_fit():
-    from purestep.config.lightning.signature import DEFAULTS
+    from purestep.contrib.lightning import DEFAULTS
 
     found = from_lightning({**DEFAULTS, "max_epochs": 3})
     assert found.fit == FitConfig(epochs=3, evaluate_every=1.0)

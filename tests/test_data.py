@@ -36,9 +36,9 @@ from torch.utils.data import (
 
 import purestep as ps
 from purestep import tree
-from purestep.data import check_batch, draws, limit, open_feed, overfit, position, prefetch, to_device
+from purestep.data import check_batch, limit, open_feed, overfit, prefetch, random_state, state_json, to_device
+from purestep.data.device import _pinned  # pyright: ignore[reportPrivateUsage]
 from purestep.data.feed import Feed
-from purestep.data.moving import _pinned  # pyright: ignore[reportPrivateUsage]
 from purestep.errors import ConfigError, DataError, Mismatch
 
 
@@ -424,9 +424,11 @@ def test_a_dataset_is_loaded_again_once_for_each_generator_that_it_draws_from():
 
 def test_items_that_draw_nothing_are_not_seeded_one_by_one(monkeypatch: pytest.MonkeyPatch):
     seeded: list[Any] = []
-    real = draws.seed
+    real = random_state.seed
     monkeypatch.setattr(
-        draws, "seed", lambda number, generators=draws.EVERY: (seeded.append(generators), real(number, generators))
+        random_state,
+        "seed",
+        lambda number, generators=random_state.EVERY: (seeded.append(generators), real(number, generators)),
     )
     values(open_feed(DataLoader(Plain(12), batch_size=3)))
     assert not any(seeded)
@@ -437,7 +439,7 @@ def test_items_that_draw_nothing_are_not_seeded_one_by_one(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_items_differ_where_the_watch_sees_nothing(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(draws.Watch, "drawn", lambda self: frozenset())
+    monkeypatch.setattr(random_state.Watch, "drawn", lambda self: frozenset())
     with pytest.raises(AssertionError):
         test_items_depend_on_their_seeds_from_whichever_generator_they_draw([name])
 
@@ -534,7 +536,7 @@ def test_scoped_puts_generators_back_though_it_is_interrupted(name: str, at: int
         real(state)
 
     monkeypatch.setattr(np.random, name, interrupted)
-    with pytest.raises(KeyboardInterrupt), draws.scoped(1):
+    with pytest.raises(KeyboardInterrupt), random_state.scoped(1):
         torch.rand(1), np.random.rand(), random.random()
     assert generators() == before
 
@@ -543,11 +545,11 @@ def test_half_of_a_pair_is_kept_whatever_was_there_before():
     """The words of a generator are the same with half of a pair and without."""
     np.random.seed(0)
     first, second = np.random.normal(size=2)
-    with draws.scoped(1):
+    with random_state.scoped(1):
         pass
     np.random.seed(0)
     assert np.random.normal() == first
-    with draws.scoped(1):
+    with random_state.scoped(1):
         np.random.normal()
     assert np.random.normal() == second
 
@@ -563,15 +565,15 @@ def test_scopes_in_one_another_draw_from_generators_of_their_own():
     def drawn() -> tuple[float, ...]:
         return float(np.random.randn()), random.random(), float(torch.rand(()))
 
-    with draws.scoped(1):
+    with random_state.scoped(1):
         expected = [drawn() for _ in range(3)]
     np.random.seed(3)
     before = generators()
     found = []
-    with draws.scoped(1):
+    with random_state.scoped(1):
         for _ in range(3):
             found.append(drawn())
-            with draws.scoped(2):
+            with random_state.scoped(2):
                 drawn()
     assert found == expected
     assert generators() == before
@@ -584,13 +586,13 @@ def test_another_generator_of_numpys_stays_in_its_place():
         np.random.rand()
         before = mine.state
         for _ in range(2):
-            with draws.scoped(1):
+            with random_state.scoped(1):
                 first = np.random.rand()
             assert np.random.get_bit_generator() is mine
             assert mine.state == before
     finally:
         np.random.set_bit_generator(theirs)
-    with draws.scoped(1):
+    with random_state.scoped(1):
         assert np.random.rand() == first
 
 
@@ -690,7 +692,7 @@ def test_a_position_survives_prefetching():
     batches = feed.epoch(0)
     for _ in range(4):
         next(batches)
-    assert position.decode(feed.position(0, 2)["state"])["place"] == 2
+    assert state_json.decode(feed.position(0, 2)["state"])["place"] == 2
     with pytest.raises(DataError, match="no state is kept of batch 9 of epoch 1"):
         feed.position(0, 9)
 
@@ -800,14 +802,14 @@ def test_an_iterable_dataset_with_a_state_is_resumed_by_it():
     ],
 )
 def test_a_state_survives_json(value: Any):
-    again = position.decode(json.loads(json.dumps(position.encode(value))))
+    again = state_json.decode(json.loads(json.dumps(state_json.encode(value))))
     assert str(again) == str(value)
     assert type(again) is type(value)
 
 
 def test_a_state_that_is_no_json_is_refused_with_its_path():
     with pytest.raises(DataError, match=r"val: state_dict\(\)\['workers'\]\[1\] is a object, which cannot be stored"):
-        position.encode({"workers": [1, object()]}, where="val")
+        state_json.encode({"workers": [1, object()]}, where="val")
 
 
 def test_a_one_shot_iterator_is_good_for_one_epoch():

@@ -19,7 +19,7 @@ from torch import nn
 import purestep as ps
 from purestep import optim, tree
 from purestep.errors import ConfigError
-from purestep.loop import setup
+from purestep.loop import inputs
 from purestep.types import Program
 
 
@@ -34,7 +34,7 @@ def devices(state: Any) -> dict[str, str]:
 @pytest.fixture
 def best(monkeypatch: pytest.MonkeyPatch) -> str:
     """A device better than the CPU."""
-    monkeypatch.setattr(setup, "auto_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(inputs, "auto_device", lambda: torch.device("meta"))
     return "meta"
 
 
@@ -43,7 +43,7 @@ class TestFitMoves:
         program = made(ema=0.9, accumulate=2)
         state = program.init()
         before = ps.clone(state)
-        moved = setup.placed(state, None, program)
+        moved = inputs.placed(state, None, program)
         assert_trees_close(state, before, exact=True)
         found = devices(moved)
         assert found.pop("key") == "cpu"
@@ -54,13 +54,13 @@ class TestFitMoves:
 
     def test_any_tree_of_tensors(self, best: str):
         state = {"w": torch.ones(2), "inner": [torch.zeros(()), {"key": torch.tensor([3, 0])}]}
-        moved = setup.placed(state, None, Program(lambda state, batch: (state, {})))
+        moved = inputs.placed(state, None, Program(lambda state, batch: (state, {})))
         assert devices(moved) == {"w": best, "inner/0": best, "inner/1/key": "cpu"}
 
     def test_nothing_where_the_cpu_is_named(self, best: str, caplog: pytest.LogCaptureFixture):
         program = made()
         state = program.init()
-        assert setup.placed(state, "cpu", program) is state
+        assert inputs.placed(state, "cpu", program) is state
         result = ps.fit(state, [vector_batch()], program, epochs=1, device="cpu", progress=False)
         assert set(devices(result.state).values()) == {"cpu"}
         assert not caplog.messages
@@ -68,21 +68,21 @@ class TestFitMoves:
     def test_nothing_where_there_is_no_better_device(self, caplog: pytest.LogCaptureFixture):
         program = made()
         state = program.init()
-        assert setup.placed(state, None, program) is state
+        assert inputs.placed(state, None, program) is state
         assert not caplog.messages
 
     def test_nothing_that_is_on_a_device_already(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ):
-        monkeypatch.setattr(setup, "auto_device", lambda: pytest.fail("nobody asks"))
+        monkeypatch.setattr(inputs, "auto_device", lambda: pytest.fail("nobody asks"))
         program = made()
         state = program.init(device="meta")
-        assert setup.placed(state, None, program) is state
+        assert inputs.placed(state, None, program) is state
         assert not caplog.messages
 
     def test_but_never_silently_where_it_was_told_to(self, best: str, caplog: pytest.LogCaptureFixture):
         program = made()
-        assert set(devices(setup.placed(program.init(), "meta", program)).values()) == {best, "cpu"}
+        assert set(devices(inputs.placed(program.init(), "meta", program)).values()) == {best, "cpu"}
         assert not caplog.messages  # the caller knows
 
     def test_and_fit_asks_for_it(self, monkeypatch: pytest.MonkeyPatch):
@@ -92,7 +92,7 @@ class TestFitMoves:
             asked.append(device)
             return ps.clone(state)
 
-        monkeypatch.setattr(setup, "placed", placed)
+        monkeypatch.setattr(inputs, "placed", placed)
         program = made()
         state = program.init()
         for target in (None, "cpu"):
@@ -104,7 +104,7 @@ class TestWhatCannotBe:
     def test_a_precision_that_the_device_lacks_is_refused_before_the_first_step(self, best: str):
         program = made(precision="bf16-mixed")
         with pytest.raises(ConfigError, match=r"meta cannot do bf16-mixed.*cure: precision=\"32-true\""):
-            setup.placed(program.init(), None, program)
+            inputs.placed(program.init(), None, program)
 
     def test_a_dtype_that_the_device_lacks_is_told_with_a_cure(self, monkeypatch: pytest.MonkeyPatch, best: str):
         def refuse(self: Any, device: Any) -> Any:
@@ -116,7 +116,7 @@ class TestWhatCannotBe:
         with pytest.raises(
             ConfigError, match=r"fit: the state cannot be moved to meta: .*float64.*cure: device=\"cpu\""
         ):
-            setup.placed({"w": torch.ones(1)}, None, Program(lambda state, batch: (state, {})))
+            inputs.placed({"w": torch.ones(1)}, None, Program(lambda state, batch: (state, {})))
 
 
 class TestWhatAMovedStateCosts:
@@ -136,7 +136,7 @@ class TestWhatAMovedStateCosts:
             if isinstance(event, ps.events.StepEnd):
                 kept.append(alive[0]() is not None)
 
-        monkeypatch.setattr(setup, "placed", placed)
+        monkeypatch.setattr(inputs, "placed", placed)
         program = made()
         fields = {"epochs": 1, "progress": False, "check_every": None, "callbacks": [callback]}
         ps.fit(program.init(), [vector_batch()] * 4, program, **fields)

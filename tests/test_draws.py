@@ -15,8 +15,10 @@ from torch._inductor import config as inductor_config
 from torch.nn import functional
 
 import purestep as ps
-from purestep import dropout
-from purestep.compile import backends, draws, native, recording
+from purestep.compile import backends, random_ops
+from purestep.compile.cpu import backend as backend_
+from purestep.compile.cpu import graph_key
+from purestep.model.functional import dropout
 
 pytestmark = pytest.mark.compile
 
@@ -40,9 +42,9 @@ class Around(nn.Module):
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "front":
-        monkeypatch.setattr(native, "suits", lambda inputs, backend: False)
+        monkeypatch.setattr(backend_, "suits", lambda inputs, backend: False)
     else:
-        monkeypatch.setattr(native, "given_up", lambda what, error: pytest.fail(f"{what}: {error!r}"))
+        monkeypatch.setattr(backend_, "given_up", lambda what, error: pytest.fail(f"{what}: {error!r}"))
     return request.param
 
 
@@ -172,10 +174,10 @@ def test_code_of_a_faulty_step_is_not_found_again() -> None:
         return [functional.dropout(value, 0.5)]
 
     def replaced(value: Tensor) -> list[Tensor]:
-        with draws.AsInEager():
+        with random_ops.AsInEager():
             return function(value)
 
-    before, after = recording.record(function, [x]).lines, recording.record(replaced, [x]).lines
+    before, after = graph_key.record(function, [x]).lines, graph_key.record(replaced, [x]).lines
     assert before
     assert after
     assert "aten.bernoulli_" in "".join(before)
@@ -260,13 +262,13 @@ def test_a_precision_of_the_program_keeps_inductors_way_with_casts(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = list[bool]()
-    true = native._made_of
+    true = backend_._made_of
 
     def made_of(*given: Any) -> Any:
         seen.append(inductor_config.emulate_precision_casts)
         return true(*given)
 
-    monkeypatch.setattr(native, "_made_of", made_of)
+    monkeypatch.setattr(backend_, "_made_of", made_of)
     net = nn.Sequential(
         nn.Linear(8, 8),
         nn.GELU(),

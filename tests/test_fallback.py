@@ -19,7 +19,7 @@ import purestep as ps
 from purestep.compile import first_run
 from purestep.config import FitConfig
 from purestep.errors import StepContractError
-from purestep.loop import compiling
+from purestep.loop import train_call
 from purestep.types import Program
 
 pytestmark = pytest.mark.compile
@@ -39,9 +39,9 @@ def batches(count: int, rows: int = 8) -> list[Any]:
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where `compile="auto"` compiles; the state only says that it is there."""
     there = SimpleNamespace(device_of=lambda state: torch.device("cuda"))
-    monkeypatch.setattr("purestep.loop.compiling.data", there)
-    monkeypatch.setattr("purestep.compile.native.suits", lambda inputs, backend: False)
-    monkeypatch.setattr("purestep.compile.graphs.guarded", lambda run, tensors: first_run._guarded(run))
+    monkeypatch.setattr("purestep.loop.train_call.data", there)
+    monkeypatch.setattr("purestep.compile.cpu.backend.suits", lambda inputs, backend: False)
+    monkeypatch.setattr("purestep.compile.graph_cache.guarded", lambda run, tensors: first_run._guarded(run))
 
 
 def failing_compilers(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
@@ -97,7 +97,7 @@ def test_a_graph_that_fails_in_its_first_run_leaves_a_state_that_lives(
 ) -> None:
     """The second graph of a window: its state is a live one, and some of it has been written."""
     program = mlp(accumulate=2)
-    monkeypatch.setattr("purestep.compile.graphs.guarded", lambda run, tensors: first_run._guarded(run))
+    monkeypatch.setattr("purestep.compile.graph_cache.guarded", lambda run, tensors: first_run._guarded(run))
     step = ps.compile_step(program.train_step, donate=donate, backend="aot_eager")
     state, _ = step(program.init(), batches(1)[0])
     before = ps.clone(state)
@@ -125,7 +125,7 @@ def test_auto_raises_what_eager_raises_too(monkeypatch: pytest.MonkeyPatch) -> N
     def full(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("purestep.compile.runner.CompiledStep._stepped", full)
+    monkeypatch.setattr("purestep.compile.compiled_step.CompiledStep._stepped", full)
     with pytest.raises(torch.OutOfMemoryError):
         fit(program.init(), batches(1), program, epochs=1, compile="auto")
 
@@ -249,7 +249,7 @@ def test_draws_on_the_host_are_never_frozen_in_a_graph(
     with pytest.raises(StepContractError, match=f"draws from {whose} global generator.*draw with torch"):
         fit(program.init(), data, program, epochs=1)  # a resumed run would draw others
     on_cuda(monkeypatch)
-    ready = compiling.ready_program(program, program.init(), FitConfig(epochs=1))
+    ready = train_call.ready_program(program, program.init(), FitConfig(epochs=1))
     with pytest.warns(RuntimeWarning, match=f"runs in eager: .*draws from {whose} global generator"):
         found, _ = ready.train_step(program.init(), data[0])
 

@@ -24,13 +24,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
 from purestep import optim, rng
-from purestep.compile import calls, capture, kept, native, recording
-from purestep.compile.alone import alone
+from purestep.compile import capture
+from purestep.compile.compile_lock import alone
+from purestep.compile.cpu import backend, code_cache, graph_key
+from purestep.compile.cpu import launcher as calls
 from purestep.errors import StepContractError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-if not native._KNOWN:
+if not backend._KNOWN:
     pytest.skip("native code is made with torch 2.13 and later", allow_module_level=True)
 
 
@@ -44,7 +46,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def name_of(function: Callable[..., Any], *inputs: Tensor, **settings: Any) -> str | None:
-    return kept.name(recording.record(function, inputs), settings)
+    return code_cache.name(graph_key.record(function, inputs), settings)
 
 
 def twice(x: Tensor) -> Tensor:
@@ -115,8 +117,8 @@ def test_what_autograd_does_is_part_of_a_name():
 
 
 def test_equal_numbers_of_other_types_are_written_otherwise():
-    assert len({recording.plain(1), recording.plain(True), recording.plain(1.0)}) == 3
-    assert recording.plain(0.0) != recording.plain(-0.0)
+    assert len({graph_key.plain(1), graph_key.plain(True), graph_key.plain(1.0)}) == 3
+    assert graph_key.plain(0.0) != graph_key.plain(-0.0)
 
 
 def test_settings_are_part_of_a_name():
@@ -136,21 +138,21 @@ def test_the_number_of_threads_is_part_of_a_name(request: pytest.FixtureRequest)
 @pytest.fixture
 def copied_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of a copy of what turns a graph into a library."""
-    copy = shutil.copytree(Path(kept.__file__).parent, tmp_path / "compile")
-    kept._installed.cache_clear()
-    monkeypatch.setattr(kept, "__file__", str(copy / "kept.py"))
+    copy = shutil.copytree(Path(code_cache.__file__).parent, tmp_path / "compile")
+    code_cache._installed.cache_clear()
+    monkeypatch.setattr(code_cache, "__file__", str(copy / "kept.py"))
     yield copy
-    kept._installed.cache_clear()
+    code_cache._installed.cache_clear()
 
 
 @pytest.mark.parametrize("changed", ["native.py", "kernels.py", "another.py"])
 def test_what_is_installed_is_part_of_a_name(copied_sources: Path, changed: str):
     plain = name_of(twice, torch.ones(4, 4))
-    kept._installed.cache_clear()
+    code_cache._installed.cache_clear()
     assert name_of(twice, torch.ones(4, 4)) == plain is not None
     with (copied_sources / changed).open("a") as source:
         source.write("# changed\n")
-    kept._installed.cache_clear()
+    code_cache._installed.cache_clear()
     assert name_of(twice, torch.ones(4, 4)) not in (plain, None)
 
 
@@ -158,26 +160,26 @@ def test_what_is_installed_is_part_of_a_name(copied_sources: Path, changed: str)
 def test_inductors_own_cache_does_not_find_what_another_version_has_written(
     copied_sources: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(kept, "name", lambda *_: None)
+    monkeypatch.setattr(code_cache, "name", lambda *_: None)
     found = list[int]()
     for text in ("", "", "# changed\n"):
         with (copied_sources / "wrapper.py").open("a") as source:
             source.write(text)
-        kept._installed.cache_clear()
+        code_cache._installed.cache_clear()
         before = counters["inductor"]["fxgraph_cache_hit"]
-        native.compiled(recording.record(lambda x: [x + 2], [torch.ones(3, 5)]), options=None)
+        backend.compiled(graph_key.record(lambda x: [x + 2], [torch.ones(3, 5)]), options=None)
         found.append(counters["inductor"]["fxgraph_cache_hit"] - before)
     assert found == [0, 1, 0]
 
 
 def test_torch_and_the_machine_are_part_of_a_name(monkeypatch: pytest.MonkeyPatch):
     plain = name_of(twice, torch.ones(4, 4))
-    for owner, value in ((torch, "__version__"), (kept, "_processor")):
+    for owner, value in ((torch, "__version__"), (code_cache, "_processor")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, value, "another" if owner is torch else lambda: "another")
-            kept._installed.cache_clear()
+            code_cache._installed.cache_clear()
             assert name_of(twice, torch.ones(4, 4)) not in (plain, None)
-    kept._installed.cache_clear()
+    code_cache._installed.cache_clear()
     assert name_of(twice, torch.ones(4, 4)) == plain
 
 
@@ -242,13 +244,13 @@ def test_what_the_user_makes_of_an_operator_has_no_name(table: str, monkeypatch:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every graph that went through inductor."""
     seen: list[Any] = []
-    true = native._lowered
+    true = backend._lowered
 
     def lowered(*arguments: Any) -> Any:
         seen.append(arguments[0])
         return true(*arguments)
 
-    monkeypatch.setattr(native, "_lowered", lowered)
+    monkeypatch.setattr(backend, "_lowered", lowered)
     return seen
 
 
@@ -258,7 +260,7 @@ def run(factor: float) -> Tensor:
     def function(x: Tensor) -> list[Tensor]:
         return [torch.sin(x) * factor]
 
-    call, _ = native.compiled(recording.record(function, [torch.ones(300)]), options=None)
+    call, _ = backend.compiled(graph_key.record(function, [torch.ones(300)]), options=None)
     (found,) = call([torch.full((300,), 2.0)])
     torch.testing.assert_close(found, torch.sin(torch.full((300,), 2.0)) * factor)
     return found
@@ -292,9 +294,9 @@ def test_a_step_that_is_found_again_trains_as_before(made: list[Any], rate: floa
 @pytest.mark.compile
 def test_how_code_may_be_called_is_kept_with_it(own_cache: Path, two_threads: None):
     def of(function: Callable[[Tensor], list[Tensor]], size: int) -> list[Any]:
-        native.compiled(recording.record(function, [torch.ones(size)]), options=None)
+        backend.compiled(graph_key.record(function, [torch.ones(size)]), options=None)
         newest = max((own_cache / "purestep").iterdir(), key=lambda file: file.stat().st_mtime_ns)
-        return kept._read(newest)[2:]
+        return code_cache._read(newest)[2:]
 
     small, large = of(lambda x: [x.sin()], 300), of(lambda x: [torch.rand_like(x)], 1 << 25)
     assert small == [False, 1]
@@ -331,7 +333,7 @@ class Checkpointed(torch.nn.Sequential):
 
 def graph_of(function: Callable[..., Any], inputs: list[Tensor]) -> list[str]:
     """What is traced: operations without names, those that show a tensor as it is left out."""
-    with native.no_recurrent_kernel(), torch.no_grad():
+    with backend.no_recurrent_kernel(), torch.no_grad():
         graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs).graph
     graph.eliminate_dead_code()
     names, lines = dict[Any, str](), list[str]()
@@ -367,8 +369,8 @@ def test_the_graph_of_what_was_recorded_is_that_of_the_function(kind: str, mode:
 
     inputs = [torch.randn(4, 6, 8), *(value.detach() for value in net.parameters())]
     step = capture._recorded(function)
-    with torch.no_grad(), rng.capturing(), native.no_recurrent_kernel():
-        record = recording.record(step, inputs)
+    with torch.no_grad(), rng.capturing(), backend.no_recurrent_kernel():
+        record = graph_key.record(step, inputs)
     assert graph_of(record.function, inputs) == graph_of(step, inputs)
 
 
@@ -421,16 +423,16 @@ def test_what_forward_keeps_is_part_of_the_graph_that_made_it_and_no_other_reads
 @pytest.mark.compile
 def test_sizes_that_are_values_make_a_graph_that_is_not_kept(made: list[Any], own_cache: Path):
     for _ in range(2):
-        record = recording.record(lambda x: [x[x > 0].sum()], [torch.ones(5)])
+        record = graph_key.record(lambda x: [x[x > 0].sum()], [torch.ones(5)])
         assert record.lines is None
-        run, _ = native.compiled(record, options=None)
+        run, _ = backend.compiled(record, options=None)
         assert float(run([torch.tensor([1.0, -1.0, 2.0, 0.0, 0.0])])[0]) == 3
     assert len(made) == 2
     assert not (own_cache / "purestep").exists()
 
 
 def library_of(record: Path) -> Path:
-    return record.parents[1] / kept._read(record)[0]
+    return record.parents[1] / code_cache._read(record)[0]
 
 
 def _cut(library: Path, _: Path) -> None:
@@ -457,7 +459,7 @@ def test_what_is_not_as_it_was_is_made_anew(damage: Callable[[Path, Path], None]
     run(2.0)
     (record,) = (own_cache / "purestep").iterdir()
     damage(library_of(record), record)
-    assert kept.load(record.name, 1) is None
+    assert code_cache.load(record.name, 1) is None
     run(2.0)
     assert len(made) == 2
 
@@ -503,15 +505,15 @@ def test_code_of_an_earlier_run_is_loaded_wherever_it_has_been_moved_to(own_cach
 
 
 @pytest.fixture
-def code(own_cache: Path) -> kept.Made:
+def code(own_cache: Path) -> code_cache.Made:
     library = own_cache / "library.so"
     library.write_bytes(b"code")
-    return kept.Made(calls.Code(lambda tensors: tensors, str(library)), draws=False, threads=1)
+    return code_cache.Made(calls.Code(lambda tensors: tensors, str(library)), draws=False, threads=1)
 
 
-def test_a_record_that_cannot_be_written_leaves_nothing_behind(own_cache: Path, code: kept.Made):
+def test_a_record_that_cannot_be_written_leaves_nothing_behind(own_cache: Path, code: code_cache.Made):
     (own_cache / "purestep" / "name" / "in the way").mkdir(parents=True)
-    kept.keep("name", code)
+    code_cache.keep("name", code)
     assert [path.name for path in (own_cache / "purestep").iterdir()] == ["name"]
 
 
@@ -526,14 +528,16 @@ kept.keep("name", kept.Made(code, draws=False, threads=1))
 
 
 @pytest.mark.slow
-def test_a_record_on_a_full_disk_leaves_nothing_behind(own_cache: Path, code: kept.Made):
+def test_a_record_on_a_full_disk_leaves_nothing_behind(own_cache: Path, code: code_cache.Made):
     """A limit on the size of files, which this record is longer than, fails in the middle of a write too."""
     assert printed(_FULL.replace("sys.argv[1]", repr(code.code.file))) == ""
     assert list((own_cache / "purestep").iterdir()) == []
 
 
 def test_only_what_inductor_calls_with_tensors_alone_is_kept(own_cache: Path):
-    kept.keep("0" * 64, kept.Made(calls.of(lambda tensors: tensors, 1, in_arena=True), draws=False, threads=1))
+    code_cache.keep(
+        "0" * 64, code_cache.Made(calls.of(lambda tensors: tensors, 1, in_arena=True), draws=False, threads=1)
+    )
     assert not (own_cache / "purestep").exists()
 
 
@@ -542,7 +546,7 @@ def test_only_what_inductor_calls_with_tensors_alone_is_kept(own_cache: Path):
 
 def printed(code: str, **surroundings: str) -> str:
     """What another process prints that runs this code."""
-    source = str(Path(native.__file__).parents[2])
+    source = str(Path(backend.__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": source} | surroundings,
@@ -585,7 +589,7 @@ def test_two_threads_that_start_together_do_not_wait_for_one_another(own_cache: 
 
 
 def test_only_long_steps_are_called_by_slow_code():
-    with config.patch(native._by_size(1e10)):
+    with config.patch(backend._by_size(1e10)):
         assert config.aot_inductor.compile_wrapper_opt_level == "O0"
 
 

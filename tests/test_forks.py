@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import optim, tree
-from purestep.compile import forks
+from purestep.compile import copied_state
 from purestep.types import Program, TrainState
 
 pytestmark = pytest.mark.compile
@@ -147,14 +147,14 @@ def test_a_state_that_was_changed_is_taken_as_it_is(change: Callable[[TrainState
 
 def test_who_does_not_look_takes_an_old_state_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The law above, with its check planted out."""
-    monkeypatch.setattr(forks._Handed, "is_still", lambda found, state: True)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(copied_state._Handed, "is_still", lambda found, state: True)  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(AssertionError):
         test_a_state_that_was_changed_is_taken_as_it_is(replaced, 2)
 
 
 def test_who_mixes_up_leaves_takes_one_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    ordered = forks._ordered  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(forks, "_ordered", lambda *known: lambda made: ordered(*known)(made)[::-1])
+    ordered = copied_state._ordered  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(copied_state, "_ordered", lambda *known: lambda made: ordered(*known)(made)[::-1])
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
         test_a_state_that_was_changed_is_taken_as_it_is(rekeyed, 7)
 

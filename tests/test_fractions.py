@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import purestep as ps
-from purestep.arguments import whole
 from purestep.config import count_batches
 from purestep.data import limit, open_feed
-from purestep.loop.cadence import Plan
-from purestep.loop.record import Record
+from purestep.loop.loop_state import Record
+from purestep.loop.policy import Plan
 from purestep.stopping import EarlyStopping, start_epoch
+from purestep.validation import whole
 
 SHORT = [(n, count) for count in (10, 100, 300, 1000) for n in range(1, 100) if int(n / 100 * count) * 100 != n * count]
 """Hundredths and counts whose product is a whole number, which the product in floating point falls short of."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fuzz import cases, compare
 
-from purestep.compile import draws
+from purestep.compile import random_ops
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -50,9 +50,9 @@ PLANTED = cases.Case(
 
 def test_a_mask_in_another_layout_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def contiguous(fill: Any, like: torch.Tensor, numbers: Sequence[Any]) -> torch.Tensor:
-        return draws._own.drawn(str(fill), like.shape, torch.empty(like.shape).stride(), like.dtype, numbers)
+        return random_ops._own.drawn(str(fill), like.shape, torch.empty(like.shape).stride(), like.dtype, numbers)
 
-    monkeypatch.setattr(draws, "_drawn", contiguous)
+    monkeypatch.setattr(random_ops, "_drawn", contiguous)
     found = compare.mismatches(PLANTED)
     assert found
     assert all("seed -1" in line and ": compiled: " in line for line in found)

@@ -17,7 +17,7 @@ import torch
 from helpers import quadratic
 
 from purestep import optim, schedules, tree
-from purestep.transform import Transform
+from purestep.optim import Transform
 
 PATH = Path(__file__).parent / "golden" / "optimizers.json"
 ADVICE = f"""{{name}} no longer computes what it computed: {{where}}

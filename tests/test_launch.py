@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import optim
-from purestep.compile import capture, guards, native, passes, replay, runner
-from purestep.compile.live import Store
+from purestep.compile import capture, compiled_step, fx_passes, guards
+from purestep.compile import cuda_graph as replay
+from purestep.compile.cpu import backend
+from purestep.compile.donation import Store
 from purestep.errors import ConfigError, StateError, StepContractError
 from purestep.types import Program
 
@@ -46,14 +48,14 @@ def one_by_one(step: Callable[..., Any], state: Any, given: list[Any]) -> tuple[
 # --- native -----------------------------------------------------------------------------------------------------------
 
 
-needs_native = pytest.mark.skipif(not native._KNOWN, reason="native code is made with torch 2.13 and later")
+needs_native = pytest.mark.skipif(not backend._KNOWN, reason="native code is made with torch 2.13 and later")
 
 
 @pytest.fixture
 def only_native(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The native path without the way round it; what it made is in the list."""
     made: list[Any] = []
-    true = native.compiled
+    true = backend.compiled
 
     def compiled(*arguments: Any, **options: Any) -> Any:
         made.append(true(*arguments, **options))
@@ -62,7 +64,7 @@ def only_native(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def no_way_round(*_: Any) -> None:
         raise AssertionError("went round the native path")
 
-    monkeypatch.setattr(native, "compiled", compiled)
+    monkeypatch.setattr(backend, "compiled", compiled)
     monkeypatch.setattr(capture, "_lowered", no_way_round)
     return made
 
@@ -101,7 +103,7 @@ def test_what_the_native_path_cannot_do_goes_round_it(monkeypatch: pytest.Monkey
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("another version of torch")
 
-    monkeypatch.setattr(native, "compiled", broken)
+    monkeypatch.setattr(backend, "compiled", broken)
     program, given = mlp(), batches(2)
     expected = one_by_one(program.train_step, program.init(), given)
     found = one_by_one(ps.compile_step(program.train_step, donate=True), program.init(), given)
@@ -125,9 +127,9 @@ def test_a_write_in_the_middle_is_not_taken_for_functional() -> None:
         x.copy_(x + 1)
         return last * 2
 
-    assert not passes.is_functional(make_fx(writes_and_reads)(torch.ones(2)))
-    assert not passes.is_functional(make_fx(writes_and_reads_a_view)(torch.ones(2)))
-    assert passes.is_functional(make_fx(reads_and_writes)(torch.ones(2)))
+    assert not fx_passes.is_functional(make_fx(writes_and_reads)(torch.ones(2)))
+    assert not fx_passes.is_functional(make_fx(writes_and_reads_a_view)(torch.ones(2)))
+    assert fx_passes.is_functional(make_fx(reads_and_writes)(torch.ones(2)))
 
 
 @pytest.mark.compile
@@ -250,7 +252,7 @@ class Picking(nn.Module):
 @pytest.mark.parametrize("around", [False, True])
 def test_one_number_of_a_tensor_is_that_number(around: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if around:
-        monkeypatch.setattr(native, "suits", lambda *_: False)
+        monkeypatch.setattr(backend, "suits", lambda *_: False)
     torch.manual_seed(0)
     program = ps.program(Picking(), ps.supervised(CRITERION), optim.sgd(0.1))
     given = [(torch.randn(16, 8), torch.randint(0, 3, (16,))) for _ in range(2)]
@@ -315,7 +317,7 @@ def _threads_inside(width: int) -> int:
     net = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
     program = ps.program(net, ps.supervised(CRITERION), optim.sgd(0.1))
     batch = (torch.randn(64, width), torch.randint(0, 3, (64,)))
-    true = native._lowered
+    true = backend._lowered
 
     def watched(*arguments: Any) -> Any:
         run = true(*arguments)
@@ -327,7 +329,7 @@ def _threads_inside(width: int) -> int:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_lowered", watched)
+        patch.setattr(backend, "_lowered", watched)
         step = ps.compile_step(program.train_step, donate=True)
         step(program.init(), batch)
     return seen[0]
@@ -353,7 +355,7 @@ def test_an_error_inside_gives_the_threads_back() -> None:
     torch.set_num_threads(2)
     try:
         with pytest.raises(ZeroDivisionError):
-            native.on_threads(lambda _: 1 / 0, 1)([])
+            backend.on_threads(lambda _: 1 / 0, 1)([])
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -457,7 +459,7 @@ def replayed(program: Program) -> Any:
     """A compiled step that takes the CPU for a device with graphs."""
     step = compiled(program.train_step, donate=True, cuda_graph=True)
     replays = step._replays
-    step._run = lambda graph, store, leaves: replays.run(graph.run, store, leaves, runner._copied)
+    step._run = lambda graph, store, leaves: replays.run(graph.run, store, leaves, compiled_step._copied)
     return step
 
 

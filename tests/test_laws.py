@@ -23,8 +23,8 @@ from torch import Tensor, nn
 import purestep as ps
 from purestep import ema, metrics, optim, rng, scaler, schedules, tree
 from purestep.errors import StepContractError
+from purestep.optim import Transform
 from purestep.packed import layout, pack, unpack
-from purestep.transform import Transform
 from purestep.types import Mean, Params, Program, TrainState
 
 CRITERION = nn.CrossEntropyLoss()

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 import purestep as ps
 from purestep import events
 from purestep.data import Feed, limit, open_feed
-from purestep.data.attributes import Attributes, write
+from purestep.data.attribute_state import Attributes, write
 from purestep.errors import DataError
 
 DATA = TensorDataset(torch.arange(12.0)[:, None])

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import purestep as ps
 from purestep import events, metrics, optim, schedules
 from purestep.errors import ConfigError, DataError, NonFiniteError, StateError, StepContractError
-from purestep.loop.compiling import ready_program
-from purestep.loop.meter import Meter, add_to
-from purestep.loop.record import Record, from_json, to_json, with_row
+from purestep.loop.loop_state import Record, from_json, to_json, with_row
+from purestep.loop.metric_queue import Meter, add_to
+from purestep.loop.train_call import ready_program
 from purestep.types import Mean, Program, TrainState
 
 CRITERION = nn.CrossEntropyLoss()

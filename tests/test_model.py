@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import purestep as ps
-from purestep import model, optim, tree
+from purestep import optim, tree
 from purestep.errors import ConfigError, StateError, StepContractError
+from purestep.model.functional import functional as functional_
 
 LR = 0.25
 
@@ -48,13 +49,13 @@ def assert_same_weights(state: ps.TrainState, net: nn.Module, **tolerance: Any) 
     assert_trees_close(state.buffers, dict(net.named_buffers()), **tolerance)
 
 
-def is_hollow(chosen: ps.Program | model.Template) -> bool:
-    template = chosen if isinstance(chosen, model.Template) else template_of(chosen)
+def is_hollow(chosen: ps.Program | functional_.Template) -> bool:
+    template = chosen if isinstance(chosen, functional_.Template) else template_of(chosen)
     modules = (template.train, template.eval)
     return all(t.is_meta for module in modules for t in (*module.parameters(), *module.buffers()))
 
 
-def template_of(chosen: ps.Program) -> model.Template:
+def template_of(chosen: ps.Program) -> functional_.Template:
     cells = [cell.cell_contents for cell in chosen.train_step.__closure__ or ()]
     return next(cell.template for cell in cells if hasattr(cell, "template"))
 
@@ -319,7 +320,7 @@ class TestTheModuleIsATemplate:
 
         net = tiny_mlp()
         net.words = Table(a=1, b=2)  # pyright: ignore[reportAttributeAccessIssue]
-        made = model.template(net)
+        made = functional_.template(net)
         assert len(looks) == 1
         tables = net.words, made.train.model.words, made.eval.model.words
         assert all(table == {"a": 1, "b": 2} for table in tables)
@@ -673,21 +674,21 @@ class TestBuffers:
 
     def test_the_persistent_ones_are_those_of_a_state_dict(self):
         net = Counting()
-        names = model.template(net).names
+        names = functional_.template(net).names
         assert names.buffers == ("assigned", "written", "passing")
         assert names.persistent == {"assigned", "written"} == set(net.state_dict()) - {"layer.weight", "layer.bias"}
 
     def test_of_one_under_two_names_both_are(self):
         net = Counting()
         net.register_buffer("again", net.written)
-        names = model.template(net).names
+        names = functional_.template(net).names
         assert names.persistent == {"assigned", "written", "again"} == {n for n in net.state_dict() if "layer" not in n}
         assert names.ties == {"again": "written"}
 
     def test_what_bind_is_given_is_not_written(self):
         net = Counting()
-        params, frozen, buffers = model.tensors(net)
-        bound = model.bind(model.template(net), params, frozen, buffers, train=True)
+        params, frozen, buffers = functional_.tensors(net)
+        bound = functional_.bind(functional_.template(net), params, frozen, buffers, train=True)
         bound(torch.ones(2, 4))
         assert float(buffers["written"]) == 0
         assert float(bound.buffers["written"]) == 1
@@ -709,7 +710,7 @@ class TestBound:
                 return -self.encode(x)
 
         net = Coder()
-        bound = model.bind(model.template(net), *model.tensors(net), train=True)
+        bound = functional_.bind(functional_.template(net), *functional_.tensors(net), train=True)
         x = torch.ones(2, 4)
         expected = net.inner(x) * 2
         assert torch.equal(bound.call("encode", x, scale=2.0), expected)
@@ -724,11 +725,11 @@ class TestBound:
 
     def test_submodules_run_by_their_dotted_names_and_an_attribute_says_so(self):
         net = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 2)))
-        bound = model.bind(model.template(net), *model.tensors(net))
+        bound = functional_.bind(functional_.template(net), *functional_.tensors(net))
         x = torch.randn(2, 4)
         assert torch.equal(bound.call("1.1", bound.call("1.0", bound.call("0", x))), net(x))
         named = nn.ModuleDict({"encoder": nn.Linear(4, 3)})
-        bound = model.bind(model.template(named), *model.tensors(named))
+        bound = functional_.bind(functional_.template(named), *functional_.tensors(named))
         with pytest.raises(AttributeError, match=r"no attribute 'encoder' .*model.call\('encoder', ...\)"):
             bound.encoder(x)  # pyright: ignore
         assert not hasattr(bound, "decoder")
@@ -742,7 +743,7 @@ class TestBound:
                 return self.aux
 
         net = Net(2, 1)
-        bound = model.bind(model.template(net), *model.tensors(net))
+        bound = functional_.bind(functional_.template(net), *functional_.tensors(net))
         bound(torch.ones(1, 2))
         for name, cure in (
             ("aux", "return it from forward"),
@@ -758,12 +759,12 @@ class TestBound:
     def test_it_shows_weights_mode_and_the_hollow_module(self):
         net = tiny_mlp()
         net[0].bias.requires_grad_(False)
-        template = model.template(net)
-        params, frozen, buffers = model.tensors(net)
+        template = functional_.template(net)
+        params, frozen, buffers = functional_.tensors(net)
         assert params["0.weight"].data_ptr() == net[0].weight.data_ptr()
         assert not params["0.weight"].requires_grad
         for train in (True, False):
-            bound = model.bind(template, params, frozen, buffers, train=train)
+            bound = functional_.bind(template, params, frozen, buffers, train=train)
             assert bound.training is train
             assert set(bound.params) == {"0.weight", "2.weight", "2.bias"}
             assert set(bound.frozen) == {"0.bias"}
@@ -855,7 +856,7 @@ class TestWhatCannotBeTrained:
                 return self
 
         with pytest.raises(StateError, match=r"^1: is no copy: its __deepcopy__ returns the module itself"):
-            model.template(nn.Sequential(nn.Linear(2, 2), Single()))
+            functional_.template(nn.Sequential(nn.Linear(2, 2), Single()))
 
     def test_a_weight_that_an_attribute_holds_too_is_named(self):
         class Net(nn.Module):
@@ -865,7 +866,7 @@ class TestWhatCannotBeTrained:
                 self.heads = {"a": [self.inner.weight]}
 
         with pytest.raises(StateError, match=r"heads: leads to a weight that is registered too \(cure: a method"):
-            model.template(Net())
+            functional_.template(Net())
 
     @pytest.mark.parametrize("kind", ["a hook", "a partial", "a default", "a bound method of another copy"])
     def test_a_function_that_uses_the_module_itself_is_named(self, kind: str):
@@ -882,59 +883,59 @@ class TestWhatCannotBeTrained:
             forward = adapter.forward
             net[0].register_forward_hook(lambda module, inputs, output: forward(output))
         if kind == "a partial":  # which a copy is made of, with its copy of the adapter
-            model.template(net)
+            functional_.template(net)
             return
         with pytest.raises(StateError, match=r"0\._forward_hooks: leads to the module itself"):
-            model.template(net)
+            functional_.template(net)
 
     def test_functions_that_use_something_else_are_taken(self):
         seen: list[Tensor] = []
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         net[0].register_forward_hook(lambda module, inputs, output: seen.append(output))
         net.both = [net[0], net[1]]  # copied with the module
-        model.template(net)
+        functional_.template(net)
 
     def test_a_hook_on_a_gradient_is_named(self):
         net = nn.Linear(2, 2)
         net.weight.register_hook(lambda grad: grad * 0)
         with pytest.raises(StateError, match=r"weight: has a hook on its gradient.*cure: optim\.masked"):
-            model.template(net)
+            functional_.template(net)
         net.weight.requires_grad_(False)
-        model.template(net)  # which no gradient reaches
+        functional_.template(net)  # which no gradient reaches
 
     def test_a_weight_in_the_memory_of_another_tensor_is_named(self):
         net = nn.Linear(2, 2)
         net.register_buffer("alias", net.weight)
         with pytest.raises(StateError, match=r"lies in the memory of"):
-            model.template(net)
+            functional_.template(net)
         twice = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         twice[1].weight.data = twice[0].weight.data
         with pytest.raises(StateError, match=r"lies in the memory of"):
-            model.template(twice)
+            functional_.template(twice)
         inside = nn.Linear(2, 2)
         inside.register_buffer("whole", torch.zeros(10))
         inside.register_buffer("start", inside.whole[1:2])  # between the two in memory
         inside.bias.data = inside.whole[2:4]
         with pytest.raises(StateError, match=r"bias: lies in the memory of whole"):
-            model.template(inside)
+            functional_.template(inside)
         apart = nn.Linear(2, 2)
         whole = torch.zeros(10)
         apart.weight.data, apart.bias.data = whole[:4].view(2, 2), whole[4:6]
         apart.register_buffer("left", whole[6:])
-        model.template(apart)  # side by side, as an LSTM's weights lie on a GPU
+        functional_.template(apart)  # side by side, as an LSTM's weights lie on a GPU
         columns, matrix = nn.Linear(2, 2), torch.zeros(3, 4)
         columns.a, columns.b = nn.Parameter(matrix[:, :2]), nn.Parameter(matrix[:, 2:])
-        model.template(columns)  # between each other
+        functional_.template(columns)  # between each other
         columns.c = nn.Parameter(matrix[:, 1:3].expand(3, 2))
         with pytest.raises(StateError, match=r"lies in the memory of"):
-            model.template(columns)
+            functional_.template(columns)
 
     @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
     def test_embeddings_that_no_step_can_train_are_named(self, kind: type[nn.Module]):
         with pytest.raises(StateError, match=rf"{kind.__name__}: max_norm=1\.0 writes the weights in the forward pass"):
-            model.template(kind(4, 2, max_norm=1.0))
+            functional_.template(kind(4, 2, max_norm=1.0))
         with pytest.raises(StateError, match=r"^0: sparse=True makes a sparse gradient"):
-            model.template(nn.Sequential(kind(4, 2, sparse=True)))
+            functional_.template(nn.Sequential(kind(4, 2, sparse=True)))
 
     @pytest.mark.parametrize("engine", ["autograd", "func"])
     def test_a_buffer_that_was_none_and_is_filled_is_named(self, engine: str):

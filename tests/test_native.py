@@ -23,27 +23,27 @@ from torch._inductor import config
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import (
-    arena,
+from purestep.compile import aliasing
+from purestep.compile.cpu import (
     attention,
-    calls,
-    kept,
-    kernels,
-    native,
-    pieces,
-    products,
-    recording,
-    rows,
-    sources,
+    backend,
+    cpp_kernel,
+    embedding_grad,
+    gemm,
+    graph_key,
+    launcher,
+    offset_pointers,
+    workspace,
 )
+from purestep.compile.cpu import code_cache as kept
 from purestep.errors import StepContractError
 
 if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
     pytest.skip("the kernels are for processors with AVX2 or AVX-512", allow_module_level=True)
-if not native._KNOWN:
+if not backend._KNOWN:
     pytest.skip("native code is made with torch 2.13 and later", allow_module_level=True)
 
-wrapper: Any = importlib.import_module("purestep.compile.wrapper")  # loads inductor
+wrapper: Any = importlib.import_module("purestep.compile.cpu.cpp_wrapper")  # loads inductor
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -57,7 +57,7 @@ def made_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def compiled(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Callable[..., list[Tensor]]:
     """The function as native code, for tensors like these; called with these where it is given none."""
     with torch.no_grad():
-        run, _ = native.compiled(recording.record(function, list(inputs)), options=None)
+        run, _ = backend.compiled(graph_key.record(function, list(inputs)), options=None)
     return lambda *others: list(run(list(others or inputs)))
 
 
@@ -140,11 +140,11 @@ def test_products_of_any_size_and_strides_on_any_number_of_threads():
     ids=["forgets what it summed", "the first block again", "the first rows again", "the first panel again"],
 )
 def test_a_kernel_with_a_fault_is_seen(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch):
-    assert right in products.KERNEL.source
-    broken = products.KERNEL._replace(source=products.KERNEL.source.replace(right, wrong))
-    monkeypatch.setattr(products, "KERNEL", broken)
-    monkeypatch.setattr(products, "VERSION", broken.version)
-    kernels.register.cache_clear()
+    assert right in gemm.KERNEL.source
+    broken = gemm.KERNEL._replace(source=gemm.KERNEL.source.replace(right, wrong))
+    monkeypatch.setattr(gemm, "KERNEL", broken)
+    monkeypatch.setattr(gemm, "VERSION", broken.version)
+    cpp_kernel.register.cache_clear()
     try:
         a, b = torch.randn(600, 300).t(), torch.randn(600, 40)
         run = compiled(all_products, a, b)
@@ -152,7 +152,7 @@ def test_a_kernel_with_a_fault_is_seen(right: str, wrong: str, monkeypatch: pyte
             close(run(), [a.double() @ b.double()])
     finally:
         monkeypatch.undo()
-        kernels.register.cache_clear()
+        cpp_kernel.register.cache_clear()
 
 
 def test_which_products_the_kernel_takes():
@@ -177,7 +177,7 @@ def test_which_products_the_kernel_takes():
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 4, 5), (4, 0, 5), (4, 5, 0)])
 def test_a_product_of_nothing(m: int, k: int, n: int):
     def function(a: Tensor, b: Tensor) -> list[Tensor]:
-        return [torch.ops.purestep.product(a, b, "plain", products.VERSION) + 1]
+        return [torch.ops.purestep.product(a, b, "plain", gemm.VERSION) + 1]
 
     a, b = torch.ones(2, m, k), torch.ones(2, k, n)
     close(compiled(function, a, b)(), [a @ b + 1])
@@ -302,11 +302,11 @@ def test_a_run_on_several_threads_repeats_itself_to_the_bit():
     index, rows_ = torch.randint(3, (4096,)), torch.randn(4096, 512)
 
     def function(rows_: Tensor, index: Tensor) -> list[Tensor]:
-        return [torch.ops.purestep.rows_added(rows_, index, 3, rows.KERNEL.version)]
+        return [torch.ops.purestep.rows_added(rows_, index, 3, embedding_grad.KERNEL.version)]
 
-    with config.patch(native._chosen(None)):
-        assert kernels.possible()
-        kernels.register(rows.KERNEL)
+    with config.patch(backend._chosen(None)):
+        assert cpp_kernel.possible()
+        cpp_kernel.register(embedding_grad.KERNEL)
     run = compiled(function, rows_, index)
     with threads(1):
         alone = run()[0]
@@ -352,7 +352,7 @@ def test_a_recurrent_model_trains(monkeypatch: pytest.MonkeyPatch, door: str):
             return self.out(self.inner(x)[0][:, -1])
 
     if door != "native":
-        monkeypatch.setattr(native, "suits", lambda *_: False)
+        monkeypatch.setattr(backend, "suits", lambda *_: False)
     program = ps.program(Model(), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
     batch = (torch.randn(4, 3, 5), torch.randn(4, 1))
     step = ps.compile_step(program.train_step, capture="trace")
@@ -368,7 +368,7 @@ def test_a_recurrent_model_trains(monkeypatch: pytest.MonkeyPatch, door: str):
 def test_no_two_take_the_same_bytes():
     chance = random.Random(0)
     for _ in range(50):
-        layout, held = arena.Layout(), list[tuple[int, int]]()
+        layout, held = workspace.Layout(), list[tuple[int, int]]()
         for _ in range(200):
             if held and chance.random() < 0.5:
                 layout.give(*held.pop(chance.randrange(len(held))))
@@ -398,7 +398,7 @@ def test_what_a_graph_returns_is_memory_of_its_own():
     run = compiled(busy, x, w)
     first = run()
     kept = [each.clone() for each in first]
-    start, size, _ = arena.header().tolist()
+    start, size, _ = workspace.header().tolist()
     assert size > 0
     for each in first:
         assert not start <= each.data_ptr() < start + size
@@ -445,10 +445,10 @@ def wrong_results_of_three_threads() -> list[int]:
 
 def test_threads_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch):
     assert not wrong_results_of_three_threads()
-    shared = arena.header()
-    monkeypatch.setattr(arena, "header", lambda: shared)
-    assert "own_(header[2])" in arena.HEADER
-    monkeypatch.setattr(arena, "HEADER", arena.HEADER.replace("own_(header[2])", "own_(false)"))
+    shared = workspace.header()
+    monkeypatch.setattr(workspace, "header", lambda: shared)
+    assert "own_(header[2])" in workspace.HEADER
+    monkeypatch.setattr(workspace, "HEADER", workspace.HEADER.replace("own_(header[2])", "own_(false)"))
     with config.patch(fx_graph_cache=False):
         assert wrong_results_of_three_threads()
 
@@ -485,14 +485,14 @@ def test_a_graph_that_an_operator_of_another_one_calls(rows_: int):
     with pytest.raises(Exception, match="nested"):
         run(x / 0)
     close(run(x), expected, 1e-4)
-    assert arena.header()[2] == 0
+    assert workspace.header()[2] == 0
 
 
 def test_the_memory_of_a_thread_is_given_back_with_it():
     freed: list[int] = []
-    held = arena._free
+    held = workspace._free
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arena, "_free", lambda header: (freed.append(int(header[0])), held(header)))
+        patch.setattr(workspace, "_free", lambda header: (freed.append(int(header[0])), held(header)))
         run = compiled(busy, torch.randn(30, 40), torch.randn(40, 40))
         worker = threading.Thread(target=run)
         worker.start()
@@ -502,26 +502,26 @@ def test_the_memory_of_a_thread_is_given_back_with_it():
 
 
 def test_the_memory_is_the_cpus_whatever_the_callers_default(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(arena, "_OWN", threading.local())
+    monkeypatch.setattr(workspace, "_OWN", threading.local())
     with torch.device("meta"):
-        assert arena.header().device.type == "cpu"
+        assert workspace.header().device.type == "cpu"
 
 
 def test_at_exit_no_memory_is_taken_from_threads_that_go_on(monkeypatch: pytest.MonkeyPatch):
     made: list[Any] = []
     true = weakref.finalize
     monkeypatch.setattr(weakref, "finalize", lambda *parts: (made.append(true(*parts)), made[-1])[1])
-    monkeypatch.setattr(arena, "_OWN", threading.local())
-    arena.header()
+    monkeypatch.setattr(workspace, "_OWN", threading.local())
+    workspace.header()
     assert [each.atexit for each in made] == [False]
 
 
 def test_no_more_memory_than_torch_would_take():
     """A chain of layers needs two of its tensors at a time, whatever its length."""
     sizes: list[int] = []
-    take = arena.Layout.take
+    take = workspace.Layout.take
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arena.Layout, "take", lambda self, size: (take(self, size), sizes.append(self.size))[0])
+        patch.setattr(workspace.Layout, "take", lambda self, size: (take(self, size), sizes.append(self.size))[0])
         with config.patch(fx_graph_cache=False):  # it would give the code without laying anything out
             compiled(chain, torch.randn(64, 64), torch.randn(64, 64))
     assert 0 < sizes[-1] <= 3 * 64 * 64 * 4
@@ -537,14 +537,14 @@ def test_no_more_memory_than_torch_would_take():
 def by_address(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For every graph, whether it is called with addresses."""
     seen: list[bool] = []
-    true = calls.of
+    true = launcher.of
 
-    def of(*arguments: Any, **more: Any) -> calls.Code:
+    def of(*arguments: Any, **more: Any) -> launcher.Code:
         made = true(*arguments, **more)
         seen.append(made.file is not None)
         return made
 
-    monkeypatch.setattr(calls, "of", of)
+    monkeypatch.setattr(launcher, "of", of)
     return seen
 
 
@@ -630,14 +630,14 @@ def test_an_error_inside_a_graph_is_raised_and_the_next_call_works(by_address: l
         with pytest.raises(RuntimeError, match="index out of bounds"):
             run(table, index + 7)
         close(run(table, index), [table[:5].sin()])
-    assert arena.header()[2] == 0
+    assert workspace.header()[2] == 0
 
 
 def test_graphs_by_handles_give_the_same(by_address: list[bool], monkeypatch: pytest.MonkeyPatch):
     x, w = torch.randn(30, 40), torch.randn(40, 40)
     first = compiled(busy, x, w)()
     with monkeypatch.context() as patch:  # code for addresses, called by who does not know
-        patch.setattr(calls, "ENTRY", "missing")
+        patch.setattr(launcher, "ENTRY", "missing")
         close(compiled(busy, x, w)(), first, 0)
     monkeypatch.setattr(wrapper, "_by_address", lambda: False)
     with config.patch(fx_graph_cache=False):
@@ -723,7 +723,7 @@ def test_equal_layers_are_one_kernel(monkeypatch: pytest.MonkeyPatch):
         return len(kernels_of(layered, torch.randn(48 * layers), torch.randn(8, 48), torch.randn(48, 48) / 7))
 
     assert count(2) == count(6)
-    monkeypatch.setattr(pieces, "_offset", lambda name, index: 0)
+    monkeypatch.setattr(offset_pointers, "_offset", lambda name, index: 0)
     assert count(6) > count(2)
 
 
@@ -798,13 +798,13 @@ def test_pieces_of_a_vector_that_is_written(
 
 @pytest.mark.parametrize("one_off", [1, -1])
 def test_a_piece_from_elsewhere_is_seen(monkeypatch: pytest.MonkeyPatch, one_off: int):
-    true = pieces._address
+    true = offset_pointers._address
 
     def address(name: str) -> str:
         vector, _, offset = name.partition("+")
         return true(f"{vector}+{int(offset) + one_off}") if offset else true(name)
 
-    monkeypatch.setattr(pieces, "_address", address)
+    monkeypatch.setattr(offset_pointers, "_address", address)
     with config.patch(fx_graph_cache=False):
         assert not is_as_written(plain)
 
@@ -853,5 +853,5 @@ def test_an_input_written_from_itself_through_a_view(turn: int):
 
 
 def test_without_memory_of_its_own_it_is_overwritten_while_it_is_read(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sources, "_computed_apart", lambda graph, source: None)
+    monkeypatch.setattr(aliasing, "_computed_apart", lambda graph, source: None)
     assert not is_written_whole(TURNS[1])

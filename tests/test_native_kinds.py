@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch._inductor import codecache, config
 
 import purestep as ps
-from purestep.compile import kept, native
+from purestep.compile.cpu import backend, code_cache
 
 pytestmark = pytest.mark.compile
 
-if not native._KNOWN:
+if not backend._KNOWN:
     pytest.skip("native code is made with torch 2.13 and later", allow_module_level=True)
 
 
@@ -36,8 +36,8 @@ def given_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if what == "native code":
             raise Written from error  # the front door takes a minute
 
-    monkeypatch.setattr(native, "given_up", noted)
-    monkeypatch.setattr(kept, "name", lambda *_: None)
+    monkeypatch.setattr(backend, "given_up", noted)
+    monkeypatch.setattr(code_cache, "name", lambda *_: None)
     monkeypatch.setattr(codecache.CppWrapperCodeCache, "load_pybinding", classmethod(lambda *_, **__: stop))
     return found
 

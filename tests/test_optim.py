@@ -656,12 +656,12 @@ def test_from_torch_takes_third_party_optimizers(cls: type[T.Optimizer], schedul
 
 def test_the_comparison_catches_a_state_that_starts_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault, dampening the first step of SGD too: seen by `init`, and here."""
-    from purestep.optim import probe
+    from purestep.optim import from_torch
 
-    monkeypatch.setattr(probe, "_first_differs", lambda *args: False)
+    monkeypatch.setattr(from_torch, "_first_differs", lambda *args: False)
     with pytest.raises(ConfigError, match="rebuilt from its state it makes other updates"):
         torch_error(T.SGD, {"momentum": 0.9, "dampening": 0.5})
-    monkeypatch.setattr(probe, "_reproduce", lambda *args: None)
+    monkeypatch.setattr(from_torch, "_reproduce", lambda *args: None)
     assert torch_error(T.SGD, {"momentum": 0.9, "dampening": 0.5}) > 1e-3
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import purestep as ps
-from purestep.compile.outside import Outside
+from purestep.compile.captured_values import Outside
 
 pytestmark = pytest.mark.compile
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from purestep import optim
-from purestep.transform import Transform
+from purestep.optim import Transform
 
 pytestmark = pytest.mark.peer
 

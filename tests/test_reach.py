@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import purestep as ps
-from purestep.transform import Transform
+from purestep.optim import Transform
 
 
 class Heads(nn.Module):

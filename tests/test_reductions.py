@@ -14,7 +14,8 @@ from torch.nn import functional
 
 import purestep as ps
 from purestep import rng
-from purestep.compile import native, reductions
+from purestep.compile import early_reductions
+from purestep.compile.cpu import backend as backend_
 from purestep.types import Loss, Program
 
 pytestmark = pytest.mark.compile
@@ -77,7 +78,7 @@ def readers(node: Any) -> Iterator[Any]:
             if user in seen:
                 continue
             seen.add(user)
-            if reductions._is_computed_anew(user) and reductions._size(user) > 1:
+            if early_reductions._is_computed_anew(user) and early_reductions._size(user) > 1:
                 waiting.append(user)
             yield user
 
@@ -106,11 +107,11 @@ def test_nothing_reads_the_logits_once_their_gradient_is_there(objective: str, l
                 order = {each: index for index, each in enumerate(graph.nodes)}
                 min(node.users, key=lambda user: order[user]).prepend(node)
         graph.lint()
-    reductions.early(graph)
+    early_reductions.early(graph)
     graph.lint()
     at = {node: index for index, node in enumerate(graph.nodes)}
     gradient = at[backward_of(graph)]
-    scalars = [node for node in readers(logits_of(graph)) if reductions._size(node) == 1]
+    scalars = [node for node in readers(logits_of(graph)) if early_reductions._size(node) == 1]
     assert scalars
     assert all(at[node] < gradient for node in scalars)
     held = [node for node in graph.nodes if node.target is torch.ops.purestep.after.default]
@@ -122,7 +123,7 @@ def test_nothing_reads_the_logits_once_their_gradient_is_there(objective: str, l
 @pytest.mark.parametrize("objective", ["and accuracy"])
 def test_numbers_are_those_of_eager(objective: str, through: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if through == "the front door":
-        monkeypatch.setattr(native, "suits", lambda inputs, backend: False)
+        monkeypatch.setattr(backend_, "suits", lambda inputs, backend: False)
     made = program(objective)
     step, state, given = ps.compile_step(made.train_step, donate=True), made.init(), batch()
     other = made.init()
@@ -138,13 +139,13 @@ def test_a_norm_that_its_gradient_waits_for_stays_where_it_is() -> None:
     """Fused with what makes the gradient; and a small step is not changed at all."""
     graph = traced(program("cross entropy"))
     before = [node.name for node in graph.nodes if "linalg_vector_norm" in node.name or "pow" in node.name]
-    reductions.early(graph)
+    early_reductions.early(graph)
     after = [node for node in graph.nodes if node.target is torch.ops.purestep.after.default]
     assert all(node.args[1].name not in before for node in after)
     made = ps.program(nn.Linear(16, 4), ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1))
     small = traced(made)
     nodes = [node.name for node in small.nodes]
-    reductions.early(small)
+    early_reductions.early(small)
     assert [node.name for node in small.nodes] == nodes
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from purestep import rng
-from purestep.data import draws
+from purestep.data import random_state
 from purestep.errors import ConfigError
 
 PARTS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.text(max_size=8))
@@ -131,10 +131,10 @@ def generators() -> tuple[object, ...]:
     )
 
 
-@pytest.mark.parametrize("scoped", [rng.scoped, draws.scoped], ids=["torch", "all"])
+@pytest.mark.parametrize("scoped", [rng.scoped, random_state.scoped], ids=["torch", "all"])
 def test_ctrl_c_at_any_line_of_a_scope_leaves_no_trace(scoped: Any):
     """An interrupt comes between two lines, and only one of them."""
-    before, hits, files = generators(), [], {rng.__file__, draws.__file__}
+    before, hits, files = generators(), [], {rng.__file__, random_state.__file__}
     seen = [0]
 
     def interrupt(frame: FrameType, event: str, _: object) -> Any:

@@ -520,10 +520,10 @@ def test_a_loss_that_is_not_a_number_raises_is_skipped_or_undone():
 
 @pytest.mark.row("1.28")
 def test_the_log_says_how_fast_it_goes_and_how_much_of_it_is_waiting(monkeypatch: pytest.MonkeyPatch):
-    from purestep.loop import ledger
+    from purestep.loop import progress
 
     clock = 0.0
-    monkeypatch.setattr(ledger, "time", SimpleNamespace(monotonic=lambda: clock))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock))
 
     class Slow:
         """Three seconds a batch."""

@@ -95,7 +95,7 @@ def test_an_accelerator_is_a_device_or_an_error_that_lists_what_there_is(monkeyp
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     found = {name: from_lightning({"max_epochs": 1, "accelerator": name}).device for name in ("cpu", "gpu", "auto")}
     assert found == {"cpu": "cpu", "gpu": "cuda", "auto": None}
-    monkeypatch.setattr("purestep.loop.setup.auto_device", lambda: torch.device("meta"))  # which nothing trains on
+    monkeypatch.setattr("purestep.loop.inputs.auto_device", lambda: torch.device("meta"))  # which nothing trains on
     assert train({"accelerator": "cpu"}).state.step.device.type == "cpu"
     for name in ("tpu", "hpu"):
         with pytest.raises(ConfigError, match=rf"accelerator='{name}' is not supported; there are auto, cpu"):
@@ -364,7 +364,7 @@ ACCEPTED: Settings = {
 
 @pytest.mark.row("B32")
 def test_every_argument_of_the_trainer_is_honoured_or_refused_with_the_cure():
-    from purestep.config.lightning.signature import DEFAULTS
+    from purestep.contrib.lightning import DEFAULTS
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import purestep as ps
-import purestep.sinks.history as history_module
+import purestep.sinks.json_history as history_module
 from purestep.errors import WriteFailed
 from purestep.events import EpochEnd, EvalEnd, Event, FitEnd, FitStart, Logged, Position, Saved, StepEnd
 from purestep.files import special_file
@@ -118,7 +118,7 @@ def redrawn(sink: Progress) -> None:
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
     terminal(monkeypatch)
     now = [time.monotonic()]
-    monkeypatch.setattr("purestep.sinks.bar.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("purestep.sinks.console.time.monotonic", lambda: now[0])
     stream = Terminal()
     sink = progress(stream)
     places = [Position("train", 0, 0), Position("train", 0, 2), Position("val", 0, 7), Position("train", 1, 0)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import graphs, sizes
+from purestep.compile import dynamic_shapes, graph_cache
 
 pytestmark = pytest.mark.compile
 
@@ -123,7 +123,7 @@ def test_a_branch_on_a_size_is_a_guard(capture: str) -> None:
 
 
 def test_a_size_as_a_number_of_pythons_compiles_each_size_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_MOST", 4)
+    monkeypatch.setattr(graph_cache, "_MOST", 4)
 
     def objective(model: Any, given: Any) -> ps.Loss:
         rows = torch.tensor([float(index) for index in range(int(given.shape[0]))])
@@ -157,10 +157,10 @@ def test_layouts_that_the_graph_for_all_sizes_does_not_serve_have_their_own() ->
 @pytest.mark.parametrize("shapes", list(itertools.permutations([(1, 4), (3, 4), (2, 4)])), ids=str)
 def test_the_example_of_many_sizes_is_none_that_torch_takes_for_a_constant(shapes: Any) -> None:
     seen, leaves = [[shape] for shape in shapes[:2]], [torch.ones(shapes[2])]
-    moving = sizes.varying([*seen, sizes.shapes(leaves)])
+    moving = dynamic_shapes.varying([*seen, dynamic_shapes.shapes(leaves)])
     assert moving == [(True, False)]
-    found = sizes.example(leaves, seen, moving)
+    found = dynamic_shapes.example(leaves, seen, moving)
     assert found is not None
     assert found[0].shape[0] >= 2
     assert (found is leaves) == (shapes[2][0] >= 2)
-    assert sizes.example([torch.ones(1, 4)], [[(0, 4)]], moving) is None
+    assert dynamic_shapes.example([torch.ones(1, 4)], [[(0, 4)]], moving) is None

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from purestep import errors, tree
-from purestep.snapshot import Snapshots, cadence, copies, host, manifest, reading, store
+from purestep.snapshot import Snapshots, manifest, orbax_io, reader, save_policy, staging, state_copy
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
@@ -94,13 +94,13 @@ def test_every_leaf_comes_back_bit_for_bit(tmp_path, way, monkeypatch):
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("the other way")
 
-    monkeypatch.setattr(reading, "_SMALL", 1 << 20 if way == "by chunks" else 0)
+    monkeypatch.setattr(reader, "_SMALL", 1 << 20 if way == "by chunks" else 0)
     with Snapshots(tmp_path) as snapshots:
         snapshots.save(3, state)
         template = tree.map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, state)
         before = tree.clone(template)
         snapshots.wait()
-        monkeypatch.setattr(store, "read_chunks" if way == "through orbax" else "read", refuse)
+        monkeypatch.setattr(orbax_io, "read_chunks" if way == "through orbax" else "read", refuse)
         found = snapshots.restore(template)
         assert_same(found.state, state)
         assert_same(template, before)
@@ -114,9 +114,9 @@ def test_digests_of_large_leaves_are_taken_side_by_side(tmp_path, two_threads, m
     with Snapshots(tmp_path) as snapshots:
         snapshots.save(1, small())
         snapshots.wait()
-        monkeypatch.setattr(reading, "_SMALL", 0)
-        both, true = threading.Barrier(2), host.digest
-        monkeypatch.setattr(host, "digest", lambda values: (both.wait(timeout=30), true(values))[1])
+        monkeypatch.setattr(reader, "_SMALL", 0)
+        both, true = threading.Barrier(2), staging.digest
+        monkeypatch.setattr(staging, "digest", lambda values: (both.wait(timeout=30), true(values))[1])
         assert_same(snapshots.restore(small(1.0)).state, small())
 
 
@@ -125,9 +125,9 @@ def test_the_first_damaged_leaf_is_told_and_the_others_are_not_looked_at(tmp_pat
     with Snapshots(tmp_path) as snapshots:
         snapshots.save(1, state)
         snapshots.wait()
-        monkeypatch.setattr(reading, "_SMALL", 0)
+        monkeypatch.setattr(reader, "_SMALL", 0)
         seen = list[int]()
-        monkeypatch.setattr(host, "digest", lambda values: (time.sleep(0.2), seen.append(0))[0])
+        monkeypatch.setattr(staging, "digest", lambda values: (time.sleep(0.2), seen.append(0))[0])
         with pytest.raises(errors.Corrupt, match="the values of 0 are not"):
             snapshots.restore(state)
         assert len(seen) < 9
@@ -149,29 +149,31 @@ def test_chunks_without_their_digest_are_read_through_orbax(tmp_path, fault, mon
         asked.append(set(wanted))
         return store_read(folder, wanted, **named)
 
-    store_chunks, store_read = store.read_chunks, store.read
+    store_chunks, store_read = orbax_io.read_chunks, orbax_io.read
     with Snapshots(tmp_path) as snapshots:
         snapshots.save(0, state)
         snapshots.wait()
-        monkeypatch.setattr(store, "read_chunks", chunks)
-        monkeypatch.setattr(store, "read", through_orbax)
+        monkeypatch.setattr(orbax_io, "read_chunks", chunks)
+        monkeypatch.setattr(orbax_io, "read", through_orbax)
         assert_same(snapshots.restore(state).state, state)
     assert set(there) == {"a", "b"}
     assert asked == [{"a", "b"} if fault == "no such store" else {"a"}]
 
 
 def test_a_store_that_is_laid_out_otherwise_has_no_chunks(tmp_path):
-    assert store.read_chunks(tmp_path, {"a": 1}) == {}
+    assert orbax_io.read_chunks(tmp_path, {"a": 1}) == {}
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "manifest.ocdbt").write_bytes(b"no such thing")
-    assert store.read_chunks(tmp_path, {"a": 1}) == {}
+    assert orbax_io.read_chunks(tmp_path, {"a": 1}) == {}
 
 
 def test_large_leaves_are_read_through_orbax_alone(tmp_path, monkeypatch):
     state = {"large": torch.arange(float(1 << 18) + 1), "small": torch.arange(float(1 << 18))}
     asked: list[set[str]] = []
-    read = store.read_chunks
-    monkeypatch.setattr(store, "read_chunks", lambda folder, wanted: asked.append(set(wanted)) or read(folder, wanted))
+    read = orbax_io.read_chunks
+    monkeypatch.setattr(
+        orbax_io, "read_chunks", lambda folder, wanted: asked.append(set(wanted)) or read(folder, wanted)
+    )
     with Snapshots(tmp_path) as snapshots:
         snapshots.save(0, state)
         assert_same(snapshots.restore(state).state, state)
@@ -390,13 +392,13 @@ def test_the_default_is_every_epoch(tmp_path):
     moves=st.lists(st.integers(0, 9), max_size=30),
 )
 def test_no_multiple_is_missed_and_none_counted_twice(every, moves):
-    rule = cadence.every(every, None, None)
-    last, updates, saved = cadence.Mark(0, 0, 0.0), 0, 0
+    rule = save_policy.every(every, None, None)
+    last, updates, saved = save_policy.Mark(0, 0, 0.0), 0, 0
     for move in moves:
         updates += move
-        here = cadence.Mark(updates, 0, 0.0)
+        here = save_policy.Mark(updates, 0, 0.0)
         crossed = updates // every > last.updates // every
-        assert bool(cadence.due(rule, last, here)) == crossed
+        assert bool(save_policy.due(rule, last, here)) == crossed
         if crossed:
             last, saved = here, saved + 1
     assert saved <= updates // every
@@ -448,20 +450,20 @@ def odd_tensors(draw: st.DrawFn) -> Tensor:
 @settings(deadline=None)
 def test_to_host_memory_and_back(tensors, again):
     """Also with buffers left over from a state of other shapes."""
-    spare: host.Buffers = {}
+    spare: staging.Buffers = {}
     for round_of in (tensors, again, tensors):
-        spare = host.stage({str(i): tensor for i, tensor in enumerate(round_of)}, spare)
+        spare = staging.stage({str(i): tensor for i, tensor in enumerate(round_of)}, spare)
         for i, tensor in enumerate(round_of):
             like = torch.empty_like(tensor)
-            back = host.tensor(host.array(spare[str(i)]), like)
+            back = staging.tensor(staging.array(spare[str(i)]), like)
             assert (back.shape, back.dtype, back.stride()) == (like.shape, like.dtype, like.stride())
             assert bits(back) == bits(tensor)
 
 
 def test_buffers_are_used_again():
     state = {"a": torch.randn(10), "b": torch.randn(3, 4).t()}
-    first = host.stage(state, {})
-    second = host.stage({"a": state["a"], "b": torch.randn(4, 3)}, first)
+    first = staging.stage(state, {})
+    second = staging.stage({"a": state["a"], "b": torch.randn(4, 3)}, first)
     assert second["a"].data_ptr() == first["a"].data_ptr()
     assert second["b"].data_ptr() != first["b"].data_ptr()
 
@@ -470,7 +472,7 @@ def test_buffers_are_used_again():
 @settings(deadline=None)
 def test_copies_of_one_state_after_another(rounds, order):
     """Also of the same state again and again, where no leaf is looked at."""
-    made = copies.Copies()
+    made = state_copy.Copies()
     for index in [0, 0, *order, 0]:
         state = {str(i): tensor.clone() for i, tensor in enumerate(rounds[index % len(rounds)])}
         expected = {path: bits(tensor) for path, tensor in state.items() if tensor.numel()}
@@ -479,7 +481,7 @@ def test_copies_of_one_state_after_another(rounds, order):
         for tensor in state.values():
             tensor.zero_()
         assert look.layout.records == manifest.describe(tree.with_paths(state))
-        back = {path: host.tensor(host.array(buffer), state[path]) for path, buffer in buffers.items()}
+        back = {path: staging.tensor(staging.array(buffer), state[path]) for path, buffer in buffers.items()}
         assert {path: bits(tensor) for path, tensor in back.items()} == expected
 
 
@@ -487,7 +489,7 @@ def test_a_state_like_the_last_is_not_looked_at_leaf_by_leaf(monkeypatch: pytest
     looked: list[Any] = []
     true = manifest.describe
     monkeypatch.setattr(manifest, "describe", lambda leaves: (looked.append(leaves), true(leaves))[1])
-    made = copies.Copies()
+    made = state_copy.Copies()
     for value in (1.0, 2.0):
         assert made.make(made.look(small(value)))["b"].tolist() == [value, value]
     assert len(looked) == 1
@@ -501,17 +503,17 @@ def test_a_state_like_the_last_is_not_looked_at_leaf_by_leaf(monkeypatch: pytest
 
 
 def test_a_copy_that_fails_leaves_none_behind(monkeypatch: pytest.MonkeyPatch):
-    made = copies.Copies()
+    made = state_copy.Copies()
     made.make(made.look(small(1.0)))
     with monkeypatch.context() as patch:
-        patch.setattr(host, "_copy", lambda *_: [][0])
+        patch.setattr(staging, "_copy", lambda *_: [][0])
         with pytest.raises(IndexError):
             made.make(made.look(small(2.0)))
     assert made.make(made.look(small(3.0)))["b"].tolist() == [3.0, 3.0]
 
 
 def test_no_state_is_kept_alive_by_what_is_known_of_it():
-    made, state = copies.Copies(), small()
+    made, state = state_copy.Copies(), small()
     made.make(made.look(state))
     gone = [weakref.ref(leaf) for leaf in state.values()]
     del state
@@ -533,7 +535,7 @@ def test_records_come_back_as_they_went(value):
 
 @given(paths=st.lists(st.text(min_size=0, max_size=8), unique=True, max_size=20))
 def test_stored_names_are_distinct_and_tame(paths):
-    keys = [store.key(path) for path in paths]
+    keys = [orbax_io.key(path) for path in paths]
     assert len(set(keys)) == len(keys)
     assert all(re.fullmatch(r"[A-Za-z0-9_%-]+", key) for key in keys)
 

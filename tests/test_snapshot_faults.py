@@ -20,7 +20,8 @@ from faults.running import state
 from test_snapshot import assert_same, small
 
 from purestep import errors
-from purestep.snapshot import Snapshots, manifest, reading
+from purestep.snapshot import Snapshots, manifest
+from purestep.snapshot import reader as reader_
 
 
 @pytest.fixture
@@ -80,14 +81,14 @@ def test_a_second_writer_is_locked_out_and_a_reader_is_not(tmp_path, server):
 
 def test_a_step_retired_while_it_is_read_is_not_called_damaged(tmp_path, monkeypatch):
     saved(tmp_path, 1, 2)
-    real = reading.read
+    real = reader_.read
 
     def slow(folder, *args, **kwargs):
         if folder.name == "2":
             shutil.rmtree(folder)
         return real(folder, *args, **kwargs)
 
-    monkeypatch.setattr(reading, "read", slow)
+    monkeypatch.setattr(reader_, "read", slow)
     assert Snapshots(tmp_path, writer=False).restore(state(0)).step == 1
 
 
@@ -95,7 +96,7 @@ def test_a_step_saved_while_the_others_are_retired_is_found(tmp_path, monkeypatc
     writer = Snapshots(tmp_path, keep=1)
     writer.save(1, state(1))
     writer.wait()
-    real, reads = reading.read, []
+    real, reads = reader_.read, []
 
     def slow(folder, *args, **kwargs):
         reads.append(folder.name)
@@ -104,7 +105,7 @@ def test_a_step_saved_while_the_others_are_retired_is_found(tmp_path, monkeypatc
             writer.wait()
         return real(folder, *args, **kwargs)
 
-    monkeypatch.setattr(reading, "read", slow)
+    monkeypatch.setattr(reader_, "read", slow)
     assert Snapshots(tmp_path, writer=False).restore(state(0)).step == 2
     assert reads == ["1", "2"]
     writer.close()

@@ -12,9 +12,9 @@ from faults.planting import forge
 
 import purestep as ps
 from purestep.errors import Corrupt
-from purestep.loop.record import Record, from_json, to_store, with_row
+from purestep.loop.loop_state import Record, from_json, to_store, with_row
 from purestep.snapshot import Snapshots, Table
-from purestep.snapshot.table import BLOCK, RowsFile, placed, read
+from purestep.snapshot.history_rows import BLOCK, RowsFile, placed, read
 
 STATE = {"w": torch.zeros(2)}
 

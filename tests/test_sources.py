@@ -14,7 +14,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
-from purestep.compile import native, sources
+from purestep.compile import aliasing
+from purestep.compile.cpu import backend as backend_
 
 pytestmark = pytest.mark.compile
 
@@ -30,7 +31,7 @@ def overwritten(old: Tensor, new: Tensor) -> Tensor:
 @pytest.fixture
 def front_door(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one of GPUs, and of versions of torch whose inner door is another."""
-    monkeypatch.setattr(native, "suits", lambda inputs, backend: False)
+    monkeypatch.setattr(backend_, "suits", lambda inputs, backend: False)
 
 
 LATER: dict[str, Callable[[Tensor, Tensor], Pair]] = {
@@ -106,7 +107,7 @@ def test_copies_of_the_state_as_it_was_by_inductors_front_door() -> None:
 def test_without_memory_of_its_own_a_leaf_is_overwritten_while_it_is_read(
     capture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_computed_apart", lambda graph, source: None)
+    monkeypatch.setattr(aliasing, "_computed_apart", lambda graph, source: None)
     with torch._inductor.config.patch(fx_graph_cache=False):
         found, expected = as_in_eager(["turned and scaled"], capture=capture)
     assert not torch.equal(found["turned and scaled, ab"]["a"], expected["turned and scaled, ab"]["a"])
@@ -115,7 +116,7 @@ def test_without_memory_of_its_own_a_leaf_is_overwritten_while_it_is_read(
 @pytest.mark.parametrize("capture", ["trace", "dynamo"])
 def test_without_it_a_copy_is_of_the_state_as_it_becomes(capture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch no longer does this, `sources.held` can go."""
-    monkeypatch.setattr(sources, "held", lambda *_, **__: None)
+    monkeypatch.setattr(aliasing, "held", lambda *_, **__: None)
     with torch._inductor.config.patch(fx_graph_cache=False):
         found, expected = as_in_eager(["clone"], capture=capture)
     pair = found["clone, ab"]
@@ -187,7 +188,7 @@ def test_options_of_inductors_are_taken_by_its_front_door() -> None:
 
 def test_inductors_cache_knows_all_passes() -> None:
     def uuid(given: Any) -> Any:
-        return sources.as_option({"post_grad_custom_pre_pass": given})["post_grad_custom_pre_pass"].uuid()
+        return aliasing.as_option({"post_grad_custom_pre_pass": given})["post_grad_custom_pre_pass"].uuid()
 
     assert uuid(None) is not None
     assert uuid(Told()) not in (None, uuid(None))
@@ -243,7 +244,7 @@ def test_a_metric_of_the_state_as_it_was_with_dynamo(kind: str) -> None:
 
 
 def test_without_it_a_metric_is_of_the_state_as_it_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "held", lambda *_, **__: None)
+    monkeypatch.setattr(aliasing, "held", lambda *_, **__: None)
     with torch._inductor.config.patch(fx_graph_cache=False):
         found, expected = losses("a copy", "trace")
     assert found != expected
@@ -255,7 +256,7 @@ def test_without_it_a_metric_is_of_the_state_as_it_becomes(monkeypatch: pytest.M
 def taken_in(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
     """How many copies there are after `held`."""
     graph = make_fx(function, tracing_mode="fake")(*(torch.ones(shape) for shape in shapes)).graph
-    sources.held(graph, sources._Shown(graph))
+    aliasing.held(graph, aliasing._Shown(graph))
     graph.lint()
     return sum(node.target is torch.ops.purestep.taken.default for node in graph.nodes)
 
@@ -293,8 +294,8 @@ def test_what_is_computed_is_not_copied(function: Callable[..., Any]) -> None:
 
 def test_the_steps_of_a_program_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[Any] = []
-    true = sources._take
-    monkeypatch.setattr(sources, "_take", lambda *given: (copies.append(given), true(*given)))
+    true = aliasing._take
+    monkeypatch.setattr(aliasing, "_take", lambda *given: (copies.append(given), true(*given)))
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.1))
     for accumulate in (1, 2):
         program = ps.program(
@@ -311,7 +312,7 @@ def test_the_steps_of_a_program_copy_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_random_permutation_is_an_index(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in mixup. torch.compile of the line alone fails with torch 2.13."""
     if door == "front":
-        monkeypatch.setattr(native, "suits", lambda inputs, backend: False)
+        monkeypatch.setattr(backend_, "suits", lambda inputs, backend: False)
 
     def step(state: dict[str, Tensor], x: Tensor) -> Any:
         return {"w": state["w"] + x[torch.randperm(8)]}, {"loss": x.sum()}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import events, optim
-from purestep.compile import live, standing
+from purestep.compile import donation, live_state
 from purestep.types import Mean, Program, TrainState
 
 pytestmark = pytest.mark.compile
@@ -93,7 +93,7 @@ def test_a_leaf_that_is_put_beside_live_states_is_taken(donate: Any, monkeypatch
     made = mlp()
     expected = gaps(towards(made), made)
     assert gaps(ps.compile_step(towards(made), donate=donate, backend="aot_eager"), made) == pytest.approx(expected)
-    monkeypatch.setattr(standing, "stands", lambda state, store: True)
+    monkeypatch.setattr(live_state, "stands", lambda state, store: True)
     wrong = gaps(ps.compile_step(towards(made), donate=donate, backend="aot_eager"), made)
     assert wrong != pytest.approx(expected)
 
@@ -178,7 +178,7 @@ def test_a_context_that_is_part_of_the_state_is_read_as_it_was(monkeypatch: pyte
 
     expected = overlaps(step)
     assert overlaps(ps.compile_step(step, donate=True)) == pytest.approx(expected, rel=1e-4)
-    monkeypatch.setattr(live.Store, "beside", lambda self, leaves: leaves)
+    monkeypatch.setattr(donation.Store, "beside", lambda self, leaves: leaves)
     assert overlaps(ps.compile_step(step, donate=True)) != pytest.approx(expected, rel=1e-4)
 
 
@@ -239,6 +239,6 @@ def test_a_batch_that_is_part_of_the_state_is_read_as_it_was(donate: Any, monkey
 
     expected = run(step)
     assert_trees_close(run(ps.compile_step(step, donate=donate)), expected)
-    monkeypatch.setattr(live.Store, "beside", lambda _, leaves: leaves)
+    monkeypatch.setattr(donation.Store, "beside", lambda _, leaves: leaves)
     wrong = run(ps.compile_step(step, donate=donate))
     assert not torch.equal(wrong["b"], expected["b"])

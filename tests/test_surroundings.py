@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import purestep as ps
-from purestep.compile import native, recording
+from purestep.compile.cpu import backend as backend_
+from purestep.compile.cpu import graph_key
 from purestep.errors import StepContractError
 
 pytestmark = pytest.mark.compile
@@ -30,13 +31,13 @@ def close(one: Tensor, other: Tensor) -> None:
 @pytest.fixture
 def no_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """What native code cannot be made of is an error."""
-    if not native._KNOWN:
+    if not backend_._KNOWN:
         pytest.skip("native code is made with torch 2.13 and later")
 
     def raised(what: str, error: Exception) -> None:
         raise AssertionError(what) from error
 
-    monkeypatch.setattr(native, "given_up", raised)
+    monkeypatch.setattr(backend_, "given_up", raised)
 
 
 # --- autocast ---------------------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ def test_code_that_was_made_under_autocast_is_what_it_is_named_by(tmp_path: Any,
 
 
 def test_a_replay_that_is_cast_again_is_seen(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(recording, "below_autocast", nullcontext)
+    monkeypatch.setattr(graph_key, "below_autocast", nullcontext)
     with pytest.raises(AssertionError):
         test_what_autocast_leaves_alone_is_cast_by_nobody("aot_eager")
 
@@ -104,11 +105,11 @@ class OfFunctions(TorchFunctionMode):
 @pytest.mark.parametrize("mode", [OfOperators, OfFunctions])
 def test_a_mode_of_the_callers_leaves_no_name(mode: Any):
     inputs = [torch.ones(3)]
-    assert recording.record(lambda x: [x.sin()], inputs).lines is not None
+    assert graph_key.record(lambda x: [x.sin()], inputs).lines is not None
     with mode():
-        assert recording.record(lambda x: [x.sin()], inputs).lines is None
+        assert graph_key.record(lambda x: [x.sin()], inputs).lines is None
     with torch.device("cpu"):
-        assert recording.record(lambda x: [x.sin()], inputs).lines is not None
+        assert graph_key.record(lambda x: [x.sin()], inputs).lines is not None
 
 
 def test_a_mode_of_functions_acts_once():

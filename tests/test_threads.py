@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import purestep as ps
 from purestep import rng
-from purestep.data import draws
+from purestep.data import random_state
 from purestep.errors import ConfigError, PurestepError, StepContractError
-from purestep.loop import switches
+from purestep.loop import environment
 
 Job = Callable[[int], Any]
 DATA = TensorDataset(*(torch.linspace(-1, 1, 64 * 4).reshape(64, 4)[:, :n] for n in (4, 1)))
@@ -75,8 +75,8 @@ def nothing_is_left() -> Iterator[None]:
     assert torch.equal(torch.get_rng_state(), torchs)
     assert (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()) == (dtype, deterministic)
     assert not torch.is_anomaly_enabled()
-    assert not switches._ACTIVE
-    assert not switches._BACK
+    assert not environment._ACTIVE
+    assert not environment._BACK
 
 
 def weights(state: Any) -> list[float]:
@@ -332,7 +332,7 @@ def test_a_run_that_only_waits_stops_nobody() -> None:
     assert beside(lambda: fitted(shuffled)(0)) == fitted(shuffled)(0)
 
 
-@pytest.mark.parametrize("scope", [rng.held, lambda: rng.scoped(1), lambda: draws.scoped(1)])
+@pytest.mark.parametrize("scope", [rng.held, lambda: rng.scoped(1), lambda: random_state.scoped(1)])
 def test_a_scope_keeps_other_threads_out_of_theirs(scope: Callable[[], Any]) -> None:
     order: list[str] = []
 
@@ -381,7 +381,7 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not() -> None:
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        with draws.scoped(3):
+        with random_state.scoped(3):
             os.write(write, b"drawn")
         os._exit(0)
     os.close(write)

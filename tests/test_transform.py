@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import purestep as ps
-from purestep import transform, tree
+from purestep import optim, tree
 from purestep.errors import ConfigError, StateError, StepContractError
-from purestep.transform import Transform
+from purestep.optim import Transform
 from purestep.types import Empty, Params
 
 W = {"w": torch.tensor([1.0, -2.0])}
@@ -41,29 +41,29 @@ def assert_update(tx: Transform, expected: list[float], *, steps: int = 1) -> No
 
 
 def test_a_chain_applies_from_left_to_right() -> None:
-    clip_then_scale = transform.chain(transform.clip_by_value(1.0), transform.scale(10.0))
-    scale_then_clip = transform.chain(transform.scale(10.0), transform.clip_by_value(1.0))
+    clip_then_scale = optim.chain(optim.clip_by_value(1.0), optim.scale(10.0))
+    scale_then_clip = optim.chain(optim.scale(10.0), optim.clip_by_value(1.0))
     assert_update(clip_then_scale, [10.0, 10.0])
     assert_update(scale_then_clip, [1.0, 1.0])
 
 
 def test_a_chain_of_nothing_is_the_identity() -> None:
-    tx = transform.chain()
+    tx = optim.chain()
     assert tx.init(W) == ()
     assert tx.elementwise
     assert_update(tx, [3.0, 4.0])
-    assert_update(transform.identity(), [3.0, 4.0])
+    assert_update(optim.identity(), [3.0, 4.0])
 
 
 def test_a_chain_is_elementwise_when_all_its_parts_are() -> None:
-    assert transform.chain(transform.scale(1.0), transform.trace(0.9)).elementwise
-    assert not transform.chain(transform.scale(1.0), transform.scale_by_trust_ratio()).elementwise
-    assert not transform.masked(transform.scale_by_trust_ratio(), "w").elementwise
-    assert not transform.partition({"all": transform.scale_by_trust_ratio()}, [("", "all")]).elementwise
+    assert optim.chain(optim.scale(1.0), optim.trace(0.9)).elementwise
+    assert not optim.chain(optim.scale(1.0), optim.scale_by_trust_ratio()).elementwise
+    assert not optim.masked(optim.scale_by_trust_ratio(), "w").elementwise
+    assert not optim.partition({"all": optim.scale_by_trust_ratio()}, [("", "all")]).elementwise
 
 
 def test_a_state_of_another_chain_is_refused() -> None:
-    tx = transform.chain(transform.scale(1.0), transform.scale(1.0))
+    tx = optim.chain(optim.scale(1.0), optim.scale(1.0))
     with pytest.raises(StateError, match=r"opt_state: a chain of 2 transforms was given a state of 1 parts"):
         tx.update(G, (Empty(),), W)
 
@@ -71,7 +71,7 @@ def test_a_state_of_another_chain_is_refused() -> None:
 def test_apply_updates_adds_and_keeps_the_dtype_of_the_parameter() -> None:
     params = {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones((), dtype=torch.float32)}
     updates = {"a": torch.full((2,), 2.0**-7), "b": torch.tensor(0.5, dtype=torch.float64)}
-    new = transform.apply_updates(params, updates)
+    new = optim.apply_updates(params, updates)
     assert new["a"].dtype == torch.bfloat16
     assert new["b"].dtype == torch.float32
     assert new["a"].tolist() == [1 + 2**-7] * 2
@@ -87,25 +87,25 @@ def test_clip_by_global_norm_is_that_of_torch() -> None:
     for twin, g in zip(twins, grads.values(), strict=True):
         twin.grad = g.clone()
     torch.nn.utils.clip_grad_norm_(twins, 2.5)
-    found = updated(transform.clip_by_global_norm(2.5), grads, grads)
+    found = updated(optim.clip_by_global_norm(2.5), grads, grads)
     for name, twin in zip(found, twins, strict=True):
         torch.testing.assert_close(found[name], twin.grad, rtol=1e-7, atol=0.0)
     torch.testing.assert_close(found["a"][0], torch.tensor(3.0 * 2.5 / (5.0 + 1e-6)))
 
 
 def test_gradients_within_the_norm_are_left_exactly_as_they_are() -> None:
-    assert torch.equal(updated(transform.clip_by_global_norm(5.1), G, W)["w"], G["w"])
+    assert torch.equal(updated(optim.clip_by_global_norm(5.1), G, W)["w"], G["w"])
 
 
 def test_a_gradient_that_is_not_finite_is_not_hidden_by_clipping() -> None:
     for bad in (math.nan, math.inf):
         grads = {"w": torch.tensor([bad, 1.0])}
-        assert not bool(updated(transform.clip_by_global_norm(1.0), grads, W)["w"].isfinite().all())
+        assert not bool(updated(optim.clip_by_global_norm(1.0), grads, W)["w"].isfinite().all())
 
 
 def test_clipping_takes_a_tensor_for_its_bound() -> None:
-    assert_update(transform.clip_by_global_norm(torch.tensor(1.0)), [0.6, 0.8])
-    assert_update(transform.clip_by_value(torch.tensor(3.5)), [3.0, 3.5])
+    assert_update(optim.clip_by_global_norm(torch.tensor(1.0)), [0.6, 0.8])
+    assert_update(optim.clip_by_value(torch.tensor(3.5)), [3.0, 3.5])
 
 
 def test_clip_by_value_is_that_of_torch() -> None:
@@ -113,7 +113,7 @@ def test_clip_by_value_is_that_of_torch() -> None:
     twin.grad = torch.tensor([-2.0, 0.25, 7.0])
     grads = {"w": twin.grad.clone()}
     torch.nn.utils.clip_grad_value_([twin], 0.5)
-    assert torch.equal(updated(transform.clip_by_value(0.5), grads, grads)["w"], twin.grad)
+    assert torch.equal(updated(optim.clip_by_value(0.5), grads, grads)["w"], twin.grad)
 
 
 def test_adaptive_clipping_bounds_each_unit_by_its_weights() -> None:
@@ -129,7 +129,7 @@ def test_adaptive_clipping_bounds_each_unit_by_its_weights() -> None:
         "bias": torch.tensor([0.3, 0.4]),  # norm 0.5, limit 1: as it is
         "gain": torch.tensor(-5.0),  # norm 5, limit 0.2
     }
-    found = updated(transform.adaptive_grad_clip(0.1, eps=1e-3), grads, params)
+    found = updated(optim.adaptive_grad_clip(0.1, eps=1e-3), grads, params)
     expected = {
         "linear": torch.tensor([[0.3, 0.4], [0.6e-4, 0.8e-4]]),
         "conv": torch.full((1, 1, 2, 2), 0.1),
@@ -141,14 +141,14 @@ def test_adaptive_clipping_bounds_each_unit_by_its_weights() -> None:
 
 def test_adaptive_clipping_of_no_gradient_is_no_gradient() -> None:
     zero = {"w": torch.zeros(3, 2)}
-    assert torch.equal(updated(transform.adaptive_grad_clip(0.1), zero, {"w": torch.ones(3, 2)})["w"], zero["w"])
+    assert torch.equal(updated(optim.adaptive_grad_clip(0.1), zero, {"w": torch.ones(3, 2)})["w"], zero["w"])
 
 
 @pytest.mark.parametrize("size", [7, 64 * 1024, 64 * 1024 + 3, 3_000_000])
 def test_the_global_norm_is_accurate_at_every_size(size: int) -> None:
     leaf = torch.randn(size)
     exact = torch.linalg.vector_norm(leaf.double())
-    assert abs(transform.global_norm({"w": leaf}).double() / exact - 1) < 1e-6
+    assert abs(optim.global_norm({"w": leaf}).double() / exact - 1) < 1e-6
 
 
 def test_one_running_float32_sum_would_not_be_accurate() -> None:
@@ -162,18 +162,18 @@ def test_the_global_norm_of_any_layout_and_dtype() -> None:
     leaf = torch.randn(300, 400)
     exact = torch.linalg.vector_norm(leaf.double()).float()
     for other in (leaf.t(), leaf.view(300, 20, 20, 1).to(memory_format=torch.channels_last)):
-        torch.testing.assert_close(transform.global_norm({"w": other}), exact, rtol=1e-6, atol=0.0)
-    assert transform.global_norm({}).item() == 0.0
-    assert transform.global_norm({"w": torch.zeros(0)}).item() == 0.0
+        torch.testing.assert_close(optim.global_norm({"w": other}), exact, rtol=1e-6, atol=0.0)
+    assert optim.global_norm({}).item() == 0.0
+    assert optim.global_norm({"w": torch.zeros(0)}).item() == 0.0
     mixed = {"a": torch.tensor([3.0], dtype=torch.float64), "b": torch.tensor([4.0], dtype=torch.float16)}
-    norm = transform.global_norm(mixed)
+    norm = optim.global_norm(mixed)
     assert norm.dtype == torch.float64
     assert norm.item() == 5.0
 
 
 def test_the_global_norm_of_half_precision_does_not_overflow() -> None:
     leaf = torch.full((1000,), 300.0, dtype=torch.float16)  # its sum of squares is 9e7, beyond 65504
-    norm = transform.global_norm({"w": leaf})
+    norm = optim.global_norm({"w": leaf})
     assert norm.dtype == torch.float32
     torch.testing.assert_close(norm, torch.tensor(300.0 * math.sqrt(1000)))
 
@@ -182,26 +182,26 @@ def test_the_global_norm_of_half_precision_does_not_overflow() -> None:
 
 
 def test_the_learning_rate_is_that_of_the_update_it_is_reported_with() -> None:
-    tx = transform.scale_by_learning_rate(lambda count: 0.5 / (count + 1))
+    tx = optim.scale_by_learning_rate(lambda count: 0.5 / (count + 1))
     state = tx.init(W)
     assert state.learning_rate.item() == 0.5
     for count in range(3):
         updates, state = tx.update(G, state, W)
         rate = 0.5 / (count + 1)
         torch.testing.assert_close(updates["w"], -rate * G["w"])
-        assert transform.hyperparams(state)["learning_rate"].item() == pytest.approx(rate)
+        assert optim.hyperparams(state)["learning_rate"].item() == pytest.approx(rate)
         assert state.step.item() == count + 1
 
 
 def test_a_learning_rate_in_a_tensor_is_copied_into_the_state() -> None:
     rate = torch.tensor(0.5)
-    state = transform.scale_by_learning_rate(rate).init(W)
+    state = optim.scale_by_learning_rate(rate).init(W)
     rate.fill_(9.0)
     assert state.learning_rate.item() == 0.5
 
 
 def test_a_float64_rate_promotes_no_parameter() -> None:
-    tx = transform.scale_by_learning_rate(torch.tensor(0.1, dtype=torch.float64))
+    tx = optim.scale_by_learning_rate(torch.tensor(0.1, dtype=torch.float64))
     grads = {"scalar": torch.tensor(1.0), "vector": torch.ones(2), "half": torch.ones(2, dtype=torch.bfloat16)}
     for name, update in updated(tx, grads, grads).items():
         assert update.dtype == grads[name].dtype
@@ -210,32 +210,32 @@ def test_a_float64_rate_promotes_no_parameter() -> None:
 def test_a_rate_is_not_rounded_to_the_parameters_sixteen_bits() -> None:
     grads = {"w": torch.full((1,), 1.2890625, dtype=torch.bfloat16)}
     rate = torch.tensor(0.3)
-    found = updated(transform.scale_by_learning_rate(rate), grads, grads)["w"]
+    found = updated(optim.scale_by_learning_rate(rate), grads, grads)["w"]
     assert torch.equal(found, (grads["w"].float() * -rate).bfloat16())
     assert not torch.equal(found, grads["w"] * -rate.bfloat16()), "the case must tell the two apart"
 
 
 def test_decayed_weights_are_added() -> None:
-    assert_update(transform.add_decayed_weights(0.5), [3.5, 3.0])
-    assert_update(transform.add_decayed_weights(torch.tensor(0.5)), [3.5, 3.0])
-    assert_update(transform.add_decayed_weights(0.5, mask={"w": False}), [3.0, 4.0])
+    assert_update(optim.add_decayed_weights(0.5), [3.5, 3.0])
+    assert_update(optim.add_decayed_weights(torch.tensor(0.5)), [3.5, 3.0])
+    assert_update(optim.add_decayed_weights(0.5, mask={"w": False}), [3.0, 4.0])
 
 
 def test_trace_sums_with_decay() -> None:
-    assert_update(transform.trace(0.5), [3.0, 4.0])
-    assert_update(transform.trace(0.5), [3.0 * 1.75, 4.0 * 1.75], steps=3)
-    assert_update(transform.trace(torch.tensor(0.5)), [3.0 * 1.75, 4.0 * 1.75], steps=3)
-    assert_update(transform.trace(0.5, nesterov=True), [3.0 * 1.875, 4.0 * 1.875], steps=3)
+    assert_update(optim.trace(0.5), [3.0, 4.0])
+    assert_update(optim.trace(0.5), [3.0 * 1.75, 4.0 * 1.75], steps=3)
+    assert_update(optim.trace(torch.tensor(0.5)), [3.0 * 1.75, 4.0 * 1.75], steps=3)
+    assert_update(optim.trace(0.5, nesterov=True), [3.0 * 1.875, 4.0 * 1.875], steps=3)
 
 
 def test_trace_does_not_dampen_the_first_gradient() -> None:
-    assert_update(transform.trace(0.5, dampening=0.25), [3.0, 4.0])
-    assert_update(transform.trace(0.5, dampening=0.25), [3.0 * 1.25, 4.0 * 1.25], steps=2)
-    assert_update(transform.trace(0.5, dampening=torch.tensor(0.25)), [3.0 * 1.25, 4.0 * 1.25], steps=2)
+    assert_update(optim.trace(0.5, dampening=0.25), [3.0, 4.0])
+    assert_update(optim.trace(0.5, dampening=0.25), [3.0 * 1.25, 4.0 * 1.25], steps=2)
+    assert_update(optim.trace(0.5, dampening=torch.tensor(0.25)), [3.0 * 1.25, 4.0 * 1.25], steps=2)
 
 
 def test_inverse_time_divides_by_the_updates_done() -> None:
-    assert_update(transform.scale_by_inverse_time(0.5), [1.5, 2.0], steps=3)
+    assert_update(optim.scale_by_inverse_time(0.5), [1.5, 2.0], steps=3)
 
 
 # --------------------------------------------------------------------------------------------------- masks and groups
@@ -253,7 +253,7 @@ P = {"encoder.weight": torch.ones(2, 2), "encoder.bias": torch.ones(2), "head.we
     ids=["dict", "function", "expression"],
 )
 def test_masked_changes_what_is_selected(mask: Any) -> None:
-    found = updated(transform.masked(transform.scale(0.0), mask), P, P)
+    found = updated(optim.masked(optim.scale(0.0), mask), P, P)
     assert list(found) == list(P), "the order of the parameters stays"
     assert {name: bool(u.any()) for name, u in found.items()} == {
         "encoder.weight": False,
@@ -264,11 +264,11 @@ def test_masked_changes_what_is_selected(mask: Any) -> None:
 
 def test_a_list_is_no_mask() -> None:
     with pytest.raises(ConfigError, match=r"mask: a list is no mapping of names \(cure: mask=\{\"w\": True, ...\}, or"):
-        transform.masked(transform.scale(0.0), ["w"]).init({"w": torch.ones(2)})  # type: ignore[arg-type]
+        optim.masked(optim.scale(0.0), ["w"]).init({"w": torch.ones(2)})  # type: ignore[arg-type]
 
 
 def test_masked_has_state_for_what_is_selected_alone() -> None:
-    state = transform.masked(transform.trace(0.9), "bias").init(P)
+    state = optim.masked(optim.trace(0.9), "bias").init(P)
     assert tree.paths(state) == ["inner/trace/encoder.bias"]
     assert state.selected == {"encoder.bias": Empty()}
 
@@ -280,7 +280,7 @@ def test_a_mask_is_resolved_at_init_and_never_again() -> None:
         calls.append(1)
         return {name: p.ndim > 1 for name, p in params.items()}
 
-    tx = transform.masked(transform.scale(0.0), mask)
+    tx = optim.masked(optim.scale(0.0), mask)
     state = tx.init(P)
     flat = {name: p.flatten() for name, p in P.items()}
     updates, _ = tx.update(flat, state, flat)
@@ -293,7 +293,7 @@ def test_a_mask_is_resolved_at_init_and_never_again() -> None:
 
 
 def test_a_mask_that_selects_nothing_does_nothing() -> None:
-    tx = transform.masked(transform.trace(0.9), dict.fromkeys(P, False))
+    tx = optim.masked(optim.trace(0.9), dict.fromkeys(P, False))
     state = tx.init(P)
     assert tree.leaves(state) == []
     assert_trees_close(tx.update(P, state, P)[0], P, exact=True)
@@ -301,22 +301,22 @@ def test_a_mask_that_selects_nothing_does_nothing() -> None:
 
 def test_a_mask_that_leaves_parameters_out_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"mask: nothing is said about encoder.bias, head.weight \(cure: mask=\{\*\*"):
-        transform.masked(transform.scale(0.0), {"encoder.weight": True}).init(P)
+        optim.masked(optim.scale(0.0), {"encoder.weight": True}).init(P)
 
 
 def test_an_expression_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"mask: 'decoder' matches none of encoder.weight, encoder.bias, head.weight"):
-        transform.masked(transform.scale(0.0), "decoder").init(P)
+        optim.masked(optim.scale(0.0), "decoder").init(P)
 
 
 def test_a_state_of_other_parameters_is_refused() -> None:
-    tx = transform.masked(transform.scale(0.0), "weight")
+    tx = optim.masked(optim.scale(0.0), "weight")
     with pytest.raises(StateError, match=r"encoder.weight: the optimizer's state is of other parameters"):
         tx.update(W, tx.init(P), W)
 
 
 def test_freeze_gives_zero_updates() -> None:
-    found = updated(transform.freeze(r"^encoder"), P, P)
+    found = updated(optim.freeze(r"^encoder"), P, P)
     assert {name: bool(u.any()) for name, u in found.items()} == {
         "encoder.weight": False,
         "encoder.bias": False,
@@ -334,7 +334,7 @@ def test_freeze_gives_zero_updates() -> None:
     ids=["dict", "rules", "function"],
 )
 def test_partition_gives_each_group_its_transform(labels: Any) -> None:
-    tx = transform.partition({"slow": transform.scale(0.5), "fast": transform.scale(2.0)}, labels)
+    tx = optim.partition({"slow": optim.scale(0.5), "fast": optim.scale(2.0)}, labels)
     found = updated(tx, P, P)
     assert list(found) == list(P)
     assert {name: u.flatten()[0].item() for name, u in found.items()} == {
@@ -345,22 +345,22 @@ def test_partition_gives_each_group_its_transform(labels: Any) -> None:
 
 
 def test_a_group_without_parameters_has_no_state() -> None:
-    tx = transform.partition({"all": transform.scale(2.0), "none": transform.trace(0.9)}, [("", "all")])
+    tx = optim.partition({"all": optim.scale(2.0), "none": optim.trace(0.9)}, [("", "all")])
     state = tx.init(P)
     assert tree.leaves(state) == []
     assert updated(tx, P, P)["head.weight"].flatten()[0].item() == 2.0
 
 
 def test_clipping_inside_a_group_sees_that_group_alone() -> None:
-    clip = transform.clip_by_global_norm(1.0)
-    tx = transform.partition({"a": clip, "b": transform.identity()}, {"x": "a", "y": "a", "z": "b"})
+    clip = optim.clip_by_global_norm(1.0)
+    tx = optim.partition({"a": clip, "b": optim.identity()}, {"x": "a", "y": "a", "z": "b"})
     grads = {"x": torch.tensor([3.0]), "y": torch.tensor([4.0]), "z": torch.tensor([100.0])}
     found = updated(tx, grads, grads)
     assert [round(u.item(), 4) for u in found.values()] == [0.6, 0.8, 100.0]
 
 
 def test_a_parameter_without_label_is_refused() -> None:
-    tx = transform.partition({"slow": transform.scale(0.5)}, [(r"^encoder\.", "slow")])
+    tx = optim.partition({"slow": optim.scale(0.5)}, [(r"^encoder\.", "slow")])
     with pytest.raises(
         ConfigError, match=r'head.weight: no label for this parameter \(cure: \("", "slow"\) as the last'
     ):
@@ -368,20 +368,20 @@ def test_a_parameter_without_label_is_refused() -> None:
 
 
 def test_a_label_without_transform_is_refused() -> None:
-    tx = transform.partition({"slow": transform.scale(0.5)}, [("", "fast")])
+    tx = optim.partition({"slow": optim.scale(0.5)}, [("", "fast")])
     with pytest.raises(ConfigError, match=r"encoder.weight: no transform for label 'fast' \(cure: one of 'slow'\)"):
         tx.init(P)
 
 
 def test_labels_tell_apart_what_is_treated_differently() -> None:
-    tx = transform.chain(
-        transform.add_decayed_weights(0.1, mask="weight"),
-        transform.partition({"a": transform.scale(1.0), "b": transform.scale(2.0)}, [("head", "b"), ("", "a")]),
+    tx = optim.chain(
+        optim.add_decayed_weights(0.1, mask="weight"),
+        optim.partition({"a": optim.scale(1.0), "b": optim.scale(2.0)}, [("head", "b"), ("", "a")]),
     )
     labels = tx.labels(P)
     assert list(labels) == list(P)
     assert len(set(labels.values())) == 3
-    same = transform.chain(transform.trace(0.9), transform.scale(1.0)).labels(P)
+    same = optim.chain(optim.trace(0.9), optim.scale(1.0)).labels(P)
     assert len(set(same.values())) == 1
     assert all(isinstance(hash(label), int) for label in labels.values())
 
@@ -407,61 +407,61 @@ class Patches(nn.Module):
 
 
 def test_decay_mask_spares_biases_norms_and_vectors() -> None:
-    mask = transform.decay_mask(Patches())
+    mask = optim.decay_mask(Patches())
     decayed = {name for name, keep in mask.items() if keep}
     assert decayed == {"cls_token", "pos_embed", "proj.weight", "embed.weight", "head.weight"}
     assert set(mask) == {name for name, _ in Patches().named_parameters(remove_duplicate=False)}
 
 
 def test_decay_mask_skips_names_and_parts_of_names() -> None:
-    mask = transform.decay_mask(Patches(), skip=("cls_token", "pos_embed", "embed"))
+    mask = optim.decay_mask(Patches(), skip=("cls_token", "pos_embed", "embed"))
     assert {name for name, keep in mask.items() if keep} == {"proj.weight"}  # the head is the embedding
-    assert transform.decay_mask(Patches(), skip=("proj.weight",))["proj.weight"] is False
+    assert optim.decay_mask(Patches(), skip=("proj.weight",))["proj.weight"] is False
 
 
 @pytest.mark.parametrize("name", ["head", "head.weight", "embed.weight"])
 def test_decay_mask_skips_a_tied_parameter_by_any_of_its_names(name: str) -> None:
-    mask = transform.decay_mask(Patches(), skip=(name,))
+    mask = optim.decay_mask(Patches(), skip=(name,))
     assert (mask["embed.weight"], mask["head.weight"]) == (False, False)
     assert mask["proj.weight"]
 
 
 def test_decay_mask_refuses_a_name_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"no parameter is named 'cls_tokn' \(cure: skip=\(\"cls_token\",\)\)"):
-        transform.decay_mask(Patches(), skip=("cls_tokn",))
+        optim.decay_mask(Patches(), skip=("cls_tokn",))
 
 
 # ------------------------------------------------------------------------------------------- hyperparameters as state
 
 
 def adam_like(learning_rate: Any = 1e-3, *, b1: Any = 0.9, weight_decay: Any = 0.0, mask: Any = None) -> Transform:
-    return transform.chain(
-        transform.scale_by_adam(b1),
-        transform.add_decayed_weights(weight_decay, mask=mask),
-        transform.scale_by_learning_rate(learning_rate),
+    return optim.chain(
+        optim.scale_by_adam(b1),
+        optim.add_decayed_weights(weight_decay, mask=mask),
+        optim.scale_by_learning_rate(learning_rate),
     )
 
 
 def test_injected_numbers_give_the_updates_of_constants() -> None:
     options: dict[str, Any] = {"learning_rate": 0.1, "b1": 0.5, "weight_decay": 0.25, "mask": {"w": True}}
-    injected = transform.inject(adam_like)(**options)
+    injected = optim.inject(adam_like)(**options)
     torch.testing.assert_close(updated(injected, G, W, 3), updated(adam_like(**options), G, W, 3))
     assert set(injected.init(W).hyperparams) == {"learning_rate", "b1", "weight_decay"}
 
 
 def test_injected_numbers_may_be_given_by_position() -> None:
-    by_position = transform.inject(ps.optim.adamw)(0.1, 0.8, weight_decay=0.0)
-    by_name = transform.inject(ps.optim.adamw)(learning_rate=0.1, b1=0.8, weight_decay=0.0)
+    by_position = optim.inject(ps.optim.adamw)(0.1, 0.8, weight_decay=0.0)
+    by_name = optim.inject(ps.optim.adamw)(learning_rate=0.1, b1=0.8, weight_decay=0.0)
     torch.testing.assert_close(updated(by_position, G, W, 3), updated(by_name, G, W, 3))
     assert set(by_position.init(W).hyperparams) == {"learning_rate", "b1", "weight_decay"}
     for wrong, found in (
-        (lambda: transform.inject(ps.optim.adamw)(*range(20)), "too many positional"),
+        (lambda: optim.inject(ps.optim.adamw)(*range(20)), "too many positional"),
         (
-            lambda: transform.inject(ps.optim.adamw)(0.1, learning_rate=0.1),
+            lambda: optim.inject(ps.optim.adamw)(0.1, learning_rate=0.1),
             "learning_rate is given by position and by name",
         ),
         (
-            lambda: transform.inject(lambda *rates: ps.optim.adamw(*rates))(0.1),
+            lambda: optim.inject(lambda *rates: ps.optim.adamw(*rates))(0.1),
             "rates is given by position, and has no name",
         ),
     ):
@@ -470,7 +470,7 @@ def test_injected_numbers_may_be_given_by_position() -> None:
 
 
 def test_injected_schedules_are_followed() -> None:
-    tx = transform.inject(adam_like)(weight_decay=lambda count: 1.0 * (count < 1), learning_rate=1.0)
+    tx = optim.inject(adam_like)(weight_decay=lambda count: 1.0 * (count < 1), learning_rate=1.0)
     still = {"w": torch.zeros(2)}
     state = tx.init(W)
     first, state = tx.update(still, state, W)
@@ -481,41 +481,39 @@ def test_injected_schedules_are_followed() -> None:
 
 
 def test_a_leaf_that_is_set_counts_from_the_next_update_and_the_old_state_stays() -> None:
-    tx = transform.inject(transform.scale_by_learning_rate)(learning_rate=0.5)
+    tx = optim.inject(optim.scale_by_learning_rate)(learning_rate=0.5)
     state = tx.init(W)
-    changed = transform.set_hyperparams(state, learning_rate=0.25)
+    changed = optim.set_hyperparams(state, learning_rate=0.25)
     torch.testing.assert_close(tx.update(G, changed, W)[0]["w"], -0.25 * G["w"])
     torch.testing.assert_close(tx.update(G, state, W)[0]["w"], -0.5 * G["w"])
-    assert transform.hyperparams(changed)["learning_rate"].item() == 0.25
+    assert optim.hyperparams(changed)["learning_rate"].item() == 0.25
 
 
 def test_injected_numbers_out_of_range_are_refused_when_the_transform_is_made() -> None:
     with pytest.raises(ConfigError, match=r"b1 is 1.5"):
-        transform.inject(adam_like)(b1=1.5)
+        optim.inject(adam_like)(b1=1.5)
 
 
 def test_set_hyperparams_reaches_every_leaf_of_that_name() -> None:
-    inner = transform.inject(transform.scale)(factor=1.0)
-    tx = transform.chain(
-        transform.partition({"a": inner, "b": transform.masked(inner, "head")}, [("enc", "a"), ("", "b")])
-    )
-    state = transform.set_hyperparams(tx.init(P), factor=3.0)
+    inner = optim.inject(optim.scale)(factor=1.0)
+    tx = optim.chain(optim.partition({"a": inner, "b": optim.masked(inner, "head")}, [("enc", "a"), ("", "b")]))
+    state = optim.set_hyperparams(tx.init(P), factor=3.0)
     updates, _ = tx.update(P, state, P)
     assert all(u.flatten()[0].item() == 3.0 for u in updates.values())
-    assert {name: value.item() for name, value in transform.hyperparams(state).items()} == {
+    assert {name: value.item() for name, value in optim.hyperparams(state).items()} == {
         "a/factor": 3.0,
         "b/factor": 3.0,
     }
 
 
 def test_set_hyperparams_reaches_one_group_by_its_name() -> None:
-    inner = transform.inject(transform.scale)(factor=1.0)
-    nested = transform.partition({"top": inner, "rest": inner}, [("weight", "top"), ("", "rest")])
-    state = transform.partition({"a": inner, "b": nested}, [("head", "a"), ("", "b")]).init(P)
+    inner = optim.inject(optim.scale)(factor=1.0)
+    nested = optim.partition({"top": inner, "rest": inner}, [("weight", "top"), ("", "rest")])
+    state = optim.partition({"a": inner, "b": nested}, [("head", "a"), ("", "b")]).init(P)
 
     def found(**values: Any) -> dict[str, float]:
-        new = transform.set_hyperparams(state, **values)
-        return {name: value.item() for name, value in transform.hyperparams(new).items()}
+        new = optim.set_hyperparams(state, **values)
+        return {name: value.item() for name, value in optim.hyperparams(new).items()}
 
     assert found(**{"b/top/factor": 3.0}) == {"a/factor": 1.0, "b/top/factor": 3.0, "b/rest/factor": 1.0}
     assert found(**{"a/factor": 2.0}, factor=5.0) == {"a/factor": 2.0, "b/top/factor": 5.0, "b/rest/factor": 5.0}
@@ -528,47 +526,45 @@ def test_set_hyperparams_reaches_one_group_by_its_name() -> None:
 
 
 def test_a_group_with_a_schedule_does_not_keep_another_from_being_set() -> None:
-    rate = transform.inject(transform.scale_by_learning_rate)
+    rate = optim.inject(optim.scale_by_learning_rate)
     groups = {"a": rate(learning_rate=lambda count: 0.1 + 0.0 * count), "b": rate(learning_rate=0.5)}
-    state = transform.partition(groups, [("enc", "a"), ("", "b")]).init(P)
-    new = transform.set_hyperparams(state, **{"b/learning_rate": 0.25})
-    assert transform.hyperparams(new)["b/learning_rate"].item() == 0.25
+    state = optim.partition(groups, [("enc", "a"), ("", "b")]).init(P)
+    new = optim.set_hyperparams(state, **{"b/learning_rate": 0.25})
+    assert optim.hyperparams(new)["b/learning_rate"].item() == 0.25
     with pytest.raises(ConfigError, match=r"a/learning_rate follows a schedule"):
-        transform.set_hyperparams(state, **{"a/learning_rate": 0.25})
+        optim.set_hyperparams(state, **{"a/learning_rate": 0.25})
 
 
 def test_set_hyperparams_refuses_what_is_no_leaf() -> None:
     with pytest.raises(
         ConfigError, match=r"b2 is no leaf of this state \(cure: optim.inject\(optim.adamw\)\(b2=...\)\)"
     ):
-        transform.set_hyperparams(adam_like().init(W), b2=0.5)
+        optim.set_hyperparams(adam_like().init(W), b2=0.5)
 
 
 def test_set_hyperparams_refuses_what_a_schedule_fills() -> None:
-    tx = transform.inject(transform.scale_by_learning_rate)(learning_rate=lambda count: 0.1 + 0.0 * count)
-    number = transform.inject(transform.scale_by_learning_rate)(learning_rate=0.5)
-    for found in (tx, transform.chain(tx, number), transform.chain(number, tx)):
+    tx = optim.inject(optim.scale_by_learning_rate)(learning_rate=lambda count: 0.1 + 0.0 * count)
+    number = optim.inject(optim.scale_by_learning_rate)(learning_rate=0.5)
+    for found in (tx, optim.chain(tx, number), optim.chain(number, tx)):
         with pytest.raises(ConfigError, match=r"learning_rate follows a schedule"):
-            transform.set_hyperparams(found.init(W), learning_rate=0.5)
+            optim.set_hyperparams(found.init(W), learning_rate=0.5)
 
 
 def test_hyperparams_below_a_partition_carry_the_label() -> None:
-    rate = transform.scale_by_learning_rate
-    tx = transform.chain(
-        transform.trace(0.9), transform.partition({"a": rate(0.5), "b": rate(0.25)}, [("enc", "a"), ("", "b")])
-    )
-    found = {name: value.item() for name, value in transform.hyperparams(tx.init(P)).items()}
+    rate = optim.scale_by_learning_rate
+    tx = optim.chain(optim.trace(0.9), optim.partition({"a": rate(0.5), "b": rate(0.25)}, [("enc", "a"), ("", "b")]))
+    found = {name: value.item() for name, value in optim.hyperparams(tx.init(P)).items()}
     assert found == {"a/learning_rate": 0.5, "b/learning_rate": 0.25}
 
 
 @pytest.mark.compile
 def test_a_leaf_that_is_set_does_not_recompile() -> None:
-    tx = transform.inject(adam_like)(learning_rate=0.1, weight_decay=0.1)
+    tx = optim.inject(adam_like)(learning_rate=0.1, weight_decay=0.1)
     step = torch.compile(tx.update, fullgraph=True, backend="eager")
     state = tx.init(W)
     with count_graphs() as graphs:
         for rate in (0.1, 0.2, 0.3):
-            state = transform.set_hyperparams(state, learning_rate=rate)
+            state = optim.set_hyperparams(state, learning_rate=rate)
             eager = tx.update(G, state, W)
             assert_trees_close(step(G, state, W), eager)
             state = eager[1]
@@ -578,41 +574,41 @@ def test_a_leaf_that_is_set_does_not_recompile() -> None:
 # ------------------------------------------------------------------------------------------- every part: purity, dtypes
 
 PARTS: dict[str, Callable[[], Transform]] = {
-    "identity": transform.identity,
-    "scale": lambda: transform.scale(0.5),
-    "scale tensor": lambda: transform.scale(torch.tensor(0.5, dtype=torch.float64)),
-    "set_to_zero": transform.set_to_zero,
-    "clip_by_global_norm": lambda: transform.clip_by_global_norm(0.1),
-    "clip_by_value": lambda: transform.clip_by_value(0.1),
-    "adaptive_grad_clip": lambda: transform.adaptive_grad_clip(0.01),
-    "scale_by_learning_rate": lambda: transform.scale_by_learning_rate(0.1),
-    "scale_by_learning_rate schedule": lambda: transform.scale_by_learning_rate(lambda count: 0.1 / (count + 1.0)),
-    "add_decayed_weights": lambda: transform.add_decayed_weights(0.1),
-    "trace": lambda: transform.trace(0.9),
-    "trace dampened": lambda: transform.trace(0.9, dampening=0.5),
-    "trace nesterov": lambda: transform.trace(0.9, nesterov=True, accumulator_dtype=torch.float32),
-    "scale_by_adam": transform.scale_by_adam,
-    "scale_by_adam wide": lambda: transform.scale_by_adam(amsgrad=True, mu_dtype=torch.float32, nu_dtype=torch.float32),
-    "scale_by_nadam": transform.scale_by_nadam,
-    "scale_by_radam": transform.scale_by_radam,
-    "scale_by_adamax": lambda: transform.scale_by_adamax(eps=1e-3),
-    "scale_by_lion": transform.scale_by_lion,
-    "scale_by_rms": lambda: transform.scale_by_rms(eps=1e-3),
-    "scale_by_rms centered": lambda: transform.scale_by_rms(eps=1e-3, centered=True),
-    "scale_by_rss": lambda: transform.scale_by_rss(0.5),
-    "scale_by_adadelta": transform.scale_by_adadelta,
-    "scale_by_inverse_time": lambda: transform.scale_by_inverse_time(0.5),
-    "scale_by_trust_ratio": transform.scale_by_trust_ratio,
-    "scale_by_factored_rms": transform.scale_by_factored_rms,
-    "clip_by_block_rms": lambda: transform.clip_by_block_rms(0.1),
-    "scale_by_param_block_rms": transform.scale_by_param_block_rms,
-    "scale_by_relative_step": lambda: transform.scale_by_relative_step(0.9),
-    "masked": lambda: transform.masked(transform.scale_by_adam(), "matrix"),
-    "partition": lambda: transform.partition(
-        {"a": transform.scale_by_adam(), "b": transform.trace(0.9)}, [("matrix", "a"), ("", "b")]
+    "identity": optim.identity,
+    "scale": lambda: optim.scale(0.5),
+    "scale tensor": lambda: optim.scale(torch.tensor(0.5, dtype=torch.float64)),
+    "set_to_zero": optim.set_to_zero,
+    "clip_by_global_norm": lambda: optim.clip_by_global_norm(0.1),
+    "clip_by_value": lambda: optim.clip_by_value(0.1),
+    "adaptive_grad_clip": lambda: optim.adaptive_grad_clip(0.01),
+    "scale_by_learning_rate": lambda: optim.scale_by_learning_rate(0.1),
+    "scale_by_learning_rate schedule": lambda: optim.scale_by_learning_rate(lambda count: 0.1 / (count + 1.0)),
+    "add_decayed_weights": lambda: optim.add_decayed_weights(0.1),
+    "trace": lambda: optim.trace(0.9),
+    "trace dampened": lambda: optim.trace(0.9, dampening=0.5),
+    "trace nesterov": lambda: optim.trace(0.9, nesterov=True, accumulator_dtype=torch.float32),
+    "scale_by_adam": optim.scale_by_adam,
+    "scale_by_adam wide": lambda: optim.scale_by_adam(amsgrad=True, mu_dtype=torch.float32, nu_dtype=torch.float32),
+    "scale_by_nadam": optim.scale_by_nadam,
+    "scale_by_radam": optim.scale_by_radam,
+    "scale_by_adamax": lambda: optim.scale_by_adamax(eps=1e-3),
+    "scale_by_lion": optim.scale_by_lion,
+    "scale_by_rms": lambda: optim.scale_by_rms(eps=1e-3),
+    "scale_by_rms centered": lambda: optim.scale_by_rms(eps=1e-3, centered=True),
+    "scale_by_rss": lambda: optim.scale_by_rss(0.5),
+    "scale_by_adadelta": optim.scale_by_adadelta,
+    "scale_by_inverse_time": lambda: optim.scale_by_inverse_time(0.5),
+    "scale_by_trust_ratio": optim.scale_by_trust_ratio,
+    "scale_by_factored_rms": optim.scale_by_factored_rms,
+    "clip_by_block_rms": lambda: optim.clip_by_block_rms(0.1),
+    "scale_by_param_block_rms": optim.scale_by_param_block_rms,
+    "scale_by_relative_step": lambda: optim.scale_by_relative_step(0.9),
+    "masked": lambda: optim.masked(optim.scale_by_adam(), "matrix"),
+    "partition": lambda: optim.partition(
+        {"a": optim.scale_by_adam(), "b": optim.trace(0.9)}, [("matrix", "a"), ("", "b")]
     ),
-    "freeze": lambda: transform.freeze("matrix"),
-    "inject": lambda: transform.inject(transform.scale_by_adam)(b1=0.5, b2=0.9, eps=1e-3),
+    "freeze": lambda: optim.freeze("matrix"),
+    "inject": lambda: optim.inject(optim.scale_by_adam)(b1=0.5, b2=0.9, eps=1e-3),
 }
 DTYPES = {
     "float64": (torch.float64, torch.float64),
@@ -653,12 +649,12 @@ def test_every_part_is_pure_and_keeps_structure_and_dtypes(
 
 def test_a_block_rms_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"clip_by_block_rms: threshold is 0, which leaves no update"):
-        transform.clip_by_block_rms(0.0)
+        optim.clip_by_block_rms(0.0)
 
 
 def test_the_purity_law_catches_an_update_in_place() -> None:
     """The planted fault."""
-    broken = transform.stateless(lambda updates, params: {name: u.mul_(2) for name, u in updates.items()})
+    broken = optim.stateless(lambda updates, params: {name: u.mul_(2) for name, u in updates.items()})
     before = tree.clone(G)
     grads = tree.clone(G)
     broken.update(grads, Empty(), W)
@@ -677,12 +673,12 @@ def test_every_part_takes_no_parameters_at_all(name: str) -> None:
 
 def test_moments_may_be_wider_than_the_parameters() -> None:
     params, grads = problem(torch.bfloat16, torch.bfloat16)
-    state = transform.scale_by_adam(mu_dtype=torch.float32).init(params)
+    state = optim.scale_by_adam(mu_dtype=torch.float32).init(params)
     assert {leaf.dtype for leaf in state.mu.values()} == {torch.float32}
     assert {leaf.dtype for leaf in state.nu.values()} == {torch.bfloat16}
-    exact = transform.scale_by_adam(mu_dtype=torch.float32, nu_dtype=torch.float32)
+    exact = optim.scale_by_adam(mu_dtype=torch.float32, nu_dtype=torch.float32)
     found = updated(exact, grads, params, 20)
-    wide = updated(transform.scale_by_adam(), tree.map(Tensor.float, grads), tree.map(Tensor.float, params), 20)
+    wide = updated(optim.scale_by_adam(), tree.map(Tensor.float, grads), tree.map(Tensor.float, params), 20)
     assert_trees_close(found, tree.map(Tensor.bfloat16, wide), exact=True)
 
 
@@ -690,7 +686,7 @@ def test_moments_may_be_wider_than_the_parameters() -> None:
 
 
 def test_trust_ratio_leaves_zero_norms_alone() -> None:
-    tx = transform.scale_by_trust_ratio()
+    tx = optim.scale_by_trust_ratio()
     assert updated(tx, G, {"w": torch.zeros(2)})["w"].tolist() == [3.0, 4.0]
     assert updated(tx, {"w": torch.zeros(2)}, W)["w"].tolist() == [0.0, 0.0]
 
@@ -698,14 +694,14 @@ def test_trust_ratio_leaves_zero_norms_alone() -> None:
 def test_the_factored_mean_of_a_rank_one_square_is_exact() -> None:
     row, column = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 1.0, 2.0]])
     grads = {"w": row * column}
-    found = updated(transform.scale_by_factored_rms(), grads, grads)["w"]
+    found = updated(optim.scale_by_factored_rms(), grads, grads)["w"]
     torch.testing.assert_close(found, torch.ones(2, 3))
 
 
 def test_muon_makes_singular_values_about_one() -> None:
     for shape in ((8, 4), (4, 8), (5, 5)):
         grads = {"w": torch.randn(shape)}
-        found = updated(transform.scale_by_muon(), grads, grads)["w"]
+        found = updated(optim.scale_by_muon(), grads, grads)["w"]
         values = torch.linalg.svdvals(found)
         assert 0.5 < values.min() <= values.max() < 1.4
         left, _, right = torch.linalg.svd(grads["w"], full_matrices=False)
@@ -714,17 +710,17 @@ def test_muon_makes_singular_values_about_one() -> None:
 
 def test_shape_factors() -> None:
     tall = {"w": torch.ones(9, 4)}
-    assert updated(transform.scale_by_shape(), tall, tall)["w"][0, 0].item() == 1.5
-    assert updated(transform.scale_by_shape("match_rms_adamw"), tall, tall)["w"][0, 0].item() == pytest.approx(0.6)
+    assert updated(optim.scale_by_shape(), tall, tall)["w"][0, 0].item() == 1.5
+    assert updated(optim.scale_by_shape("match_rms_adamw"), tall, tall)["w"][0, 0].item() == pytest.approx(0.6)
     with pytest.raises(ConfigError, match=r"no adjustment 'orginal'"):
-        transform.scale_by_shape("orginal")  # type: ignore[arg-type]  # the mistake under test
+        optim.scale_by_shape("orginal")  # type: ignore[arg-type]  # the mistake under test
 
 
 def test_the_relative_step_is_a_bound_by_the_learning_rate() -> None:
     ones = {"w": torch.ones(1)}
-    tx = transform.scale_by_relative_step(0.5)
+    tx = optim.scale_by_relative_step(0.5)
     assert [round(updated(tx, ones, ones, t)["w"].item(), 4) for t in (1, 4, 16)] == [1.0, 1.0, 0.5]
-    assert updated(transform.scale_by_relative_step(lambda count: 0.0 * count), ones, ones)["w"].item() == 1.0
+    assert updated(optim.scale_by_relative_step(lambda count: 0.0 * count), ones, ones)["w"].item() == 1.0
 
 
 # ------------------------------------------------------------------------------------------------------------ messages
@@ -733,27 +729,27 @@ def test_the_relative_step_is_a_bound_by_the_learning_rate() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: transform.clip_by_global_norm(-1.0), "clip_by_global_norm: max_norm is -1.0, outside [0.0, inf)"),
-        (lambda: transform.clip_by_value(-1.0), "clip_by_value: max_value is -1.0, outside"),
-        (lambda: transform.adaptive_grad_clip(-1.0), "adaptive_grad_clip: clipping is -1.0"),
-        (lambda: transform.add_decayed_weights(-0.1), "add_decayed_weights: weight_decay is -0.1"),
-        (lambda: transform.scale_by_learning_rate(-0.1), "learning_rate is -0.1"),
+        (lambda: optim.clip_by_global_norm(-1.0), "clip_by_global_norm: max_norm is -1.0, outside [0.0, inf)"),
+        (lambda: optim.clip_by_value(-1.0), "clip_by_value: max_value is -1.0, outside"),
+        (lambda: optim.adaptive_grad_clip(-1.0), "adaptive_grad_clip: clipping is -1.0"),
+        (lambda: optim.add_decayed_weights(-0.1), "add_decayed_weights: weight_decay is -0.1"),
+        (lambda: optim.scale_by_learning_rate(-0.1), "learning_rate is -0.1"),
         (
-            lambda: transform.scale_by_learning_rate("0.1"),
+            lambda: optim.scale_by_learning_rate("0.1"),
             "learning_rate is '0.1', a str, no int, float or tensor (cure: learning_rate=0.001)",
         ),  # type: ignore[arg-type]
-        (lambda: transform.scale_by_learning_rate(math.nan), "learning_rate is nan"),
-        (lambda: transform.trace(-0.1), "trace: decay is -0.1"),
-        (lambda: transform.trace(0.9, dampening=math.nan), "trace: dampening is nan, outside [0.0, inf)"),
-        (lambda: transform.scale(math.inf), "scale: factor is inf, outside [-inf, inf) (cure: factor=1.0)"),
-        (lambda: transform.scale("2"), "scale: factor is '2', a str, no int, float"),  # type: ignore[arg-type]
-        (lambda: transform.scale(lambda count: 2.0), "optim.inject(optim.scale)(..., factor=schedule)"),  # type: ignore[arg-type]
-        (lambda: transform.trace(0.9, nesterov=True, dampening=0.1), "trace: nesterov with dampening=0.1"),
-        (lambda: transform.scale_by_adam(1.0), "scale_by_adam: b1 is 1.0, outside [0.0, 1.0)"),
-        (lambda: transform.scale_by_adam(b2=-0.1), "scale_by_adam: b2 is -0.1"),
-        (lambda: transform.scale_by_adam(eps=-1.0), "scale_by_adam: eps is -1.0"),
+        (lambda: optim.scale_by_learning_rate(math.nan), "learning_rate is nan"),
+        (lambda: optim.trace(-0.1), "trace: decay is -0.1"),
+        (lambda: optim.trace(0.9, dampening=math.nan), "trace: dampening is nan, outside [0.0, inf)"),
+        (lambda: optim.scale(math.inf), "scale: factor is inf, outside [-inf, inf) (cure: factor=1.0)"),
+        (lambda: optim.scale("2"), "scale: factor is '2', a str, no int, float"),  # type: ignore[arg-type]
+        (lambda: optim.scale(lambda count: 2.0), "optim.inject(optim.scale)(..., factor=schedule)"),  # type: ignore[arg-type]
+        (lambda: optim.trace(0.9, nesterov=True, dampening=0.1), "trace: nesterov with dampening=0.1"),
+        (lambda: optim.scale_by_adam(1.0), "scale_by_adam: b1 is 1.0, outside [0.0, 1.0)"),
+        (lambda: optim.scale_by_adam(b2=-0.1), "scale_by_adam: b2 is -0.1"),
+        (lambda: optim.scale_by_adam(eps=-1.0), "scale_by_adam: eps is -1.0"),
         (
-            lambda: transform.scale_by_adam(lambda count: 0.9),  # type: ignore[arg-type]
+            lambda: optim.scale_by_adam(lambda count: 0.9),  # type: ignore[arg-type]
             "scale_by_adam: b1 is a schedule, and only learning_rate takes one "
             "(cure: optim.inject(optim.scale_by_adam)(..., b1=schedule))",
         ),
@@ -771,31 +767,29 @@ def test_numbers_out_of_range_are_refused(make: Callable[[], Transform], message
 @given(seed=st.integers(0, 2**31), cuts=st.lists(st.integers(0, 4), max_size=2))
 def test_chains_associate(seed: int, cuts: list[int]) -> None:
     parts = [
-        transform.clip_by_value(0.5),
-        transform.trace(0.9),
-        transform.scale(2.0),
-        transform.add_decayed_weights(0.1),
+        optim.clip_by_value(0.5),
+        optim.trace(0.9),
+        optim.scale(2.0),
+        optim.add_decayed_weights(0.1),
     ]
     low, high = min(cuts, default=0), max(cuts, default=0)
-    nested = transform.chain(
-        transform.chain(*parts[:low]), transform.chain(*parts[low:high]), transform.chain(*parts[high:])
-    )
+    nested = optim.chain(optim.chain(*parts[:low]), optim.chain(*parts[low:high]), optim.chain(*parts[high:]))
     generator = torch.Generator().manual_seed(seed)
     params = {"w": torch.randn(4, generator=generator)}
     grads = {"w": torch.randn(4, generator=generator)}
-    assert torch.equal(updated(nested, grads, params, 3)["w"], updated(transform.chain(*parts), grads, params, 3)["w"])
+    assert torch.equal(updated(nested, grads, params, 3)["w"], updated(optim.chain(*parts), grads, params, 3)["w"])
 
 
 @settings(max_examples=25, deadline=None)
 @given(selected=st.sets(st.sampled_from(sorted(P)), min_size=0, max_size=3))
 def test_a_mask_and_its_complement_are_a_partition(selected: set[str]) -> None:
     mask = {name: name in selected for name in P}
-    two = transform.chain(
-        transform.masked(transform.scale(3.0), mask),
-        transform.masked(transform.trace(0.5), {name: not chosen for name, chosen in mask.items()}),
+    two = optim.chain(
+        optim.masked(optim.scale(3.0), mask),
+        optim.masked(optim.trace(0.5), {name: not chosen for name, chosen in mask.items()}),
     )
-    one = transform.partition(
-        {"yes": transform.scale(3.0), "no": transform.trace(0.5)},
+    one = optim.partition(
+        {"yes": optim.scale(3.0), "no": optim.trace(0.5)},
         {name: "yes" if chosen else "no" for name, chosen in mask.items()},
     )
     assert_trees_close(updated(two, P, P, 2), updated(one, P, P, 2), exact=True)
@@ -811,7 +805,7 @@ def test_a_function_that_goes_by_names_or_whole_tensors_is_the_same_compiled(kin
         "by name": lambda updates, params: {name: u * (name == "bias") for name, u in updates.items()},
         "by rows": lambda updates, params: {name: u - u.mean(-1, keepdim=True) for name, u in updates.items()},
     }[kind]
-    tx = transform.chain(transform.stateless(fn), ps.optim.sgd(0.5))
+    tx = optim.chain(optim.stateless(fn), ps.optim.sgd(0.5))
     program = ps.program(torch.nn.Linear(4, 2), ps.supervised(torch.nn.MSELoss()), tx)
     state, batch = program.init(), (torch.randn(8, 4), torch.randn(8, 2))
     expected, _ = program.train_step(state, batch)

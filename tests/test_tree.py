@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from purestep import tree
-from purestep.compile import skeleton
+from purestep.compile import treespec
 from purestep.types import Empty
 
 
@@ -61,9 +61,9 @@ def test_unflatten_is_the_way_back(found: Any):
 @given(TREES)
 def test_the_plain_twins_agree_with_flatten(found: Any):
     leaves, treedef = tree.flatten(found)
-    bare = skeleton.of(treedef)
-    assert skeleton.fill(bare, leaves) == found
-    assert skeleton.collect(bare, found) == leaves
+    bare = treespec.of(treedef)
+    assert treespec.fill(bare, leaves) == found
+    assert treespec.collect(bare, found) == leaves
 
 
 @settings(deadline=None)
@@ -74,7 +74,7 @@ def test_clone_keeps_the_types_of_the_nodes(found: Any):
 
 def test_fill_makes_the_classes_that_went_in():
     leaves, treedef = tree.flatten({"a": Pair(1, [2, (3,)])})
-    filled = skeleton.fill(skeleton.of(treedef), leaves)
+    filled = treespec.fill(treespec.of(treedef), leaves)
     assert type(filled["a"]) is Pair
     assert type(filled["a"].right) is list
     assert type(filled["a"].right[1]) is tuple

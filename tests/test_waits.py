@@ -13,10 +13,10 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
-from purestep import modes, schedules
-from purestep.loop import ledger
+from purestep import schedules, tracing
+from purestep.loop import progress
 from purestep.loop.accumulation import counting
-from purestep.loop.looks import Looks
+from purestep.loop.purity_check import Looks
 from purestep.step import Accum, update
 
 
@@ -63,7 +63,7 @@ def test_a_window_that_is_kept_open_without_a_read_has_the_same_numbers(monkeypa
     for _ in range(7):
         state, metrics = program.train_step(state, BATCH)
         with monkeypatch.context() as patch:
-            patch.setattr("purestep.modes.may_read", lambda value: False)
+            patch.setattr("purestep.tracing.may_read", lambda value: False)
             other, expected = program.train_step(other, BATCH)
         for left, right in zip(ps.tree.leaves((state, metrics)), ps.tree.leaves((other, expected)), strict=True):
             assert torch.equal(left, right) or (left.isnan() & right.isnan()).all()
@@ -74,7 +74,7 @@ class Branches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = self.closed = 0
-        shut = SimpleNamespace(may_read=lambda value: False, behind=modes.behind)
+        shut = SimpleNamespace(may_read=lambda value: False, behind=tracing.behind)
         monkeypatch.setattr(update, "modes", shut)
         keep_open, close = update._keep_open, update._close
         monkeypatch.setattr(update, "_keep_open", lambda *given: self._count(keep_open, given, opened=1))
@@ -228,21 +228,21 @@ def test_a_window_is_read_at_once_and_only_where_one_is_open(calls: int) -> None
     for _ in range(calls):
         state, _ = program.train_step(state, BATCH)
     with Counted() as counted:
-        ledger._check_windows(state)
+        progress._check_windows(state)
     assert counted.reads == (2 if calls % 3 else 1)
     spoilt = state._replace(accum=state.accum._replace(weight=torch.full((), torch.nan)))
     with pytest.raises(ps.errors.NonFiniteError, match="accumulation window that is open"):
-        ledger._check_windows(spoilt)
+        progress._check_windows(spoilt)
     grads = {name: torch.full_like(leaf, torch.inf) for name, leaf in state.accum.grads.items()}
     spoilt = state._replace(accum=state.accum._replace(weight=torch.ones(()), grads=grads))
     with pytest.raises(ps.errors.NonFiniteError, match="accumulation window that is open"):
-        ledger._check_windows(spoilt)
+        progress._check_windows(spoilt)
 
 
 def test_all_flags_of_a_tree_are_read_at_once() -> None:
     state = deep(1).init()
     pair = {"one": state, "two": state._replace(halted=torch.tensor(5))}
-    assert ledger.halts(pair) == [("two", 5)]
+    assert progress.halts(pair) == [("two", 5)]
 
 
 @pytest.mark.cuda

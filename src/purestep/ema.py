@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError, StateError
-from .recipes import recipe
+from .pickling import recipe
 from .types import Empty, Params, TrainState, Tree
 
 

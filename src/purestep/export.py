@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from .ema import view as view_of
 from .errors import ConfigError, Mismatch
 from .files import replacing, write_failed
-from .hollow import uncompiled
-from .model import OBJECTIVE
+from .model import OBJECTIVE, uncompiled
 from .types import Params, Program, TrainState
 
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import is_count
 from .errors import ConfigError
-from .recipes import recipe
+from .pickling import recipe
 from .types import Empty, Tree
+from .validation import is_count
 
 
 class ScalerState(NamedTuple):

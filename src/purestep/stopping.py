@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from .arguments import check_count, is_number, whole
 from .errors import ConfigError
+from .validation import check_count, is_number, whole
 
 Mode: TypeAlias = Literal["min", "max"]
 

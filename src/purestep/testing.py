@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import incident, purity, tree
-from .anomaly import Watch, backward, not_finite
-from .compile.live import plain
+from . import tree
+from .compile import plain
 from .data import device_of
+from .diagnostics import Watch, backward, not_finite, purity
+from .diagnostics import replay as replay_
 from .errors import ConfigError, StepContractError
 from .types import Metrics, Program, TrainState, Tree
 
@@ -156,7 +157,7 @@ def record(path: str | Path, state: Tree, batch: Any) -> Path:
         >>> record(tempfile.mkdtemp() + "/step.safetensors", {"w": torch.zeros(2)}, torch.ones(3)).name
         'step.safetensors'
     """
-    return incident.write(path, plain(state), batch, {})
+    return replay_.write(path, plain(state), batch, {})
 
 
 def replay(path: str | Path, program: Program, *, like: Tree = None) -> Replay:
@@ -191,7 +192,7 @@ def replay(path: str | Path, program: Program, *, like: Tree = None) -> Replay:
         if program.init is None:
             raise ConfigError("the program has no init", where="replay", hint="replay(path, program, like=state)")
         like = program.init()
-    found = incident.read(path, like, device_of(like))
+    found = replay_.read(path, like, device_of(like))
     first, module, operation = _given(found), "", ""
     watch = Watch()
     with watch:
@@ -203,7 +204,7 @@ def replay(path: str | Path, program: Program, *, like: Tree = None) -> Replay:
     return Replay(state, metrics, first, module, operation, found.notes)
 
 
-def _given(found: incident.Incident) -> str | None:
+def _given(found: replay_.Incident) -> str | None:
     parts = {"batch": found.batch}
     if isinstance(found.state, TrainState):
         parts |= {name: getattr(found.state, name) for name in ("params", "frozen", "buffers")}

@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from . import records
+from . import batch_objects
 from .errors import StateError
 from .types import Tree
 
@@ -239,7 +239,7 @@ def dicts(tree: Tree) -> Tree:
     if isinstance(tree, Tensor):
         return tree
     for leaf in leaves(tree):
-        if not isinstance(leaf, records.ATOMS) and (_is_mapping(leaf) or _is_new_record(leaf)):
+        if not isinstance(leaf, batch_objects.ATOMS) and (_is_mapping(leaf) or _is_new_record(leaf)):
             return map(
                 lambda leaf: {key: dicts(leaf[key]) for key in leaf} if _is_mapping(leaf) else leaf, _noded(tree)
             )
@@ -259,18 +259,22 @@ def _noded(tree: Tree) -> Tree:
 
 
 def _is_new_record(leaf: Any) -> bool:
-    return not isinstance(leaf, records.ATOMS) and type(leaf) not in records.KNOWN and records.record(leaf) is not None
+    return (
+        not isinstance(leaf, batch_objects.ATOMS)
+        and type(leaf) not in batch_objects.KNOWN
+        and batch_objects.record(leaf) is not None
+    )
 
 
 def _register_record(cls: type) -> None:
     def flat(node: Any) -> tuple[Any, ...]:
-        held = records.record(node) or {}
+        held = batch_objects.record(node) or {}
         return tuple(held.values()), tuple(held), tuple(held)
 
     def back(names: Any, children: Iterable[Any]) -> Any:
-        return records.made(cls, dict(zip(names, children, strict=True)))
+        return batch_objects.made(cls, dict(zip(names, children, strict=True)))
 
-    records.KNOWN[cls] = None
+    batch_objects.KNOWN[cls] = None
     optree.register_pytree_node(cls, flat, back, path_entry_type=optree.GetAttrEntry, namespace=_SPACE)
 
 

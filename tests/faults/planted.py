@@ -13,7 +13,7 @@ from torch.utils.data._utils import worker
 
 from purestep import files
 from purestep.data import workers
-from purestep.snapshot import Snapshots, background, directory, manifest, writer
+from purestep.snapshot import Snapshots, directory, manifest, writer
 
 kept: list[Any] = []  # what is not given back
 
@@ -70,7 +70,7 @@ def keep_every_lock() -> None:
 def acknowledge_at_once() -> None:
     """A step is called saved while it is still being written."""
     Snapshots.wait = lambda self: None
-    background.Background.join = lambda self: None
+    writer.Background.join = lambda self: None
 
 
 def delete_in_place() -> None:

@@ -8,7 +8,7 @@ import pytest
 from faults import fuzzing
 from faults.runs import fails
 
-from purestep.loop import entry
+from purestep.loop import inputs
 
 
 @pytest.mark.parametrize("tens", range(15))
@@ -50,5 +50,5 @@ def test_what_was_a_raw_error_once(place: str, value: str, tmp_path: Path) -> No
 
 
 def test_the_fuzzer_fails_where_leaves_are_taken_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "_unfit", lambda leaf: "")
+    monkeypatch.setattr(inputs, "_unfit", lambda leaf: "")
     fails(lambda: test_what_was_a_raw_error_once("state params/0.weight", "set", tmp_path))

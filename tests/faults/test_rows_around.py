@@ -22,8 +22,8 @@ from torch import Tensor
 import purestep as ps
 from purestep import events, sinks, stopping
 from purestep.errors import ConfigError, NotFound, StateError
-from purestep.loop import judging, telling
-from purestep.sinks import guard, rows
+from purestep.loop import callbacks, policy
+from purestep.sinks import guarded, row_files
 from purestep.snapshot import snapshots as snapshots_
 from purestep.types import Mean, Program
 
@@ -79,7 +79,7 @@ def test_row_52_fails_where_nan_is_compared(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_row_52_fails_where_the_monitor_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judging.Judge, "check", lambda self, record, loaders: self)
+    monkeypatch.setattr(policy.Judge, "check", lambda self, record, loaders: self)
     fails(test_row_52_an_unknown_monitor_lists_what_there_is)
 
 
@@ -121,9 +121,9 @@ def test_row_53_sinks_that_raise_block_or_find_the_disk_full(caplog: pytest.LogC
 def test_row_53_fails_where_a_sink_is_called_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(guard.Guarded, "_deliver", lambda self, event: self.sink(event))
-    monkeypatch.setattr(guard.Guarded, "_foreground", True, raising=False)
-    monkeypatch.setattr(guard.Guarded, "__call__", lambda self, event: self.sink(event))
+    monkeypatch.setattr(guarded.Guarded, "_deliver", lambda self, event: self.sink(event))
+    monkeypatch.setattr(guarded.Guarded, "_foreground", True, raising=False)
+    monkeypatch.setattr(guarded.Guarded, "__call__", lambda self, event: self.sink(event))
     fails(lambda: test_row_53_sinks_that_raise_block_or_find_the_disk_full(caplog), OSError)
 
 
@@ -226,7 +226,7 @@ def test_row_54_what_is_written_into_a_packed_state_is_found(
 
 
 def test_row_54_fails_where_nobody_knows_where_a_packed_state_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling.standing, "memory", lambda state: [])
+    monkeypatch.setattr(callbacks.live_state, "memory", lambda state: [])
     writes = lambda state: state.params["2.bias"].zero_()  # noqa: E731  # as in the table above
     fails(lambda: test_row_54_what_is_written_into_a_packed_state_is_found(writes, "params/0.bias", True))
 
@@ -247,8 +247,8 @@ def test_row_54_a_callback_gives_the_state_away() -> None:
 
 
 def test_row_54_fails_where_nobody_looks_whether_a_state_was_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling.standing, "check_alive", lambda state: None)
-    monkeypatch.setattr(telling.purity, "version", lambda leaf: 0)  # of what is written in C, which nobody counts
+    monkeypatch.setattr(callbacks.live_state, "check_alive", lambda state: None)
+    monkeypatch.setattr(callbacks.purity, "version", lambda leaf: 0)  # of what is written in C, which nobody counts
     fails(test_row_54_a_callback_gives_the_state_away, AttributeError)  # the error has no note of the callback
 
 
@@ -272,7 +272,7 @@ def test_row_54_fails_where_an_unscored_epoch_is_taken_for_done(
 
 
 def test_row_54_fails_where_nobody_looks_at_what_callbacks_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "_check_untouched", lambda state, memory, before: None)
+    monkeypatch.setattr(callbacks, "_check_untouched", lambda state, memory, before: None)
     fails(test_row_54_only_a_returned_state_counts)
 
 
@@ -342,5 +342,5 @@ def test_row_55_fails_where_intervals_follow_the_wall_clock(tmp_path: Path, monk
 
 
 def test_row_55_fails_where_rows_are_appended_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows.Rows, "_begin", lambda self, event: None)
+    monkeypatch.setattr(row_files.Rows, "_begin", lambda self, event: None)
     fails(lambda: test_row_55_a_resumed_run_has_no_row_twice_and_misses_none("jsonl", tmp_path))

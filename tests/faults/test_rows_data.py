@@ -25,12 +25,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import purestep as ps
 from purestep import events
-from purestep.compile import CompiledStep, graphs
+from purestep.compile import CompiledStep, graph_cache
 from purestep.data import feed as feed_
-from purestep.data import indexed, open_feed, workers
+from purestep.data import map_style, open_feed, workers
 from purestep.errors import DataError, Mismatch
 from purestep.files import lock
-from purestep.loop import meter, restoring
+from purestep.loop import checkpointing, metric_queue
 
 NO_WORKERS, WORKERS = {}, {"num_workers": 1}
 
@@ -86,8 +86,8 @@ def test_row_27_resumed_again_and_again(number: int, tmp_path: Path) -> None:
 
 
 def test_row_27_fails_where_the_place_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = restoring.from_json
-    monkeypatch.setattr(restoring, "from_json", lambda found: real(found)._replace(batch=0))
+    real = checkpointing.from_json
+    monkeypatch.setattr(checkpointing, "from_json", lambda found: real(found)._replace(batch=0))
     assert resuming.trial(0, tmp_path) is not None
 
 
@@ -132,14 +132,14 @@ def test_row_28_random_augmentation_in_workers(tmp_path: Path, caplog: pytest.Lo
 def test_row_28_fails_without_seeds_of_the_items(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(indexed.Batches, "_item", lambda self, ticket, index: self._items([index])[0])
+    monkeypatch.setattr(map_style.Batches, "_item", lambda self, ticket, index: self._items([index])[0])
     fails(lambda: test_row_28_random_augmentation_in_workers(tmp_path, caplog))
 
 
 def test_row_28_fails_without_the_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(indexed.Batches, "_probed", lambda self, ticket: "")
+    monkeypatch.setattr(map_style.Batches, "_probed", lambda self, ticket: "")
     fails(lambda: test_row_28_random_augmentation_in_workers(tmp_path, caplog))
 
 
@@ -376,20 +376,20 @@ def test_row_34_a_ragged_last_batch_is_one_more_graph() -> None:
 
 
 def test_row_34_fails_where_every_call_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "kinds", lambda leaves: object())
+    monkeypatch.setattr(graph_cache, "kinds", lambda leaves: object())
     fails(test_row_34_a_ragged_last_batch_is_one_more_graph)
 
 
 def test_row_34_fails_where_every_batch_counts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = meter.add_to
+    real = metric_queue.add_to
 
-    def alike(sums: Any, rows: meter.Rows) -> None:
+    def alike(sums: Any, rows: metric_queue.Rows) -> None:
         means = [
             [number for _, t, w in rows.columns for number in (row[t] / (row[w] or 1.0), 1.0)] for row in rows.numbers
         ]
         real(sums, rows._replace(numbers=means))
 
-    monkeypatch.setattr(meter, "add_to", alike)
+    monkeypatch.setattr(metric_queue, "add_to", alike)
     fails(test_row_34_a_ragged_last_batch_is_weighted_by_its_size)
 
 

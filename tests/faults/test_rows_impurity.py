@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import purestep as ps
-from purestep import optim, purity, testing
+from purestep import optim, testing
+from purestep.diagnostics import purity
 from purestep.errors import StepContractError
 from purestep.types import Program
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
-from purestep import incident, optim, testing
+from purestep import optim, testing
+from purestep.diagnostics import replay
 from purestep.errors import (
     ConfigError,
     Corrupt,
@@ -78,7 +79,7 @@ def test_a_window_that_an_epoch_leaves_open_is_not_kept_with_what_is_not_finite(
     state = caught.value.result.state
     assert (int(state.updates), int(state.step), int(state.key[1]), int(state.halted)) == (1, 6, 6, 0)
     assert float(program.train_step(state, vector_batch())[1]["loss"]) > 0
-    assert not torch.isfinite(incident.read(caught.value.path, program.init()).batch[0]).any()
+    assert not torch.isfinite(replay.read(caught.value.path, program.init()).batch[0]).any()
 
 
 def test_an_open_window_is_left_behind_by_going_back() -> None:
@@ -382,7 +383,7 @@ def test_row_36_the_micro_batch_that_spoilt_its_window_is_the_one_that_is_named(
     error = halted(program, poisoned(7, place), snapshots=tmp_path)
     assert error.where == f"epoch 1, batch {place + 1}"
     assert error.leaves[0] == "batch/0"
-    found = incident.read(error.path, program.init())
+    found = replay.read(error.path, program.init())
     assert found.state.key.tolist() == [0, place]
     assert (int(found.state.accum.left), float(found.state.accum.weight)) == (3 - place % 3, 0.0)
     assert_trees_close(found.batch, poisoned(7, place)[place], exact=True)
@@ -403,7 +404,7 @@ def test_row_36_the_file_holds_state_and_batch_to_the_bit(compiled: Any, tmp_pat
         for batch in batches(4)[:3]:
             expected, _ = step(expected, batch)
     error = halted(program, poisoned(4, 3), compile=compiled, snapshots=tmp_path)
-    found = incident.read(error.path, program.init())
+    found = replay.read(error.path, program.init())
     assert_trees_close(found.state, expected, exact=True)
     assert_trees_close(error.result.state, expected, exact=True)
     assert_trees_close(found.batch, poisoned(4, 3)[3], exact=True)
@@ -443,7 +444,7 @@ def odd_batch() -> Any:
 def test_row_36_batches_of_any_structure_come_back(tmp_path: Path) -> None:
     program, given = mlp(), odd_batch()
     path = testing.record(tmp_path / "step.safetensors", program.init(), given)
-    found = incident.read(path, program.init()).batch
+    found = replay.read(path, program.init()).batch
     assert (found["pair"]._fields, found["pair"].y[1:]) == (("x", "y"), [None, "text", 3, 0.5])
     assert found["pair"].x.stride() == given["pair"].x.stride()
     for left, right in (

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
-from purestep import hollow, optim, rng, scaler
+from purestep import optim, rng, scaler
 from purestep.errors import NonFiniteError, StateError, StepContractError
+from purestep.model.functional import template
 from purestep.step import gradient, update
 
 # --- row 37 -----------------------------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ def test_row_37_fails_where_no_scale_is_the_smallest(monkeypatch: pytest.MonkeyP
 
 
 def test_row_37_fails_where_every_norm_is_taken_for_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update.transform, "global_norm", lambda grads: torch.zeros(()))
+    monkeypatch.setattr(update.optim, "global_norm", lambda grads: torch.zeros(()))
     fails(test_row_37_fp16_overflow_under_the_scaler)
 
 
@@ -120,7 +121,7 @@ def test_row_38_finite_gradients_of_infinite_norm(clipped: bool) -> None:
 
 
 def test_row_38_fails_where_every_norm_is_taken_for_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update.transform, "global_norm", lambda grads: torch.zeros(()))
+    monkeypatch.setattr(update.optim, "global_norm", lambda grads: torch.zeros(()))
     fails(lambda: test_row_38_finite_gradients_of_infinite_norm(False))
 
 
@@ -194,7 +195,7 @@ def test_row_39_fails_where_any_rate_is_used(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_row_39_fails_where_nobody_asks_what_a_schedule_gave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("purestep.transform.arithmetic._checked_rate", lambda schedule, step: schedule(step))
+    monkeypatch.setattr("purestep.optim.numerics._checked_rate", lambda schedule, step: schedule(step))
     for kind in AT_ONCE:
         fails(lambda kind=kind: test_row_39_a_schedule_that_gives_no_number(kind), TypeError, RuntimeError, UserWarning)
     fails(test_row_39_past_its_end, IndexError)
@@ -292,7 +293,7 @@ def test_row_42_as_buffers_they_are_static_leaves(kind: str) -> None:
 
 
 def test_row_42_fails_where_dtypes_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hollow, "_check_tensor", lambda name, value: None)
+    monkeypatch.setattr(template, "_check_tensor", lambda name, value: None)
     for kind in OTHERS:
         fails(lambda kind=kind: test_row_42_parameters_that_are_no_floats(kind))
 

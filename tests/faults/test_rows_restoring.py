@@ -22,7 +22,7 @@ from test_snapshot import GOLDEN, assert_same, golden_state, small
 from torch import Tensor
 
 from purestep import errors, tree
-from purestep.snapshot import Snapshots, manifest, store
+from purestep.snapshot import Snapshots, manifest, orbax_io
 
 FLIPS = range(60)
 CUTS = range(60, 90)
@@ -159,8 +159,8 @@ def test_row_14_what_the_reader_lacks_is_no_damage(
             restored(run)
         assert not isinstance(caught.value, errors.Corrupt)
 
-    monkeypatch.setattr(store, "read_chunks", lambda *_: {})  # what it lacks, it leaves to the other
-    monkeypatch.setattr(store, "read", read)
+    monkeypatch.setattr(orbax_io, "read_chunks", lambda *_: {})  # what it lacks, it leaves to the other
+    monkeypatch.setattr(orbax_io, "read", read)
     check()
     assert Snapshots(run).steps() == [1, BEFORE, NEWEST]
     with fails_without("purestep.snapshot.manifest.unreadable", lambda where, e: errors.Corrupt("bad", where="x")):
@@ -211,7 +211,7 @@ def test_row_16_fails_where_another_step_stands_in_or_nothing_is_said(
     newest = lambda self, template, *, step=None, only=None: real(self, template, only=only)  # noqa: E731
     with fails_without("purestep.snapshot.snapshots.Snapshots.restore", newest):
         test_row_16_an_empty_directory_and_a_step_that_is_not_there(tmp_path / "another", caplog)
-    with fails_without("purestep.loop.restoring.log", logging.Logger("nobody")):
+    with fails_without("purestep.loop.checkpointing.log", logging.Logger("nobody")):
         test_row_16_an_empty_directory_and_a_step_that_is_not_there(tmp_path / "nothing", caplog)
 
 
@@ -246,7 +246,7 @@ def test_row_17_a_changed_model(
         snapshots.wait()
         with monkeypatch.context() as patch:
             for name in ("read", "read_chunks"):
-                patch.setattr(store, name, lambda *args, **kwargs: pytest.fail("data were read"))
+                patch.setattr(orbax_io, name, lambda *args, **kwargs: pytest.fail("data were read"))
             check()
             if template is RESHAPED:
                 with fails_without("purestep.snapshot.manifest.compare"):
@@ -341,13 +341,13 @@ def test_row_20_terabytes_are_refused_before_they_are_allocated(
 ) -> None:
     """The manifest is right, and the arrays' own metadata are those of a larger one."""
     values = {"w": ("float32", np.zeros(5000, np.float32)), "b": ("float32", np.zeros(2, np.float32))}
-    store.write(tmp_path / "other", values, platforms="cpu")
+    orbax_io.write(tmp_path / "other", values, platforms="cpu")
     step = run / str(NEWEST)
     shutil.rmtree(step / "state")
     shutil.copytree(tmp_path / "other" / "state", step / "state")
     planting.relist(step)
     read: list[Any] = []
-    monkeypatch.setattr(store, "read", lambda *args, **kwargs: read.append(args) or {})
+    monkeypatch.setattr(orbax_io, "read", lambda *args, **kwargs: read.append(args) or {})
 
     def check() -> None:
         with pytest.raises(errors.SnapshotError) as caught:
@@ -356,7 +356,7 @@ def test_row_20_terabytes_are_refused_before_they_are_allocated(
         assert "own metadata claim [5000]" in str(caught.value)
 
     check()
-    with fails_without("purestep.snapshot.reading._check_claims"):
+    with fails_without("purestep.snapshot.reader._check_claims"):
         check()
 
 
@@ -379,5 +379,5 @@ def test_row_21_other_threads_and_another_torch_are_told(run: Path, caplog: pyte
     forge(run / str(NEWEST), lambda record: record["environment"].update(threads=99, torch="1.0"))
     assert told(writer=False) == ""
     check()
-    with fails_without("purestep.snapshot.reading._tell_changes"):
+    with fails_without("purestep.snapshot.reader._tell_changes"):
         check()

@@ -24,7 +24,8 @@ from test_files import record_calls
 from test_snapshot import assert_same, small
 
 from purestep import errors, files, tree
-from purestep.snapshot import Snapshots, host
+from purestep.snapshot import Snapshots
+from purestep.snapshot import staging as staging_
 
 pytestmark = pytest.mark.filterwarnings(
     # Where a write fails orbax leaves at once, and tensorstore's threads then tell a closed event loop of the others.
@@ -64,7 +65,7 @@ def test_row_01_no_more_than_an_interval_is_lost(tmp_path: Path) -> None:
     assert first_failure(losing.trial, range(2), tmp_path / "on") is None
 
     def never_due(number: int, folder: Path) -> str | None:
-        return losing.trial(number, folder, off="purestep.loop.saving.Saver.due")
+        return losing.trial(number, folder, off="purestep.loop.checkpointing.Saver.due")
 
     assert "steps lost" in str(first_failure(never_due, range(5), tmp_path / "off"))
 
@@ -112,9 +113,7 @@ def test_row_03_a_disk_that_takes_no_more(number: int, tmp_path: Path, capfd: py
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "guard", ["purestep.snapshot.background.Background.take_error", "purestep.snapshot.writer._clear"]
-)
+@pytest.mark.parametrize("guard", ["purestep.snapshot.writer.Background.take_error", "purestep.snapshot.writer._clear"])
 def test_row_03_an_error_that_is_swallowed_or_leaves_rubbish_is_noticed(guard: str, tmp_path: Path) -> None:
     with fails_without(guard):
         assert filling.trial(0, tmp_path) is None
@@ -288,7 +287,7 @@ def test_row_07_an_error_in_the_background_comes_once_and_the_next_save_is_tried
             assert sorted(path.name for path in folder.iterdir()) == [".lock", "2"]
 
     check(tmp_path / "on")
-    with fails_without("purestep.snapshot.background.Background.take_error"):
+    with fails_without("purestep.snapshot.writer.Background.take_error"):
         check(tmp_path / "off")
 
 
@@ -299,7 +298,7 @@ def test_row_07_fit_does_not_return_before_the_last_save_has_failed(tmp_path: Pa
             steps_of_a_fit(folder)
 
     check(tmp_path / "on")
-    with fails_without("purestep.snapshot.background.Background.take_error"):
+    with fails_without("purestep.snapshot.writer.Background.take_error"):
         check(tmp_path / "off")
 
 
@@ -309,7 +308,9 @@ def test_row_08_what_is_saved_is_what_was_there_at_the_call(
 ) -> None:
     """With the copy planted away, the stored values are those of later: the test can fail."""
     if not copied:
-        monkeypatch.setattr(host, "stage", lambda tensors, spare: {k: host._bits(v) for k, v in tensors.items()})
+        monkeypatch.setattr(
+            staging_, "stage", lambda tensors, spare: {k: staging_._bits(v) for k, v in tensors.items()}
+        )
     monkeypatch.setenv("PURESTEP_FAILPOINT", f"snapshot.stage=wait:{tmp_path / 'go'}")
     state = {"w": torch.zeros(10), "h": torch.zeros(3, dtype=torch.bfloat16)}
     with Snapshots(tmp_path / "run") as snapshots:
@@ -343,7 +344,7 @@ def test_row_09_saves_that_come_faster_than_the_disk_wait(tmp_path: Path, plan: 
             assert snapshots.steps() == [1, 2]
 
     check(tmp_path / "on")
-    with fails_without("purestep.snapshot.background.Background.join"):
+    with fails_without("purestep.snapshot.writer.Background.join"):
         check(tmp_path / "off")
 
 
@@ -383,7 +384,7 @@ def test_row_10_a_script_that_ends_without_close_loses_nothing(tmp_path: Path, e
 
 @pytest.mark.skipif((3, 12) <= sys.version_info < (3, 12, 3), reason="there a save is waited for when it starts")
 def test_row_10_without_the_wait_at_the_end_the_save_is_lost(tmp_path: Path) -> None:
-    save_and_end(tmp_path, "", off="purestep.snapshot.background._finish_at_exit", plan="snapshot.stage=sleep:1")
+    save_and_end(tmp_path, "", off="purestep.snapshot.writer._finish_at_exit", plan="snapshot.stage=sleep:1")
     assert Snapshots(tmp_path, writer=False).steps() == []
 
 

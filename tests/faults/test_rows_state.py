@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import purestep as ps
 from purestep import optim
 from purestep.errors import StateError
-from purestep.loop import entry
+from purestep.loop import inputs
 from purestep.types import Program
 
 KEEP = Program(lambda state, batch: (state, {}))  # a step that leaves every state as it is
@@ -79,13 +79,13 @@ def test_row_44_no_state_at_all(state: Any) -> None:
 
 
 def test_row_44_fails_where_leaves_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "_unfit", lambda leaf: "")
+    monkeypatch.setattr(inputs, "_unfit", lambda leaf: "")
     for kind in ("set", "module", "generator", "number"):
         fails(lambda kind=kind: test_row_44_an_unsupported_leaf(kind), AttributeError)
 
 
 def test_row_44_fails_where_nodes_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "_check_nodes", lambda state: None)
+    monkeypatch.setattr(inputs, "_check_nodes", lambda state: None)
     for kind in ("nan as a key", "a dict in itself"):
         fails(lambda kind=kind: test_row_44_an_unsupported_leaf(kind), RecursionError)
 
@@ -176,7 +176,7 @@ def test_row_49_a_leaf_on_meta_has_no_values() -> None:
 
 
 def test_row_49_fails_where_tensors_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "_unfit", lambda leaf: "")
+    monkeypatch.setattr(inputs, "_unfit", lambda leaf: "")
     for kind in unfit_leaves():
         fails(lambda kind=kind: test_row_49_or_are_refused_at_entry(kind), RuntimeError, NotImplementedError)
 
@@ -223,7 +223,7 @@ def test_row_50_weights_that_a_module_ties_are_saved_once_and_restored_tied(tmp_
 
 
 def test_row_50_fails_where_nobody_looks_for_ties(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "_check_ties", lambda leaves: None)
+    monkeypatch.setattr(inputs, "_check_ties", lambda leaves: None)
     fails(test_row_50_one_tensor_at_two_paths_is_an_error)
 
 
@@ -240,5 +240,5 @@ def test_row_51_mixed_devices() -> None:
 
 
 def test_row_51_fails_where_devices_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "_check_devices", lambda leaves: None)
+    monkeypatch.setattr(inputs, "_check_devices", lambda leaves: None)
     fails(test_row_51_mixed_devices, NotImplementedError)  # of comparing tensors that hold nothing

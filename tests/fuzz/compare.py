@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import purestep as ps
-from purestep.compile import native
+from purestep.compile.cpu import backend
 
 from .cases import Case, Net, batches
 
@@ -55,7 +55,7 @@ def mismatches(case: Case) -> list[str]:
     wanted = by_hand(case, given)
     found = list[str]()
     steps = {"eager": program.train_step}
-    with mock.patch.object(native, "suits", return_value=False) if case.capture == "front" else mock.MagicMock():
+    with mock.patch.object(backend, "suits", return_value=False) if case.capture == "front" else mock.MagicMock():
         capture = "dynamo" if case.capture == "dynamo" else "trace"
         steps["compiled"] = ps.compile_step(program.train_step, capture=capture, donate=case.donate)
         for way, step in steps.items():

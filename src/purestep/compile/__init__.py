@@ -26,13 +26,20 @@ On the CPU `native` hands the traced graph straight to inductor. What differs fr
 
 from __future__ import annotations
 
-from . import alone as alone  # first: see its end
+from . import compile_lock as compile_lock  # first: see its end
+from .api import compile_program as compile_program
+from .api import compile_step as compile_step
 from .capture import Uncaptured as Uncaptured
 from .capture import stopped as stopped
-from .entry import compile_program as compile_program
-from .entry import compile_step as compile_step
-from .evaluation import CompiledEval as CompiledEval
-from .live import LiveState as LiveState
-from .passes import ONE_DTYPE as ONE_DTYPE
-from .runner import CompiledStep as CompiledStep
-from .standing import is_alive as is_alive
+from .compiled_step import CompiledStep as CompiledStep
+from .donation import LiveState as LiveState
+from .donation import is_state as is_state
+from .donation import overlaps as overlaps
+from .donation import plain as plain
+from .donation import states as states
+from .eval_step import CompiledEval as CompiledEval
+from .first_run import first_line as first_line
+from .fx_passes import ONE_DTYPE as ONE_DTYPE
+from .live_state import is_alive as is_alive
+from .outputs import Stacked as Stacked
+from .outputs import unstacked as unstacked

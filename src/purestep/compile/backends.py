@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import rng
-from . import draws, rounding, sources
+from . import aliasing, precision_casts, random_ops
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -51,7 +51,7 @@ def chosen(options: Mapping[str, Any] | None, *, on_cpu: bool, rounds: bool) -> 
         rounds: `rounding.Casts` has seen a cast there and back.
     """
     own = {"fallback_random": True} if on_cpu else {}
-    return sources.as_option(own | rounding.options(rounds) | dict(options or {}))
+    return aliasing.as_option(own | precision_casts.options(rounds) | dict(options or {}))
 
 
 def register_fallbacks(graph: GraphModule) -> None:
@@ -85,9 +85,9 @@ def _traced(graph: GraphModule) -> tuple[GraphModule, bool]:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     inputs = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
-    casts = rounding.Casts()
+    casts = precision_casts.Casts()
     modes = {id(leaf.fake_mode): leaf.fake_mode for leaf in inputs if isinstance(leaf, FakeTensor)}
     (mode,) = modes.values()
-    with rng.capturing(), torch.no_grad(), mode, casts, draws.AsInEager():
+    with rng.capturing(), torch.no_grad(), mode, casts, random_ops.AsInEager():
         traced: GraphModule = make_fx(graph, _allow_non_fake_inputs=True)(*inputs)
     return traced, casts.seen

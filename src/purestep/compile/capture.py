@@ -21,13 +21,15 @@ from torch import Tensor
 from .. import rng, tree
 from ..errors import ConfigError, PurestepError, StepContractError
 from ..step import last_unreached
-from . import backends, branches, draws, native, passes, recording, rounding, sizes
-from .alone import with_compiler
+from . import backends, control_flow, dynamic_shapes, fx_passes, precision_casts, random_ops
+from .compile_lock import with_compiler
+from .cpu import backend as backend_
+from .cpu import graph_key
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
     from torch.fx import GraphModule
 
-Flat = native.Flat
+Flat = backend_.Flat
 
 CAPTURES = ("auto", "dynamo", "trace")
 _LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("compile")[0])
@@ -43,7 +45,7 @@ class DataDependent(Uncaptured):
 
 def trace(
     function: Flat, inputs: list[Tensor], *, backend: Any, options: Mapping[str, Any] | None
-) -> tuple[native.Compiled, bool]:
+) -> tuple[backend_.Compiled, bool]:
     """One graph of ``function`` for inputs of these shapes, and whether it draws random numbers.
 
     Args:
@@ -67,11 +69,11 @@ def trace_sizes(
     function: Flat,
     inputs: list[Tensor],
     leaves: list[Tensor],
-    dims: sizes.Varying,
+    dims: dynamic_shapes.Varying,
     *,
     backend: Any,
     options: Mapping[str, Any] | None,
-) -> tuple[native.Compiled, bool, Callable[[list[Tensor]], bool]] | None:
+) -> tuple[backend_.Compiled, bool, Callable[[list[Tensor]], bool]] | None:
     """One graph for batches of many sizes, whether it draws, and whether it serves given tensors of a batch.
 
     Args:
@@ -90,14 +92,14 @@ def trace_sizes(
     if not isinstance(backend, str):  # one of the user's own is given real tensors
         return None
     with with_compiler():
-        symbols = sizes.Symbols(_each_its_own(inputs), _each_its_own(leaves), dims)
-        casts = rounding.Casts()
-        with rng.capturing(), torch.no_grad(), native.no_recurrent_kernel(), symbols.mode, casts:
-            graph = passes.finished(passes.views_allowed(_traced(_recorded(function), symbols.fakes, "real")))
+        symbols = dynamic_shapes.Symbols(_each_its_own(inputs), _each_its_own(leaves), dims)
+        casts = precision_casts.Casts()
+        with rng.capturing(), torch.no_grad(), backend_.no_recurrent_kernel(), symbols.mode, casts:
+            graph = fx_passes.finished(fx_passes.views_allowed(_traced(_recorded(function), symbols.fakes, "real")))
         if not symbols.vary():
             return None
-        is_drawing, shapes = passes.draws(graph), "from_tracing_context"
-        with recording.below_autocast(), tracing(TracingContext(symbols.mode)):
+        is_drawing, shapes = fx_passes.draws(graph), "from_tracing_context"
+        with graph_key.below_autocast(), tracing(TracingContext(symbols.mode)):
             run = _lowered(graph, symbols.fakes, backend, options, rounds=casts.seen, shapes=shapes)
         core: Any = importlib.import_module("torch._C")
         return _below_autocast(run) if core._is_any_autocast_enabled() else run, is_drawing, symbols.fits()
@@ -105,31 +107,31 @@ def trace_sizes(
 
 def _made(
     run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None
-) -> tuple[native.Compiled, bool]:
+) -> tuple[backend_.Compiled, bool]:
     with rng.capturing(), torch.no_grad():
-        if native.suits(inputs, backend):
-            with native.no_recurrent_kernel():
-                record = recording.record(run, inputs)
+        if backend_.suits(inputs, backend):
+            with backend_.no_recurrent_kernel():
+                record = graph_key.record(run, inputs)
             run = record.function
             try:
-                return native.compiled(record, options=options)
+                return backend_.compiled(record, options=options)
             except PurestepError:
                 raise
             except Exception as error:  # what inductor's inner door does not take, its front door may
-                native.given_up("native code", error)
+                backend_.given_up("native code", error)
     with with_compiler():
-        with rng.capturing(), torch.no_grad(), native.no_recurrent_kernel():
-            casts = rounding.Casts()
+        with rng.capturing(), torch.no_grad(), backend_.no_recurrent_kernel():
+            casts = precision_casts.Casts()
             with casts:
-                graph = passes.finished(passes.views_allowed(_traced(run, inputs)))
-        is_drawing = passes.draws(graph)
-        with recording.below_autocast():
+                graph = fx_passes.finished(fx_passes.views_allowed(_traced(run, inputs)))
+        is_drawing = fx_passes.draws(graph)
+        with graph_key.below_autocast():
             return _lowered(graph, inputs, backend, options, rounds=casts.seen), is_drawing
 
 
-def _below_autocast(run: native.Compiled) -> native.Compiled:
+def _below_autocast(run: backend_.Compiled) -> backend_.Compiled:
     def call(tensors: list[Tensor]) -> Any:
-        with recording.below_autocast():
+        with graph_key.below_autocast():
             return run(tensors)
 
     return call
@@ -159,7 +161,7 @@ _FIRST = 1 << 40  # the seed a capture starts from: positions must not run into 
 
 @contextmanager
 def _drawing() -> Generator[None]:
-    with rng.scoped(_FIRST), draws.AsInEager(), rng.replaying(), _compiling():
+    with rng.scoped(_FIRST), random_ops.AsInEager(), rng.replaying(), _compiling():
         yield
 
 
@@ -220,9 +222,9 @@ def _traced(function: Flat, inputs: list[Tensor], mode: Literal["fake", "real"] 
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Constants that a step closes over (tables, masks) are real tensors beside fake ones.
-    with branches.of_one_vector():
+    with control_flow.of_one_vector():
         graph: GraphModule = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
-    return passes.without_copies(graph)
+    return fx_passes.without_copies(graph)
 
 
 def rehearse(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> None:
@@ -262,7 +264,7 @@ def _lowered(
     *,
     rounds: bool,
     shapes: str = "from_example_inputs",
-) -> native.Compiled:
+) -> backend_.Compiled:
     if backend in ("eager", "aot_eager"):
         return _unpacking(graph)
     if backend != "inductor":
@@ -271,7 +273,7 @@ def _lowered(
     inductor: Any = importlib.import_module("torch._inductor")
     on_cpu = all(leaf.device.type == "cpu" for leaf in inputs)
     chosen = {"config_patches": backends.chosen(options, on_cpu=on_cpu, rounds=rounds)}
-    names = branches.operators(graph)
+    names = control_flow.operators(graph)
     backends.register_fallbacks(graph)
     try:
         made = inductor.standalone_compile(graph, inputs, dynamic_shapes=shapes, options=chosen)
@@ -284,10 +286,10 @@ def _lowered(
             hint='pass backend="aot_eager", which runs the captured operations one by one; or compute both results and '
             "choose by torch.where(condition, a, b)",
         ) from error
-    return native.on_threads(_unpacking(made), torch.get_num_threads())
+    return backend_.on_threads(_unpacking(made), torch.get_num_threads())
 
 
-def _unpacking(run: Flat) -> native.Compiled:
+def _unpacking(run: Flat) -> backend_.Compiled:
     """The gradient is in the graph already: what else autograd would keep, it would keep for ever."""
 
     def call(tensors: list[Tensor]) -> Any:

@@ -12,7 +12,7 @@ from .. import tree
 from ..errors import StepContractError
 from ..metrics import merge
 from ..types import Metrics
-from . import skeleton
+from . import treespec
 
 
 def checked(result: Any) -> tuple[Any, Metrics]:
@@ -64,7 +64,7 @@ def same_structure(bare: tree.Tree, old: Any, new: Any) -> list[Tensor]:
     """
     if torch.compiler.is_dynamo_compiling():
         # Dynamo can neither compare structures nor raise; fit and the trace check them.
-        return skeleton.collect(bare, new)
+        return treespec.collect(bare, new)
     before, old_def = tree.flatten(old)
     after, new_def = tree.flatten(new)
     if old_def != new_def:

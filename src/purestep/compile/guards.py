@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .. import layouts, modes, tree
+from .. import tensor_layout, tracing, tree
 from ..errors import StepContractError
 from . import capture as capture_
 
 
 def check_untransformed() -> None:
     """Raise StepContractError inside `torch.func.vmap`, `grad` and the like: compiled code cannot read such tensors."""
-    if modes.transformed():
+    if tracing.transformed():
         raise StepContractError(
             "a compiled step is called inside torch.func.vmap, grad or another transform",
             where="compile_step",
@@ -82,10 +82,10 @@ def check_layouts(leaves: list[Any]) -> None:
         Uncaptured: a sparse, nested or quantized one.
     """
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and not layouts.is_dense(leaf):
+        if isinstance(leaf, Tensor) and not tensor_layout.is_dense(leaf):
             cure = "torch.nested.to_padded_tensor(x, 0.0)" if leaf.is_nested else "x.to_dense()"
             raise capture_.Uncaptured(
-                f"a {layouts.layout_name(leaf)} tensor in the batch, which no compiled graph takes",
+                f"a {tensor_layout.layout_name(leaf)} tensor in the batch, which no compiled graph takes",
                 where="batch",
                 hint=f"{cure} in the loader, or the step in eager mode (compile=False)",
             )

@@ -1,12 +1,19 @@
-"""The types of the fields of `FitConfig`: what each may be given as, and what it is afterwards.
+"""What settings may be written as: counts, shares, durations, and numbers that arrive as text.
+
+Every function raises a `ValueError` that says what a value has to be; the caller adds where it stood.
+
+The types of the fields of `FitConfig`: what each may be given as, and what it is afterwards.
 
 Validators say themselves what a value has to be; pydantic's own words name its parts, not the field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,53 +21,159 @@ import torch
 from pydantic import PlainSerializer, PlainValidator
 
 from .. import stopping
-from . import values
+from ..validation import is_count, is_number
+
+_WORDS: dict[str, Any] = {"none": None, "null": None, "true": True, "false": False}
+
+
+def literal(value: Any) -> Any:
+    """Text from a command line or an environment variable as what it spells; anything else as it is.
+
+    ``"1"`` is an int and ``"1.0"`` a float, because several settings mean different things by them.
+
+    Example:
+        >>> [literal(text) for text in ("1", "1.0", "-1", "1e3", "none", "true", "auto")]
+        [1, 1.0, -1, 1000.0, None, True, 'auto']
+    """
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return value
+
+
+def count(value: Any, *, least: int = 1, infinite: bool = False) -> int:
+    """A whole number of at least ``least``; with ``infinite`` also -1, which means no limit."""
+    found = literal(value)
+    if is_count(found, least) or (infinite and is_count(found, -1) and found < 0):
+        return found
+    raise ValueError(f"must be a whole number of at least {least}{', or -1 for no limit' if infinite else ''}")
+
+
+def share(value: Any, *, least: int = 0) -> int | float:
+    """An int is a number of batches, a float a share in (0, 1] of the loader (0.0 where ``least`` is 0)."""
+    found = literal(value)
+    if is_count(found, least):
+        return found
+    if isinstance(found, float) and (0.0 < found <= 1.0 or (least == 0 and found == 0.0)):
+        return found
+    raise ValueError(
+        f"must be a number of batches (an int of at least {least}) or a share of the loader (a float in (0, 1])"
+    )
+
+
+def interval(value: Any) -> int | float:
+    """An int is a number of updates, a float a fraction of an epoch or a whole number of epochs."""
+    found = literal(value)
+    if is_count(found, 1):
+        return found
+    if isinstance(found, float) and (0.0 < found <= 1.0 or (found > 1.0 and found.is_integer())):
+        return found
+    raise ValueError(
+        "must be a number of updates (an int of at least 1) or of epochs (a float: 0.25 four times an epoch, "
+        "1.0 once, 2.0 every other epoch)"
+    )
+
+
+def seconds(value: Any) -> float:
+    """A duration: seconds, a `timedelta`, its keywords as a mapping, or ``"DD:HH:MM:SS"``.
+
+    Example:
+        >>> seconds("00:01:30:00"), seconds({"minutes": 2}), seconds(timedelta(hours=1))
+        (5400.0, 120.0, 3600.0)
+    """
+    found = _seconds(literal(value))
+    if found is None or not math.isfinite(found) or found <= 0:
+        raise ValueError('must be seconds > 0, a timedelta, a mapping such as {"hours": 2} or "DD:HH:MM:SS"')
+    return found
+
+
+def _seconds(value: Any) -> float | None:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Mapping):
+        try:
+            return timedelta(**value).total_seconds()
+        except TypeError:
+            return None
+    if isinstance(value, str):
+        parts = value.split(":")
+        if len(parts) != 4 or not all(part.strip().isdigit() for part in parts):
+            return None
+        days, hours, minutes, rest = (int(part) for part in parts)
+        return timedelta(days=days, hours=hours, minutes=minutes, seconds=rest).total_seconds()
+    return float(value) if is_number(value) else None
+
+
+def flag(value: Any) -> bool:
+    """True or False, as such or in words."""
+    found = literal(value)
+    if isinstance(found, bool):
+        return found
+    raise ValueError("must be True or False")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is spelled most like this one.
+
+    Example:
+        >>> nearest("max_epoch", ["max_epochs", "max_steps"])
+        'max_epochs'
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return close[0] if close else None
 
 
 def _limit(value: Any) -> int | None:
-    value = values.literal(value)
-    return None if value is None else values.count(value, infinite=True)
+    value = literal(value)
+    return None if value is None else count(value, infinite=True)
 
 
 def _minimum(value: Any) -> int | None:
-    value = values.literal(value)
-    return None if value is None else values.count(value)
+    value = literal(value)
+    return None if value is None else count(value)
 
 
 def _max_time(value: Any) -> float | None:
-    return None if values.literal(value) is None else values.seconds(value)
+    return None if literal(value) is None else seconds(value)
 
 
 def _evaluate_every(value: Any) -> int | float | dict[str, int | float] | None:
     if isinstance(value, Mapping):
-        return {_name(loader): values.interval(each) for loader, each in value.items()}
-    value = values.literal(value)
-    return None if value is None else values.interval(value)
+        return {_name(loader): interval(each) for loader, each in value.items()}
+    value = literal(value)
+    return None if value is None else interval(value)
 
 
 def _limit_batches(value: Any) -> int | float | dict[str, int | float] | None:
     if isinstance(value, Mapping):
-        return {_name(loader): values.share(each) for loader, each in value.items()}
-    value = values.literal(value)
-    return None if value is None else values.share(value, least=1)
+        return {_name(loader): share(each) for loader, each in value.items()}
+    value = literal(value)
+    return None if value is None else share(value, least=1)
 
 
 def _overfit_batches(value: Any) -> int | float:
-    return values.share(value)
+    return share(value)
 
 
 def _fast_dev_run(value: Any) -> int:
-    value = values.literal(value)
-    return int(value) if isinstance(value, bool) else values.count(value, least=0)
+    value = literal(value)
+    return int(value) if isinstance(value, bool) else count(value, least=0)
 
 
 def _at_least_0(value: Any) -> int:
-    return values.count(value, least=0)
+    return count(value, least=0)
 
 
 def _checks(value: Any) -> int | None:
     try:
-        return None if values.literal(value) is None else values.count(value, least=0)
+        return None if literal(value) is None else count(value, least=0)
     except ValueError as error:
         raise ValueError(f"{error}, or None") from None
 
@@ -72,11 +185,11 @@ def _name(value: Any) -> str:
 
 
 def _early_stopping(value: Any) -> stopping.EarlyStopping | None:
-    value = values.literal(value)
+    value = literal(value)
     if value is None or isinstance(value, stopping.EarlyStopping):
         return value
     if not isinstance(value, Mapping):
-        return stopping.EarlyStopping(patience=values.count(value))
+        return stopping.EarlyStopping(patience=count(value))
     known = ("patience", "min_delta", "start_ratio")
     for name in value:
         if name not in known:
@@ -88,14 +201,14 @@ def _early_stopping(value: Any) -> stopping.EarlyStopping | None:
 
 def _resume(value: Any) -> str | None:
     if value is None or (isinstance(value, str | Path) and str(value)):
-        return None if values.literal(value) is None else str(value)
+        return None if literal(value) is None else str(value)
     raise ValueError('must be "auto", the path of a snapshot directory, or None')
 
 
 def _compile(value: Any) -> Literal["auto"] | bool | dict[str, Any]:
     if isinstance(value, Mapping):
         return {str(name): option for name, option in value.items()}
-    value = values.literal(value)
+    value = literal(value)
     if isinstance(value, bool) or value == "auto":
         return value
     raise ValueError('must be "auto", True, False, or a mapping of options of compile_step')
@@ -120,19 +233,19 @@ def _deterministic(value: Any) -> bool | Literal["warn"]:
 
 def _flag_or(value: Any, word: str) -> bool:
     try:
-        return values.flag(value)
+        return flag(value)
     except ValueError as error:
         raise ValueError(f"{error} or {word}") from None
 
 
 def _choice(value: Any) -> bool | None:
-    return None if values.literal(value) is None else _flag_or(value, "None")
+    return None if literal(value) is None else _flag_or(value, "None")
 
 
 def _evaluate_on(value: Any) -> Literal["params", "ema"] | None:
     if value in ("params", "ema"):
         return value
-    if values.literal(value) is None:
+    if literal(value) is None:
         return None
     raise ValueError('must be "params", "ema" or None')
 
@@ -140,7 +253,7 @@ def _evaluate_on(value: Any) -> Literal["params", "ema"] | None:
 def _mode(value: Any) -> stopping.Mode | None:
     if value in ("min", "max"):
         return value
-    if values.literal(value) is None:
+    if literal(value) is None:
         return None
     raise ValueError('must be "min", "max" or None')
 
@@ -171,7 +284,7 @@ Donate = Annotated[bool | Literal["init"], PlainValidator(_donate)]
 Device = Annotated[str | None, PlainValidator(_device)]
 Deterministic = Annotated[bool | Literal["warn"], PlainValidator(_deterministic)]
 Choice = Annotated[bool | None, PlainValidator(_choice)]
-Flag = Annotated[bool, PlainValidator(values.flag)]
+Flag = Annotated[bool, PlainValidator(flag)]
 DevRun = Annotated[int, PlainValidator(_fast_dev_run)]
 Overfit = Annotated[int | float, PlainValidator(_overfit_batches)]
 Limits = Annotated[int | float | dict[str, int | float] | None, PlainValidator(_limit_batches)]

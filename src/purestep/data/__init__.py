@@ -7,13 +7,13 @@ epochs. ``position.py``: a loader's state as JSON. ``ahead.py``: whether there i
 device. ``alike.py``: whether two are the same. ``checking.py``: batches that are not like the first.
 """
 
-from .ahead import Ahead as Ahead
-from .checking import BatchSpec as BatchSpec
-from .checking import check_batch as check_batch
+from .batch_spec import BatchSpec as BatchSpec
+from .batch_spec import check_batch as check_batch
+from .device import device_of as device_of
+from .device import prefetch as prefetch
+from .device import to_device as to_device
 from .feed import Feed as Feed
 from .feed import limit as limit
-from .moving import device_of as device_of
-from .moving import prefetch as prefetch
-from .moving import to_device as to_device
-from .opening import open_feed as open_feed
-from .opening import overfit as overfit
+from .lookahead import Ahead as Ahead
+from .open_feed import open_feed as open_feed
+from .open_feed import overfit as overfit

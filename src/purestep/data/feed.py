@@ -9,10 +9,10 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
-from ..arguments import is_number, whole
 from ..errors import ConfigError, DataError, Mismatch, PurestepError
 from ..types import Batch
-from .alike import same
+from ..validation import is_number, whole
+from .equality import same
 
 Resume: TypeAlias = Literal["skip", "state", "replay", "none"]
 """How an epoch is entered in the middle: by skipping indices, by the loader's own state, by loading batches and

@@ -4,17 +4,17 @@ A file written here appears under its name only after its bytes and its director
 out as `WriteFailed`, which says the file, the reason and what to do.
 """
 
+from .atomic import read_json as read_json
+from .atomic import remove_tree as remove_tree
+from .atomic import replacing as replacing
+from .atomic import special_file as special_file
+from .atomic import sync_directory as sync_directory
+from .atomic import sync_file as sync_file
+from .atomic import sync_tree as sync_tree
+from .atomic import write_bytes as write_bytes
+from .atomic import write_failed as write_failed
+from .atomic import write_json as write_json
 from .failpoints import POINTS as POINTS
 from .failpoints import armed as armed
 from .failpoints import failpoint as failpoint
 from .lock import DirectoryLock as DirectoryLock
-from .whole import read_json as read_json
-from .whole import remove_tree as remove_tree
-from .whole import replacing as replacing
-from .whole import special_file as special_file
-from .whole import sync_directory as sync_directory
-from .whole import sync_file as sync_file
-from .whole import sync_tree as sync_tree
-from .whole import write_bytes as write_bytes
-from .whole import write_failed as write_failed
-from .whole import write_json as write_json

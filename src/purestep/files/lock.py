@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ..errors import Locked
-from .whole import write_failed
+from .atomic import write_failed
 
 try:
     import fcntl

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from .evaluate import evaluate as evaluate
+from .evaluate import run_epoch as run_epoch
 from .fit import fit as fit
-from .pieces import evaluate as evaluate
-from .pieces import run_epoch as run_epoch
-from .record import FitResult as FitResult
+from .loop_state import FitResult as FitResult

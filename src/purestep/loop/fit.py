@@ -9,10 +9,10 @@ from typing import Any
 from .. import data, events
 from ..signals import Signals
 from ..types import Program, Tree
-from . import entry, restoring, setup, switches
-from .record import FitResult
-from .run import Run
-from .telling import Audience
+from . import checkpointing, environment, inputs
+from .callbacks import Audience
+from .loop_state import FitResult
+from .trainer import Run
 
 
 def fit(
@@ -79,19 +79,19 @@ def fit(
         >>> result.epochs, result.stop_reason, len(result.history["val_loss"])
         (3, 'epochs', 3)
     """
-    resolved = setup.settings(config, fields)
-    ready = setup.checked_program(program)
-    given = entry.checked_state(init_state)
-    entry.check_fits(given, ready)
-    state = setup.placed(given, resolved.device, ready)
+    resolved = inputs.settings(config, fields)
+    ready = inputs.checked_program(program)
+    given = inputs.checked_state(init_state)
+    inputs.check_fits(given, ready)
+    state = inputs.placed(given, resolved.device, ready)
     with ExitStack() as stack:
-        stack.enter_context(switches.surroundings(resolved, data.device_of(state)))
-        feeds = setup.open_feeds(loaders, resolved, ready, setup.seed_of(state))
+        stack.enter_context(environment.surroundings(resolved, data.device_of(state)))
+        feeds = inputs.open_feeds(loaders, resolved, ready, inputs.seed_of(state))
         stack.callback(feeds.close)
-        store, owned = restoring.open_snapshots(snapshots, resolved, feeds.train)
+        store, owned = checkpointing.open_snapshots(snapshots, resolved, feeds.train)
         if store is not None and owned:
             stack.callback(store.close)
-        audience = Audience(setup.called("callbacks", callbacks), setup.ready_sinks(sinks, store, resolved))
+        audience = Audience(inputs.called("callbacks", callbacks), inputs.ready_sinks(sinks, store, resolved))
         signals = stack.enter_context(Signals())
         run = Run(state, ready, feeds, resolved, store, audience, signals, is_callers=state is given)
         del state  # what was moved is nobody else's: its memory is free once it has been stepped

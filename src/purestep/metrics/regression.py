@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import StepContractError
 from ..types import Mean
-from .shapes import logits_of
+from .classification import logits_of
 
 
 def mean_absolute_error(outputs: Any, targets: Tensor) -> Mean:

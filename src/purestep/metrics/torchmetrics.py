@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StepContractError
-from ..recipes import recipe
+from ..pickling import recipe
 from ..types import Mean, Metric
-from .shapes import logits_of
+from .classification import logits_of
 
 
 @recipe

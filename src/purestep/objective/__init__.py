@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..types import Metric as Metric
-from .hf import hf_loss as hf_loss
-from .masked import masked_mse as masked_mse
-from .masked import masked_reconstruction as masked_reconstruction
-from .masked import masked_sse as masked_sse
+from .huggingface import hf_loss as hf_loss
+from .masked_autoencoder import masked_mse as masked_mse
+from .masked_autoencoder import masked_reconstruction as masked_reconstruction
+from .masked_autoencoder import masked_sse as masked_sse
 from .supervised import call_model as call_model
 from .supervised import split_batch as split_batch
 from .supervised import supervised as supervised

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ConfigError, DataError, StepContractError
-from ..recipes import recipe
+from ..pickling import recipe
 from ..types import Loss, Metric, Objective
-from .measuring import leading, mean_of
+from .measure import leading, mean_of
 
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)

@@ -1,24 +1,329 @@
-"""Adam and its kin."""
+"""Directions from running means of gradients and of their squares.
+
+Adam and its kin.
+"""
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
 
-from ..recipes import recipe
-from ..transform import (
-    Mask,
+import torch
+from torch import Tensor
+
+from ..pickling import recipe
+from ..types import Empty, Params, Tree
+from .base import Transform, chain, require, require_typed
+from .numerics import (
     Rate,
     Scalar,
-    Transform,
-    chain,
-    decay_parts,
-    require_typed,
-    scale_by_adam,
-    scale_by_adamax,
-    scale_by_learning_rate,
-    scale_by_nadam,
-    scale_by_radam,
+    adam_ratios,
+    complement_power,
+    decay_square,
+    divided,
+    each,
+    exact_dtype,
+    lerp,
+    none_missed,
+    own_count,
+    root,
+    scalar_dtype,
+    times,
+    wide,
+    zero_count,
+    zeros_like,
+    zeros_like_squares,
 )
+from .scale import decay_parts, scale_by_learning_rate
+from .wrappers import Mask
+
+
+class ScaleByAdamState(NamedTuple):
+    """State of `scale_by_adam`."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+    mu: Params  # name -> P: running mean of gradients
+    nu: Params  # name -> P: running mean of their squares
+    nu_max: Tree  # name -> P: the greatest nu so far; Empty without amsgrad
+    missed: Tree = Empty()  # of the updates, those that a parameter had no gradient in
+
+
+@recipe
+def scale_by_adam(
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    *,
+    eps: Scalar = 1e-8,
+    amsgrad: bool = False,
+    mu_dtype: torch.dtype | None = None,
+    nu_dtype: torch.dtype | None = None,
+) -> Transform:
+    r"""Adam's direction, :math:`\frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}`.
+
+    Args:
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the mean of squares, in [0, 1).
+        eps: in [0, inf), outside the root, as in torch.
+        amsgrad: divide by the greatest :math:`v` so far.
+        mu_dtype: of the mean; None: each parameter's.
+        nu_dtype: of the mean of squares; None: each parameter's, and float32 for float16, in which the square of
+            anything below 2e-4 is 0. In bfloat16 it stands still once it is near its value, since 1 - b2 is below the
+            rounding.
+
+    Raises:
+        ConfigError: for numbers out of range.
+
+    References:
+        Kingma and Ba, 2015, Adam; Reddi et al., 2018, On the Convergence of Adam and Beyond.
+
+    Example:
+        >>> tx = scale_by_adam(eps=0.0)
+        >>> params = {"w": torch.tensor([2.0, -3.0])}
+        >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
+        [1.0, -1.0]
+    """
+    require("scale_by_adam", high=1.0, b1=b1, b2=b2)
+    require("scale_by_adam", eps=eps)
+
+    def init(params: Params) -> ScaleByAdamState:
+        nu_max = zeros_like_squares(params, nu_dtype) if amsgrad else Empty()
+        nu = zeros_like_squares(params, nu_dtype)
+        return ScaleByAdamState(zero_count(params), zeros_like(params, mu_dtype), nu, nu_max, none_missed(params))
+
+    def update(updates: Params, state: ScaleByAdamState, params: Params) -> tuple[Params, ScaleByAdamState]:
+        del params  # A function of gradients alone.
+        step = state.step + 1
+        mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
+        nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
+        nu_max = {name: torch.maximum(state.nu_max[name], nu[name]) for name in nu} if amsgrad else state.nu_max
+        dtype, own = scalar_dtype(updates), own_count(step, state.missed, updates)
+        mean_weight = complement_power(b1, own, dtype)
+        root_weight = complement_power(b2, own, dtype).sqrt()
+        under = nu_max if amsgrad else nu
+        new = adam_ratios(updates, mu, under, mean_weight, root_weight, eps)
+        return new, ScaleByAdamState(step, mu, nu, nu_max, state.missed)
+
+    return Transform(init, update)
+
+
+class MomentsState(NamedTuple):
+    """State of `scale_by_radam` and `scale_by_adamax`."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+    mu: Params  # name -> P: running mean of gradients
+    nu: Params  # name -> P: running mean of their squares; for Adamax their decaying maximum
+    missed: Tree = Empty()  # of the updates, those that a parameter had no gradient in
+
+
+class ScaleByNadamState(NamedTuple):
+    """State of `scale_by_nadam`."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+    mu_product: Tensor  # shape=(), dtype=float32: product of all momentum coefficients so far
+    mu: Params  # name -> P: running mean of gradients
+    nu: Params  # name -> P: running mean of their squares
+
+
+@recipe
+def scale_by_nadam(
+    b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8, momentum_decay: Scalar = 4e-3
+) -> Transform:
+    r"""Adam's direction with Nesterov momentum that warms up, as in `torch.optim.NAdam`.
+
+    .. math:: \left( \frac{(1 - \mu_t) g_t}{1 - \pi_t} + \frac{\mu_{t+1} m_t}{1 - \pi_{t+1}} \right)
+        \Big/ (\sqrt{\hat v_t} + \epsilon), \quad
+        \mu_t = \beta_1 (1 - 0.96^{t \psi} / 2), \quad \pi_t = \prod_{i \le t} \mu_i
+
+    Args:
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the mean of squares, in [0, 1).
+        eps: in [0, inf), outside the root.
+        momentum_decay: :math:`\psi` in [0, inf).
+
+    Raises:
+        ConfigError: for numbers out of range.
+
+    References:
+        Dozat, 2016, Incorporating Nesterov Momentum into Adam.
+
+    Example:
+        >>> params = {"w": torch.ones(2)}
+        >>> tx = scale_by_nadam()
+        >>> tx.init(params).mu_product.item()
+        1.0
+    """
+    require("scale_by_nadam", high=1.0, b1=b1, b2=b2)
+    require("scale_by_nadam", eps=eps, momentum_decay=momentum_decay)
+
+    def init(params: Params) -> ScaleByNadamState:
+        step = zero_count(params)
+        return ScaleByNadamState(
+            step, torch.ones_like(step, dtype=torch.float32), zeros_like(params), zeros_like_squares(params)
+        )
+
+    def update(updates: Params, state: ScaleByNadamState, params: Params) -> tuple[Params, ScaleByNadamState]:
+        del params  # A function of gradients alone.
+        step, dtype = state.step + 1, exact_dtype(updates)
+        now = b1 * (1 - 0.5 * torch.pow(0.96, step.to(dtype) * momentum_decay))
+        following = b1 * (1 - 0.5 * torch.pow(0.96, (step + 1).to(dtype) * momentum_decay))
+        product = state.mu_product * now.float()
+        gradient_weight = (1 - now) / (1 - product.to(dtype))
+        mean_weight = following / (1 - product.to(dtype) * following)
+        root_weight = complement_power(b2, step, dtype).sqrt()
+        mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
+        nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
+        new: Params = {}
+        for name, g in updates.items():
+            ahead = times(wide(g), gradient_weight) + times(wide(mu[name]), mean_weight)
+            new[name] = (ahead / (divided(root(nu[name]), root_weight) + eps)).to(g.dtype)
+        return new, ScaleByNadamState(step, product, mu, nu)
+
+    return Transform(init, update)
+
+
+@recipe
+def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
+    r"""Adam's direction, rectified while the variance of :math:`v` is large, as in `torch.optim.RAdam`.
+
+    With :math:`\rho_t = \rho_\infty - 2 t \beta_2^t / (1 - \beta_2^t)`: :math:`\hat m_t` where
+    :math:`\rho_t \le 5`, else :math:`r_t \hat m_t \sqrt{1 - \beta_2^t} / (\sqrt{v_t} + \epsilon)`.
+
+    Args:
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the mean of squares, in [0, 1).
+        eps: in [0, inf), added before the correction of bias.
+
+    Raises:
+        ConfigError: for numbers out of range.
+
+    References:
+        Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
+
+    Example:
+        >>> params = {"w": torch.tensor([3.0])}
+        >>> tx = scale_by_radam()
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)  # not yet adaptive
+        3.0
+    """
+    require("scale_by_radam", high=1.0, b1=b1, b2=b2)
+    require("scale_by_radam", eps=eps)
+
+    def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
+        del params  # A function of gradients alone.
+        step, dtype = state.step + 1, exact_dtype(updates)
+        mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
+        nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
+        own = own_count(step, state.missed, updates)
+        mean_weight, square_weight = complement_power(b1, own, dtype), complement_power(b2, own, dtype)
+        is_adaptive, rectifier = _rectifier(own.to(dtype), b2, square_weight)
+        mean_weights, adaptive = each(mean_weight, updates), each(is_adaptive, updates)
+        factors = each(rectifier * square_weight.sqrt(), updates)
+        new: Params = {}
+        for name, g in updates.items():
+            mean, divisor = divided(wide(mu[name]), mean_weights[name]), root(nu[name]) + eps
+            new[name] = torch.where(adaptive[name], times(mean, factors[name]) / divisor, mean).to(g.dtype)
+        return new, MomentsState(step, mu, nu, state.missed)
+
+    return Transform(_init_moments, update)
+
+
+def _rectifier(step: Tensor, b2: Scalar, square_weight: Tensor) -> tuple[Tensor, Tensor]:
+    last = 2 / (1 - b2) - 1
+    rho = last - 2 * step * (1 - square_weight) / square_weight
+    is_adaptive = rho > 5
+    # Below the threshold the root may be of a negative number; it is not used there.
+    rho = torch.where(is_adaptive, rho, 5.0)
+    return is_adaptive, ((rho - 4) * (rho - 2) * last / ((last - 4) * (last - 2) * rho)).sqrt()
+
+
+@recipe
+def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
+    r"""Adam's direction with a maximum for the root mean square, as in `torch.optim.Adamax`.
+
+    .. math:: \frac{m_t}{(1 - \beta_1^t) u_t}, \quad u_t = \max(\beta_2 u_{t-1}, |g_t| + \epsilon)
+
+    Args:
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the maximum, in [0, 1).
+        eps: in [0, inf).
+
+    Raises:
+        ConfigError: for numbers out of range.
+
+    References:
+        Kingma and Ba, 2015, Adam, section 7.1.
+
+    Example:
+        >>> params = {"w": torch.tensor([2.0, -3.0])}
+        >>> tx = scale_by_adamax()
+        >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
+        [1.0, -1.0]
+    """
+    require("scale_by_adamax", high=1.0, b1=b1, b2=b2)
+    require("scale_by_adamax", eps=eps)
+
+    def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
+        del params  # A function of gradients alone.
+        step = state.step + 1
+        mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
+        nu = {name: _decay_max(state.nu[name], g, b2, eps) for name, g in updates.items()}
+        weights = each(complement_power(b1, own_count(step, state.missed, updates), scalar_dtype(updates)), updates)
+        new = {n: (divided(wide(mu[n]), weights[n]) / wide(nu[n])).to(g.dtype) for n, g in updates.items()}
+        return new, MomentsState(step, mu, nu, state.missed)
+
+    return Transform(_init_moments, update)
+
+
+def _init_moments(params: Params) -> MomentsState:
+    return MomentsState(zero_count(params), zeros_like(params), zeros_like_squares(params), none_missed(params))
+
+
+def _decay_max(peak: Tensor, update: Tensor, decay: Scalar, eps: Scalar) -> Tensor:
+    return torch.maximum(times(wide(peak), decay), wide(update.abs()) + eps).to(peak.dtype)
+
+
+class ScaleByLionState(NamedTuple):
+    """State of `scale_by_lion`."""
+
+    mu: Params  # name -> P: running mean of gradients
+
+
+@recipe
+def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, *, mu_dtype: torch.dtype | None = None) -> Transform:
+    r"""The sign of an interpolation, :math:`\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t)`.
+
+    Args:
+        b1: weight of the mean in the direction, in [0, 1).
+        b2: decay of the mean, :math:`m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t`, in [0, 1).
+        mu_dtype: of the mean; None: each parameter's.
+
+    Raises:
+        ConfigError: for numbers out of range.
+
+    References:
+        Chen et al., 2023, Symbolic Discovery of Optimization Algorithms.
+
+    Example:
+        >>> params = {"w": torch.tensor([2.0, -3.0])}
+        >>> tx = scale_by_lion()
+        >>> tx.update(params, tx.init(params), params)[0]["w"].tolist()
+        [1.0, -1.0]
+    """
+    require("scale_by_lion", high=1.0, b1=b1, b2=b2)
+
+    def init(params: Params) -> ScaleByLionState:
+        return ScaleByLionState(zeros_like(params, mu_dtype))
+
+    def update(updates: Params, state: ScaleByLionState, params: Params) -> tuple[Params, ScaleByLionState]:
+        del params  # A function of gradients alone.
+        new = {
+            name: lerp(state.mu[name].to(torch.promote_types(state.mu[name].dtype, g.dtype)), g, 1 - b1)
+            .sign()
+            .to(g.dtype)
+            for name, g in updates.items()
+        }
+        return new, ScaleByLionState({name: lerp(state.mu[name], g, 1 - b2) for name, g in updates.items()})
+
+    return Transform(init, update)
 
 
 @recipe

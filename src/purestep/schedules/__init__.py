@@ -10,20 +10,20 @@ The functions trace: no value is read back to the host, so a whole warm-up and d
 
 from __future__ import annotations
 
-from .clock import Count as Count
-from .clock import Schedule as Schedule
+from .interpolate import Count as Count
+from .interpolate import Schedule as Schedule
 from .combine import AnySchedule as AnySchedule
 from .combine import from_torch_scheduler as from_torch_scheduler
 from .combine import join as join
 from .combine import per_epoch as per_epoch
-from .smooth import constant as constant
-from .smooth import cosine as cosine
-from .smooth import exponential as exponential
-from .smooth import linear as linear
-from .smooth import polynomial as polynomial
-from .smooth import warmup_cosine as warmup_cosine
-from .smooth import warmup_stable_decay as warmup_stable_decay
-from .stepped import multistep as multistep
-from .stepped import one_cycle as one_cycle
-from .stepped import piecewise as piecewise
-from .stepped import step as step
+from .decay import constant as constant
+from .decay import cosine as cosine
+from .decay import exponential as exponential
+from .decay import linear as linear
+from .decay import polynomial as polynomial
+from .decay import warmup_cosine as warmup_cosine
+from .decay import warmup_stable_decay as warmup_stable_decay
+from .steps import multistep as multistep
+from .steps import one_cycle as one_cycle
+from .steps import piecewise as piecewise
+from .steps import step as step

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..arguments import check_callable, check_count, check_finite, is_number, listed
 from ..errors import ConfigError
-from ..recipes import recipe
-from .clock import Count, Schedule
+from ..pickling import recipe
+from ..validation import check_callable, check_count, check_finite, is_number, listed
+from .interpolate import Count, Schedule
 
 AnySchedule: TypeAlias = Callable[[Tensor], Tensor]
 """One of a user's own, which need not take a Python int."""

@@ -5,16 +5,16 @@ TensorBoard. ``output.py``: files, pipes and devices. ``guard.py``: what keeps a
 the run.
 """
 
-from .bar import Progress as Progress
-from .bar import progress as progress
-from .board import TensorBoard as TensorBoard
-from .board import tensorboard as tensorboard
-from .defaults import default_sinks as default_sinks
-from .guard import Guarded as Guarded
-from .guard import Sink as Sink
-from .guard import guarded as guarded
-from .history import History as History
-from .history import history_json as history_json
-from .rows import Rows as Rows
-from .rows import csv as csv
-from .rows import jsonl as jsonl
+from .console import Progress as Progress
+from .console import progress as progress
+from .default import default_sinks as default_sinks
+from .guarded import Guarded as Guarded
+from .guarded import Sink as Sink
+from .guarded import guarded as guarded
+from .json_history import History as History
+from .json_history import history_json as history_json
+from .row_files import Rows as Rows
+from .row_files import csv as csv
+from .row_files import jsonl as jsonl
+from .tensorboard import TensorBoard as TensorBoard
+from .tensorboard import tensorboard as tensorboard

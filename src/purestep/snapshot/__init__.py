@@ -3,6 +3,6 @@
 `store` is the only file that imports orbax, on first use; small leaves are restored without it.
 """
 
-from .reading import Snapshot as Snapshot
+from .history_rows import Table as Table
+from .reader import Snapshot as Snapshot
 from .snapshots import Snapshots as Snapshots
-from .table import Table as Table

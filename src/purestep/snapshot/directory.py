@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from ..errors import Corrupt, NotFound, SnapshotError
 from ..files import failpoint, read_json, remove_tree, sync_directory, write_failed
+from . import history_rows as tables
 from . import manifest as manifests
-from . import table as tables
 
 _REPLACED = ".replaced-"
 

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from torch import Tensor
 
-from ..arguments import is_count
 from ..errors import Corrupt, Mismatch, SnapshotError
-from . import host
-from .table import Earlier, Table
+from ..validation import is_count
+from . import staging
+from .history_rows import Earlier, Table
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -93,11 +93,11 @@ def describe(leaves: list[tuple[str, Any]]) -> dict[str, Leaf]:
     """
     found: dict[str, Leaf] = {}
     for path, leaf in leaves:
-        host.check(path, leaf)
+        staging.check(path, leaf)
         if path in found:
             raise SnapshotError("two leaves have this path", where=path, hint="keys without '/', of one type")
         if isinstance(leaf, Tensor):
-            found[path] = Leaf(host.NAMES[leaf.dtype], tuple(leaf.shape))
+            found[path] = Leaf(staging.NAMES[leaf.dtype], tuple(leaf.shape))
         else:
             found[path] = Leaf(f"python.{type(leaf).__name__}", (), value=leaf)
     return found
@@ -354,9 +354,9 @@ def _leaf(entry: Any) -> Leaf:
         value=entry["value"],
     )
     if leaf.is_python:
-        if type(leaf.value) is not host.SCALARS[leaf.dtype[7:]]:
+        if type(leaf.value) is not staging.SCALARS[leaf.dtype[7:]]:
             raise ValueError(f"{leaf.value!r} as {leaf.text()}")
-    elif leaf.dtype not in host.DTYPES or (leaf.is_stored and leaf.crc32 is None):
+    elif leaf.dtype not in staging.DTYPES or (leaf.is_stored and leaf.crc32 is None):
         raise ValueError(f"dtype {leaf.dtype!r} with digest {leaf.crc32}")
     return leaf
 
@@ -375,8 +375,8 @@ def check_values(path: str, leaf: Leaf, values: np.ndarray[Any, Any] | None, *, 
     """
     if values is None:
         raise Corrupt(f"the values of {path} are missing", where=where)
-    if values.dtype != host.carrier(leaf.dtype) or values.shape != leaf.shape:
+    if values.dtype != staging.carrier(leaf.dtype) or values.shape != leaf.shape:
         found = f"{values.dtype} {list(values.shape)}"
         raise Corrupt(f"{path} is {found} where {leaf.text()} was written", where=where)
-    if host.digest(values) != leaf.crc32:
+    if staging.digest(values) != leaf.crc32:
         raise Corrupt(f"the values of {path} are not those that were saved (their digest differs)", where=where)

@@ -13,12 +13,13 @@ from .. import tree
 from ..errors import ConfigError, Corrupt, NotFound, SnapshotError, WriteFailed
 from ..files import DirectoryLock
 from ..types import Tree
-from . import background, cadence, copies, directory, host, reading, store, writer
+from . import directory, orbax_io, reader, save_policy, staging, state_copy, writer
 from . import manifest as manifests
+from . import writer as writer_
 from .directory import Abandoned
-from .environment import environment
-from .reading import Snapshot
-from .table import RowsFile, Table
+from .history_rows import RowsFile, Table
+from .reader import Snapshot
+from .versions import environment
 
 _log = logging.getLogger("purestep")
 
@@ -77,7 +78,7 @@ class Snapshots:
         on_save_error: str = "raise",
         jax_platforms: str | None = "cpu",
     ) -> None:
-        cadence.check_policy(keep, keep_best, on_save_error)
+        save_policy.check_policy(keep, keep_best, on_save_error)
         self.directory = Path(directory).absolute()
         self.keep = keep
         self.keep_best = keep_best
@@ -85,18 +86,18 @@ class Snapshots:
         self.waits = 0  # saves that had to wait for the one before: more than a few, and the interval is too short
         self.failed = 0  # saves, with on_save_error="continue"
         self._goes_on = on_save_error == "continue"
-        self._every = cadence.every(every_steps, every_epochs, every_seconds)
+        self._every = save_policy.every(every_steps, every_epochs, every_seconds)
         self._monitor: tuple[str, str] | None = None
         self._is_writer = writer
         self._platforms = jax_platforms
         self._lock = DirectoryLock(self.directory)
-        self._background = background.Background()
-        self._copies = copies.Copies()
+        self._background = writer_.Background()
+        self._copies = state_copy.Copies()
         self._abandoned = Abandoned()
         self._rows: dict[str, RowsFile] = {}  # the writer's
         self._closed = False
         self._pid = os.getpid()
-        self._last = self._here = cadence.Mark(0, 0, time.monotonic())
+        self._last = self._here = save_policy.Mark(0, 0, time.monotonic())
         if monitor is not None:
             self.track(monitor, mode=mode)
 
@@ -184,7 +185,7 @@ class Snapshots:
 
     def begin(self, *, updates: int, epoch: int, now: float | None = None) -> None:
         """Tells where a run starts or goes on, so that `due` counts from there. Arguments as for `due`."""
-        self._last = self._here = cadence.Mark(updates, epoch, time.monotonic() if now is None else now)
+        self._last = self._here = save_policy.Mark(updates, epoch, time.monotonic() if now is None else now)
 
     def due(self, *, updates: int, epoch: int, now: float | None = None) -> tuple[str, ...]:
         """What asks for a snapshot at this boundary: some of ``every_steps``, ``every_epochs``, ``every_seconds``.
@@ -202,9 +203,9 @@ class Snapshots:
             >>> snapshots.due(updates=9, epoch=0), snapshots.due(updates=10, epoch=1)
             ((), ('every_steps', 'every_epochs'))
         """
-        self._here = cadence.Mark(updates, epoch, time.monotonic() if now is None else now)
-        self._last = cadence.gone_back(self._last, self._here)
-        return cadence.due(self._every, self._last, self._here)
+        self._here = save_policy.Mark(updates, epoch, time.monotonic() if now is None else now)
+        self._last = save_policy.gone_back(self._last, self._here)
+        return save_policy.due(self._every, self._last, self._here)
 
     def track(self, monitor: str, *, mode: str = "min") -> None:
         """Sets the metric that decides which step is best, unless one is set already.
@@ -257,7 +258,7 @@ class Snapshots:
             StateError: a leaf that cannot be stored.
         """
         described = manifests.describe(tree.with_paths(state))
-        size = sum(host.size(leaf.dtype, leaf.shape) for leaf in described.values() if leaf.is_stored)
+        size = sum(staging.size(leaf.dtype, leaf.shape) for leaf in described.values() if leaf.is_stored)
         # One more than is kept: an old step goes only after the new one is there.
         directory.check_room(self.directory, size * max(1, (self.keep or 1) + self.keep_best + 1 - len(self.steps())))
 
@@ -329,7 +330,7 @@ class Snapshots:
             platforms=self._platforms,
         )
         self._last = self._here
-        store.ready(self._platforms)
+        orbax_io.ready(self._platforms)
         self._tell(self._background.start(lambda: writer.run(job), holding=self._lock))
 
     # --- restore --------------------------------------------------------------------------------------------------
@@ -367,7 +368,7 @@ class Snapshots:
     def _read(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
         folder = directory.place(self.directory, step)
         try:
-            return reading.read(
+            return reader.read(
                 folder, template, prefixes, platforms=self._platforms, tell=self._is_writer, strict=self.strict
             )
         except Corrupt:

@@ -1,19 +1,28 @@
-"""From staged buffers to a committed, verified, durable directory, and back to values."""
+"""From staged buffers to a committed, verified, durable directory, and back to values.
+
+A thread that runs one job at a time, and that a script's end waits for.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # registers its exit hook; ours must be registered later to run earlier
 import os
+import sys
+import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..errors import Corrupt, WriteFailed
 from ..files import failpoint, remove_tree, sync_directory, sync_tree, write_failed
-from . import directory, host, reading, store
+from . import directory, orbax_io, reader
 from . import manifest as manifests
+from . import staging as staging_
+from .history_rows import Earlier, RowsFile, Table, placed
 from .manifest import Manifest
-from .table import Earlier, RowsFile, Table, placed
 
 
 class Job(NamedTuple):
@@ -21,7 +30,7 @@ class Job(NamedTuple):
 
     root: Path
     manifest: Manifest  # without digests and files
-    buffers: host.Buffers
+    buffers: staging_.Buffers
     tables: Mapping[str, Table]  # by path in the manifest's ``loop``
     rows: dict[str, RowsFile]  # the same, of the whole run
     overwrite: bool
@@ -32,7 +41,7 @@ class Job(NamedTuple):
     platforms: str | None
 
 
-def copied(root: Path, step: int, make: Callable[[], host.Buffers]) -> host.Buffers:
+def copied(root: Path, step: int, make: Callable[[], staging_.Buffers]) -> staging_.Buffers:
     """The copy that ``make`` makes, in the caller's thread.
 
     Raises:
@@ -85,13 +94,13 @@ def _stage(job: Job, staging: Path) -> None:
     failpoint("snapshot.stage")
     remove_tree(staging)
     leaves = job.manifest.leaves
-    arrays = {path: (leaves[path].dtype, host.array(buffer)) for path, buffer in job.buffers.items()}
+    arrays = {path: (leaves[path].dtype, staging_.array(buffer)) for path, buffer in job.buffers.items()}
     if arrays:
-        store.write(staging, arrays, platforms=job.platforms)
+        orbax_io.write(staging, arrays, platforms=job.platforms)
     else:
         staging.mkdir()
     failpoint("snapshot.digest")
-    digested = {path: leaves[path]._replace(crc32=host.digest(values)) for path, (_, values) in arrays.items()}
+    digested = {path: leaves[path]._replace(crc32=staging_.digest(values)) for path, (_, values) in arrays.items()}
     manifest = _with_tables(job)
     failpoint("snapshot.manifest")
     files = manifests.inventory(staging)
@@ -114,7 +123,7 @@ def _with_tables(job: Job) -> Manifest:
 def _verify(staging: Path, platforms: str | None) -> None:
     try:
         manifest = manifests.read(staging)
-        reading.verify(staging, manifest, platforms=platforms)
+        reader.verify(staging, manifest, platforms=platforms)
     except Corrupt as error:
         raise WriteFailed(
             f"reads back as damaged: {error.what}", where=error.where, hint="a look at the disk"
@@ -147,3 +156,102 @@ def _retire(job: Job) -> None:
     for entry in found:
         if entry.step not in kept:
             directory.retire(job.root, entry.step)
+
+
+_ENDS_EARLY = (3, 12) <= sys.version_info < (3, 12, 3)
+"""Whether this Python starts no thread once a script has ended, other threads at work or not (CPython issue 113964)."""
+
+
+class Background:
+    """At most one job in flight; its error waits here until somebody asks."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._pid = os.getpid()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job of this process is running."""
+        return self._thread is not None and self._pid == os.getpid() and self._thread.is_alive()
+
+    def start(self, job: Callable[[], Any], *, holding: object = None) -> BaseException | None:
+        """Runs the job when the one before has ended, whose error it returns; ``holding`` lives until the job ends."""
+        self.join()
+        before = self.take_error()
+        _finish_at_exit(self)
+        self._thread = threading.Thread(target=self._run, args=(job, holding), name="purestep-snapshot")
+        self._thread.start()
+        if _ENDS_EARLY:  # orbax needs threads of its own until the end
+            self._thread.join()
+        return before
+
+    def _run(self, job: Callable[[], Any], holding: object) -> None:
+        del holding  # the thread's arguments keep it
+        time.sleep(0.001)  # the caller goes on first: it would wait up to 5 ms for the interpreter's lock
+        try:
+            job()
+        except BaseException as error:
+            self._error = error
+
+    def join(self) -> None:
+        """Returns when no job is running; its error stays for `take_error`. In a forked child at once."""
+        if self._thread is not None and self._pid == os.getpid():
+            self._thread.join()
+            self._thread = None
+
+    def take_error(self) -> BaseException | None:
+        """The error of the last job, once."""
+        error, self._error = self._error, None
+        return error
+
+
+_unfinished: weakref.WeakSet[Background] = weakref.WeakSet()
+_hooked: list[int] = []
+
+
+def _finish_at_exit(background: Background) -> None:
+    """A script that ends without `close` waits for its last save."""
+    _unfinished.add(background)
+    if os.getpid() in _hooked:
+        return
+    _hooked.append(os.getpid())
+    assert concurrent.futures.thread
+    # atexit comes too late: by then no executor takes work, and orbax uses some. Private, hence the guard; without it
+    # the context manager still waits.
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(_finish_all, os.getpid())
+
+
+def _finish_all(pid: int) -> None:
+    if os.getpid() != pid:  # a forked worker has no such thread, and would wait for ever
+        return
+    for background in list(_unfinished):
+        background.join()
+        error = background.take_error()
+        if error is not None:
+            sys.stdout = cast("Any", _FailingFlush(sys.stdout, error))
+
+
+class _FailingFlush:
+    """Stands in for stdout at the end of a script whose last save failed.
+
+    The interpreter's own last flush is the only thing after the exit hooks that can still turn the exit status (to 120)
+    and have an error printed; leaving by `os._exit` would skip the hooks of everybody else.
+    """
+
+    closed = False
+
+    def __init__(self, stream: Any, error: BaseException) -> None:
+        self._stream = stream
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+        if sys.is_finalizing():
+            raise self._error

@@ -8,10 +8,10 @@ Everything is decided on the device: nothing here reads a tensor on the host, ex
 window in an eager step on the CPU.
 """
 
-from .build import program as program
-from .build import static_of as static_of
-from .parts import Accum as Accum
-from .parts import Adding as Adding
-from .parts import Closing as Closing
-from .parts import last_unreached as last_unreached
+from .program import program as program
+from .program import static_of as static_of
+from .spec import Accum as Accum
+from .spec import Adding as Adding
+from .spec import Closing as Closing
+from .spec import last_unreached as last_unreached
 from .update import rate_names as rate_names

@@ -9,15 +9,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import dropout, modes, tree, writes
-from .. import model as model_
 from .. import precision as precision_
+from .. import tracing, tree
 from ..errors import StepContractError
+from ..metrics import mean as means
 from ..metrics import merge
-from ..metrics.mean import counted_anew
+from ..model import dropout, write_check
+from ..model import functional as model_
 from ..types import Batch, Form, Loss, Mean, Metrics, Params, TrainState
-from . import microbatches
-from .parts import Micro, Spec, is_finite, last_unreached, wide
+from . import microbatch
+from .spec import Micro, Spec, is_finite, last_unreached, wide
 
 OWN_METRICS = frozenset(("loss", "lr", "grad_norm", "applied", "scale"))
 """Names of metrics that a step has itself."""
@@ -106,7 +107,9 @@ def _checked_metrics(given: Any, device: torch.device) -> Metrics:
                 "an entry of a metric that is a vector has such a name", where=f"metrics/{name}", hint="another name"
             )
     # What a metric is beside a pair of numbers (a torchmetrics.Metric computes itself), it stays.
-    checked = {n: counted_anew(mean, *(_checked_part(n, part, device) for part in mean)) for n, mean in found.items()}
+    checked = {
+        n: means.counted_anew(mean, *(_checked_part(n, part, device) for part in mean)) for n, mean in found.items()
+    }
     for name, (total, weight) in checked.items():
         if total.shape != weight.shape or total.dim() > 1:
             raise StepContractError(
@@ -151,7 +154,7 @@ def _value_and_grad(
 
     engine = spec.engine
     if engine == "auto":
-        engine = "func" if torch.compiler.is_dynamo_compiling() or modes.transformed() else "autograd"
+        engine = "func" if torch.compiler.is_dynamo_compiling() or tracing.transformed() else "autograd"
     if engine == "func":
 
         def differentiated(params: Params) -> tuple[Tensor, Any]:
@@ -160,17 +163,17 @@ def _value_and_grad(
                 spec.reach.remember(_unreached(mean, params))
             return mean, extra
 
-        with nullcontext() if modes.transformed() else dropout.AsWithout():
+        with nullcontext() if tracing.transformed() else dropout.AsWithout():
             grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
         return grads, extra, frozenset(last_unreached(spec.reach))
-    if modes.transformed():
+    if tracing.transformed():
         raise StepContractError(
             'engine="autograd" inside of torch.func.vmap, grad or another transform',
             where="program",
             hint='ps.program(..., engine="auto"), or "func"',
         )
     # Where autograd follows the state, a derivative through the step has that of its gradients in it.
-    through = modes.followed([*named.values(), *state.frozen.values(), *state.buffers.values()])
+    through = tracing.followed([*named.values(), *state.frozen.values(), *state.buffers.values()])
     with torch.enable_grad():
         # Views, so that the gradient of this call does not go through buffers that an earlier one made of the same.
         leaves = {
@@ -220,8 +223,8 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
     """One forward and backward pass."""
     forward = _forward(spec, state, batch, context)
     grads, (loss, buffers), unreached = _value_and_grad(spec, forward, state, form.expand(state.params))
-    writes.check_sizes(state.buffers, buffers)
-    metrics = {name: counted_anew(mean, *finite_mean(*mean)) for name, mean in loss.metrics.items()}
+    write_check.check_sizes(state.buffers, buffers)
+    metrics = {name: means.counted_anew(mean, *finite_mean(*mean)) for name, mean in loss.metrics.items()}
     metrics["loss"] = finite_mean(loss.mean.float() * loss.weight, loss.weight)
     for name, value in spec.values_at(state).items():
         if name in metrics:
@@ -246,7 +249,7 @@ def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: 
     if spec.microbatches == 1:
         return _micro(spec, form, state, batch, context)
     total = None
-    for part in microbatches.split(batch, spec.microbatches):
+    for part in microbatch.split(batch, spec.microbatches):
         micro = _micro(spec, form, state, part, context)
         # A part in which nothing counts may be nothing but padding.
         micro = micro._replace(buffers=kept_buffers(state.buffers, micro, micro.weight != 0))

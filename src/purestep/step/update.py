@@ -10,11 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .. import modes, rng, transform, tree
+from .. import optim, rng, tracing, tree
 from ..errors import DataError, StateError, StepContractError
+from ..optim import unused_parameters
 from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
 from .gradient import finite_mean, gradients, kept_buffers, times
-from .parts import Accum, Adding, Closing, Micro, Spec, is_finite, wide
+from .spec import Accum, Adding, Closing, Micro, Spec, is_finite, wide
 
 
 def steps_of(spec: Spec, form: Form) -> Steps:
@@ -32,7 +33,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         with _drawing(state, batch):
             micro = gradients(spec, form, state, batch, context)
         if isinstance(state.accum, Empty):
-            skipped: transform.Reached = dict.fromkeys(form.unreached(micro.unreached))
+            skipped: unused_parameters.Reached = dict.fromkeys(form.unreached(micro.unreached))
             new, metrics = _apply(spec, state, micro.grads, micro.weight, _verdict(micro), micro.buffers, skipped)
             counted = (metrics["finite"].total > 0) & (micro.weight != 0)
             new = new._replace(buffers=kept_buffers(state.buffers, micro, counted))
@@ -88,7 +89,7 @@ def _drawing(state: TrainState, batch: Batch) -> Generator[None]:
         yield
         return
     # Of states that are mapped with a key each, all keys: their numbers are drawn together.
-    with rng.scoped(rng.mix(*modes.behind(state.key).flatten().tolist(), "step"), state.step.device):
+    with rng.scoped(rng.mix(*tracing.behind(state.key).flatten().tolist(), "step"), state.step.device):
         try:
             yield
         except RuntimeError as error:
@@ -112,7 +113,7 @@ def _verdict(micro: Micro) -> Tensor:
 def _either(condition: Tensor, new: Tree, old: Tree, *, state: TrainState) -> Tree:
     """`tree.where`; in eager mode on the CPU, where reading the condition waits for nobody, the leaves that are chosen
     themselves. Only those are copied that have no memory of their own: a transform may keep what it was given."""
-    if condition.device.type != "cpu" or not modes.may_read(condition):
+    if condition.device.type != "cpu" or not tracing.may_read(condition):
         return tree.where(condition, new, old)
     holds = bool(condition)
     taken = {leaf.data_ptr() for leaf in tree.leaves(state) if type(leaf) in (Tensor, nn.Parameter)}
@@ -141,7 +142,7 @@ def _accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tupl
         return _keep_open(state, accum)
     if isinstance(old, Closing):
         return _close(spec, form, state, accum, micro.unreached)
-    if old.left.device.type == "cpu" and modes.may_read(old.left):  # elsewhere it would wait for the device
+    if old.left.device.type == "cpu" and tracing.may_read(old.left):  # elsewhere it would wait for the device
         last = int(old.left) == 1
         return _close(spec, form, state, accum, micro.unreached) if last else _keep_open(state, accum)
     # Outside of a loop the host does not know where the window stands: compute both, keep one.
@@ -155,7 +156,7 @@ def _with_buffers(state: TrainState, micro: Micro) -> TrainState:
     """The state with this micro-batch's buffers, unless it is not finite or counts nothing: then they roll back."""
     if not micro.buffers:
         return state
-    finite = is_finite(transform.global_norm(micro.grads)) & is_finite(micro.mean)
+    finite = is_finite(optim.global_norm(micro.grads)) & is_finite(micro.mean)
     counted = finite & (micro.weight != 0) & ~_halted(state)
     return state._replace(buffers=kept_buffers(state.buffers, micro, counted))
 
@@ -202,7 +203,7 @@ def _apply(
     weight: Tensor,
     verdict: Tensor,
     buffers: Params,
-    skipped: transform.Reached,
+    skipped: unused_parameters.Reached,
 ) -> tuple[TrainState, Metrics]:
     """The optimizer update of one window, kept or refused as a whole.
 
@@ -216,17 +217,17 @@ def _apply(
     scale = spec.scaler.scale(state.scaler)
     if scale is not None:
         grads = _unscaled(grads, scale)
-    norm = transform.global_norm(grads)
+    norm = optim.global_norm(grads)
     nothing = weight == 0
     deltas, opt_state = _of_transform(spec.tx.update(grads, state.opt_state, state.params), state.params)
-    opt_state = transform.skip(skipped, state.params, state.opt_state, opt_state)
+    opt_state = unused_parameters.skip(skipped, state.params, state.opt_state, opt_state)
     finite = (is_finite(norm) & is_finite(verdict) & _held(deltas)) | nothing
     halted = _halted(state)
     rates = _rates(opt_state)
     usable = _all_usable(rates, finite)
     applied = finite & usable & ~nothing & ~halted
-    params = transform.apply_updates(state.params, deltas)
-    params = transform.skip(skipped, state.params, state.params, params)
+    params = optim.apply_updates(state.params, deltas)
+    params = unused_parameters.skip(skipped, state.params, state.params, params)
     average = spec.average.update(state.ema, params, buffers, state.updates)
     kept = _either(applied, (params, opt_state, average), (state.params, state.opt_state, state.ema), state=state)
     attempted = usable & ~nothing & ~halted
@@ -343,7 +344,7 @@ def _group_rates(rates: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rates(opt_state: Tree) -> dict[str, Tensor]:
-    found = transform.hyperparams(opt_state)
+    found = optim.hyperparams(opt_state)
     return {name: rate.float() for name, rate in found.items() if name.rpartition("/")[2] == "learning_rate"}
 
 

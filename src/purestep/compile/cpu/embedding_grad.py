@@ -1,0 +1,103 @@
+"""Sums of rows by index, the gradient of an embedding, in one order whatever the number of threads.
+
+Inductor adds such rows up by atomic additions in as many threads as there are: the sum's last bit then depends on who
+came first, and a run does not repeat itself to the bit. Here each thread takes some columns of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, library
+
+from . import cpp_kernel
+
+_SOURCE = r"""
+#include <algorithm>
+#include <cstring>
+#include <omp.h>
+
+// c[index[i], :] += rows[i, :], c zero at first; indices outside of c are left out.
+extern "C" void purestep_rows_added(const float* rows, const int64_t* index, float* c, const int64_t* plan) {
+  const int64_t count = plan[0], width = plan[1], stride = plan[2], apart = plan[3], step = plan[4], height = plan[5];
+  const int64_t threads = count * width > (1 << 14) ? omp_get_max_threads() : 1;
+  const int64_t part = ((width + threads - 1) / threads + 15) / 16 * 16;
+  const auto one = [&](int64_t first) {
+    const int64_t columns = std::min(part, width - first);
+    for (int64_t i = 0; i < height; i++) std::memset(c + i * width + first, 0, sizeof(float) * columns);
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t to = index[i * step];
+      if (to < 0 || to >= height) continue;
+      const float* __restrict from = rows + i * stride + first * apart;
+      float* __restrict sum = c + to * width + first;
+      if (apart == 1)
+        for (int64_t j = 0; j < columns; j++) sum[j] += from[j];
+      else
+        for (int64_t j = 0; j < columns; j++) sum[j] += from[j * apart];
+    }
+  };
+  if (threads == 1) return one(0);  // a parallel region of one thread takes a lock
+#pragma omp parallel for
+  for (int64_t first = 0; first < width; first += part) one(first);
+}
+"""
+
+
+def _layout(rows: Any, index: Any, height: int, version: int) -> tuple[Any, Any]:
+    return [height, rows[1]], [rows[1], 1]
+
+
+def _plan(rows: Any, index: Any, made: Any) -> list[Any]:
+    return [*rows[0], *rows[1], *index[1], made[0][0]]
+
+
+KERNEL = cpp_kernel.Kernel("rows_added", _SOURCE, _layout, _plan)
+
+
+@library.custom_op(
+    "purestep::rows_added", mutates_args=(), schema="(Tensor rows, Tensor index, int height, int version) -> Tensor"
+)
+def rows_added(rows: Tensor, index: Tensor, height: int, version: int) -> Tensor:
+    """Sums of the rows that have the same index, shape ``(height, columns)``.
+
+    Args:
+        rows: shape ``(count, columns)``, float32, any strides: inductor lays them out as it likes.
+        index: shape ``(count,)``, int64; rows with an index outside of ``range(height)`` are left out.
+        height: number of sums.
+        version: of the kernel.
+    """
+    inside = (index >= 0) & (index < height)
+    return rows.new_zeros(height, rows.shape[1]).index_add(0, index[inside], rows[inside])
+
+
+@rows_added.register_fake
+def _(rows: Tensor, index: Tensor, height: int, version: int) -> Tensor:
+    return rows.new_empty(height, rows.shape[1])
+
+
+def register() -> None:
+    """Let inductor call the kernel, where a graph may have it."""
+    if cpp_kernel.possible():
+        cpp_kernel.register(KERNEL)
+
+
+def decompositions(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """The table with the gradient of an embedding as sums of rows."""
+    if not cpp_kernel.possible():
+        return dict(table)
+    operator: Any = torch.ops.aten.embedding_dense_backward.default
+    otherwise = table[operator]
+
+    def gradient(grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool) -> Tensor:
+        sizes = (*grad.shape, num_weights)
+        if scale_grad_by_freq or grad.dtype != torch.float32 or not all(type(size) is int and size for size in sizes):
+            return otherwise(grad, indices, num_weights, padding_idx, scale_grad_by_freq)
+        index = indices.reshape(-1).to(torch.int64)
+        if padding_idx >= 0:
+            index = torch.where(index == padding_idx, -1, index)
+        rows = grad.reshape(-1, grad.shape[-1])
+        return torch.ops.purestep.rows_added(rows, index, num_weights, KERNEL.version)
+
+    return dict(table) | {operator: gradient}

@@ -1,0 +1,70 @@
+"""A compiled eval_step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import rng, tree
+from ..types import Empty, Metrics, TrainState
+from . import donation as live_
+from . import live_state, treespec
+from .compiled_step import batch_leaves
+from .contract import tensors_alone
+from .graph_cache import Graphs, Options
+from .guards import check_untransformed, kinds, resolved
+from .outputs import unstacked
+
+
+class CompiledEval:
+    """A compiled eval_step: ``(state, batch, *context, index=0) -> metrics``; ``eager`` is the step itself."""
+
+    def __init__(self, step: Callable[..., Metrics], options: Options) -> None:
+        self.eager = step
+        self._graphs = Graphs(options, step)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return self._graphs.count
+
+    def __call__(self, state: Any, *batch: Any, index: int = 0) -> Metrics:
+        if rng.in_graph():  # of a step that calls this one
+            return self.eager(state, *batch)
+        check_untransformed()
+        given = live_.plain(state)
+        parts = live_.states(given)
+        old, state_def = tree.flatten(_without_optimizer(given))
+        keys = live_.key_positions(state_def)
+        inputs = [leaf for index, leaf in enumerate(old) if index not in keys]
+        if live_state.store_of(state) is None:  # whose memory is what compiled code reads
+            inputs = [resolved(leaf) for leaf in inputs]
+        places = [index in keys for index in range(len(old))]
+        leaves, treedef = batch_leaves(batch)
+        step = self.eager
+
+        def build() -> Callable[..., Any]:
+            whole, parts = treespec.of(state_def), treespec.of(treedef)
+
+            def core(tensors: list[Tensor], batch: list[Any]) -> Any:
+                rest = iter(tensors)
+                filled = [torch.zeros(2, dtype=torch.int64) if is_key else next(rest) for is_key in places]
+                return tensors_alone(step(treespec.fill(whole, filled), *treespec.fill(parts, batch)))
+
+            return core
+
+        graph = self._graphs.find((state_def, treedef, kinds(inputs)), leaves, inputs, build)
+        if not graph.draws or not parts:
+            return unstacked(graph.run(inputs, leaves))
+        with rng.scoped(rng.mix(int(parts[0].key[0]), "eval", index), tree.device(inputs)):
+            return unstacked(graph.run(inputs, leaves))
+
+
+def _without_optimizer(state: Any) -> Any:
+    # What evaluation does not read need not cross into the graph.
+    if not isinstance(state, TrainState):
+        return state
+    return state._replace(opt_state=Empty(), ema=Empty(), scaler=Empty(), accum=Empty(), halted=Empty())

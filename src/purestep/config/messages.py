@@ -1,0 +1,115 @@
+"""What is wrong with settings, in words: pydantic's findings as one `ConfigError` with the cure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import ConfigError
+from . import fields
+
+ELSEWHERE = {
+    "accumulate": "program(..., accumulate=4)",
+    "batch_size": "the loaders",
+    "callbacks": "fit(..., callbacks=[f])",
+    "criterion": "ps.supervised(criterion)",
+    "d_lr": "a program of its own for each model: optim.adamw(d_lr)",
+    "ema": "program(..., ema=0.999)",
+    "g_lr": "a program of its own for each model: optim.adamw(g_lr)",
+    "gradient_clip_norm": "optim.chain(optim.clip_by_global_norm(1.0), ...)",
+    "gradient_clip_val": "optim.chain(optim.clip_by_global_norm(1.0), ...)",
+    "learning_rate": "optim.adamw(learning_rate)",
+    "logger": "fit(..., sinks=[f]), f(event) a function of your own, or ps.sinks.tensorboard(directory)",
+    "loggers": "fit(..., sinks=[f, g])",
+    "loss_fn": "ps.supervised(loss_fn)",
+    "lr": "optim.adamw(lr)",
+    "max_grad_norm": "optim.chain(optim.clip_by_global_norm(1.0), ...)",
+    "nonfinite": 'program(..., nonfinite="skip")',
+    "optimizer": "ps.program(model, objective, optim.adamw(1e-3))",
+    "num_workers": "the loaders",
+    "patience": "fit(..., early_stopping=5)",
+    "precision": 'program(..., precision="bf16-mixed")',
+    "save_dir": 'fit(..., snapshots="runs/name")',
+    "save_freq": 'fit(..., snapshots=Snapshots("runs/name", every_epochs=1))',
+    "scheduler": "optim.adamw(schedules.warmup_cosine(...))",
+    "scheduler_step_per_batch": "schedules.per_epoch(schedule, updates_per_epoch=100), or the schedule itself",
+    "seed": "program.init(seed=0)",
+    "sinks": "fit(..., sinks=[...])",
+    "snapshots": 'fit(..., snapshots="runs/name")',
+    "train_batch_size": "the loaders",
+    "train_data_dir": "the loaders",
+    "val_batch_size": "the loaders",
+    "val_data_dir": "the loaders",
+    "weight_decay": "optim.adamw(..., weight_decay=0.1)",
+}
+"""Settings of a run that other builders take: a value given to `fit` would do nothing."""
+
+_EXAMPLES = {
+    "compile": "compile=True",
+    "deterministic": "deterministic=True",
+    "device": 'device="cuda"',
+    "donate": "donate=True",
+    "early_stopping": "early_stopping=10",
+    "epochs": "epochs=10",
+    "evaluate_every": "evaluate_every=1.0",
+    "evaluate_on": 'evaluate_on="params"',
+    "fast_dev_run": "fast_dev_run=True",
+    "limit_batches": 'limit_batches={"train": 0.1, "val": 10}',
+    "log_every": "log_every=50",
+    "max_time": 'max_time="00:08:00:00"',
+    "min_epochs": "min_epochs=1",
+    "min_steps": "min_steps=1",
+    "mode": 'mode="max"',
+    "monitor": 'monitor="val_loss"',
+    "overfit_batches": "overfit_batches=10",
+    "resume": 'resume="auto"',
+    "rollback": "rollback=3",
+    "steps": "steps=1000",
+}
+
+
+ALIASES = {
+    "best_model_metric": "monitor",
+    "compile_model": "compile",
+    "early_stop_patience": "early_stopping",
+    "early_stopping_patience": "early_stopping",
+    "enable_tf32": "tf32",
+    "max_epochs": "epochs",
+    "max_steps": "steps",
+    "n_epochs": "epochs",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "resume_from": "resume",
+}
+"""What other trainers call a setting: read from a mapping, an object or a file, never a keyword argument of `fit`."""
+
+
+def explain(error: ValidationError, *, known: tuple[str, ...]) -> ConfigError:
+    """All findings of pydantic in one `ConfigError`, with the cure of the first."""
+    findings = [_finding(detail, known) for detail in error.errors()]
+    return ConfigError("; ".join(what for what, _ in findings), where="fit", hint=findings[0][1])
+
+
+def _finding(detail: Any, known: tuple[str, ...]) -> tuple[str, str]:
+    cause = detail.get("ctx", {}).get("error")
+    if not detail["loc"]:
+        return (cause.what, cause.hint) if isinstance(cause, ConfigError) else (str(detail["msg"]), "")
+    name = str(detail["loc"][0])
+    if detail["type"] == "extra_forbidden":
+        return _unknown(name, known)
+    if isinstance(cause, ConfigError):
+        return f"{name}: {cause.what}", cause.hint
+    reason = str(cause) if cause is not None else str(detail["msg"])[:1].lower() + str(detail["msg"])[1:]
+    given = detail["input"]
+    is_empty = isinstance(given, str | int) and not given  # of a tensor nobody knows
+    cure = "resume=None" if name == "resume" and is_empty else _EXAMPLES.get(name, f"{name}=True")
+    return f"{name}={given!r}: {reason}", cure
+
+
+def _unknown(name: str, known: tuple[str, ...]) -> tuple[str, str]:
+    if name in ELSEWHERE:
+        return f"{name!r} is not a setting of fit", ELSEWHERE[name]
+    close = ALIASES.get(name) or fields.nearest(name, known)
+    there = f"{name!r} is not a setting of fit; there are {', '.join(known)}"
+    return there, close or "one of these"

@@ -1,0 +1,164 @@
+"""Where the settings of a run come from: keyword arguments, a mapping, an object of the caller's own, a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from ..errors import ConfigError
+from ..validation import whole
+from .messages import ALIASES, ELSEWHERE
+from .settings import FitConfig
+
+
+def resolve(config: object = None, fields: Mapping[str, Any] | None = None) -> FitConfig:
+    """One `FitConfig` from whatever `fit` was given; ``fields`` win over ``config``.
+
+    Args:
+        config: a `FitConfig`, a mapping, the path of a JSON or TOML file, or an object with attributes (a dataclass,
+            a namespace, a pydantic model). A mapping says what fit shall do, so each of its keys must be a setting. An
+            object of the caller's own may hold settings of other builders too (``learning_rate``): those are left to
+            them. Names that other trainers use (``max_epochs``, ``n_epochs``, ...) are understood.
+        fields: settings by their own names.
+
+    Raises:
+        ConfigError: as `FitConfig` does, and for a setting given under two names that differ.
+
+    Example:
+        >>> resolve({"n_epochs": 5, "log_every": 10}, {"log_every": 20}).log_every
+        20
+    """
+    return FitConfig.from_dict(_canonical(config) | dict(fields or {}))
+
+
+def _canonical(config: object) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, FitConfig):
+        return {name: getattr(config, name) for name in config.model_fields_set}
+    found = as_mapping(config, where="fit")
+    if not isinstance(config, Mapping | str | Path):
+        found = {name: value for name, value in found.items() if name not in ELSEWHERE}
+    merged: dict[str, Any] = {}
+    for name, value in found.items():
+        own = ALIASES.get(name, name)
+        if own in merged and merged[own] != value:
+            raise ConfigError(
+                f"{own!r} is given twice, under two names: {merged[own]!r} and {value!r}",
+                where="fit",
+                hint=f"{own}={value!r}, and nothing under another name",
+            )
+        merged[own] = value
+    return merged
+
+
+def as_mapping(config: object, *, where: str) -> dict[str, Any]:
+    """The settings in a mapping, a file or the attributes of an object, names as they are there.
+
+    Raises:
+        ConfigError: something that holds no settings.
+    """
+    if isinstance(config, str | Path):
+        return read(config)
+    if isinstance(config, Mapping | BaseModel):
+        return {str(name): value for name, value in dict(config).items()}
+    if isinstance(config, tuple) and hasattr(config, "_asdict"):
+        return dict(config._asdict())  # pyright: ignore[reportAttributeAccessIssue]  # just asked for
+    if hasattr(config, "__dict__") and not isinstance(config, type):
+        shared = {name: value for kind in reversed(type(config).__mro__) for name, value in vars(kind).items()}
+        plain = {name: value for name, value in shared.items() if not hasattr(type(value), "__get__")}
+        return {name: value for name, value in (plain | vars(config)).items() if not name.startswith("_")}
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    raise ConfigError(
+        f"{config!r} holds no settings",
+        where=where,
+        hint="a mapping, a FitConfig, an object with attributes, or the path of a .json or .toml file",
+    )
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The mapping in a JSON or TOML file, by the ending of its name. TOML has no null: leave the key out.
+
+    Raises:
+        ConfigError: no such file, another ending, text that does not parse, or JSON that is no mapping.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "run.toml")
+        >>> _ = path.write_text('epochs = 3\\nmonitor = "val_loss"')
+        >>> read(path)
+        {'epochs': 3, 'monitor': 'val_loss'}
+    """
+    file = Path(path)
+    parsers = {".json": json.loads, ".toml": tomllib.loads}
+    if file.suffix not in parsers:
+        raise ConfigError(f"a file ending in {file.suffix!r}", where=str(file), hint="a .json or a .toml file")
+    try:
+        found = parsers[file.suffix](file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=str(file), hint="check the path") from error
+    except ValueError as error:
+        raise ConfigError(f"does not parse: {error}", where=str(file), hint=f"mend the {file.suffix[1:]}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"holds a {type(found).__name__}", where=str(file), hint='a mapping: {"epochs": 10}')
+    return found
+
+
+def load(path: str | Path) -> FitConfig:
+    """The `FitConfig` in a JSON or TOML file.
+
+    Raises:
+        ConfigError: as `read` and `FitConfig` do.
+
+    Example:
+        >>> import json, tempfile
+        >>> path = Path(tempfile.mkdtemp(), "fit.json")
+        >>> config = FitConfig(epochs=3, monitor="val_loss")
+        >>> _ = path.write_text(json.dumps(config.to_dict()))
+        >>> load(path) == config
+        True
+    """
+    return resolve(Path(path))
+
+
+def count_batches(limit: int | float | None, length: int | None, *, loader: str) -> int | None:
+    """How many batches of a loader a limit leaves.
+
+    Args:
+        limit: an int is batches, a float a share in (0, 1], None all of them; see `FitConfig.limit`.
+        length: batches the loader has; None where it does not say.
+        loader: its name, for the error.
+
+    Returns:
+        None: all of them, however many there are.
+
+    Raises:
+        ConfigError: a share of a loader without a length, or one that leaves nothing.
+
+    Example:
+        >>> [count_batches(limit, 7, loader="train") for limit in (0.5, 10, None)]
+        [3, 7, 7]
+    """
+    if limit is None or (isinstance(limit, float) and limit == 1.0):
+        return length
+    if isinstance(limit, int):
+        return limit if length is None else min(limit, length)
+    if length is None:
+        raise ConfigError(
+            f"a share of {limit} of a loader that does not say how long it is",
+            where=loader,
+            hint="a number of batches (an int)",
+        )
+    found = whole(length * limit)
+    if limit > 0.0 and found == 0:
+        raise ConfigError(
+            f"a share of {limit} of {length} batches is none", where=loader, hint=f"{1 / length:.3g}, or 1"
+        )
+    return found

@@ -1,0 +1,6 @@
+"""Programs of other libraries, read into purestep's: ``lightning.py`` takes the arguments of Lightning's Trainer."""
+
+from __future__ import annotations
+
+from .lightning import Plan as Plan
+from .lightning import from_lightning as from_lightning

@@ -1,0 +1,125 @@
+"""Where a number that is not finite first appears in a step: module, operation, line."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
+
+from .. import tensor_layout
+
+# These write infinities on purpose: masks.
+_MASKING = frozenset(
+    "full full_like new_full fill_ masked_fill masked_fill_ where tensor as_tensor __setitem__".split()
+)
+
+
+def not_finite(leaf: Any) -> int:
+    """How many numbers of a leaf are not finite; 0 for what holds none that could be."""
+    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        return 0
+    if not tensor_layout.is_dense(leaf):
+        return sum(map(not_finite, tensor_layout.dense_parts(leaf)))
+    return leaf.numel() - int(torch.isfinite(leaf).sum())
+
+
+def differentiates(function: Any) -> bool:
+    """Whether this is `torch.autograd.grad`, where a forward pass ends."""
+    return getattr(function, "__name__", "") == "grad" and getattr(function, "__module__", "") == "torch.autograd"
+
+
+class Watch(TorchFunctionMode):
+    """Looks at what every operation of a forward pass returns; ``first`` is the first that makes something that is not
+    finite of finite arguments: (text, module, operation)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: tuple[str, str, str] | None = None
+        self._forward = True
+        self._inside: list[nn.Module] = []
+        self._names: dict[nn.Module, str] = {}
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> Watch:
+        for hook in (
+            hooks.register_module_forward_pre_hook(self._entered),
+            hooks.register_module_forward_hook(self._left, always_call=True),
+        ):
+            self._hooks.callback(hook.remove)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.close()
+        super().__exit__(*error)
+
+    def _entered(self, module: nn.Module, inputs: Any) -> None:
+        if not self._inside:
+            self._names = {found: name for name, found in module.named_modules()}
+        self._inside.append(module)
+
+    def _left(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._inside.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What follows the forward pass is the step's own arithmetic, which has to cope with everything.
+        self._forward = self._forward and not differentiates(func)
+        result = func(*args, **(kwargs or {}))
+        if self._forward and self.first is None:
+            self._look(getattr(func, "__name__", str(func)), [*args, *(kwargs or {}).values()], result)
+        return result
+
+    def _look(self, name: str, given: list[Any], result: Any) -> None:
+        counts = [not_finite(leaf) for leaf in _tensors(result)]
+        if not any(counts) or any(not_finite(leaf) for leaf in _tensors(given)):
+            return
+        if name in _MASKING and not any(bool(leaf.isnan().any()) for leaf in _tensors(result)):
+            return
+        total = sum(leaf.numel() for leaf in _tensors(result))
+        module = self._inside[-1] if self._inside else None
+        path = "" if module is None else _inner(self._names.get(module, ""))
+        place = "" if module is None else f" in {path or 'the model'} ({type(module).__name__})"
+        self.first = f"{name}{place}: {sum(counts)} of {total} numbers are not finite", path, name
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    if isinstance(found, Tensor):
+        return [found] if found.is_floating_point() or found.is_complex() else []
+    if isinstance(found, list | tuple):
+        return [leaf for item in cast("list[Any]", found) for leaf in _tensors(item)]
+    return []
+
+
+def _inner(name: str) -> str:
+    # The hollow copies that steps run hold the model beside the objective's own module.
+    return name.removeprefix("model.").removeprefix("model")
+
+
+def backward(step: Callable[[], Any]) -> tuple[str | None, str]:
+    """The function of the backward pass that returns the first nan, in words with the line of its forward call, and its
+    name; (None, "") where none does."""
+    with warnings.catch_warnings(record=True) as told, torch.autograd.set_detect_anomaly(True):
+        warnings.simplefilter("always")
+        try:
+            step()
+        except RuntimeError as error:
+            found = re.search(r"Function '(\w+)' returned nan values", str(error))
+            if found is None:
+                raise
+            return f"{found[1]}, in the backward pass of {_forward_line(told)}", found[1]
+    return None, ""
+
+
+def _forward_line(told: list[warnings.WarningMessage]) -> str:
+    """The last line of the user's code in the traceback that torch warns with."""
+    text = "".join(str(warning.message) for warning in told if "Traceback of forward call" in str(warning.message))
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s+(.*)', text)
+    own = [frame for frame in frames if "/torch/" not in frame[0] and "/purestep/" not in frame[0]]
+    return f"{own[-1][2]} ({own[-1][0]}:{own[-1][1]})" if own else "an operation of torch's own"

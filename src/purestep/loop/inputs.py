@@ -1,0 +1,447 @@
+"""What `fit` is given, made ready: loaders, device, program, snapshots, sinks.
+
+The state at the entry of a run: what cannot be trained or stored is found before the first step, all in one message.
+
+One tensor at two paths is refused as well: a step that writes into donated memory would change both, and a snapshot
+would untie them. Weights that a module ties are no such case, since a state holds them once.
+
+A run is one process: one that was started as several, or a loader for a part of the data, is refused by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from .. import data, sinks, tree
+from ..errors import ConfigError, DataError, StateError
+from ..precision import auto_device, usable
+from ..snapshot import Snapshots
+from ..types import Empty, Program, TrainState, Tree
+
+if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
+    from ..config import FitConfig
+import os
+from collections.abc import Iterator
+
+from ..compile import overlaps, plain
+from ..errors import RankError
+
+_log = logging.getLogger("purestep")
+
+
+class Feeds(NamedTuple):
+    """The training feed and the evaluation feeds by name."""
+
+    train: data.Feed
+    evaluation: dict[str, data.Feed]
+
+    def close(self) -> None:
+        """Stop workers."""
+        for feed in (self.train, *self.evaluation.values()):
+            feed.close()
+
+
+def settings(config: object, fields: Mapping[str, Any]) -> FitConfig:
+    """`config.resolve`."""
+    from .. import config as config_  # late, see above
+
+    return config_.resolve(config, fields)
+
+
+def checked_program(program: Any) -> Program:
+    """The program, or what is missing.
+
+    Raises:
+        ConfigError: none was given, or something else.
+    """
+    if isinstance(program, Program):
+        return program
+    found = "no program was given" if program is None else f"a {type(program).__name__} is no program"
+    raise ConfigError(
+        found,
+        where="fit",
+        hint="fit(state, loaders, ps.program(model, objective, tx)), or ps.Program(train_step) for a step of your own",
+    )
+
+
+def open_feeds(loaders: Any, config: FitConfig, program: Program, seed: int) -> Feeds:
+    """The feeds of a mapping of loaders, or of a (train, val) pair, with the config's limits.
+
+    Raises:
+        ConfigError: no "train" loader, or settings that name a loader that does not exist.
+        DataError: a loader that is none, or empty.
+        RankError: more than one process.
+    """
+    named = _named_loaders(loaders)
+    check_alone(where="fit")
+    for name, loader in named.items():
+        check_alone(loader, where=name)
+    for field in ("limit_batches", "evaluate_every"):
+        value = getattr(config, field)
+        for name in value if isinstance(value, Mapping) else ():
+            if name not in named:
+                raise ConfigError(f"{field} names a loader {name!r}", where="fit", hint=f"one of {sorted(named)}")
+    train = _limited("train", named.pop("train"), config, seed)
+    limits = {name: config.limit(name) for name in named}
+    opened = {name: _limited(name, loader, config, seed) for name, loader in named.items() if limits[name] != 0}
+    if config.overfit_batches:
+        count = _share(config.overfit_batches, train)
+        train = data.overfit(train, count)
+        opened = dict.fromkeys(opened, train)
+    if opened and program.eval_step is None:
+        raise ConfigError(
+            f"the program has no eval_step for the loaders {sorted(opened)}",
+            where="fit",
+            hint='ps.Program(train_step, eval_step=...), or {"train": loader} alone',
+        )
+    return Feeds(train, opened)
+
+
+def _named_loaders(loaders: Any) -> dict[str, Any]:
+    if isinstance(loaders, Mapping):
+        named = dict(loaders)
+    elif isinstance(loaders, tuple) and len(loaders) == 2:
+        named = {name: loader for name, loader in zip(("train", "val"), loaders, strict=True) if loader is not None}
+    elif isinstance(loaders, list) and any(isinstance(one, DataLoader) for one in cast(list[Any], loaders)):
+        hint = '{"train": train_loader, "val": val_loader}, or the pair (train_loader, val_loader)'
+        raise ConfigError("loaders are a list, which is read as one loader's batches", where="fit", hint=hint)
+    else:
+        named = {"train": loaders}
+    if "train" not in named:
+        raise ConfigError(
+            f"loaders are {sorted(map(str, named))}; none is called 'train'",
+            where="fit",
+            hint='{"train": train_loader, "val": val_loader}',
+        )
+    return named
+
+
+def _limited(name: str, loader: Any, config: FitConfig, seed: int) -> data.Feed:
+    feed = data.open_feed(loader, name=name, seed=seed, repeats=name != "train")
+    amount = config.fast_dev_run or config.limit(name)
+    return feed if amount is None else data.limit(feed, amount)
+
+
+def _share(amount: int | float, feed: data.Feed) -> int:
+    from .. import config as config_  # late, see above
+
+    found = config_.count_batches(amount, feed.count(0) or feed.length, loader=feed.name)
+    if found is None:
+        raise DataError("has no length", where=feed.name, hint="overfit_batches=10, a number of batches")
+    return found
+
+
+def placed(state: Tree, device: str | None, program: Program) -> Tree:
+    """The state on the device of a run, and its keys on the CPU, whoever has moved them.
+
+    Args:
+        state: as it was given; it stays as it is.
+        device: where to train. None moves a copy of a state on the CPU to the best device there is, and says so; any
+            other state stays where it is.
+        program: that trains it.
+
+    Returns:
+        The very state where nothing had to move.
+
+    Raises:
+        ConfigError: a device that is not there, or that cannot compute in the program's precision.
+    """
+    here = data.device_of(state)
+    best = auto_device() if device is None and here.type == "cpu" else here
+    wanted = best if device is None else usable(device)
+    if wanted != here and program.static is not None:
+        program.static.check(wanted)
+    leaves = tree.with_paths(state)
+    try:
+        moved = [leaf.cpu() if is_key(path, leaf) else leaf.to(wanted) for path, leaf in leaves]
+    except TypeError as error:  # float64 on MPS
+        raise ConfigError(
+            f"the state cannot be moved to {wanted}: {error}", where="fit", hint='device="cpu"'
+        ) from error
+    if all(new is old for new, (_, old) in zip(moved, leaves, strict=True)):
+        return state
+    if device is None and wanted != here:
+        _log.warning('the state is on the CPU: a copy of it is trained on %s (device="cpu" trains it there)', wanted)
+    return tree.unflatten(tree.flatten(state)[1], moved)
+
+
+def seed_of(state: Tree) -> int:
+    """The seed of the first key of a state, 0 where there is none."""
+    keys = [leaf for path, leaf in tree.with_paths(state) if is_key(path, leaf)]
+    return int(keys[0][0]) if keys else 0
+
+
+def view_to_evaluate(state: Tree, config: FitConfig) -> str:
+    """ "ema" or "params".
+
+    Raises:
+        ConfigError: "ema" of a state without one.
+    """
+    has_ema = isinstance(state, TrainState) and not isinstance(state.ema, Empty)
+    if config.evaluate_on == "ema" and not has_ema:
+        raise ConfigError(
+            'evaluate_on="ema", but the state has no average', where="fit", hint="ps.program(..., ema=0.999)"
+        )
+    return config.evaluate_on or ("ema" if has_ema else "params")
+
+
+def window_left(state: Tree, window: int) -> int:
+    """Micro-batches until the open accumulation window closes."""
+    if window == 1 or not isinstance(state, TrainState):
+        return 1
+    return int(state.accum.left)
+
+
+def windowed(state: Tree, window: int, before: int) -> Tree:
+    """The state with the end of its accumulation window where this program has it.
+
+    A gradient is divided by the weight that is in its window, so that a window which was begun under another number
+    is as good as any: nothing of it is lost.
+
+    Args:
+        state: to train.
+        window: micro-batches to an update.
+        before: the same in the run that the state comes from; 0 where that is not known.
+    """
+    if window == 1 or not isinstance(state, TrainState):
+        return state
+    left = int(state.accum.left)
+    before = before or max(left, window)  # with more to come than a window has, one of another size has just begun
+    if before == window:
+        return state
+    done, rest = before - left, max(window - before + left, 1)
+    if done:
+        text = (
+            "accumulate was %d and is %d: the window that is open has %d batches in it, and is applied %d batches later"
+        )
+        _log.warning(text, before, window, done, rest)
+    return state._replace(accum=state.accum._replace(left=torch.full_like(state.accum.left, rest)))
+
+
+def checked_answer(state: Tree, answer: Tree, *, copied: bool) -> Tree:
+    """The state that a callback returned, if it is one of this run.
+
+    Args:
+        state: of the run.
+        answer: what was returned.
+        copied: steps write into the state that they are given, so they get a copy: the callback may hold its own.
+
+    Raises:
+        StateError: something else.
+    """
+    expected, found = tree.with_paths(state), _paths_of(answer)
+    same = [path for path, _ in expected] == [path for path, _ in found] and all(
+        isinstance(new, Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
+        for (_, old), (_, new) in zip(expected, found, strict=True)
+    )
+    if not same:
+        raise StateError(
+            f"a callback returned a {type(answer).__name__} that is no state of this run",
+            where="callbacks",
+            hint="return None, a state of the same structure (event.state._replace(...)), or ps.Stop(reason)",
+        )
+    return tree.clone(answer) if copied else answer
+
+
+def _paths_of(answer: Any) -> list[tuple[str, Any]]:
+    try:
+        return tree.with_paths(answer)
+    except StateError:  # it contains itself
+        return []
+
+
+def ready_sinks(given: Iterable[Any] | None, snapshots: Snapshots | None, config: FitConfig) -> list[Any]:
+    """The sinks of a run, each guarded: none of them can end it."""
+    if given is not None:
+        guarded = [sinks.guarded(sink) for sink in called("sinks", given)]
+        return [sink for sink in guarded if not (config.fast_dev_run and sink.writes_files)]
+    directory = None if snapshots is None else snapshots.directory
+    return [sinks.guarded(sink) for sink in sinks.default_sinks(directory, progress=config.progress)]
+
+
+def called(name: str, given: Any) -> list[Any]:
+    """The callbacks or sinks.
+
+    Raises:
+        ConfigError: something that is no iterable of callables.
+    """
+    listed: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else [None]
+    if not all(callable(one) for one in listed):
+        one = f"{name}=[{getattr(given, '__name__', type(given).__name__)}]" if callable(given) else f"{name}=[f, ...]"
+        raise ConfigError(f"{name} is a {type(given).__name__}, not a list of callables", where="fit", hint=one)
+    return listed
+
+
+_CURE = "program.init(seed=0), or a tree of dicts, lists, tuples and dense tensors"
+
+
+def checked_state(state: Tree) -> Tree:
+    """The state, plain, if it is a tree of dense tensors on one device (a key may stay on the CPU).
+
+    Raises:
+        StateError: every leaf that is not, in one message; or a donated state.
+    """
+    _check_nodes(state)
+    state = plain(state)
+    leaves = tree.with_paths(state)
+    wrong = _wrong(leaves)
+    if wrong or not leaves:
+        raise StateError("; ".join(wrong) or "there is no tensor in it", where="init_state", hint=_CURE)
+    _check_counters(state)
+    _check_devices(leaves)
+    _check_ties(leaves)
+    return state
+
+
+def check_fits(state: Tree, program: Program) -> None:
+    """Raise StateError for a TrainState that another program has made: its fields say which weights are trained,
+    whether there is an average, and whether windows are counted."""
+    static = program.static
+    if static is None or not isinstance(state, TrainState):
+        return
+    has_window, has_ema = (not isinstance(part, Empty) for part in (state.accum, state.ema))
+    wrong = [f"{name} is trained in one of them only" for name in sorted({*state.params} ^ {*static.trained})[:3]]
+    if has_ema != static.has_ema:
+        wrong.append(f"{'the state' if has_ema else 'the program'} alone has an average")
+    if has_window != (static.accumulate > 1):
+        wrong.append(f"accumulate={static.accumulate}, and the state has {'a' if has_window else 'no'} window")
+    if wrong:
+        raise StateError(
+            f"of another program: {'; '.join(wrong)}",
+            where="init_state",
+            hint="program.init(); ps.load_into(model, state) before it takes weights over",
+        )
+
+
+def is_key(path: str, leaf: Tensor) -> bool:
+    """Whether a leaf is a random key."""
+    # A parameter may be called "key" as well.
+    return path.rpartition("/")[2] == "key" and leaf.dtype == torch.int64 and leaf.shape == (2,)
+
+
+def _check_nodes(state: Tree) -> None:
+    """Flattening a tree that contains itself would not end."""
+    odd: list[str] = []
+    try:
+        leaves = list(_walk(state, "", (), odd))
+    except RecursionError as error:
+        raise StateError("nodes within nodes without end", where="init_state", hint=_CURE) from error
+    if odd:
+        odd += _wrong(leaves)
+        raise StateError("; ".join(odd), where="init_state", hint=_CURE)
+
+
+def _walk(node: Any, path: str, above: tuple[int, ...], odd: list[str]) -> Iterator[tuple[str, Any]]:
+    """The leaves; into ``odd`` go nodes that contain themselves, and keys that are not equal to themselves."""
+    if not isinstance(node, dict | list | tuple) or (isinstance(node, TrainState) and type(node) is not TrainState):
+        if node is not None:
+            yield path, node
+        return
+    if id(node) in above:
+        odd.append(f"{path}: a {type(node).__name__} that contains itself")
+        return
+    names = getattr(type(node), "_fields", None) or range(len(node))
+    items = cast("Mapping[Any, Any]", node).items() if isinstance(node, dict) else zip(names, node, strict=True)
+    for key, child in items:
+        below = f"{path}/{key}" if path else str(key)
+        if key != key:
+            odd.append(f"{below}: the key {key!r}, which is not equal to itself")
+        yield from _walk(child, below, (*above, id(node)), odd)
+
+
+def _wrong(leaves: Iterable[tuple[str, Any]]) -> list[str]:
+    found = [(path, _unfit(leaf)) for path, leaf in leaves]
+    return [f"{path}: {text}" if path else text for path, text in found if text]
+
+
+def _unfit(leaf: Any) -> str:
+    """What is wrong with a leaf, or nothing."""
+    if not isinstance(leaf, Tensor):
+        return f"a {type(leaf).__name__}"
+    if leaf.is_nested or leaf.is_quantized or leaf.layout != torch.strided:
+        kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout)[6:]
+        return f"a {kind} tensor; dense ones are needed"
+    if overlaps(leaf):
+        return f"several of its numbers share memory (strides {list(leaf.stride())}); .clone() makes it whole"
+    return ""
+
+
+def _check_counters(state: Tree) -> None:
+    """What the host itself reads of a TrainState."""
+    shapes = {"step": (), "updates": (), "key": (2,)} if isinstance(state, TrainState) else {}
+    for name, shape in shapes.items():
+        leaf = getattr(state, name)
+        if not isinstance(leaf, Tensor) or leaf.dtype != torch.int64 or leaf.shape != shape:
+            raise StateError(f"is no int64 tensor of shape {list(shape)}", where=name, hint="program.init(seed=0)")
+
+
+def _check_devices(leaves: list[tuple[str, Tensor]]) -> None:
+    devices: dict[str, str] = {}
+    for path, leaf in leaves:
+        if not is_key(path, leaf):
+            devices.setdefault(str(leaf.device), path)
+    if len(devices) > 1:
+        raise StateError(
+            f"leaves are on several devices: {', '.join(f'{path} on {device}' for device, path in devices.items())}",
+            where="init_state",
+            hint='program.init(seed=0, device="cuda")',
+        )
+    if "meta" in devices:
+        raise StateError("is on the meta device and has no values", where=devices["meta"], hint=_CURE)
+
+
+def _check_ties(leaves: list[tuple[str, Tensor]]) -> None:
+    paths: set[str] = set()
+    owners: dict[tuple[str, int], str] = {}
+    wrong: list[str] = []
+    for path, leaf in leaves:
+        if path in paths:
+            wrong.append(f"two leaves have the path {path}")
+        paths.add(path)
+        if leaf.numel():
+            owner = owners.setdefault((str(leaf.device), leaf.data_ptr()), path)
+            if owner != path:
+                wrong.append(f"{path} and {owner} are one tensor")
+    if wrong:
+        raise StateError("; ".join(wrong), where="init_state", hint="ps.clone(value) for one of them; keys without '/'")
+
+
+def check_alone(loader: Any = None, *, where: str) -> None:
+    """Nothing, where this process is the only one and the loader reads all of its data.
+
+    Args:
+        loader: any; one with a sampler for several processes (`num_replicas`) is one for a part.
+        where: the loader's name, or the function.
+
+    Raises:
+        RankError: with the number of processes, or the part.
+    """
+    count = _processes()
+    if count > 1:
+        raise RankError(
+            f"this is one of {count} processes: several processes are not supported yet",
+            where=where,
+            hint="python train.py, without torchrun; or unset WORLD_SIZE where the processes are unrelated",
+        )
+    for part in (getattr(loader, name, None) for name in ("sampler", "batch_sampler")):
+        shares = getattr(part, "num_replicas", 1)
+        if isinstance(shares, int) and shares > 1:
+            raise RankError(
+                f"its {type(part).__name__} is for process {getattr(part, 'rank', '?')} of {shares}: "
+                "several processes are not supported yet",
+                where=where,
+                hint="DataLoader(dataset, batch_size=32, shuffle=True): the order is drawn anew each epoch",
+            )
+
+
+def _processes() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdecimal() else 1

@@ -1,0 +1,98 @@
+"""Dropout that draws the same numbers under `torch.func` as without.
+
+Torch's dropout makes its mask like the input, in the input's layout, and fills it in the order of memory. Under a
+transform of `torch.func` it makes the mask contiguous: of a transposed input other numbers are dropped out. A gradient
+by `torch.func.grad` then differs from the one by `torch.autograd.grad`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .. import tracing
+
+_ALPHA = 1.7580993408473766
+
+
+class AsWithout(TorchFunctionMode):
+    """Inside, dropout on the CPU makes its mask in the input's layout, under transforms too; not what is mapped.
+
+    Example:
+        >>> def dropped(x):
+        ...     return torch.nn.functional.dropout(x.t()).sum()
+        >>> x = torch.arange(12.0).view(3, 4).requires_grad_()
+        >>> _ = torch.manual_seed(0)
+        >>> expected, = torch.autograd.grad(dropped(x), x)
+        >>> _ = torch.manual_seed(0)
+        >>> with AsWithout():
+        ...     bool((torch.func.grad(dropped)(x) == expected).all())
+        True
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # what it has in place of some of torch's functions has no hash
+            rule = next((rule for known, rule in _RULES.items() if func is known), None)
+        else:
+            rule = _RULES.get(func)
+        return func(*args, **kwargs) if rule is None else rule(func, *args, **kwargs)
+
+
+def _rule(drop: Callable[[Tensor, float], Tensor], training: bool = True, written: bool = False) -> Any:
+    """What a function of torch's does with its arguments; the names are those of its signature."""
+
+    def rule(
+        func: Any,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool | None = training,
+        inplace: bool = written,
+        **more: Any,
+    ) -> Tensor:
+        train = bool(more.get("train", training))
+        if not train or not _is_taken(input, p):
+            given = {} if func in _PLAIN else {"inplace": inplace}
+            return func(input, p, train, **given)
+        dropped = drop(input, p)
+        return input.copy_(dropped) if inplace else dropped
+
+    return rule
+
+
+def _is_taken(value: Any, rate: Any) -> bool:
+    plain = isinstance(value, Tensor) and isinstance(rate, float) and 0 < rate < 1
+    if not plain or value.device.type != "cpu" or 0 in value.shape:
+        return False
+    return torch.compiler.is_compiling() or not tracing.mapped(value)  # Dynamo cannot ask
+
+
+def _dropped(value: Tensor, rate: float) -> Tensor:
+    """As `at::dropout` computes it."""
+    return value * torch.empty_like(value).bernoulli_(1 - rate).div_(1 - rate)
+
+
+def _alpha_dropped(value: Tensor, rate: float) -> Tensor:
+    """As `at::alpha_dropout` computes it."""
+    kept = torch.empty_like(value).bernoulli_(1 - rate)
+    scale = 1 / math.sqrt((_ALPHA**2 * rate + 1) * (1 - rate))
+    shift = kept.add(-1).mul_(_ALPHA * scale).add_(_ALPHA * scale * rate)
+    return (value * kept.mul_(scale)).add_(shift)
+
+
+_torch: Any = torch  # its stubs leave some of these out
+_PLAIN = (_torch.dropout, _torch.dropout_, _torch.alpha_dropout, _torch.alpha_dropout_)
+
+_RULES: dict[Any, Callable[..., Tensor]] = {
+    torch.nn.functional.dropout: _rule(_dropped),
+    torch.nn.functional.alpha_dropout: _rule(_alpha_dropped, training=False),
+    _torch.dropout: _rule(_dropped),
+    _torch.dropout_: _rule(_dropped, written=True),
+    _torch.alpha_dropout: _rule(_alpha_dropped),
+    _torch.alpha_dropout_: _rule(_alpha_dropped, written=True),
+}

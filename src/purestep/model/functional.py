@@ -1,0 +1,347 @@
+"""A module as a pure function of its tensors: the only place that calls `torch.func.functional_call`.
+
+`Template` keeps hollow copies of a module (parameters and buffers on the meta device, one copy in train mode and one in
+eval mode, since the mode is a flag of the module), so that no second copy of the weights exists and the user's module
+is never touched. `bind` makes the pure call that an objective is given.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .. import tree
+from ..errors import ConfigError, StateError, StepContractError
+from ..types import Params
+from . import write_check
+from .template import Named, check, empty, hollow, overlaps, uncompiled, without_weights
+
+_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
+
+OBJECTIVE = "objective."  # prefix of the names of an objective's own parameters and buffers
+
+
+class Names(NamedTuple):
+    """The names a module's tensors go by, all static."""
+
+    params: tuple[str, ...]  # trained
+    frozen: tuple[str, ...]  # requires_grad=False
+    buffers: tuple[str, ...]
+    persistent: frozenset[str]  # buffers that a state_dict holds
+    ties: dict[str, str]  # alias -> the name it goes by here, as a state_dict has it
+    aliases: dict[str, str]  # the same, of those that are attributes of their own and so must be set in every call
+    shared: tuple[str, ...]  # buffers that lie in the memory of another tensor, which a state keeps apart
+    empty: tuple[str, ...]  # buffers registered as None, which a state does not hold
+
+
+class Template(NamedTuple):
+    """Hollow modules to run, and the names of what they need."""
+
+    train: nn.Module
+    eval: nn.Module
+    names: Names
+
+
+class Bound:
+    """The pure call of a module: ``model(...)``, ``model.call("encode", x)``, ``model.params``, ``model.training``.
+
+    Weights are those it was bound to; buffers that a forward pass writes are replaced in ``buffers`` of this object, so
+    that a second call sees what the first one left.
+    """
+
+    __slots__ = ("_held", "_module", "_names", "_tensors", "buffers", "frozen", "params", "training", "values")
+
+    def __init__(self, template: Template, params: Params, frozen: Params, buffers: Params, *, train: bool) -> None:
+        self._module = template.train if train else template.eval
+        self._names = template.names
+        self.params = params
+        self.frozen = frozen
+        self.buffers = buffers
+        self.training = train
+        self.values: dict[str, Tensor] = {}  # scheduled scalars of the program; shape=()
+        self._held = False
+        self._tensors = {_inner(name): tensor for name, tensor in {**params, **frozen}.items()}
+
+    @property
+    def module(self) -> nn.Module:
+        """The hollow module, to read its configuration from."""
+        return cast(nn.Module, self._module.model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("model", "__call__", args, kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Another method of the module than its forward, or a submodule of it, with the same weights.
+
+        Args:
+            method: its name; of a submodule as torch has it (``"encoder.layers.0"``).
+            args: of the method.
+            kwargs: the same.
+
+        Example:
+            >>> import torch
+            >>> class Net(torch.nn.Linear):
+            ...     def double(self, x):
+            ...         return 2 * self(x)
+            >>> net = Net(1, 1)
+            >>> model = bind(template(net), *tensors(net))
+            >>> model.call("double", torch.ones(1)).shape
+            torch.Size([1])
+        """
+        return self._run("model", method, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        cure = "" if name.startswith("_") else self._cure(name, getattr(self.module, name, None))
+        raise AttributeError(f"the bound model has no attribute {name!r}{cure and f' (cure: {cure})'}")
+
+    def _cure(self, name: str, found: Any) -> str:
+        if name in self._names.params or name in self._names.frozen or name in self._names.buffers:
+            group = next(each for each in ("params", "frozen", "buffers") if name in getattr(self._names, each))
+            return f"model.{group}[{name!r}]"
+        if callable(found):
+            return f"model.call({name!r}, ...), which has the weights; model.module.{name} has none"
+        if any(isinstance(leaf, Tensor) for leaf in tree.leaves(found)):
+            return f"return it from forward, or from a method that model.call runs: a pure call leaves no {name} behind"
+        return "" if found is None else f"model.module.{name}"
+
+    def objective(self, *args: Any, **kwargs: Any) -> Any:
+        """The objective's own module (a criterion with parameters or buffers)."""
+        return self._run("objective", "__call__", args, kwargs)
+
+    def hold(self, forward: Callable[[], _Found], backward: Callable[[_Found], _Result]) -> _Result:
+        """``backward(forward())`` with the weights in the module until both are done.
+
+        Activation checkpointing runs parts of the forward pass again during the backward pass, where a single call's
+        weights would be gone. Those parts find the buffers as they were before the forward pass, and what they write
+        into them is dropped.
+        """
+        before = {name: buffer.clone() for name, buffer in self.buffers.items()}
+
+        marks = write_check.marks(self._tensors)
+
+        def both() -> _Result:
+            found = forward()
+            write_check.check_weights(marks, self._tensors)
+            for name, buffer in before.items():
+                owner, attribute = _place(self._module, _inner(name))
+                setattr(owner, attribute, buffer)
+            return backward(found)
+
+        self._held = True
+        try:
+            return self._with_weights(both)
+        finally:
+            self._held = False
+
+    def _with_weights(self, run: Callable[[], _Result]) -> _Result:
+        given = self._named()
+        found = dict(given)  # functional_call leaves in it what is in the module in the end
+        result = functional_call(self._module, found, (run,), tie_weights=False)
+        if not torch.compiler.is_dynamo_compiling():
+            weights = set(map(id, self._tensors.values()))
+            lost = [name for name, weight in given.items() if found[name] is not weight and id(weight) in weights]
+            if lost:
+                raise write_check.assigned(lost[0])
+        return result
+
+    def _named(self) -> Params:
+        tensors = {**self._tensors, **{_inner(name): buffer for name, buffer in self.buffers.items()}}
+        # Ties are known, so that functional_call need not look for them in every call.
+        return tensors | {_inner(alias): tensors[_inner(name)] for alias, name in self._names.aliases.items()}
+
+    def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        shared = write_check.marks({name: self.buffers[name] for name in self._names.shared if name in self.buffers})
+
+        def call() -> Any:
+            owner = getattr(self._module, target)
+            found = owner if method == "__call__" else operator.attrgetter(method)(owner)
+            if not callable(found):
+                cure = f"add a method that returns it: def read_{method.rpartition('.')[2]}(self, ...)"
+                raise StepContractError(f"is a {type(found).__name__}, not a method", where=method, hint=cure)
+            output = found(*args, **kwargs)
+            # Read here, while the tensors are swapped in: a buffer may have been assigned anew instead of written to.
+            written = {name: _attribute(self._module, _inner(name)) for name in self._names.buffers}
+            write_check.check_apart(shared, self.buffers, written)
+            write_check.check_empty({name: _place(self._module, _inner(name)) for name in self._names.empty})
+            return output, written
+
+        if self._held:
+            output, written = call()
+        else:
+            marks = write_check.marks(self._tensors)
+            output, written = self._with_weights(call)
+            write_check.check_weights(marks, self._tensors)
+        if self.buffers:
+            self.buffers = written
+        return output
+
+
+class _Dispatch(nn.Module):
+    """Model and objective under one roof, so that one functional_call reaches any method of either."""
+
+    def __init__(self, model: nn.Module, objective: nn.Module | None) -> None:
+        super().__init__()
+        self.model = model
+        if objective is not None:
+            self.objective = objective
+
+    def forward(self, run: Callable[[], _Result]) -> _Result:
+        return run()
+
+
+def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval: Iterable[str] = ()) -> Template:
+    """Hollow copies of ``module`` (and of an objective's own module) and the names of their tensors.
+
+    Args:
+        module: any `nn.Module`; it is not changed.
+        objective: a criterion with parameters or buffers, reached under ``objective.`` names.
+        keep_eval: glob patterns of submodule names that stay in eval mode while training (``"backbone.*"``).
+
+    Raises:
+        StateError: parameters that are integer, complex or lazy, or a module that cannot be copied.
+        ConfigError: a pattern of ``keep_eval`` that matches no submodule.
+    """
+    module, objective = uncompiled(module), None if objective is None else uncompiled(objective)
+    names = _names(module, objective)
+    train = _Dispatch(hollow(module), None if objective is None else hollow(objective))
+    evaluation = without_weights(train)  # which has been looked at
+    train.train()
+    evaluation.eval()
+    _keep_eval(train.model, keep_eval)
+    return Template(train, evaluation, names)
+
+
+def bind(
+    template: Template, params: Params, frozen: Params | None = None, buffers: Params | None = None, train: bool = False
+) -> Bound:
+    """The pure call with these weights. Buffers are copied: what a forward pass writes never reaches the caller."""
+    private = {name: buffer.clone() for name, buffer in (buffers or {}).items()}
+    return Bound(template, params, frozen or {}, private, train=train)
+
+
+def tensors(module: nn.Module, objective: nn.Module | None = None) -> tuple[Params, Params, Params]:
+    """``(params, frozen, buffers)`` of a module as they are now, by name, tied ones once, not copied."""
+    module, objective = uncompiled(module), None if objective is None else uncompiled(objective)
+    params: Params = {}
+    frozen: Params = {}
+    for name, parameter in _first(_parameters(module, objective)).items():
+        (params if parameter.requires_grad else frozen)[name] = parameter.detach()
+    buffers = {name: buffer.detach() for name, buffer in _first(_buffers(module, objective)).items()}
+    return params, frozen, buffers
+
+
+def _parameters(module: nn.Module, objective: nn.Module | None) -> Named:
+    own = [] if objective is None else objective.named_parameters(prefix=OBJECTIVE[:-1], remove_duplicate=False)
+    return [*module.named_parameters(remove_duplicate=False), *own]
+
+
+def _buffers(module: nn.Module, objective: nn.Module | None) -> Named:
+    own = [] if objective is None else objective.named_buffers(prefix=OBJECTIVE[:-1], remove_duplicate=False)
+    return [*module.named_buffers(remove_duplicate=False), *own]
+
+
+def _modules(module: nn.Module, objective: nn.Module | None) -> list[tuple[str, nn.Module]]:
+    own = [] if objective is None else objective.named_modules(prefix=OBJECTIVE[:-1])
+    return [*module.named_modules(), *own]
+
+
+def _first(named: Named) -> dict[str, Tensor]:
+    """Each tensor once, under its first name."""
+    ties = _ties(named)
+    return {name: value for name, value in named if name not in ties}
+
+
+def _ties(named: Named) -> dict[str, str]:
+    first: dict[int, str] = {}
+    return {name: known for name, value in named if (known := first.setdefault(id(value), name)) != name}
+
+
+def _names(module: nn.Module, objective: nn.Module | None) -> Names:
+    taken = [name for name, _ in (*_parameters(module, None), *_buffers(module, None)) if name.startswith(OBJECTIVE)]
+    if taken:
+        raise StateError(
+            "the name is reserved for the objective's own tensors",
+            where=taken[0],
+            hint="rename the submodule 'objective'",
+        )
+    parameters, buffers = _parameters(module, objective), _buffers(module, objective)
+    modules = _modules(module, objective)
+    check(modules, parameters, buffers)
+    found = _first(parameters)
+    params = tuple(name for name, parameter in found.items() if parameter.requires_grad)
+    if not params:
+        raise StateError(
+            "the module has no parameter with requires_grad=True",
+            where=type(module).__name__,
+            hint="module.requires_grad_(True), or there is nothing to train",
+        )
+    frozen = tuple(name for name, parameter in found.items() if not parameter.requires_grad)
+    persistent = _persistent(module, objective)
+    ties = _ties(parameters) | _ties(buffers)
+    saved = {alias: name for alias, name in ties.items() if name in found or {alias, name} <= persistent}
+    kept = tuple(_first(buffers))
+    together = {name for pair in overlaps(dict(parameters), dict(buffers)) for name in pair}
+    shared = tuple(name for name in kept if name in together)
+    attributes, nothing = _attributes(module, objective, ties), empty(modules)
+    return Names(params, frozen, kept, persistent, saved, attributes, shared, nothing)
+
+
+def _attributes(module: nn.Module, objective: nn.Module | None, ties: dict[str, str]) -> dict[str, str]:
+    """Ties without those of a module that is used twice: its one attribute is set under its first name."""
+    seen: set[tuple[int, str]] = set()
+    found: dict[str, str] = {}
+    for name, _ in (*_parameters(module, objective), *_buffers(module, objective)):
+        root = objective if name.startswith(OBJECTIVE) and objective is not None else module
+        owner, _, attribute = name.removeprefix(OBJECTIVE).rpartition(".")
+        slot = id(root.get_submodule(owner)), attribute
+        if name in ties and slot not in seen:
+            found[name] = ties[name]
+        seen.add(slot)
+    return found
+
+
+def _persistent(module: nn.Module, objective: nn.Module | None) -> frozenset[str]:
+    found: set[str] = set()
+    for prefix, root in (("", module), (OBJECTIVE, objective)):
+        for path, owner in () if root is None else root.named_modules(remove_duplicate=False):
+            start = f"{prefix}{path}." if path else prefix
+            found |= {start + name for name in _saved_buffers(owner)}
+    return frozenset(found)
+
+
+def _saved_buffers(owner: nn.Module) -> set[str]:
+    # torch tells which buffers a state_dict leaves out only by leaving them out. `state_dict` of the module alone would
+    # copy nothing, but runs hooks; the names of one module's own buffers do not.
+    kept: dict[str, Any] = {}
+    nn.Module._save_to_state_dict(owner, kept, "", keep_vars=True)  # pyright: ignore[reportPrivateUsage]  # see above
+    return set(kept) & {name for name, _ in owner.named_buffers(recurse=False, remove_duplicate=False)}
+
+
+def _keep_eval(module: nn.Module, patterns: Iterable[str]) -> None:
+    known = [name for name, _ in module.named_modules() if name]
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        matched = [name for name in known if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
+        if not matched:
+            raise ConfigError(f"{pattern!r} matches no submodule", where="keep_eval", hint=f"one of {known}")
+        for name in matched:
+            module.get_submodule(name).eval()
+
+
+def _inner(name: str) -> str:
+    return name if name.startswith(OBJECTIVE) else f"model.{name}"
+
+
+def _place(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner, _, attribute = name.rpartition(".")
+    return root.get_submodule(owner), attribute
+
+
+def _attribute(root: nn.Module, name: str) -> Tensor:
+    return cast(Tensor, getattr(*_place(root, name)))

@@ -1,0 +1,227 @@
+"""The losses that Hugging Face models compute themselves."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError, StepContractError
+from ..pickling import recipe
+from ..types import Loss, Metric, Objective
+from .measure import mean_of
+
+_HF_BATCH = '{"input_ids": ..., "labels": ...}'
+_CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
+_UNSHIFTED = (  # decoders that expect labels shifted already, though their names say otherwise
+    *("Bart", "BigBirdPegasus", "Blenderbot", "CpmAnt", "FlaubertWith", "MBart", "Marian", "Musicgen", "Mvp", "PLBart"),
+    *("Pegasus", "ProphetNet", "TrOCR", "Whisper", "XLMWith", "XLNet"),
+)
+_SHIFTED = (  # heads that shift labels, though no part of their names that is common to others says so
+    *("LMHeadModel", "ModelWithLMHead", "DoubleHeadsModel", "ForConditionalGeneration", "ForCausalImageModeling"),
+    *("BertGenerationDecoder", "Blip2Model", "ForProteinText2Text", "ForVisionText2Text"),
+)
+_ATTENDED = ("ElectraForPreTraining", "FunnelForPreTraining")
+"""Their loss is a mean over the tokens that are attended to, whatever their labels are."""
+_UNKNOWN = (  # sums of several means, means over boxes, masks, matched pairs or observed values
+    *("ForPreTraining", "ForPretraining", "DoubleHeadsModel", "ForMaskedImageModeling", "ForObjectDetection"),
+    *("ForSegmentation", "ForInstanceSegmentation", "ForUniversalSegmentation", "ForPanopticSegmentation"),
+    *("ForDepthEstimation", "ForNormalEstimation", "ForPrediction", "ForVideoGrounding", "ForRNNT", "ForTDT"),
+    *("ForTextToSpeech", "ForSpeechToSpeech", "ForGeneration", "ForKeypointMatching", "ForRegionToPhraseAlignment"),
+    *("ForImageMatting", "ForPoseEstimation", "ForPointmapEstimation", "ForOpticalFlow", "ForMultimodalAutoencoding"),
+    *(
+        "FastSpeech2ConformerModel",
+        "FastSpeech2ConformerWithHifiGan",
+        "TapasForQuestionAnswering",
+        "ForContrastiveLearning",
+    ),
+    *("MoshiForConditionalGeneration", "PI0ForConditionalGeneration", "PocketTTSForConditionalGeneration"),
+)
+
+
+@recipe
+def hf_loss(
+    *,
+    metrics: Mapping[str, Metric] | None = None,
+    causal: bool | None = None,
+    ignore_index: int | None = None,
+    weight: Callable[[Mapping[str, Any]], Tensor | float] | None = None,
+) -> Objective:
+    """The loss that a Hugging Face model computes itself, weighted by the labels it counts.
+
+    The batch is a mapping that goes to the model as keyword arguments. A causal model predicts each label from the
+    tokens before it, so the first label of every row is not counted. What has no ``labels`` weighs its number of rows:
+    ``start_positions`` and the like, and two-tower models, which are asked for their loss (``return_loss=True``); so
+    does a CTC loss, which is a mean over rows (1 where the model's configuration asks for their sum).
+
+    Discriminators (`ElectraForPreTraining`) weigh the tokens that are attended to. Behind the virtual tokens of PEFT's
+    prompt tuning the first label counts too. Of losses that are a sum of several means, or a mean over boxes, masks or
+    observed values (pretraining with two heads, detection, forecasts), the weight is not known: a warning says so.
+
+    The weight does what ``num_items_in_batch`` does elsewhere: micro-batches with different numbers of tokens add up to
+    the gradient of the whole batch.
+
+    Args:
+        metrics: name -> ``f(outputs, labels)``; without ``labels``, ``f(outputs, batch)``.
+        causal: whether the model shifts the labels; None reads it from the model's class.
+        ignore_index: labels that do not count; None: -100, or what the configuration of a segmentation model says.
+        weight: ``f(batch)``: what the model's loss is a mean over, a number or a 0-d tensor; None: as above.
+
+    Warns:
+        UserWarning: when called: it is not known what this model's loss is a mean over.
+
+    Raises:
+        DataError: when called: a batch that is no mapping or has no labels.
+        StepContractError: when called: the model returned no loss, or a metric none of what a `Metric` may.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> class ForCausalLM(torch.nn.Embedding):
+        ...     def forward(self, input_ids, labels):
+        ...         logits = super().forward(input_ids)[:, :-1].flatten(0, 1)
+        ...         return {"loss": torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())}
+        >>> tokens = torch.tensor([[1, 2, 0], [2, 1, 0]])
+        >>> batch = {"input_ids": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
+        >>> ps.hf_loss()(ForCausalLM(3, 3), batch).weight.item()
+        2.0
+    """
+    measured = dict(metrics or {})
+
+    def objective(model: Any, batch: Any, /, *context: Any) -> Loss:
+        del context  # a Hugging Face loss depends on the batch alone
+        named = _labelled(model, batch)
+        outputs = model(**named)
+        mean = _loss_of(outputs)
+        if mean is None:
+            raise _no_loss(_module(model), named)
+        labels = named.get("labels")
+        targets, sized = (named if labels is None else labels), _sized(named)
+        if weight is None:
+            known = _weight(model, named, sized.shape[0], mean, causal=causal, ignore_index=ignore_index)
+        else:
+            known = torch.as_tensor(weight(named), device=mean.device)
+        values = {name: mean_of(metric(outputs, targets), sized) for name, metric in measured.items()}
+        return Loss(mean, known.to(torch.float32), values)
+
+    return objective
+
+
+def _labelled(model: Any, batch: Any) -> Mapping[str, Any]:
+    """What goes to a Hugging Face model so that it returns a loss."""
+    if isinstance(batch, Mapping):
+        named = cast(Mapping[str, Any], batch)
+        if any("label" in name or name in ("start_positions", "return_loss") for name in named):
+            return named
+        if "return_loss" in inspect.signature(_module(model).forward).parameters:
+            return {**named, "return_loss": True}
+    found = f"a mapping of {_names(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    raise DataError(f"hf_loss needs a mapping with 'labels', and this is {found}", where="batch", hint=_HF_BATCH)
+
+
+def _names(named: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, named)) or "nothing"
+
+
+def _no_loss(module: Any, named: Mapping[str, Any]) -> StepContractError:
+    forward = inspect.signature(getattr(module, "forward", module)).parameters
+    taken = [name for name in forward if "label" in name and name not in named]
+    hint = f"{' and '.join(map(repr, taken))} in the batch, which its forward takes" if taken else ""
+    return StepContractError(
+        f"the model returned no loss for a batch of {_names(named)}",
+        where=type(module).__name__,
+        hint=hint or "ps.supervised(criterion) for this model",
+    )
+
+
+def _loss_of(outputs: Any) -> Any:
+    """The loss of a ModelOutput, of a mapping, or of a tuple, in which it comes first; None where there is none."""
+    if isinstance(outputs, tuple) and not hasattr(cast(Any, outputs), "loss"):
+        first: Any = cast(tuple[Any, ...], outputs)[0]
+        return first if isinstance(first, Tensor) and first.dim() == 0 else None
+    if isinstance(outputs, Mapping) and not hasattr(cast(Any, outputs), "loss"):
+        return cast(Mapping[str, Any], outputs).get("loss")
+    return getattr(outputs, "loss", None)
+
+
+def _sized(named: Mapping[str, Any]) -> Tensor:
+    """What tells the size of a batch: the labels where they are one tensor, else the first that has a size."""
+    found = [value for value in (named.get("labels"), *named.values()) if isinstance(value, Tensor) and value.dim()]
+    if not found:
+        raise DataError("holds no tensor with a batch size", where="batch", hint=_HF_BATCH)
+    return found[0]
+
+
+def _weight(
+    model: Any, batch: Mapping[str, Any], rows: int, mean: Tensor, *, causal: bool | None, ignore_index: int | None
+) -> Tensor:
+    module = _module(model)
+    base = _base(module)
+    name, config, labels = _head(base), getattr(module, "config", None), batch.get("labels")
+    if "ForCTC" in name:
+        return torch.full((), 1 if getattr(config, "ctc_loss_reduction", "") == "sum" else rows, device=mean.device)
+    if name in _ATTENDED and isinstance(labels, Tensor):
+        mask = batch.get("attention_mask")
+        return (mask == 1).sum() if isinstance(mask, Tensor) else torch.full((), labels.numel(), device=labels.device)
+    is_alone = name.endswith("DoubleHeadsModel") and "mc_labels" not in batch
+    if (name.endswith(_UNKNOWN) and not is_alone) or _virtual_tokens(module) == "CPT":
+        _warn_of_unknown(name)
+    if not isinstance(labels, Tensor):
+        return torch.full((), rows, device=mean.device)
+    segments = "ForSemanticSegmentation" in name
+    # What such a model says of one class alone, with or without it, is a mean over all elements.
+    if labels.is_floating_point() or (segments and getattr(config, "num_labels", None) == 1):
+        return torch.full((), labels.numel(), device=labels.device)
+    if ignore_index is None:
+        ignore_index = getattr(config, "semantic_loss_ignore_index", -100) if segments else -100
+    shifts = _is_causal(module) if causal is None else causal
+    return ((labels[..., 1:] if shifts else labels) != ignore_index).sum()
+
+
+def _warn_of_unknown(name: str) -> None:
+    warnings.warn(
+        f"it is not known what the loss of {name} is a mean over: micro-batches and evaluations of several batches are "
+        "weighed by their labels or rows, which may not add up (cure: ps.hf_loss(weight=lambda batch: ...))",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def _module(model: Any) -> Any:
+    return getattr(model, "module", model)
+
+
+def _base(module: Any) -> Any:
+    """The model inside of a `peft.PeftModel`, whose own name says what the user called the task."""
+    unwrap = getattr(module, "get_base_model", None)
+    return module if unwrap is None else unwrap()
+
+
+def _head(base: Any) -> str:
+    """The name of the model's class: of a subclass of one of transformers' heads, the name of that."""
+    kinds = type(base).__mro__
+    known = (kind.__name__ for kind in kinds if kind.__module__.startswith("transformers.models."))
+    return next(known, kinds[0].__name__)
+
+
+def _virtual_tokens(module: Any) -> str:
+    """The kind of prompt that PEFT puts before the tokens, with labels of its own; "" where there is none."""
+    config = getattr(module, "active_peft_config", None)
+    if config is None or not getattr(config, "is_prompt_learning", False):
+        return ""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    return "" if kind == "PREFIX_TUNING" else kind  # which goes into keys and values
+
+
+def _is_causal(module: Any) -> bool:
+    """Whether the first label of a row is not counted, since no token comes before it."""
+    if _virtual_tokens(module):
+        return False
+    base = _base(module)
+    name = _head(base)
+    if name.startswith(_UNSHIFTED) or getattr(getattr(base, "config", None), "is_encoder_decoder", False):
+        return False
+    return "CausalLM" in name or name.endswith(_SHIFTED) or getattr(base, "loss_type", "") in _CAUSAL

@@ -1,0 +1,120 @@
+"""Bounds on gradients: their norm together, each number, each unit's norm against that of its weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..pickling import recipe
+from ..types import Params
+from .base import Transform, global_norm, require, stateless
+from .numerics import Scalar, times, wide
+
+
+@recipe
+def clip_by_global_norm(max_norm: Scalar) -> Transform:
+    """All updates times ``min(1, max_norm / (norm + 1e-6))``, norm that of all numbers together.
+
+    The 1e-6 is that of `torch.nn.utils.clip_grad_norm_` (optax has none). A norm that is not finite makes every update
+    so; the step skips those.
+
+    Args:
+        max_norm: in [0, inf).
+
+    Raises:
+        ConfigError: for numbers out of range.
+
+    References:
+        Pascanu et al., 2013, On the difficulty of training recurrent neural networks.
+
+    Example:
+        >>> tx = clip_by_global_norm(1.0)
+        >>> updates, _ = tx.update({"w": torch.tensor([3.0, 4.0])}, tx.init({}), {})
+        >>> [round(u, 4) for u in updates["w"].tolist()]
+        [0.6, 0.8]
+    """
+    require("clip_by_global_norm", max_norm=max_norm)
+
+    def clip(updates: Params, params: Params) -> Params:
+        del params  # A norm of gradients alone.
+        factor = torch.clamp(max_norm / (global_norm(updates) + 1e-6), max=1.0)
+        return {name: times(u, factor) for name, u in updates.items()}
+
+    return stateless(clip, elementwise=True)
+
+
+@recipe
+def clip_by_value(max_value: Scalar) -> Transform:
+    """Each number clamped to ``[-max_value, max_value]``, as `torch.nn.utils.clip_grad_value_`.
+
+    Args:
+        max_value: in [0, inf).
+
+    Raises:
+        ConfigError: for numbers out of range.
+
+    Example:
+        >>> tx = clip_by_value(1.0)
+        >>> tx.update({"w": torch.tensor([-3.0, 0.5])}, tx.init({}), {})[0]["w"].tolist()
+        [-1.0, 0.5]
+    """
+    require("clip_by_value", max_value=max_value)
+
+    def clip(updates: Params, params: Params) -> Params:
+        del params  # A bound on gradients alone.
+        return {name: _clamp(u, max_value) for name, u in updates.items()}
+
+    return stateless(clip, elementwise=True)
+
+
+def _clamp(leaf: Tensor, limit: Scalar) -> Tensor:
+    if isinstance(limit, Tensor):
+        bound = limit.to(leaf.dtype)
+        return torch.minimum(torch.maximum(leaf, -bound), bound)
+    return leaf.clamp(-limit, limit)
+
+
+@recipe
+def adaptive_grad_clip(clipping: Scalar, *, eps: float = 1e-3) -> Transform:
+    """Each unit's gradient bounded by its weights: norm at most ``clipping * max(norm of the weights, eps)``.
+
+    A unit is one row of a weight matrix, one output channel of a convolution, or a whole vector or scalar.
+
+    Args:
+        clipping: in [0, inf); 0.01 in the paper.
+        eps: in [0, inf): the least norm of weights, so that those at zero can move.
+
+    Raises:
+        ConfigError: for numbers out of range.
+
+    References:
+        Brock et al., 2021, High-Performance Large-Scale Image Recognition Without Normalization, equation 3.
+
+    Example:
+        >>> tx = adaptive_grad_clip(0.1)
+        >>> params = {"w": torch.tensor([[3.0, 4.0]])}
+        >>> updates, _ = tx.update({"w": torch.tensor([[6.0, 8.0]])}, tx.init(params), params)
+        >>> [round(u, 3) for u in updates["w"].flatten().tolist()]
+        [0.3, 0.4]
+    """
+    require("adaptive_grad_clip", clipping=clipping, eps=eps)
+
+    def clip(updates: Params, params: Params) -> Params:
+        return {name: _clip_units(u, params[name], clipping, eps) for name, u in updates.items()}
+
+    return stateless(clip, elementwise=False)
+
+
+def _clip_units(update: Tensor, param: Tensor, clipping: Scalar, eps: float) -> Tensor:
+    limit = times(_unit_norm(param).clamp(min=eps), clipping)
+    norm = _unit_norm(update).to(limit.dtype)
+    # 1e-6 keeps units without gradient at zero; they are within every limit.
+    factor = torch.where(norm > limit, limit / norm.clamp(min=1e-6), 1.0)
+    value = wide(update)
+    return (value * factor.to(value.dtype)).to(update.dtype)
+
+
+def _unit_norm(leaf: Tensor) -> Tensor:
+    if leaf.ndim < 2:
+        return torch.linalg.vector_norm(wide(leaf))
+    return torch.linalg.vector_norm(wide(leaf), dim=tuple(range(1, leaf.ndim)), keepdim=True)

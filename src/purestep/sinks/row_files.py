@@ -1,0 +1,226 @@
+"""Files of rows by step: CSV and JSON lines.
+
+What is in a file belongs to one run. A fresh run moves a file that it finds aside; a resumed run keeps the rows up to
+the place where it goes on, so that no step is there twice and none is missing. A pipe or device gets every row as it
+comes, once.
+"""
+
+from __future__ import annotations
+
+import csv as csv_format
+import io
+import json
+from abc import ABC, abstractmethod
+from itertools import count
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from ..events import EpochEnd, Event, FitEnd, FitStart, Logged
+from ..files import write_bytes
+from .json_history import Row
+from .output import finite, is_stream, open_stream, set_aside
+
+
+class Rows(ABC):
+    """Rows by step, appended as they come; see `csv` and `jsonl`.
+
+    A row is ``{"kind": "step" or "epoch", "step": updates so far, "epoch": from 1, ...}``: of kind "step" every
+    ``log_every`` updates (means since the last such row, and speed), of kind "epoch" one a row of the history. What a
+    run has gone back behind is taken out.
+    """
+
+    writes_files = True
+    wants = (FitStart, Logged, EpochEnd, FitEnd)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+        self._last: dict[str, int] = {}  # kind -> step of its last row in this run
+        self._whole = True  # False after a failed write: there may be half a row at the end
+
+    @abstractmethod
+    def _parse(self, text: str) -> list[Row]:
+        """The whole rows in a file."""
+
+    @abstractmethod
+    def _text(self, rows: list[Row]) -> str:
+        """A file with these rows."""
+
+    @abstractmethod
+    def _line(self, row: Row) -> str | None:
+        """One more row as text; None where the file has to be written anew for it."""
+
+    def _streamed(self, row: Row) -> str:
+        """One more row as text for a pipe, which cannot be written anew."""
+        return self._line(row) or self._text([row])
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, FitStart):
+            self._begin(event)
+        elif isinstance(event, Logged):
+            more = {"steps_per_second": event.steps_per_second, "wait_fraction": event.wait_fraction}
+            head = {"kind": "step", "step": event.updates, "epoch": event.epoch + 1}
+            self._add({**head, **event.values, **more})
+        elif isinstance(event, EpochEnd):
+            self._add({"kind": "epoch", "step": event.updates, **event.record})
+        elif isinstance(event, FitEnd):
+            self.close()
+
+    def close(self) -> None:
+        """Close the file; the next row opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _begin(self, event: FitStart) -> None:
+        self.close()
+        self._last = {}
+        if is_stream(self.path):
+            return
+        if not event.resumed:
+            set_aside(self.path)
+            self._write([])
+            return
+        found = self._read()
+        if not found:
+            set_aside(self.path)  # no file of ours
+        # A row of the history may have been written, and the run killed before its snapshot: then it comes again.
+        # Steps do not tell: two rows have the same one where the window between them was dropped.
+        epochs = count(1)
+        known = max(map(len, event.history.values()), default=0)
+        kept = [row for row in found if row["step"] <= event.updates]
+        self._write([row for row in kept if row["kind"] != "epoch" or next(epochs) <= known])
+
+    def _add(self, row: Row) -> None:
+        kind, step = row["kind"], row["step"]
+        if is_stream(self.path):
+            self._append(self._streamed(row))
+            return
+        last = self._last.get(kind, -1)
+        # The run has gone back: what followed has not been. Two rows of the history may have one step, two lines not.
+        if step < last or (step == last and kind == "step"):
+            self._write([old for old in self._read() if old["step"] < step or (step == last and old["kind"] != kind)])
+        line = self._line(row) if self._whole else None
+        if line is None:
+            self._write([*self._read(), row])
+        else:
+            self._append(line)
+        self._last[kind] = step
+
+    def _append(self, line: str) -> None:
+        self._whole = False
+        if self._file is None:
+            self._file = open_stream(self.path) if is_stream(self.path) else self._opened()
+        self._file.write(line)
+        self._file.flush()
+        self._whole = True
+
+    def _opened(self) -> TextIO:
+        return self.path.open("a", encoding="utf-8", newline="")
+
+    def _read(self) -> list[Row]:
+        if not self.path.exists():
+            return []
+        rows = self._parse(self.path.read_text(encoding="utf-8", errors="replace"))
+        return [row for row in rows if isinstance(row.get("step"), int) and isinstance(row.get("kind"), str)]
+
+    def _write(self, rows: list[Row]) -> None:
+        try:
+            self.close()
+        finally:
+            write_bytes(self.path, self._text(rows).encode())
+        self._whole = True
+
+
+class _JsonLines(Rows):
+    def _parse(self, text: str) -> list[Row]:
+        rows: list[Row] = []
+        for line in text.splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # half a row, from a run that was killed
+            if isinstance(row, dict):
+                rows.append(cast(Row, row))
+        return rows
+
+    def _text(self, rows: list[Row]) -> str:
+        return "".join(map(self._line, rows))
+
+    def _line(self, row: Row) -> str:
+        return json.dumps({key: finite(value) for key, value in row.items()}, allow_nan=False) + "\n"
+
+
+class _Csv(Rows):
+    _columns: tuple[str, ...] = ()
+
+    def _parse(self, text: str) -> list[Row]:
+        rows: list[Row] = []
+        for row in csv_format.DictReader(io.StringIO(text)):
+            whole = None not in row and None not in row.values()
+            if whole and all(row.get(key, "").isdecimal() for key in ("step", "epoch")):
+                rows.append({**row, "step": int(row["step"]), "epoch": int(row["epoch"])})
+        return rows
+
+    def _text(self, rows: list[Row]) -> str:
+        self._columns = tuple(dict.fromkeys(["kind", "step", "epoch", *(key for row in rows for key in row)]))
+        return self._joined(list(self._columns)) + "".join(self._cells(row) for row in rows)
+
+    def _line(self, row: Row) -> str | None:
+        return self._cells(row) if set(row) <= set(self._columns) else None
+
+    def _streamed(self, row: Row) -> str:
+        line = self._line(row)
+        if line is not None:
+            return line
+        self._columns = tuple(dict.fromkeys(["kind", "step", "epoch", *self._columns, *row]))
+        return self._joined(list(self._columns)) + self._cells(row)
+
+    def _cells(self, row: Row) -> str:
+        return self._joined(["" if row.get(key) is None else row[key] for key in self._columns])
+
+    def _joined(self, cells: list[Any]) -> str:
+        out = io.StringIO()
+        csv_format.writer(out, lineterminator="\n").writerow(cells)
+        return out.getvalue()
+
+
+def csv(path: Path | str) -> Rows:
+    """Rows by step as CSV, blank where a row has no value for a column. A new column writes the file anew.
+
+    Rows are of two kinds, ``row["kind"]`` says which: see `Rows`.
+
+    Args:
+        path: of the file. A fresh run moves one that is there aside (``metrics.1.csv``). A pipe or device
+            (``/dev/stdout``) is written to; there a new column makes a new line of names.
+
+    Example:
+        >>> import tempfile
+        >>> sink = csv(Path(tempfile.mkdtemp(), "metrics.csv"))
+        >>> sink(Logged(0, 50, {"train_loss": 0.5}, steps_per_second=8.0, wait_fraction=0.25))
+        >>> sink.close()
+        >>> print(sink.path.read_text(), end="")
+        kind,step,epoch,train_loss,steps_per_second,wait_fraction
+        step,50,1,0.5,8.0,0.25
+    """
+    return _Csv(Path(path))
+
+
+def jsonl(path: Path | str) -> Rows:
+    """Rows by step, one JSON object a line; what is not a finite number is null.
+
+    Rows are of two kinds, ``row["kind"]`` says which: see `Rows`.
+
+    Args:
+        path: of the file. A fresh run moves one that is there aside (``metrics.1.jsonl``). A pipe or device
+            (``/dev/stdout``) is written to.
+
+    Example:
+        >>> import math, tempfile
+        >>> sink = jsonl(Path(tempfile.mkdtemp(), "metrics.jsonl"))
+        >>> sink(EpochEnd(None, 1, 10, {"epoch": 1, "train_loss": math.nan}, improved=True, stopping=None))
+        >>> sink.close()
+        >>> print(sink.path.read_text(), end="")
+        {"kind": "epoch", "step": 10, "epoch": 1, "train_loss": null}
+    """
+    return _JsonLines(Path(path))

@@ -1,0 +1,234 @@
+"""A history that grows by a row at a time, and the file beside the snapshots that holds its earlier rows.
+
+A manifest holds the last rows of a history itself. The rows before them are in ``rows-1.jsonl`` (one JSON object a
+line), to which every save appends only what is new; the manifest says how many of its bytes belong to the snapshot,
+and their digest. So a save costs the same after 20,000 rows, and a history of less than 32 rows has no such file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from ..errors import Corrupt
+from ..files import sync_directory
+from ..validation import is_count
+
+BLOCK = 16  # rows; a manifest holds at least so many, and less than twice as many
+_NAME = re.compile(r"rows-(\d{1,9})\.jsonl")
+
+
+class Table(Mapping[str, list[Any]]):
+    """Columns of JSON values, an entry a row, as an immutable value that can be made longer by a row at no more cost.
+
+    A longer table shares the rows of the one that it was made from. As a mapping it is name -> list.
+
+    Example:
+        >>> short = Table({"epoch": [1], "loss": [0.5]})
+        >>> long = short.with_row({"epoch": 2, "accuracy": 0.9})
+        >>> short, long
+        ({'epoch': [1], 'loss': [0.5]}, {'epoch': [1, 2], 'loss': [0.5, None], 'accuracy': [None, 0.9]})
+        >>> long.last("loss", 1), long.count
+        ([None], 2)
+    """
+
+    __slots__ = ("_names", "_rows", "count")
+
+    def __init__(self, columns: Mapping[str, list[Any]] | None = None) -> None:
+        columns = columns or {}
+        self.count: int = max(map(len, columns.values()), default=0)  # rows
+        self._names: dict[str, None] = dict.fromkeys(columns)
+        self._rows: list[Mapping[str, Any]] = [
+            {name: column[index] for name, column in columns.items() if index < len(column)}
+            for index in range(self.count)
+        ]
+
+    def with_row(self, row: Mapping[str, Any]) -> Table:
+        """The table with one more row; what the row or an earlier one lacks is None."""
+        longer = Table()
+        # Of two tables made from one, only the first can use its memory.
+        is_last = self.count and len(self._rows) == self.count
+        longer._rows = self._rows if is_last else self._rows[: self.count]
+        longer._rows.append(dict(row))
+        longer._names = self._names if row.keys() <= self._names.keys() else self._names | dict.fromkeys(row)
+        longer.count = self.count + 1
+        return longer
+
+    def last(self, name: str, count: int) -> list[Any]:
+        """The last entries of a column, at most so many; nothing where there is no such column."""
+        rows = self._rows[max(self.count - count, 0) : self.count]
+        return [row.get(name) for row in rows] if name in self._names else []
+
+    def rows(self, start: int, stop: int) -> list[Mapping[str, Any]]:
+        """Some of the rows, each without what it lacks."""
+        return self._rows[start : min(stop, self.count)]
+
+    def columns(self, start: int) -> dict[str, list[Any]]:
+        """The columns from a row on."""
+        rows = self._rows[start : self.count]
+        return {name: [row.get(name) for row in rows] for name in self._names}
+
+    def grew_from(self, rows: list[Mapping[str, Any]] | None) -> bool:
+        """Whether the table shares its memory with this list."""
+        return self._rows is rows
+
+    @property
+    def memory(self) -> list[Mapping[str, Any]]:
+        """The list in which the rows are, and those of longer tables."""
+        return self._rows
+
+    def __getitem__(self, name: str) -> list[Any]:
+        if name not in self._names:
+            raise KeyError(name)
+        return [row.get(name) for row in self._rows[: self.count]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class Earlier(NamedTuple):
+    """The earlier rows of a table: a part of a file."""
+
+    file: str  # in the directory of the snapshots
+    rows: int
+    size: int  # bytes from the file's beginning
+    crc32: int  # of them
+
+    @classmethod
+    def of(cls, entry: Any) -> Earlier:
+        """From a manifest.
+
+        Raises:
+            ValueError: no such thing. TypeError, KeyError: the same.
+        """
+        found = cls(entry["file"], entry["rows"], entry["size"], entry["crc32"])
+        if not _NAME.fullmatch(found.file) or not all(map(is_count, found[1:])):
+            raise ValueError(f"{entry!r} where a file of rows was expected")
+        return found
+
+
+class RowsFile:
+    """Writes the earlier rows of one table after another, each longer than the last one; used by one thread."""
+
+    def __init__(self) -> None:
+        self._known: list[Mapping[str, Any]] | None = None
+        self._written = Earlier("", 0, 0, 0)
+
+    def write(self, root: Path, table: Table) -> Earlier | None:
+        """Returns when all but the last rows are on the disk; None where there are none before those.
+
+        Raises:
+            Corrupt: they read back as something else.
+            OSError: they cannot be written.
+        """
+        stop = (table.count // BLOCK - 1) * BLOCK
+        if stop <= 0:
+            return None
+        written = self._written
+        if not table.grew_from(self._known) or written.rows > stop or not _is_whole(root, written):
+            written = Earlier(_free(root), 0, 0, 0)
+        data = b"".join(json.dumps(row).encode() + b"\n" for row in table.rows(written.rows, stop))
+        with open(root / written.file, "r+b" if written.size else "w+b") as file:
+            file.seek(written.size)
+            file.truncate()  # what a save that failed has left
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(written.size)
+            if file.read() != data:
+                raise Corrupt("reads back as damaged", where=file.name, hint="look at the disk")
+        if not written.size:
+            sync_directory(root)
+        self._known = table.memory
+        size = written.size + len(data)
+        self._written = Earlier(written.file, stop, size, zlib.crc32(data, written.crc32))
+        return self._written
+
+
+def _is_whole(root: Path, written: Earlier) -> bool:
+    try:
+        return bool(written.file) and os.stat(root / written.file).st_size >= written.size
+    except OSError:
+        return False
+
+
+def _numbers(root: Path) -> dict[int, str]:
+    found = ((_NAME.fullmatch(name), name) for name in os.listdir(root))
+    return {int(match[1]): name for match, name in found if match}
+
+
+def _free(root: Path) -> str:
+    return f"rows-{max(_numbers(root), default=0) + 1}.jsonl"
+
+
+def unused(root: Path, used: set[str]) -> list[Path]:
+    """The files of rows that no snapshot refers to."""
+    return [root / name for name in _numbers(root).values() if name not in used]
+
+
+def read(root: Path, earlier: Earlier) -> list[dict[str, Any]]:
+    """The earlier rows.
+
+    Raises:
+        Corrupt: they are missing, or not those that were written.
+    """
+    path = root / earlier.file
+    try:
+        if path.is_symlink():
+            raise ValueError("a symbolic link, which is not followed")
+        with path.open("rb") as file:
+            data = file.read(earlier.size)
+        if len(data) != earlier.size or zlib.crc32(data) != earlier.crc32:
+            raise ValueError("not what was written (its digest differs)")
+        rows = [json.loads(line) for line in data.splitlines()]
+    except (OSError, ValueError, RecursionError) as error:
+        raise Corrupt(str(error), where=str(path)) from error
+    if len(rows) != earlier.rows or not all(isinstance(row, dict) for row in rows):
+        raise Corrupt(f"does not hold {earlier.rows} rows", where=str(path))
+    return cast("list[dict[str, Any]]", rows)
+
+
+def joined(rows: list[dict[str, Any]], columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The columns of the earlier rows and of the later ones, which know every name.
+
+    Example:
+        >>> joined([{"epoch": 1}], {"epoch": [2], "loss": [0.5]})
+        {'epoch': [1, 2], 'loss': [None, 0.5]}
+    """
+    return {name: [*(row.get(name) for row in rows), *column] for name, column in columns.items()}
+
+
+def placed(loop: Any, keys: list[str], columns: Mapping[str, list[Any]]) -> Any:
+    """JSON with these columns at a path.
+
+    Example:
+        >>> placed({"record": {"history": None, "epoch": 1}}, ["record", "history"], {"loss": [0.5]})
+        {'record': {'history': {'loss': [0.5]}, 'epoch': 1}}
+    """
+    if not keys:
+        return dict(columns)
+    key: Any = int(keys[0]) if isinstance(loop, list) else keys[0]
+    made = cast("Any", loop).copy()
+    made[key] = placed(made[key], keys[1:], columns)
+    return made
+
+
+def found(loop: Any, keys: list[str]) -> Any:
+    """What is at a path of JSON."""
+    for key in keys:
+        loop = loop[int(key) if isinstance(loop, list) else key]
+    return loop

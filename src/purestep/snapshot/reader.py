@@ -1,0 +1,228 @@
+"""A committed step back to a state: template first, then values, then their digests."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import zlib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..errors import Corrupt
+from ..types import TrainState, Tree
+from . import history_rows as tables
+from . import manifest as manifests
+from . import orbax_io, partial_restore, staging
+from .manifest import Leaf, Manifest
+from .versions import environment
+
+_log = logging.getLogger("purestep")
+_EXACT = ("torch", "threads", "device")  # what the bits of a step depend on beyond its arguments
+_ADDED = "/missed/counts"  # of optimizers, since this format was first written: as in a new state where it is missing
+_SMALL = 1 << 20  # bytes of a leaf; for larger ones orbax's cost a leaf is less than that of a copy
+_CHUNK = 1 << 28  # bytes read back at a time: verification never holds a second copy of the state
+
+
+class Snapshot(NamedTuple):
+    """What `Snapshots.restore` gives back."""
+
+    step: int
+    state: Tree  # of the template's structure, devices and dtypes
+    loop: Any  # the JSON that was given to save, or None
+    metrics: dict[str, float]
+    meta: Any
+
+
+def read(
+    folder: Path,
+    template: Tree,
+    prefixes: set[str] | None,
+    *,
+    platforms: str | None,
+    tell: bool = False,
+    strict: bool = False,
+) -> Snapshot:
+    """The state of one step in new tensors; leaves outside of the prefixes are copies of the template's.
+
+    Args:
+        folder: the step's.
+        template: not changed.
+        prefixes: see `manifest.select`.
+        platforms: see `store`.
+        tell: logs what has changed since the snapshot was written that makes the same steps give other bits.
+        strict: raises where earlier rows of the loop's record are damaged or missing, which are else None, with a
+            warning: no weight is lost with them.
+
+    Raises:
+        Mismatch: one line for each leaf that differs from the template, before any values are read.
+        Corrupt: what is damaged.
+    """
+    manifest = manifests.read(folder)
+    leaves = tree.with_paths(template)
+    described = manifests.describe(leaves)
+    moved = _views(template, prefixes, manifest)
+    rest = None if prefixes is None else {prefix for prefix in prefixes if prefix not in moved}
+    chosen, stored = set[str](), set[str]()
+    if rest is None or rest:
+        chosen = manifests.select(list(described), rest, where="the template")
+        stored = manifests.select(list(manifest.leaves), rest, where=str(folder))
+        chosen -= {path for path in chosen - stored if path.endswith(_ADDED)}
+    sources = {path: path for path, _ in leaves if path in chosen} | {
+        p: source for found in moved.values() for p, source in found.items()
+    }
+    chosen |= sources.keys()
+    _tell_of_the_rest(template, chosen, manifest)
+    held = {path: manifest.leaves[path] for path in stored}
+    held |= {path: manifest.leaves[source] for path, source in sources.items() if source in manifest.leaves}
+    manifests.compare(held, {path: leaf for path, leaf in described.items() if path in chosen}, where=str(folder))
+    values = _values(folder, {source: manifest.leaves[source] for source in sources.values()}, platforms)
+    uses = Counter(sources.values())
+    made: list[Any] = []
+    ties: dict[tuple[int, int | None], Tensor] = {}
+    for path, leaf in leaves:
+        if path not in chosen:
+            made.append(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
+        elif isinstance(leaf, Tensor):
+            # One tensor at two places of the template is one tensor again, if it was stored with one value.
+            source = sources[path]
+            key = id(leaf), manifest.leaves[source].crc32
+            if key not in ties:
+                uses[source] -= 1  # what is given to a tensor is given up, so that all but the last take a copy
+                given = values.get(source)
+                taken = values.pop(source, None) if not uses[source] or given is None else given.copy()
+                ties[key] = staging.tensor(taken, leaf)
+            made.append(ties[key])
+        else:
+            made.append(manifest.leaves[sources[path]].value)
+    if tell:
+        _tell_changes(folder, manifest.environment, environment(tree.device([leaf for _, leaf in leaves])))
+    _, treedef = tree.flatten(template)
+    loop = _whole_loop(folder.parent, manifest, strict=strict)
+    return Snapshot(manifest.step, tree.unflatten(treedef, made), loop, manifest.metrics, manifest.meta)
+
+
+def _tell_of_the_rest(template: Tree, chosen: set[str], manifest: Manifest) -> None:
+    """Weights without the statistics and the average that belong to them evaluate to something else."""
+    left = [path for path in manifest.leaves if path.split("/")[0] in ("buffers", "ema") and path not in chosen]
+    if isinstance(template, TrainState) and left and any(path.startswith("params/") for path in chosen):
+        fields = " and ".join(dict.fromkeys(path.split("/")[0] for path in left))
+        _log.warning('only trained params are restored, %s stay the template\'s (cure: only="params")', fields)
+
+
+def _views(template: Tree, prefixes: set[str] | None, manifest: Manifest) -> dict[str, dict[str, str]]:
+    """Of the prefixes that mean the view "params": which leaves of the template come from which of the snapshot."""
+    found = {prefix: partial_restore.sources(template, prefix, manifest.leaves.keys()) for prefix in prefixes or ()}
+    return {prefix: sources for prefix, sources in found.items() if sources is not None}
+
+
+def _whole_loop(root: Path, manifest: Manifest, *, strict: bool) -> Any:
+    """The loop's record with the rows that are in files beside the snapshots."""
+    loop = manifest.loop
+    for path, earlier in manifest.earlier.items():
+        try:
+            rows = tables.read(root, earlier)
+        except Corrupt as error:
+            if strict:
+                raise
+            text = f"{error}: the first {earlier.rows} rows of {path} are lost, and None; the state is whole"
+            warnings.warn(f"{text} (cure: copy {earlier.file} along with its snapshots)", RuntimeWarning, stacklevel=5)
+            rows = [{}] * earlier.rows
+        keys = path.split("/")[1:]
+        loop = tables.placed(loop, keys, tables.joined(rows, tables.found(loop, keys)))
+    return loop
+
+
+def _tell_changes(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    changed = [f"{name} {then.get(name)} then, {now[name]} now" for name in _EXACT if then.get(name) != now[name]]
+    if changed:
+        _log.warning(
+            "%s: restored exactly, but what follows may differ in the last bits: %s", folder, ", ".join(changed)
+        )
+
+
+def verify(folder: Path, manifest: Manifest, *, platforms: str | None) -> None:
+    """Reads every value, a few leaves at a time, and holds it against its digest; for a step that was just written.
+
+    Raises:
+        Corrupt: naming the leaf.
+    """
+    stored = {path: leaf for path, leaf in manifest.leaves.items() if leaf.is_stored}
+    for group in _groups(stored):
+        _load(folder, group, platforms)
+
+
+def _values(folder: Path, leaves: dict[str, Leaf], platforms: str | None) -> dict[str, orbax_io.Array]:
+    stored = {path: leaf for path, leaf in leaves.items() if leaf.is_stored}
+    small = {path: leaf for path, leaf in stored.items() if staging.size(leaf.dtype, leaf.shape) <= _SMALL}
+    values: dict[str, orbax_io.Array] = {}
+    for group in _groups(small):
+        values |= _small(folder, group)
+    rest = {path: leaf for path, leaf in stored.items() if path not in values}
+    _check_claims(folder, rest, platforms)
+    return values | _load(folder, rest, platforms)
+
+
+def _small(folder: Path, leaves: dict[str, Leaf]) -> dict[str, orbax_io.Array]:
+    """Those of the leaves that can be read in the short way; what has the digest that was written is what was."""
+    chunks = orbax_io.read_chunks(folder, {path: len(leaf.shape) for path, leaf in leaves.items()})
+    found: dict[str, orbax_io.Array] = {}
+    for path, chunk in chunks.items():
+        leaf = leaves[path]
+        own = bytearray(memoryview(chunk)[: staging.size(leaf.dtype, leaf.shape)])  # an index follows
+        if zlib.crc32(own) == leaf.crc32 and len(own) == staging.size(leaf.dtype, leaf.shape):
+            found[path] = np.frombuffer(own, staging.carrier(leaf.dtype)).reshape(leaf.shape)
+    return found
+
+
+def _load(folder: Path, stored: dict[str, Leaf], platforms: str | None) -> dict[str, orbax_io.Array]:
+    if not stored:
+        return {}
+    try:
+        values = orbax_io.read(folder, {path: leaf.dtype for path, leaf in stored.items()}, platforms=platforms)
+    except Exception as error:
+        raise manifests.unreadable(folder, error) from error
+
+    def check(path: str) -> None:
+        manifests.check_values(path, stored[path], values.get(path), where=str(folder))
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # a digest needs no lock of Python's
+        list(threads.map(check, stored))  # the first error cancels what has not begun
+    return values
+
+
+def _check_claims(folder: Path, stored: dict[str, Leaf], platforms: str | None) -> None:
+    """A few damaged or hostile bytes can claim terabytes, which would be allocated before they are missed."""
+    if not stored:
+        return
+    try:
+        claims = orbax_io.shapes(folder, platforms=platforms)
+    except Exception as error:
+        raise manifests.unreadable(folder, error) from error
+    for path, leaf in stored.items():
+        claim = claims.get(orbax_io.key(path))
+        if claim is None:
+            raise Corrupt(f"the values of {path} are missing", where=str(folder))
+        if any(shape != leaf.shape for shape in claim):
+            found = ", ".join(str(list(shape)) for shape in claim)
+            text = f"the arrays' own metadata claim {found} for {path}, {leaf.text()} was written"
+            raise Corrupt(text, where=str(folder))
+
+
+def _groups(stored: dict[str, Leaf]) -> list[dict[str, Leaf]]:
+    groups: list[dict[str, Leaf]] = []
+    room = 0
+    for path, leaf in stored.items():
+        size = staging.size(leaf.dtype, leaf.shape)
+        if not groups or size > room:
+            groups.append({})
+            room = _CHUNK
+        groups[-1][path] = leaf
+        room -= size
+    return groups

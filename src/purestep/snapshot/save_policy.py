@@ -1,0 +1,84 @@
+"""When a snapshot is due: plain arithmetic on counts of updates, finished epochs and seconds. What settings may be."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import ConfigError
+from ..validation import is_count, is_number
+
+
+class Every(NamedTuple):
+    """How often; None is never. Counts of updates and epochs are multiples from the run's beginning, not distances."""
+
+    steps: int | None
+    epochs: int | None
+    seconds: float | None
+
+
+class Mark(NamedTuple):
+    """Where a run is: optimizer updates, finished epochs, and the reading of a monotonic clock in seconds."""
+
+    updates: int
+    epoch: int
+    seconds: float
+
+
+def every(steps: int | None, epochs: int | None, seconds: float | None) -> Every:
+    """An `Every`, after a look at its numbers.
+
+    Raises:
+        ConfigError: a number that is not positive.
+    """
+    counts = all(value is None or is_count(value, 1) for value in (steps, epochs))
+    if not counts or not (seconds is None or (is_number(seconds) and seconds > 0)):
+        given = (("every_steps", steps), ("every_epochs", epochs), ("every_seconds", seconds))
+        found = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
+        hint = "whole numbers of updates and epochs, seconds above 0; None for never"
+        raise ConfigError(f"a cadence that does not exist: {found}", where="Snapshots", hint=hint)
+    return Every(steps, epochs, seconds)
+
+
+def check_policy(keep: int | None, keep_best: int, on_save_error: str) -> None:
+    """A look at what is to be kept, and at what a save that fails does.
+
+    Raises:
+        ConfigError: a number out of range, or another word.
+    """
+    if keep is not None and not is_count(keep, 1):
+        raise ConfigError(f"keep is {keep!r}", where="Snapshots", hint="keep=1, or keep=None for all")
+    if not is_count(keep_best):
+        raise ConfigError(f"keep_best is {keep_best!r}", where="Snapshots", hint="keep_best=0 for none")
+    if on_save_error not in ("raise", "continue"):
+        raise ConfigError(f"on_save_error is {on_save_error!r}", where="Snapshots", hint='"raise" or "continue"')
+
+
+def gone_back(last: Mark, here: Mark) -> Mark:
+    """Where to count from: a run that has gone back comes to the same multiples again.
+
+    Example:
+        >>> gone_back(Mark(6, 2, 9.0), Mark(4, 2, 11.0))
+        Mark(updates=4, epoch=2, seconds=9.0)
+    """
+    if here.updates >= last.updates and here.epoch >= last.epoch:
+        return last  # as after nearly every step
+    return Mark(min(last.updates, here.updates), min(last.epoch, here.epoch), last.seconds)
+
+
+def due(rule: Every, last: Mark, here: Mark) -> tuple[str, ...]:
+    """The parts of the rule that ask for a snapshot here, the last one having been at ``last``.
+
+    A multiple that was jumped over counts: 3 updates a time and ``every_steps=4`` is due at 6, 9, 12, ...
+
+    Example:
+        >>> due(Every(4, 1, None), Mark(3, 0, 0.0), Mark(6, 0, 9.0))
+        ('every_steps',)
+        >>> due(Every(4, 1, 5.0), Mark(6, 0, 9.0), Mark(7, 1, 14.0))
+        ('every_epochs', 'every_seconds')
+    """
+    found = (
+        ("every_steps", rule.steps is not None and here.updates // rule.steps > last.updates // rule.steps),
+        ("every_epochs", rule.epochs is not None and here.epoch // rule.epochs > last.epoch // rule.epochs),
+        ("every_seconds", rule.seconds is not None and here.seconds - last.seconds >= rule.seconds),
+    )
+    return tuple(name for name, is_due in found if is_due)

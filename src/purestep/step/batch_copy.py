@@ -1,0 +1,53 @@
+"""A batch that stays what it was, whatever the model does with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import rng, tree
+from ..model import write_check
+from ..types import Batch, Loss, Objective
+
+
+def untouched(objective: Objective) -> Objective:
+    """The objective on a batch that its model may write in place, as a first layer ``nn.ReLU(inplace=True)`` does.
+
+    The first call with a batch of some structure runs on copies and notes which of them the model writes; later calls
+    copy those leaves alone. Inside a graph nothing is copied here: `compile.graphs` hands a batch on as copies.
+    """
+    known = _Written()
+
+    def on_copies(model: Any, batch: Batch, *context: Any) -> Loss:
+        if torch.compiler.is_dynamo_compiling():  # the compiler drops copies that nobody writes
+            return objective(model, tree.map(_copy, batch), *context)
+        if rng.in_graph():
+            return objective(model, batch, *context)
+        leaves, treedef = tree.flatten(batch)
+        written = known.leaves.get(treedef)
+        if written == ():
+            return objective(model, batch, *context)
+        for index in range(len(leaves)) if written is None else written:
+            leaves[index] = _copy(leaves[index])
+        given = {str(index): leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        before = write_check.marks(given) if written is None else {}
+        loss = objective(model, tree.unflatten(treedef, leaves), *context)
+        if written is None:
+            after = write_check.marks(given)
+            known.leaves[treedef] = tuple(int(index) for index, mark in before.items() if after[index] != mark)
+        return loss
+
+    return on_copies
+
+
+class _Written:
+    """Leaves that an objective's model writes, by the structure of the batch."""
+
+    def __init__(self) -> None:
+        self.leaves: dict[tree.TreeDef, tuple[int, ...]] = {}
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,87 @@
+"""The state before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from .. import precision as precision_
+from .. import rng
+from ..errors import StateError
+from ..model import functional as model_
+from ..types import Empty, Params, TrainState, Tree
+from .spec import Accum, Spec, wide
+
+
+def init_of(spec: Spec, module: nn.Module, own: nn.Module | None) -> Callable[..., TrainState]:
+    """A program's ``init``."""
+
+    def init(seed: int = 0, device: torch.device | str | None = None) -> TrainState:
+        """The state before the first step: the module's weights as they are now, on ``device``.
+
+        Args:
+            seed: of dropout and data order, an int in [-2**63, 2**63); the weights do not depend on it.
+            device: None takes the module's; `fit` moves a state on the CPU to the best device there is.
+
+        Raises:
+            ConfigError: there is no such device or seed, or it cannot compute in the program's precision.
+        """
+        target = _target(module, device)
+        if target.type != "meta":
+            precision_.check(spec.policy, target)
+        params, frozen, buffers = (
+            _place(named, target, spec.policy.weights) for named in model_.tensors(module, objective=own)
+        )
+        return TrainState(
+            step=_count(target),
+            updates=_count(target),
+            params=params,
+            frozen=frozen,
+            buffers=buffers,
+            opt_state=spec.tx.init(params),
+            ema=spec.average.init(params, buffers),
+            scaler=spec.scaler.init(target),
+            accum=_open_window(spec, params, target),
+            halted=_count(target) if spec.halts else Empty(),
+            key=rng.key(seed),
+        )
+
+    return init
+
+
+def _target(module: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return precision_.usable(device)
+    found = {parameter.device for parameter in module.parameters()}
+    if len(found) > 1:
+        raise StateError(
+            f"parameters are on several devices: {sorted(map(str, found))}",
+            where=type(module).__name__,
+            hint='program.init(device="cuda")',
+        )
+    return found.pop()
+
+
+def _place(named: Params, device: torch.device, dtype: torch.dtype | None) -> Params:
+    def leaf(name: str, value: Tensor) -> Tensor:
+        if value.device.type == "meta":
+            raise StateError("is on the meta device and has no values", where=name, hint="load weights before init")
+        wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        # A copy in any case: the module stays the user's. Dense layouts (channels_last) are kept.
+        return value.to(device=device, dtype=wanted, copy=True)
+
+    return {name: leaf(name, value) for name, value in named.items()}
+
+
+def _count(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def _open_window(spec: Spec, params: Params, device: torch.device) -> Tree:
+    if spec.accumulate == 1:
+        return Empty()
+    grads = {name: torch.zeros_like(p, dtype=wide(p.dtype)) for name, p in params.items()}
+    left = torch.full((), spec.accumulate, dtype=torch.int64, device=device)
+    return Accum(left, torch.zeros((), dtype=torch.float32, device=device), grads)

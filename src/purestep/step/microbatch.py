@@ -1,0 +1,155 @@
+"""The parts of a batch: rows of tensors and arrays, entries of lists that have one an example."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from torch import Tensor
+
+from .. import batch_objects, tensor_layout, tree
+from ..errors import DataError
+from ..types import Batch
+
+
+def split(batch: Batch, count: int) -> Iterator[Batch]:
+    """The batch in ``count`` parts of consecutive examples, the first of them the longer ones, as torch splits.
+
+    Columns are split along their leading dimension. A list or tuple inside the batch that has one entry an example
+    (names; the dicts of a detector's labels; tensors of different sizes) is split by its entries, and so is a batch
+    that is a list of such examples. What has no rows goes into every part.
+
+    Raises:
+        DataError: there is nothing to split, or not as many rows everywhere, or too few.
+    """
+    rows, is_listed = _examples(batch, count)
+    if rows < count:
+        hint = "drop_last=True in the loader, where it is the last one of an epoch; or fewer microbatches"
+        raise DataError(f"has {rows} rows, too few for {count} micro-batches", where="batch", hint=hint)
+    bounds = [at * (rows // count) + min(at, rows % count) for at in range(count + 1)]
+
+    def parts(node: Any) -> Any:
+        if isinstance(node, Tensor) and node.dim():
+            _check_splits(node, count)
+            return node.tensor_split(count)
+        if not is_listed(node) and not (_is_array(node) and node.ndim):
+            return (node,) * count
+        return tuple(node[start:end] for start, end in itertools.pairwise(bounds))
+
+    leaves, treedef = tree.flatten(batch, is_leaf=is_listed)
+    found = [parts(leaf) for leaf in leaves]
+    for index in range(count):
+        yield tree.unflatten(treedef, [part[index] for part in found])
+
+
+class _List(NamedTuple):
+    """A list or tuple in a batch that may have one entry an example."""
+
+    node: Any
+    rows: tuple[int, ...]  # the leading dimensions of the arrays inside, each once
+    is_of_examples: bool  # by its entries, which are no columns
+
+    def is_listed(self, rows: int, *, surely: bool) -> bool:
+        """Whether it has an entry for each of so many rows. As many columns with as many rows are columns, unless
+        another list says ``surely`` that lists have entries an example."""
+        return len(self.node) == rows and (surely or self.is_of_examples or self.rows != (rows,))
+
+
+def _examples(batch: Batch, count: int) -> tuple[int, Callable[[Any], bool]]:
+    """How many rows there are to split, and what tells whether a node has an entry for each."""
+    lists = list(_lists(batch, is_root=True))
+    inside = {id(leaf) for one in lists for leaf in tree.leaves(one.node)}
+    columns = [_rows(leaf) for leaf in tree.leaves(batch) if _has_rows(leaf) and id(leaf) not in inside]
+    sure = [len(one.node) for one in lists if one.is_of_examples]
+    listed_rows = _distinct(itertools.chain(*(one.rows for one in lists)))
+    if columns or sure:
+        rows = (columns or sure)[0]
+    elif len(listed_rows) == 1 and count <= min(listed_rows):  # columns in lists
+        rows = min(listed_rows)
+    elif listed_rows:
+        rows = len(lists[0].node)
+    else:
+        raise DataError(f"holds no tensor to split into {count} micro-batches", where="batch", hint="microbatches=1")
+    surely = any(one.rows and one.is_listed(rows, surely=False) for one in lists)
+    known = {id(one.node) for one in lists if one.is_listed(rows, surely=surely)}
+
+    def is_listed(node: Any) -> bool:
+        return id(node) in known
+
+    found, _ = tree.flatten(batch, is_leaf=is_listed)
+    if any(_rows(leaf) != rows for leaf in found if _has_rows(leaf)):
+        raise _uneven(batch, rows, count, is_listed)
+    return rows, is_listed
+
+
+def _lists(node: Any, *, is_root: bool = False) -> Iterator[_List]:
+    """The lists and tuples in a batch, from the outermost on, those in a list of examples left out. The batch itself
+    is one only if the rows in it differ: else it is a tuple of columns."""
+    if type(node) in (list, tuple):
+        entries = cast("list[Any] | tuple[Any, ...]", node)
+        rows = _distinct(_rows(leaf) for leaf in tree.leaves(entries) if _has_rows(leaf))
+        found = _List(node, rows, _are_examples(entries) and (len(rows) > 1 or not is_root))
+        if found.is_of_examples or not is_root:
+            yield found
+        if found.is_of_examples:
+            return
+    for child in batch_objects.children(node):
+        yield from _lists(child)
+
+
+def _distinct(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Each size once. In a graph for all sizes they are symbols, which are compared and cannot be hashed."""
+    found: list[int] = []
+    for size in sizes:
+        if not any(size == other for other in found):
+            found.append(size)
+    return tuple(found)
+
+
+def _are_examples(entries: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether the entries are of one structure that no columns have: the same names, or tuples of one and the same
+    mixture of kinds."""
+    if all(batch_objects.is_named(entry) for entry in entries):
+        return len({(type(entry), tuple(batch_objects.names(entry))) for entry in entries}) == 1
+    if not all(isinstance(entry, list | tuple) for entry in entries):
+        return False
+    kinds = {tuple(_kind(part) for part in batch_objects.children(entry)) for entry in entries}
+    return len(kinds) == 1 and len(set(next(iter(kinds)))) > 1
+
+
+def _kind(part: Any) -> Any:
+    return (part.dtype, part.ndim) if _is_array(part) else type(part)
+
+
+def _uneven(batch: Batch, rows: int, count: int, is_listed: Callable[[Any], bool]) -> DataError:
+    sizes = {path: _rows(leaf) for path, leaf in tree.with_paths(batch, is_leaf=is_listed) if _has_rows(leaf)}
+    apart = dict((*list(sizes.items())[:1], next(item for item in sizes.items() if item[1] != rows)))
+    return DataError(
+        f"{' and '.join(f'{size} rows in {path}' for path, size in apart.items())}; "
+        f"{count} micro-batches need as many in each",
+        where="batch",
+        hint="pass what must not be split as context, or microbatches=1",
+    )
+
+
+def _check_splits(leaf: Tensor, count: int) -> None:
+    if not tensor_layout.is_dense(leaf):
+        raise DataError(
+            f"holds a {tensor_layout.layout_name(leaf)} tensor, which torch does not split into {count} micro-batches",
+            where="batch",
+            hint="x.to_dense() or a padded tensor in the loader, or microbatches=1",
+        )
+
+
+def _has_rows(leaf: Any) -> bool:
+    return _is_array(leaf) and leaf.ndim > 0
+
+
+def _rows(leaf: Any) -> int:
+    return leaf.size(0) if isinstance(leaf, Tensor) and leaf.is_nested else leaf.shape[0]
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor | np.ndarray)
