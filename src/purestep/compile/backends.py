@@ -1,11 +1,14 @@
-"""What Dynamo gives a captured graph to: inductor's front door, or the graph itself, after a trace of purestep's own.
+"""Compilers of captured graphs: the plug-ins for devices, and what Dynamo hands a graph to.
 
-A trace below autograd shows what inductor's own would not: draws in eager mode's layout (`draws.py`), which functional
-form loses, and casts there and back (`rounding.py`). Other backends are given Dynamo's graph as it is.
+Dynamo's graph is traced below autograd first: that keeps draws in eager mode's layout (`random_ops.py`) and casts there
+and back (`precision_casts.py`), which inductor's own trace loses. Backends of the user's get Dynamo's graph as it is.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
+import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +21,26 @@ from . import aliasing, precision_casts, random_ops
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
+PLUGINS = {"cpu": ("PURESTEP_CPU", ".cpu.backend")}
+"""By device type: the environment variable that switches the plug-in off (``0``), and its module, which has
+
+- ``suits(inputs) -> bool``: whether it compiles graphs of these tensors;
+- ``record(function, inputs) -> Record``: runs the Python once; ``Record.function`` does the same operations again;
+- ``compiled(record, *, options) -> (run, draws)``: the code, and whether it draws random numbers.
+"""
+
 OURS = ("inductor", "aot_eager", "eager")
 """Backends by name that a trace has, too."""
+
+
+def plugin(inputs: list[Tensor]) -> types.ModuleType | None:
+    """The plug-in for graphs of these tensors; None where there is none, or it is switched off."""
+    devices = {leaf.device.type for leaf in inputs}
+    variable, module = PLUGINS.get(devices.pop(), ("", "")) if len(devices) == 1 else ("", "")
+    if not module or os.environ.get(variable) == "0":
+        return None
+    found = importlib.import_module(module, __package__)
+    return found if found.suits(inputs) else None
 
 
 def of(name: str, options: Mapping[str, Any] | None) -> Callable[[GraphModule, list[Any]], Any]:
@@ -48,7 +69,7 @@ def chosen(options: Mapping[str, Any] | None, *, on_cpu: bool, rounds: bool) -> 
     Args:
         options: the user's.
         on_cpu: torch draws, in the order of the program: the numbers of an eager step.
-        rounds: `rounding.Casts` has seen a cast there and back.
+        rounds: `precision_casts.Casts` has seen a cast there and back.
     """
     own = {"fallback_random": True} if on_cpu else {}
     return aliasing.as_option(own | precision_casts.options(rounds) | dict(options or {}))

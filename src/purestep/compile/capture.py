@@ -8,6 +8,7 @@ the value of a tensor is an error. ``"auto"`` traces, and takes Dynamo where tha
 from __future__ import annotations
 
 import importlib
+import logging
 import traceback
 import types
 import uuid
@@ -23,13 +24,17 @@ from ..errors import ConfigError, PurestepError, StepContractError
 from ..step import last_unreached
 from . import backends, control_flow, dynamic_shapes, fx_passes, precision_casts, random_ops
 from .compile_lock import with_compiler
-from .cpu import backend as backend_
-from .cpu import graph_key
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
     from torch.fx import GraphModule
 
-Flat = backend_.Flat
+Flat = Callable[..., Any]
+"""``f(*tensors) -> tensors``"""
+
+Compiled = Callable[[list[Tensor]], Any]
+"""``f(tensors) -> tensors``; may empty the list it is given"""
+
+log = logging.getLogger("purestep")
 
 CAPTURES = ("auto", "dynamo", "trace")
 _LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("compile")[0])
@@ -45,7 +50,7 @@ class DataDependent(Uncaptured):
 
 def trace(
     function: Flat, inputs: list[Tensor], *, backend: Any, options: Mapping[str, Any] | None
-) -> tuple[backend_.Compiled, bool]:
+) -> tuple[Compiled, bool]:
     """One graph of ``function`` for inputs of these shapes, and whether it draws random numbers.
 
     Args:
@@ -73,7 +78,7 @@ def trace_sizes(
     *,
     backend: Any,
     options: Mapping[str, Any] | None,
-) -> tuple[backend_.Compiled, bool, Callable[[list[Tensor]], bool]] | None:
+) -> tuple[Compiled, bool, Callable[[list[Tensor]], bool]] | None:
     """One graph for batches of many sizes, whether it draws, and whether it serves given tensors of a batch.
 
     Args:
@@ -94,47 +99,70 @@ def trace_sizes(
     with with_compiler():
         symbols = dynamic_shapes.Symbols(_each_its_own(inputs), _each_its_own(leaves), dims)
         casts = precision_casts.Casts()
-        with rng.capturing(), torch.no_grad(), backend_.no_recurrent_kernel(), symbols.mode, casts:
+        with rng.capturing(), torch.no_grad(), no_recurrent_kernel(), symbols.mode, casts:
             graph = fx_passes.finished(fx_passes.views_allowed(_traced(_recorded(function), symbols.fakes, "real")))
         if not symbols.vary():
             return None
         is_drawing, shapes = fx_passes.draws(graph), "from_tracing_context"
-        with graph_key.below_autocast(), tracing(TracingContext(symbols.mode)):
+        with below_autocast(), tracing(TracingContext(symbols.mode)):
             run = _lowered(graph, symbols.fakes, backend, options, rounds=casts.seen, shapes=shapes)
         core: Any = importlib.import_module("torch._C")
         return _below_autocast(run) if core._is_any_autocast_enabled() else run, is_drawing, symbols.fits()
 
 
-def _made(
-    run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None
-) -> tuple[backend_.Compiled, bool]:
-    with rng.capturing(), torch.no_grad():
-        if backend_.suits(inputs, backend):
-            with backend_.no_recurrent_kernel():
-                record = graph_key.record(run, inputs)
+def _made(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None) -> tuple[Compiled, bool]:
+    plugin = backends.plugin(inputs) if backend == "inductor" else None
+    if plugin is not None:
+        with rng.capturing(), torch.no_grad():
+            with no_recurrent_kernel():
+                record = plugin.record(run, inputs)
             run = record.function
             try:
-                return backend_.compiled(record, options=options)
+                return plugin.compiled(record, options=options)
             except PurestepError:
                 raise
-            except Exception as error:  # what inductor's inner door does not take, its front door may
-                backend_.given_up("native code", error)
+            except Exception as error:
+                given_up(plugin, error)
     with with_compiler():
-        with rng.capturing(), torch.no_grad(), backend_.no_recurrent_kernel():
+        with rng.capturing(), torch.no_grad(), no_recurrent_kernel():
             casts = precision_casts.Casts()
             with casts:
                 graph = fx_passes.finished(fx_passes.views_allowed(_traced(run, inputs)))
         is_drawing = fx_passes.draws(graph)
-        with graph_key.below_autocast():
+        with below_autocast():
             return _lowered(graph, inputs, backend, options, rounds=casts.seen), is_drawing
 
 
-def _below_autocast(run: backend_.Compiled) -> backend_.Compiled:
+def given_up(plugin: types.ModuleType, error: Exception) -> None:
+    """Log that a graph goes to inductor's public entry, after the plug-in has failed on it."""
+    log.warning("%s cannot compile the step, torch alone does, whose code is slower: %r", plugin.__name__, error)
+
+
+def _below_autocast(run: Compiled) -> Compiled:
     def call(tensors: list[Tensor]) -> Any:
-        with graph_key.below_autocast():
+        with below_autocast():
             return run(tensors)
 
     return call
+
+
+@contextmanager
+def no_recurrent_kernel() -> Generator[None]:
+    """An LSTM is traced as its products: the workspace of oneDNN's kernel for it has no size before a real call.
+    Convolutions are not decided here but when they are compiled."""
+    core: Any = importlib.import_module("torch._C")
+    was_on = core._get_mkldnn_enabled()
+    core._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns of TF32
+    try:
+        yield
+    finally:
+        core._set_mkldnn_enabled(was_on)
+
+
+def below_autocast() -> Any:
+    """Inside, operators are not cast, whatever the caller has asked for: in a graph its casts are written out."""
+    core: Any = importlib.import_module("torch._C")
+    return core._DisableAutocast()
 
 
 def _each_its_own(inputs: list[Tensor]) -> list[Tensor]:
@@ -264,7 +292,7 @@ def _lowered(
     *,
     rounds: bool,
     shapes: str = "from_example_inputs",
-) -> backend_.Compiled:
+) -> Compiled:
     if backend in ("eager", "aot_eager"):
         return _unpacking(graph)
     if backend != "inductor":
@@ -286,15 +314,31 @@ def _lowered(
             hint='pass backend="aot_eager", which runs the captured operations one by one; or compute both results and '
             "choose by torch.where(condition, a, b)",
         ) from error
-    return backend_.on_threads(_unpacking(made), torch.get_num_threads())
+    return on_threads(_unpacking(made), torch.get_num_threads())
 
 
-def _unpacking(run: Flat) -> backend_.Compiled:
+def _unpacking(run: Flat) -> Compiled:
     """The gradient is in the graph already: what else autograd would keep, it would keep for ever."""
 
     def call(tensors: list[Tensor]) -> Any:
         with torch.no_grad():
             return run(*tensors)
+
+    return call
+
+
+def on_threads(run: Compiled, most: int) -> Compiled:
+    """The code on no more threads than so many: inductor has made room for the sums of those that there were."""
+
+    def call(tensors: list[Tensor]) -> Any:
+        threads = torch.get_num_threads()
+        if threads <= most:
+            return run(tensors)
+        torch.set_num_threads(most)
+        try:
+            return run(tensors)
+        finally:
+            torch.set_num_threads(threads)
 
     return call
 

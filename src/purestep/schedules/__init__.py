@@ -10,8 +10,6 @@ The functions trace: no value is read back to the host, so a whole warm-up and d
 
 from __future__ import annotations
 
-from .interpolate import Count as Count
-from .interpolate import Schedule as Schedule
 from .combine import AnySchedule as AnySchedule
 from .combine import from_torch_scheduler as from_torch_scheduler
 from .combine import join as join
@@ -23,6 +21,8 @@ from .decay import linear as linear
 from .decay import polynomial as polynomial
 from .decay import warmup_cosine as warmup_cosine
 from .decay import warmup_stable_decay as warmup_stable_decay
+from .interpolate import Count as Count
+from .interpolate import Schedule as Schedule
 from .steps import multistep as multistep
 from .steps import one_cycle as one_cycle
 from .steps import piecewise as piecewise

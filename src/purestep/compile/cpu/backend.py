@@ -8,9 +8,8 @@ is left to `standalone_compile`; see `capture.trace`.
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +18,15 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from .. import aliasing, backends, control_flow, early_reductions, fx_passes, precision_casts, random_ops
+from ..capture import Compiled, Flat, below_autocast, no_recurrent_kernel, on_threads
 from ..compile_lock import with_compiler
 from . import attention, code_cache, embedding_grad, gemm, graph_key, launcher, offset_pointers, outline, workspace
 from .graph_key import Record
-from .launcher import Compiled
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-Flat = Callable[..., Any]
-"""``f(*tensors) -> tensors``"""
-
+log = logging.getLogger("purestep")
 
 _KNOWN = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 """Whether inductor's private names mean what they are taken for here."""
@@ -39,14 +36,12 @@ class NotFunctional(Exception):
     """The graph writes to tensors in a way that inductor does not take, or calls operators that take functions."""
 
 
-def given_up(what: str, error: Exception) -> None:
-    """Say why something is done in another way, which takes longer."""
-    logging.getLogger("purestep").debug("%s cannot be made: %r", what, error)
+def suits(inputs: list[Tensor]) -> bool:
+    """Whether graphs of these inputs are compiled here."""
+    return _KNOWN and all(leaf.device.type == "cpu" for leaf in inputs)
 
 
-def suits(inputs: list[Tensor], backend: Any) -> bool:
-    """Whether a graph of these inputs is made here."""
-    return _KNOWN and backend == "inductor" and all(leaf.device.type == "cpu" for leaf in inputs)
+record = graph_key.record
 
 
 def compiled(record: Record, *, options: Mapping[str, Any] | None) -> tuple[Compiled, bool]:
@@ -87,7 +82,7 @@ def _made(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool) -
             graph = _traced(record.function, fakes)
         if control_flow.operators(graph):
             raise NotFunctional
-        with graph_key.below_autocast(), config.patch(precision_casts.options(casts.seen) | dict(options or {})):
+        with below_autocast(), config.patch(precision_casts.options(casts.seen) | dict(options or {})):
             return _made_of(graph, fakes, mode, options)
 
 
@@ -127,19 +122,6 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     return fx_passes.without_copies(graph)
 
 
-@contextmanager
-def no_recurrent_kernel() -> Generator[None]:
-    """An LSTM is traced as its products: the workspace of oneDNN's kernel for it has no size before a real call.
-    Convolutions are not decided here but when they are compiled."""
-    core: Any = importlib.import_module("torch._C")
-    was_on = core._get_mkldnn_enabled()
-    core._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns of TF32
-    try:
-        yield
-    finally:
-        core._set_mkldnn_enabled(was_on)
-
-
 def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
     """Through inductor: its passes, our products, rows and memory, then its C++, with equal layers as functions."""
     from torch._dispatch.python import enable_python_dispatcher
@@ -175,7 +157,7 @@ def _in_functions(graph: GraphModule, fakes: Sequence[Tensor]) -> Compiled | Non
         shorter = outline.outlined(graph)
         return None if shorter is None else _written(shorter, fakes)
     except Exception as error:  # written out, it takes longer
-        given_up("one function for equal layers", error)
+        log.info("equal layers are compiled one by one, which takes longer: %r", error)
         return None
 
 
@@ -268,19 +250,3 @@ def _uses_onednn(graph: GraphModule) -> bool:
     made = [node.meta.get("val") for node in graph.graph.nodes]
     half = any(isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) for value in made)
     return half or any("convolution" in str(node.target) for node in graph.graph.nodes)
-
-
-def on_threads(run: Compiled, most: int) -> Compiled:
-    """The code on no more threads than so many: inductor has made room for the sums of those that there were."""
-
-    def call(tensors: list[Tensor]) -> Any:
-        threads = torch.get_num_threads()
-        if threads <= most:
-            return run(tensors)
-        torch.set_num_threads(most)
-        try:
-            return run(tensors)
-        finally:
-            torch.set_num_threads(threads)
-
-    return call

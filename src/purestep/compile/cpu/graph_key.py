@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ... import tree
 from ...errors import PurestepError, StepContractError
+from ..capture import below_autocast
 from ..control_flow import Mode
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -241,12 +242,6 @@ class _Recorder(Mode):
         if isinstance(value, list | tuple):
             return [self._put(item) for item in value]
         return {key: self._put(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def below_autocast() -> Any:
-    """Inside, operators are not cast, whatever the caller has asked for: in a graph its casts are written out."""
-    core: Any = importlib.import_module("torch._C")
-    return core._DisableAutocast()
 
 
 _BY_LAYOUT = (

@@ -5,17 +5,13 @@ from __future__ import annotations
 import ctypes
 import importlib
 import struct
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ...errors import StepContractError
+from ..capture import Compiled
 from . import workspace
-
-Compiled = Callable[[list[Tensor]], Any]
-"""``f(tensors) -> tensors``; may empty the list it is given"""
-
 
 ENTRY = "purestep_call"
 """The function of a library that takes addresses (`wrapper.py` writes it)."""

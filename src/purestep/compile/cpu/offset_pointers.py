@@ -15,12 +15,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-HEADER = r"""
-struct Piece {
-  const void* at;
-  const void* data_ptr() const { return at; }
-};
-"""
+from . import csrc
+
+HEADER = csrc.text("piece.h")
 
 _FROM = "+"
 """Between the name of a vector and the index of a number in it: together what a kernel's pointer is called here."""

@@ -1,0 +1,4 @@
+struct Piece {
+  const void* at;
+  const void* data_ptr() const { return at; }
+};
