@@ -172,6 +172,7 @@ def _surroundings(chosen: Mapping[str, Any]) -> Iterator[str]:
         raise recording.Untold("a decomposition or a lowering of the user's")
     found = settings.save_config_portable(ignore_private_configs=False) | dict(chosen)
     yield from (f"{key} {recording.plain(value)}" for key, value in sorted(found.items()))
+    yield recording.plain(sorted(chosen))  # what is not may depend on the graph: `rounding`
     yield recording.plain(
         (
             torch.get_num_threads(),

@@ -104,11 +104,14 @@ def _made(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool) -
     # No Python is written for a graph that is changed a dozen times and never run.
     with config.patch(_chosen(options) | caching), lazy._use_lazy_graph_module(True):
         casts = rounding.Casts()
-        with mode, casts:
+        with mode, casts, config.patch(rounding.options(rounds=True)):
             graph = _traced(record.function, fakes)
+        rounds = bool((options or {}).get(rounding.OPTION, casts.seen or config.emulate_precision_casts))
+        if not rounds:
+            rounding.unmark(graph)
         if branches.operators(graph):
             raise NotFunctional
-        with recording.below_autocast(), config.patch(rounding.options(casts.seen) | dict(options or {})):
+        with recording.below_autocast(), config.patch(rounding.options(rounds)):
             return _made_of(graph, fakes, mode, options)
 
 
@@ -129,7 +132,7 @@ def _functional(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Graph
     """The graph with all that it writes in place at its end."""
     if not passes.is_functional(graph):
         with mode:
-            graph = _traced(torch.func.functionalize(graph, remove="mutations"), fakes)
+            graph = _traced(torch.func.functionalize(rounding.marking(graph), remove="mutations"), fakes)
     if not passes.is_functional(graph):
         raise NotFunctional
     return passes.writing_last(attention.written_out(graph))
