@@ -81,7 +81,8 @@ class Outlasting:
             (self._begun if epoch == self._entered else self._first).put_back()
         self._entered = epoch
         self._begun, self._kept = Attributes(*self._owners), self._encoded()
-        lost = self._first.iterators() if tell and not self._is_told else []
+        hidden = [name for owner in self._owners for name, found in draws.outside(owner).items() if _is_iterator(found)]
+        lost = [*hidden, *self._first.iterators()] if tell and not self._is_told else []
         if lost:
             self._is_told = True
             _log.warning(
@@ -93,6 +94,10 @@ class Outlasting:
     def _encoded(self) -> Any:
         values = self._first.values()
         return position.encode(values, where=self._name, path="attributes") if values else None
+
+
+def _is_iterator(value: Any) -> bool:
+    return not isinstance(value, draws.KINDS)
 
 
 class IterableFeed(Feed):
