@@ -10,6 +10,7 @@ window in an eager step on the CPU.
 
 from .build import program as program
 from .build import static_of as static_of
+from .gradient import NoSetupContext as NoSetupContext
 from .parts import Accum as Accum
 from .parts import Adding as Adding
 from .parts import Closing as Closing
