@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +121,43 @@ def test_a_step_with_branches_is_the_eager_step(net: type[Operand], capture: str
         for name, value in expected.params.items():
             torch.testing.assert_close(found.params[name], value, rtol=1e-5, atol=1e-5, msg=name)
     assert step.graphs == 1
+    works()
+
+
+@pytest.mark.parametrize("net", [Operand, ClosedOver, Several, Loose])
+def test_inductor_compiles_branches_and_loops_without_a_gradient(net: type[Operand]):
+    """Operands that are views of one vector, that are taken twice, that a branch returns as they are."""
+    program = program_of(net())
+    step = ps.compile_step(program.train_step, capture="trace")
+    for sign in (1, -1):
+        batch = batch_of(sign)
+        expected, _ = program.train_step(program.init(), batch)
+        found, _ = step(program.init(), batch)
+        for name, value in expected.params.items():
+            torch.testing.assert_close(found.params[name], value, rtol=1e-5, atol=1e-5, msg=name)
+    assert step.graphs == 1
+    works()
+
+
+@pytest.mark.parametrize("capture", ["auto", "trace"])
+def test_a_loop_with_a_gradient_under_inductor_is_refused_with_ways_that_work(capture: str):
+    program, batch = program_of(Loop()), batch_of()
+    with pytest.raises(compile_.Uncaptured, match=r'while_loop.*backend="aot_eager".*fixed number of passes'):
+        ps.compile_step(program.train_step, capture=capture)(program.init(), batch)
+    works()
+    ps.compile_step(program.train_step, backend="aot_eager", capture=capture)(program.init(), batch)
+
+
+def test_fit_trains_what_no_compiler_takes_and_says_so_once(monkeypatch: pytest.MonkeyPatch):
+    program, batch = program_of(Loop()), batch_of()
+    wanted = ps.fit(program.init(), [batch] * 3, program, epochs=1, compile=False, sinks=[], progress=False)
+    there = SimpleNamespace(device_of=lambda state: torch.device("cuda"))  # where `compile="auto"` compiles
+    monkeypatch.setattr("purestep.loop.train_call.data", there)
+    monkeypatch.setattr("purestep.compile.graphs.guarded", lambda run, tensors: run)
+    with pytest.warns(RuntimeWarning, match="runs in eager") as met:
+        found = ps.fit(program.init(), [batch] * 3, program, epochs=1, compile="auto", sinks=[], progress=False)
+    assert found.history == wanted.history
+    assert len([each for each in met if "runs in eager" in str(each.message)]) == 1
     works()
 
 

@@ -225,6 +225,18 @@ def test_batches_of_two_sizes_with_dropout_are_captured_by_dynamo() -> None:
 # --- rounding ---------------------------------------------------------------------------------------------------------
 
 
+def _into_a_slice(w: Tensor) -> Tensor:
+    low = torch.zeros(64, dtype=torch.bfloat16)
+    low[8:40] = w[8:40]
+    return (low * 1.3).float()
+
+
+def _equal_layers(w: Tensor) -> Tensor:
+    for _ in range(4):
+        w = (w.bfloat16() * 1.01 * 1.03).float() * 1.1
+    return w
+
+
 ROUNDED: dict[str, Net] = {
     "bfloat16": lambda w: w.bfloat16().float(),
     "float16": lambda w: w.half().float(),
@@ -233,19 +245,17 @@ ROUNDED: dict[str, Net] = {
     "arithmetic between": lambda w: (w.bfloat16() * 3).abs().float(),
     "promoted": lambda w: torch.zeros_like(w) + w.bfloat16(),
     "float8": lambda w: w.to(torch.float8_e4m3fn).float(),
+    "in place": lambda w: w.bfloat16().mul_(1.7).mul_(1.3).relu_().float(),
+    "into a slice": _into_a_slice,
+    "parts": lambda w: torch.stack(w.half().view(2, 32).mul(1.1).unbind(0), 1).reshape(-1).flip(0).float(),
+    "an operator without torch's tag": lambda w: functional.hardswish(w.bfloat16()).float(),
+    "a gradient": lambda w: torch.func.grad(lambda x: ((x.bfloat16() * 1.7).sigmoid().float() ** 2).sum())(w),
+    "equal layers": _equal_layers,
 }
 
 
-NOT_ROUNDED = {("trace", "a view between"), ("trace", "arithmetic between"), ("dynamo", "a view between")}
-NOT_ROUNDED_REASON = (
-    "inductor's C++ keeps numbers of a low precision in float32 from one operator of a loop to the next"
-)
-
-
 @pytest.mark.parametrize("name", ROUNDED)
-def test_what_is_cast_down_and_up_is_rounded(name: str, way: str, request: pytest.FixtureRequest) -> None:
-    if (way, name) in NOT_ROUNDED:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=NOT_ROUNDED_REASON))
+def test_what_is_cast_down_and_up_is_rounded(name: str, way: str) -> None:
     if way == "front" and name not in ("bfloat16", "arithmetic between"):
         pytest.skip("the same settings as Dynamo's graphs")
     w = torch.randn(64)
@@ -255,6 +265,22 @@ def test_what_is_cast_down_and_up_is_rounded(name: str, way: str, request: pytes
 
     found, _ = ps.compile_step(step, capture="dynamo" if way == "dynamo" else "trace")({"w": torch.zeros(64)}, w)
     assert torch.equal(found["w"], ROUNDED[name](w))
+
+
+def test_a_setting_of_the_caller_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round everywhere, or nowhere, whatever the step casts."""
+    w, low = torch.randn(64), torch.randn(64).bfloat16()
+
+    def casts(state: dict[str, Tensor], x: Tensor) -> Any:
+        return {"w": state["w"] + (x.bfloat16() * 3).abs().float()}, {}
+
+    def stays(state: dict[str, Tensor], x: Tensor) -> Any:
+        return {"w": state["w"] + (x * 1.7 * 1.3)}, {}
+
+    for step, x, rounds in ((casts, w, False), (stays, low, True)):
+        options = {"emulate_precision_casts": rounds}
+        found, _ = ps.compile_step(step, capture="trace", options=options)({"w": torch.zeros_like(x)}, x)
+        assert torch.equal(found["w"], step({"w": torch.zeros_like(x)}, x)[0]["w"]) == rounds
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])

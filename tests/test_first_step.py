@@ -466,7 +466,7 @@ def test_what_is_not_as_it_was_is_made_anew(damage: Callable[[Path, Path], None]
 
 _ANOTHER_PROCESS = """
 import torch
-from purestep.compile import native, recording
+from purestep.compile.cpu import backend as native, graph_key as recording
 call, _ = native.compiled(recording.record(lambda x: [torch.sin(x) * 3.25], [torch.ones(300)]), options=None)
 (found,) = call([torch.full((300,), 2.0)])
 print((found - torch.sin(torch.tensor(2.0)) * 3.25).abs().max() < 1e-6)
@@ -489,7 +489,7 @@ def test_a_damaged_library_is_no_trap_for_the_next_process(own_cache: Path):
 
 _WARM = """
 import torch
-from purestep.compile import native, recording
+from purestep.compile.cpu import backend as native, graph_key as recording
 native._made = None  # nothing is compiled
 call, _ = native.compiled(recording.record(lambda x: [torch.sin(x) * 3.75], [torch.ones(300)]), options=None)
 print(call([torch.zeros(300)])[0].abs().max())
@@ -519,7 +519,7 @@ def test_a_record_that_cannot_be_written_leaves_nothing_behind(own_cache: Path, 
 
 _FULL = """
 import resource, signal, sys
-from purestep.compile import calls, kept
+from purestep.compile.cpu import launcher as calls, code_cache as kept
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
 code = calls.Code(lambda tensors: tensors, sys.argv[1])

@@ -321,6 +321,42 @@ def test_an_iterator_that_outlasts_an_epoch_is_told(caplog: pytest.LogCaptureFix
     assert [record.message[:31] for record in caplog.records] == ["mine: source outlasts an epoch,"]
 
 
+def test_a_generator_in_the_closure_of_an_iterable_is_seeded() -> None:
+    def opened() -> Feed:
+        rng = np.random.default_rng()
+
+        class Draws:
+            def __iter__(self) -> Iterator[Tensor]:
+                return (torch.tensor([rng.random()]) for _ in range(3))
+
+        return open_feed(Draws(), seed=3)
+
+    feed = opened()
+    whole = [order(feed, epoch) for epoch in range(2)]
+    assert whole[0] != whole[1]
+    assert order(opened(), 1, 1) == whole[1][1:]
+
+
+def test_an_iterator_in_the_closure_of_an_iterable_is_told_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    numbers = itertools.count()
+
+    class Counts:
+        def __iter__(self) -> Iterator[Tensor]:
+            return (torch.tensor([next(numbers)]) for _ in range(3))
+
+    class Reads:
+        def __iter__(self) -> Iterator[Tensor]:
+            for number in itertools.islice(numbers, 2):
+                yield torch.tensor([number])
+
+    for kind in (Counts, Reads):
+        caplog.clear()
+        feed = open_feed(kind(), name="mine")
+        next(feed.epoch(0))
+        order(feed, 1)
+        assert [record.message[:33] for record in caplog.records] == ["mine: numbers outlasts an epoch, "]
+
+
 class EpochInWorkers(IterableDataset[Tensor]):
     epoch = -1
     begun = 0
@@ -480,6 +516,124 @@ def test_a_collate_object_that_keeps_something_is_told_at_the_first_batch(caplog
     assert "mine: Third, which collates, made different batches of the same items" in caplog.text
     assert third.calls == 3  # the look at it left no trace
     assert [batch.flatten().tolist() for batch in batches] == [[0, 1], [2, 3], [8, 10]]
+
+
+# --- generators and states of datasets and collations -----------------------------------------------------------------
+
+
+class Augmented(Six):
+    """Draws from a generator that it holds, or that its transform holds."""
+
+    def __init__(self, rng: Any, *, inside: bool = False) -> None:
+        self.rng = None if inside else rng
+        self.transforms = [SimpleNamespace(), Noise(rng)] if inside else []
+
+    def __getitem__(self, index: int) -> Tensor:
+        drawn = self.transforms[1].rng if self.rng is None else self.rng
+        return super().__getitem__(index) + _drawn_by(drawn)
+
+
+class Noise:
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __call__(self, items: list[Any]) -> Any:
+        return default_collate(items) + _drawn_by(self.rng)
+
+
+def _drawn_by(rng: Any) -> float:
+    return float(torch.rand((), generator=rng)) if isinstance(rng, torch.Generator) else float(rng.random())
+
+
+def _closed_over(rng: Any) -> Any:
+    return lambda items: default_collate(items) + rng.random()  # pyright: ignore[reportUnknownLambdaType]
+
+
+GLOBAL = np.random.default_rng()
+
+
+class FromGlobal(Six):
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) + GLOBAL.random()
+
+
+HOLDERS: dict[str, Callable[[], Any]] = {
+    "numpy's": lambda: DataLoader(Augmented(np.random.default_rng()), 2, shuffle=True),
+    "Python's": lambda: DataLoader(Augmented(random.Random()), 2, shuffle=True),
+    "torch's": lambda: DataLoader(Augmented(torch.Generator()), 2),
+    "in a transform": lambda: DataLoader(Augmented(np.random.default_rng(), inside=True), 2),
+    "in a worker": lambda: DataLoader(Augmented(np.random.default_rng()), 2, num_workers=1),
+    "a collate object's": lambda: DataLoader(Six(), 2, collate_fn=Noise(np.random.default_rng())),
+    "a closure's": lambda: DataLoader(Six(), 2, collate_fn=_closed_over(np.random.default_rng())),
+    "a global": lambda: DataLoader(FromGlobal(), 2),
+    "a collate method's": lambda: DataLoader(Six(), 2, collate_fn=Noise(random.Random()).__call__),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_generators_that_datasets_and_collations_hold_are_seeded(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    def opened() -> Feed:
+        return open_feed(HOLDERS[name](), seed=3)
+
+    feed = opened()
+    whole = [order(feed, epoch) for epoch in range(2)]
+    assert whole[0] != whole[1]
+    assert len({value % 1 for batch in whole[0] for value in batch}) >= 3
+    assert order(opened(), 1, 1) == whole[1][1:]
+    assert not caplog.records
+    feed.close()
+
+
+def _hidden_generator() -> Any:
+    rngs = [np.random.default_rng()]
+    return lambda items: default_collate(items) + rngs[0].random()  # pyright: ignore[reportUnknownLambdaType]
+
+
+def _hidden_count() -> Any:
+    calls = itertools.count()
+
+    def counts(items: list[Any]) -> Any:
+        return default_collate(items) + next(calls)
+
+    return counts
+
+
+class Wears(Six):
+    """Every fourth item that it gives is another one."""
+
+    loads = 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.loads += 1
+        return super().__getitem__(index) + (self.loads % 4 == 0)
+
+
+UNREPEATABLE: dict[str, Callable[[], Any]] = {
+    "a generator in a list": lambda: DataLoader(Six(), 2, collate_fn=_hidden_generator()),
+    "a count in a closure": lambda: DataLoader(Six(), 2, collate_fn=_hidden_count()),
+    "a dataset that counts": lambda: DataLoader(Plus(), 2),
+    "a dataset that counts to four": lambda: DataLoader(Wears(), 2),
+}
+
+
+@pytest.mark.parametrize("name", UNREPEATABLE)
+def test_what_cannot_be_repeated_is_told_once_at_the_first_batch(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    feed = open_feed(UNREPEATABLE[name](), name="mine")
+    batches = feed.epoch(0)
+    next(batches)
+    assert [record.message[:6] for record in caplog.records] == ["mine: "]
+    assert "will not be the same bit for bit" in caplog.text
+    list(batches), order(feed, 1)
+    assert len(caplog.records) == 1
+
+
+def test_a_collation_that_uses_its_items_up_is_none_of_these(caplog: pytest.LogCaptureFixture) -> None:
+    def uses_up(items: list[Tensor]) -> Tensor:
+        return torch.cat([items.pop() for _ in range(len(items))])
+
+    feed = open_feed(DataLoader(Six(), 2, collate_fn=uses_up), name="mine")
+    assert order(feed) == [[1.0, 0.0], [3.0, 2.0], [5.0, 4.0]]
+    assert not caplog.records
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

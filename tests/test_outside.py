@@ -228,6 +228,68 @@ def test_a_value_of_every_call_is_an_error():
         watched()
 
 
+def _watched(objective: Any) -> tuple[Outside, list[int]]:
+    """What watches a step that has been called, and a list that grows when it looks for places again."""
+    watched = Outside(ps.program(warm(), objective, ps.optim.sgd(0.1)).train_step)
+    watched()
+    looks = list[int]()
+    look = watched._looked
+    watched._looked = lambda: (looks.append(1), look())[1]  # pyright: ignore[reportAttributeAccessIssue]
+    return watched, looks
+
+
+def test_a_global_named_like_an_attribute_is_not_watched():
+    """`state` of a loop by hand is another object at every call."""
+    globals().update(state=0, training=0)
+    watched, looks = _watched(lambda model, batch: weighed(model, batch, 0.0 * model.training + len(model.state)))
+    globals().update(state=1, training=1)
+    watched()
+    globals().pop("state")
+    watched()
+    globals().pop("training")
+    watched()
+    assert not looks
+
+
+def test_what_is_gone_and_what_comes_is_a_change():
+    table, space, holder = {"a": 1.0, "b": 2.0}, [3.0, 4.0], types.SimpleNamespace(weight=5.0)
+    late: float
+
+    def objective(model: Any, batch: Any, *, weight: float = 6.0) -> ps.Loss:
+        return weighed(model, batch, table["a"] + space[1] + holder.weight + weight + late)
+
+    watched, looks = _watched(objective)
+    text = watched()
+    for change in (
+        lambda: table.pop("a"),
+        lambda: space.pop(),
+        lambda: delattr(holder, "weight"),
+        lambda: objective.__kwdefaults__.update(weight=7.0),
+        lambda: objective.__kwdefaults__.clear(),
+    ):
+        assert watched() is text
+        change()
+        assert watched() != text
+        text = watched()
+    assert len(looks) == 5
+    late = 8.0  # was unbound
+    assert watched() != text
+    assert len(looks) == 6
+
+
+@pytest.mark.parametrize("times", [1, 17])
+def test_the_cure_of_a_changing_number_is_a_schedule(times: int, caplog: pytest.LogCaptureFixture):
+    watched, _ = _watched(_dataclass()[0])
+    told = ""
+    for value in range(1, times + 1):
+        CONFIG.weight = float(value)
+        try:
+            watched()
+        except ps.errors.StepContractError as error:
+            told = str(error)
+    assert "ps.program(values={...})" in (told if times > 1 else caplog.text)
+
+
 def test_scheduled_values_reach_the_objective_as_tensors(caplog: pytest.LogCaptureFixture):
     """They follow the state's count of updates: compiled once, in the history, the same after a restart."""
     caplog.set_level(logging.WARNING)

@@ -252,6 +252,7 @@ class TestEngines:
         # What runs again in the backward pass is not another forward pass: torch alone would count 4.
         assert int(found.buffers["inner.1.num_batches_tracked"]) == 2
 
+    @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo itself
     def test_functions_without_setup_context_go_through_autograd(self):
         def objective(model: Any, batch: Any) -> ps.Loss:
             return ps.Loss(functional.cross_entropy(Foreign.apply(model(batch[0])), batch[1]), len(batch[1]), {})
@@ -259,8 +260,15 @@ class TestEngines:
         found = run(program(objective=objective, engine="autograd"), [vector_batch()])
         doubled = ps.supervised(nn.CrossEntropyLoss(), forward=lambda m, x: 2 * m(x))
         assert_trees_close(found, run(program(objective=doubled), [vector_batch()]))
-        with pytest.raises(RuntimeError, match="setup_context"):
+        cure = 'has no setup_context.*engine="autograd"'
+        with pytest.raises(StepContractError, match=cure):
             run(program(objective=objective, engine="func"), [vector_batch()])
+        step = program(objective=objective, engine="func").train_step
+        with pytest.raises(StepContractError, match=cure):
+            ps.compile_step(step, backend="aot_eager", capture="trace")(program().init(), vector_batch())
+        for capture in ("auto", "dynamo"):  # Dynamo differentiates them
+            new, _ = ps.compile_step(step, backend="aot_eager", capture=capture)(program().init(), vector_batch())
+            assert_trees_close(new.params, found.params)
 
     @pytest.mark.parametrize("engine", ["autograd", "func"])
     def test_parameters_that_a_loss_does_not_reach_get_zeros(self, engine: str):

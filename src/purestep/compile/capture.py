@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import rng, tree
 from ..errors import ConfigError, PurestepError, StepContractError
-from ..step import last_unreached
+from ..step import NoSetupContext, last_unreached
 from . import backends, control_flow, dynamic_shapes, fx_passes, precision_casts, random_ops
 from .compile_lock import with_compiler
 
@@ -267,6 +267,8 @@ def rehearse(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any])
         fakes = [[mode.from_tensor(x) if isinstance(x, Tensor) else x for x in group] for group in (tensors, leaves)]
         try:
             core(*fakes)
+        except NoSetupContext:  # which Dynamo differentiates
+            return
         except PurestepError:
             raise
         except Exception:  # a data-dependent branch, an operator without a fake: not what is asked here
@@ -304,15 +306,13 @@ def _lowered(
     names = control_flow.operators(graph)
     backends.register_fallbacks(graph)
     try:
+        graph = control_flow.apart(graph) if names else graph
         made = inductor.standalone_compile(graph, inputs, dynamic_shapes=shapes, options=chosen)
     except Exception as error:
         if not names:
             raise
         raise Uncaptured(
-            f"inductor cannot compile {', '.join(names)}",
-            where="step",
-            hint='pass backend="aot_eager", which runs the captured operations one by one; or compute both results and '
-            "choose by torch.where(condition, a, b)",
+            f"inductor cannot compile {', '.join(names)}", where="step", hint=control_flow.cure(names)
         ) from error
     return on_threads(_unpacking(made), torch.get_num_threads())
 

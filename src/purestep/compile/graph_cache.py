@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import rng, tree
 from ..errors import PurestepError
+from ..step import NoSetupContext
 from . import capture as capture_
 from . import captured_values, fx_passes
 from . import donation as live_
@@ -222,7 +223,8 @@ class Graphs:
             run, draws = capture_.trace(flat, inputs, backend=self.options.backend, options=self.options.options)
         except Exception as error:
             # What is wrong with the step itself is wrong with Dynamo too, and the trace says it better.
-            broken = isinstance(error, PurestepError | MemoryError) and not isinstance(error, capture_.DataDependent)
+            for_dynamo = capture_.DataDependent, NoSetupContext
+            broken = isinstance(error, PurestepError | MemoryError) and not isinstance(error, for_dynamo)
             if broken or self.options.capture == "trace":
                 raise capture_.refused(error, core, tensors, leaves) from error.__cause__
             return self._untraced(core, leaves, tensors, error)

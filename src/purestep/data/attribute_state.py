@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from .random_state import KINDS
+from .random_state import KINDS, outside
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _SEVERAL = (list, dict, deque, set)
 _LONG = 1 << 24  # numbers in a row; more are data
+_FEW = 64  # entries of a list whose objects are looked into one by one, as transforms are
 _MOST = 100_000  # containers that are looked into: a list of so many records is data
 
 
@@ -173,6 +174,31 @@ def write(owners: Iterable[Any], values: Mapping[str, Any], but: Collection[Any]
             holder[next_key] = value
 
 
+def generators(*owners: Any) -> dict[str, Any]:
+    """The random generators that objects hold, and what they hold in turn, by the path to them; those in closures and
+    globals of their methods too.
+
+    Args:
+        owners: datasets, transforms, collate objects and functions.
+
+    Example:
+        >>> import random
+        >>> generators(types.SimpleNamespace(rng=random.Random(), size=3))
+        {'rng': <random.Random object at ...>}
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    functions = [("", owner) for owner in owners if isinstance(owner, types.FunctionType)]
+    for path, part in (*_parts(owners, ()), *functions):
+        held: Any = part if isinstance(part, dict) else outside(part) | getattr(part, "__dict__", {})
+        held = enumerate(cast("list[Any]", part)) if isinstance(part, list) and len(part) <= _FEW else held.items()
+        for name, value in held:
+            if isinstance(value, KINDS) and id(value) not in seen:
+                seen.add(id(value))
+                found[_joined(path, name)] = value
+    return found
+
+
 class _Taken(NamedTuple):
     path: str
     part: Any
@@ -182,25 +208,29 @@ class _Taken(NamedTuple):
 def _parts(owners: tuple[Any, ...], but: Collection[Any]) -> Iterator[tuple[str, Any]]:
     """Objects with attributes and containers, those first that hold the others."""
     seen = {id(part) for part in but}
-    waiting: deque[tuple[str, Any]] = deque()
+    waiting: deque[tuple[str, Any, str]] = deque()  # the path, the part, the module of the object that holds it
     for number, owner in enumerate(owners):
         if has_attributes(owner):
-            waiting.append(("" if len(owners) == 1 else f"[{number}]", owner))
+            waiting.append(("" if len(owners) == 1 else f"[{number}]", owner, ""))
     count = 0
     while waiting and count < _MOST:
-        path, part = waiting.popleft()
+        path, part, home = waiting.popleft()
         if id(part) in seen:
             continue
         seen.add(id(part))
         count += 1
         yield path, part
-        if isinstance(part, list | deque) and part and not _goes_on(part[0], part):
-            continue  # as with the first, so with the others
+        home = home if isinstance(part, _SEVERAL) else type(part).__module__
+        if isinstance(part, list | deque):
+            items = cast("list[Any]", part)
+            home = "" if len(items) > _FEW else home
+            if not any(_goes_on(value, home) for value in (items[:1] if len(items) > _FEW else items)):
+                continue  # as with the first of many, so with the others
         content = _content(part)
         held = content.items() if isinstance(content, dict) else () if not _is_listed(part) else enumerate(content)
         if isinstance(part, DataLoader):
             held = [(name, getattr(part, name, None)) for name in ("dataset", "sampler", "batch_sampler", "collate_fn")]
-        waiting.extend((_joined(path, name), value) for name, value in held if _goes_on(value, part))
+        waiting.extend((_joined(path, name), value, home) for name, value in held if _goes_on(value, home))
 
 
 def _joined(path: str, name: Any) -> str:
@@ -218,14 +248,14 @@ def _is_listed(part: Any) -> bool:
     return isinstance(part, list | deque)
 
 
-def _goes_on(value: Any, holder: Any) -> bool:
-    """Whether a value may change by itself."""
+def _goes_on(value: Any, home: str) -> bool:
+    """Whether a value may change by itself, in an object of the module ``home``."""
     if type(value) in _SEVERAL or isinstance(value, _SEVERAL) or _is_row(value):
         return True
     if not has_attributes(value):
         return False
     # Of other objects, one of the user's own beside the class that holds it.
-    return isinstance(value, Dataset | Iterable) or type(value).__module__ == type(holder).__module__
+    return isinstance(value, Dataset | Iterable) or type(value).__module__ == home
 
 
 def has_attributes(value: Any) -> bool:

@@ -82,7 +82,9 @@ class Outlasting:
             (self._begun if epoch == self._entered else self._first).put_back()
         self._entered = epoch
         self._begun, self._kept = Attributes(*self._owners), self._encoded()
-        lost = self._first.iterators() if tell and not self._is_told else []
+        outside = [each for owner in self._owners for each in random_state.outside(owner).items()]
+        hidden = [name for name, found in outside if _is_iterator(found)]
+        lost = [*hidden, *self._first.iterators()] if tell and not self._is_told else []
         if lost:
             self._is_told = True
             _log.warning(
@@ -94,6 +96,10 @@ class Outlasting:
     def _encoded(self) -> Any:
         values = self._first.values()
         return position.encode(values, where=self._name, path="attributes") if values else None
+
+
+def _is_iterator(value: Any) -> bool:
+    return not isinstance(value, random_state.KINDS)
 
 
 class IterableFeed(Feed):

@@ -31,7 +31,7 @@ from torch.utils.data import (
 from ..rng import mix
 from ..types import Batch
 from . import random_state
-from .attribute_state import Attributes, has_attributes
+from .attribute_state import Attributes, generators, has_attributes
 from .equality import same
 from .feed import Feed
 from .sampler_order import OwnOrder
@@ -67,7 +67,7 @@ class Batches(Dataset[Loaded]):
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
         own = {"_dataset": dataset, "_collate": collate, "_batched": batched, "_drawn_from": frozenset[str]()}
-        self.__dict__.update(own, _epoch=None)
+        self.__dict__.update(own, _epoch=None, _generators=None)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_dataset" not in self.__dict__:  # unpickling asks before there is a dataset
@@ -85,6 +85,8 @@ class Batches(Dataset[Loaded]):
         tensors = self._tensors()
         if tensors is not None:
             return Loaded(_gather(self._dataset, tensors, index.indices), inexact="")
+        if self._generators is None:  # once in each process: a `worker_init_fn` may set some
+            self.__dict__["_generators"] = generators(self._dataset, _owner(self._collate))
         try:
             with random_state.scoped(mix(index.seed, index.number)):
                 batch = self._load(index, random_state.watch())
@@ -95,7 +97,8 @@ class Batches(Dataset[Loaded]):
     def _load(self, ticket: Ticket, watch: random_state.Watch) -> Batch:
         while True:  # again at most once for each generator
             try:
-                batch = self._seeded(ticket) if self._drawn_from else self._collate(self._items(ticket.indices))
+                is_seeded = self._drawn_from or self._generators
+                batch = self._seeded(ticket) if is_seeded else self._collate(self._items(ticket.indices))
             except Exception:  # which may hang on a draw, so it counts once the draws are seeded
                 if not self._learns(watch):
                     raise
@@ -113,7 +116,7 @@ class Batches(Dataset[Loaded]):
         if not self._batched:
             return self._collate(self._item(ticket, ticket.indices))
         items = [self._item(ticket, index) for index in ticket.indices]
-        random_state.seed(mix(ticket.seed, "collate", ticket.number), self._drawn_from)
+        self._seed(mix(ticket.seed, "collate", ticket.number))
         return self._collate(items)
 
     def _items(self, indices: Any) -> Any:
@@ -123,25 +126,37 @@ class Batches(Dataset[Loaded]):
         return several(indices) if several else [self._dataset[index] for index in indices]
 
     def _item(self, ticket: Ticket, index: Any) -> Any:
-        random_state.seed(mix(ticket.seed, "item", _number(index)), self._drawn_from)
+        self._seed(mix(ticket.seed, "item", _number(index)))
         return self._items([index])[0] if self._batched else self._items(index)
+
+    def _seed(self, number: int) -> None:
+        random_state.seed(number, self._drawn_from)
+        random_state.seed_own(number, self._generators)
 
     def _probed(self, ticket: Ticket) -> str:
         """What cannot be loaded again as it was. What is found to keep something is left as it was found."""
         index = ticket.indices[0] if self._batched and ticket.indices else ticket.indices
-        collate = getattr(self._collate, "__self__", self._collate)
+        collate = _owner(self._collate)
         before = Attributes(self._dataset, collate)
         found = ""
-        if not same(self._item(ticket, index), self._item(ticket, index)):
+        item = self._item(ticket, index)
+        # What counts its loads or calls may give something else only at some of them.
+        if not self._repeats(before, item, lambda: self._item(ticket, index)):
             found = "loading an item twice gave two different items"
-        elif has_attributes(collate):
-            batch = self._seeded(ticket)
-            # What counts its calls may make another batch only at some of them.
-            if before.changed() and not all(same(batch, self._seeded(ticket)) for _ in range(_AGAIN)):
-                found = f"{type(collate).__name__}, which collates, made different batches of the same items"
+        elif not _is_torchs(collate):
+            try:
+                repeats = self._repeats(before, self._seeded(ticket), lambda: self._seeded(ticket))
+            except Exception:  # which comes again, with its place, where it is one of a batch of the run
+                repeats = True
+            if not repeats:
+                name = getattr(collate, "__qualname__", type(collate).__name__)
+                found = f"{name}, which collates, made different batches of the same items"
         if found or has_attributes(collate):
             before.put_back()
         return found
+
+    def _repeats(self, before: Attributes, first: Any, again: Callable[[], Any]) -> bool:
+        return same(first, again()) and not (before.changed() and not all(same(first, again()) for _ in range(_AGAIN)))
 
     def _tensors(self) -> tuple[Tensor, ...] | None:
         """The tensors of a plain TensorDataset with the default collation: gathered at once, nothing can be drawn."""
@@ -152,6 +167,15 @@ class Batches(Dataset[Loaded]):
             return None
         plain = all(type(found) is Tensor and found.layout is torch.strided for found in dataset.tensors)
         return dataset.tensors if plain else None
+
+
+def _owner(collate: Any) -> Any:
+    """The object whose method collates, or what collates."""
+    return getattr(collate, "__self__", collate)
+
+
+def _is_torchs(collate: Any) -> bool:
+    return str(getattr(collate, "__module__", "")).startswith(("torch.utils.data.", "torchdata."))
 
 
 def _gather(dataset: Any, tensors: tuple[Tensor, ...], indices: Sequence[int]) -> list[Tensor]:
@@ -271,14 +295,14 @@ class IndexedFeed(Feed):
 
     def _is_ready(self) -> bool:
         """Whether the order is torch's own, random or sequential, and can be made again from a seed."""
-        batched = self._source.batch_sampler is None or _is_torchs(self._source.batch_sampler, "BatchSampler")
-        return batched and (not self._shuffle or _is_torchs(self._sampler, "RandomSampler", "SequentialSampler"))
+        batched = self._source.batch_sampler is None or _is_sampler(self._source.batch_sampler, "BatchSampler")
+        return batched and (not self._shuffle or _is_sampler(self._sampler, "RandomSampler", "SequentialSampler"))
 
     def _ready_sampler(self, number: int) -> Any:
         if not self._shuffle:
             return SequentialSampler(self._source.dataset)  # pyright: ignore[reportArgumentType]  # sized, or torch says
         sampler = self._sampler
-        if not _is_torchs(sampler, "RandomSampler"):
+        if not _is_sampler(sampler, "RandomSampler"):
             return sampler
         own = torch.Generator().manual_seed(number)
         count = None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
@@ -287,8 +311,7 @@ class IndexedFeed(Feed):
     def _put_back(self) -> None:
         """Dataset and collation, where batches hang on what they keep, as they were before the first pass."""
         if self._begun is None:
-            collate = self._source.collate_fn
-            self._begun = Attributes(self._source.dataset, getattr(collate, "__self__", collate))
+            self._begun = Attributes(self._source.dataset, _owner(self._source.collate_fn))
         elif self._inexact:
             self._engine.close()  # workers have what they keep to themselves
             self._begun.put_back()
@@ -298,14 +321,15 @@ class IndexedFeed(Feed):
         if self._begun is not None and self._begun.changed():
             return  # every pass begins with what it was
         _log.warning(
-            "%s: %s, so a resumed run will not be the same bit for bit. Draw from torch's, numpy's or Python's global "
-            "generator in the dataset: they are seeded per item; and keep nothing from item to item or batch to batch.",
+            "%s: %s, so a resumed run will not be the same bit for bit (cure: draw from torch's, numpy's or Python's "
+            "global generator, or from one in an attribute, which are seeded per item; keep nothing from item to item "
+            "or batch to batch)",
             self.name,
             found,
         )
 
 
-def _is_torchs(sampler: Any, *names: str) -> bool:
+def _is_sampler(sampler: Any, *names: str) -> bool:
     """Whether a sampler is one of these of torch's, or torchdata's copy of it; not a class derived from one."""
     kind = type(sampler)
     return kind.__name__ in names and kind.__module__.startswith(("torch.utils.data.", "torchdata."))

@@ -44,18 +44,19 @@ def open_feed(
     The loader's settings are kept (workers, batch size, collation, pinning, time-out, ``worker_init_fn``); its
     ``generator`` and ``in_order=False`` are not used. Items are loaded under seeds of (seed, epoch, index) where the
     dataset draws from torch's, numpy's or Python's global generator, with or without workers. The caller's generators
-    are left as they were; those that a sampler or an iterable, or what it iterates in turn, holds as an attribute are
-    seeded too, whenever something is drawn.
+    are left as they were; those that a sampler, an iterable, a dataset, its transforms or a collate object hold in an
+    attribute, a closure or a global are seeded too, whenever something is drawn.
 
-    A loader with a state of its own is in charge of what its workers draw. A dataset in worker processes that draws
-    from a generator of its own cannot be loaded again as it was; for datasets with indices that is noticed and logged.
+    A loader with a state of its own is in charge of what its workers draw.
 
     ``len(loader)`` is shown and believed nowhere: an epoch ends where the loader does. What a sampler or an iterable
     keeps in attributes from epoch to epoch (a list that it shuffles in place, a count) is where it was when a run goes
     on: the orders of earlier epochs are drawn again, or the attributes of an iterable are part of the position.
     ``set_epoch`` of the loader, its samplers and its dataset is called before an epoch. What cannot be repeated is
-    logged at the start: a sampler that gives two orders from one seed, a collate object that makes two batches of the
-    same items. Workers of an IterableDataset end with their epoch, whatever ``persistent_workers`` says.
+    logged at the start: a sampler that gives two orders from one seed, a dataset that gives two items for one index, a
+    collate function that makes two batches of the same items (the first batch is loaded again to see), an iterator in
+    a closure of an iterable. A list or number in the closure of an iterable is not seen. Workers of an IterableDataset
+    end with their epoch, whatever ``persistent_workers`` says.
 
     Args:
         loader: see the table.

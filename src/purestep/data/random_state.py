@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Collection, Generator, Iterable, Mapping
+import types
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -59,8 +60,7 @@ def scoped(number: int, more: Mapping[str, Any] = NONE) -> Generator[None]:
                 with rng.scoped(number):
                     np.random.seed(number & 0xFFFFFFFF)
                     random.seed(number)
-                    for path, generator in more.items():
-                        _seed(generator, rng.mix(number, path))
+                    seed_own(number, more)
                     yield
             finally:
                 put_back()
@@ -101,11 +101,31 @@ def seed(number: int, generators: Collection[str] = EVERY) -> None:
         random.seed(number)
 
 
+def seed_own(number: int, generators: Mapping[str, Any]) -> None:
+    """Let each of these generators draw from a seed of its own.
+
+    Args:
+        number: in [0, 2**63).
+        generators: as `own` finds them.
+
+    Example:
+        >>> generator = random.Random()
+        >>> seed_own(1, {"rng": generator})
+        >>> first = generator.random()
+        >>> seed_own(1, {"rng": generator})
+        >>> generator.random() == first
+        True
+    """
+    for path, generator in generators.items():
+        _seed(generator, rng.mix(number, path))
+
+
 def own(owner: Any) -> dict[str, Any]:
     """The generators that an object holds for itself, by the path to them, for `scoped`.
 
-    What it iterates is looked into as well: samplers, loaders, datasets. One that is reached in another way (a closure,
-    a list) is not found: where it stands depends on the epochs before, which a run that goes on has not drawn.
+    What it iterates is looked into as well: samplers, loaders, datasets; so are closures and globals of their methods.
+    One that is reached in another way (a list) is not found: where it stands depends on the epochs before, which a run
+    that goes on has not drawn.
 
     Args:
         owner: a sampler, or something to iterate.
@@ -129,6 +149,7 @@ def own(owner: Any) -> dict[str, Any]:
         held = dict(getattr(part, "__dict__", {}))
         if isinstance(part, Sampler):  # which may have them as properties or in slots
             held |= {name: getattr(part, name, None) for name in ("generator", "sampler")}
+        held = outside(part) | held
         for name, value in held.items():
             if id(value) in seen:
                 continue
@@ -140,6 +161,41 @@ def own(owner: Any) -> dict[str, Any]:
                 continue
             seen.add(id(value))
     return found
+
+
+def outside(part: Any) -> dict[str, Any]:
+    """What the code of a function, or of an object's methods, reads from closures and globals, by name: random
+    generators and iterators alone, which no attribute leads to.
+
+    Example:
+        >>> generator = random.Random()
+        >>> outside(lambda: generator.random())
+        {'generator': <random.Random object at ...>}
+    """
+    found: dict[str, Any] = {}
+    for function in _functions(part):
+        code = function.__code__
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        read = {name: function.__globals__.get(name) for name in code.co_names} | {n: _content(c) for n, c in cells}
+        found.update((name, value) for name, value in read.items() if isinstance(value, (*KINDS, Iterator)))
+    return found
+
+
+def _functions(part: Any) -> Iterator[types.FunctionType]:
+    """A function, or the methods of an object that are in Python and not torch's."""
+    if isinstance(part, types.FunctionType):
+        yield part
+        return
+    for kind in type(part).__mro__:
+        if not kind.__module__.startswith(("torch.", "builtins", "typing")):
+            yield from (value for value in vars(kind).values() if isinstance(value, types.FunctionType))
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
 
 
 KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)

@@ -8,6 +8,7 @@ Everything is decided on the device: nothing here reads a tensor on the host, ex
 window in an eager step on the CPU.
 """
 
+from .gradient import NoSetupContext as NoSetupContext
 from .program import program as program
 from .program import static_of as static_of
 from .spec import Accum as Accum

@@ -164,7 +164,12 @@ def _value_and_grad(
             return mean, extra
 
         with nullcontext() if tracing.transformed() else dropout.AsWithout():
-            grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
+            try:
+                grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
+            except RuntimeError as error:
+                if "must override the setup_context" not in str(error):
+                    raise
+                raise _without_setup() from error
         return grads, extra, frozenset(last_unreached(spec.reach))
     if tracing.transformed():
         raise StepContractError(
@@ -195,6 +200,19 @@ def _value_and_grad(
     unreached = frozenset(name for (name, _), grad in pairs if grad is None)
     spec.reach.remember(unreached)
     return grads, (loss, buffers if through else tree.detach(buffers)), unreached
+
+
+class NoSetupContext(StepContractError):
+    """An autograd.Function that torch.func does not differentiate; Dynamo does."""
+
+
+def _without_setup() -> NoSetupContext:
+    return NoSetupContext(
+        "an autograd.Function of the model has no setup_context, without which torch.func does not differentiate it",
+        where="program",
+        hint='ps.program(..., engine="autograd"), or "auto"; or split its forward(ctx, ...) into forward(...) and '
+        "setup_context(ctx, inputs, output)",
+    )
 
 
 def _with_own(grad: Tensor | None, leaf: Tensor) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from .. import aliasing, backends, control_flow, early_reductions, fx_passes, precision_casts, random_ops
-from ..capture import Compiled, Flat, below_autocast, no_recurrent_kernel, on_threads
+from ..capture import Compiled, Flat, no_recurrent_kernel, on_threads
 from ..compile_lock import with_compiler
 from . import attention, code_cache, embedding_grad, gemm, graph_key, launcher, offset_pointers, outline, workspace
 from .graph_key import Record
@@ -78,11 +78,14 @@ def _made(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool) -
     # No Python is written for a graph that is changed a dozen times and never run.
     with config.patch(_chosen(options) | caching), lazy._use_lazy_graph_module(True):
         casts = precision_casts.Casts()
-        with mode, casts:
+        with mode, casts, config.patch(precision_casts.options(rounds=True)):
             graph = _traced(record.function, fakes)
+        rounds = bool((options or {}).get(precision_casts.OPTION, casts.seen or config.emulate_precision_casts))
+        if not rounds:
+            precision_casts.unmark(graph)
         if control_flow.operators(graph):
             raise NotFunctional
-        with below_autocast(), config.patch(precision_casts.options(casts.seen) | dict(options or {})):
+        with graph_key.below_autocast(), config.patch(precision_casts.options(rounds)):
             return _made_of(graph, fakes, mode, options)
 
 
@@ -104,7 +107,7 @@ def _functional(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Graph
     """The graph with all that it writes in place at its end."""
     if not fx_passes.is_functional(graph):
         with mode:
-            graph = _traced(torch.func.functionalize(graph, remove="mutations"), fakes)
+            graph = _traced(torch.func.functionalize(precision_casts.marking(graph), remove="mutations"), fakes)
     if not fx_passes.is_functional(graph):
         raise NotFunctional
     return fx_passes.writing_last(attention.written_out(graph))

@@ -150,6 +150,7 @@ def _surroundings(chosen: Mapping[str, Any]) -> Iterator[str]:
         raise graph_key.Untold("a decomposition or a lowering of the user's")
     found = settings.save_config_portable(ignore_private_configs=False) | dict(chosen)
     yield from (f"{key} {graph_key.plain(value)}" for key, value in sorted(found.items()))
+    yield graph_key.plain(sorted(chosen))  # what is not may depend on the graph: `rounding`
     yield graph_key.plain(
         (
             torch.get_num_threads(),
