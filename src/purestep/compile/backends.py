@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import rng
-from . import draws, rounding, sources
+from . import draws, formats, passes, rounding, sources
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -34,7 +34,7 @@ def of(name: str, options: Mapping[str, Any] | None) -> Callable[[GraphModule, l
     def purestep(graph: GraphModule, inputs: list[Any]) -> Any:
         traced, rounds = _traced(graph)
         if name != "inductor":
-            return traced.forward
+            return formats.settled(passes.views_allowed(traced)).forward
         on_cpu = all(leaf.device.type == "cpu" for leaf in inputs if isinstance(leaf, Tensor))
         return _inductor(chosen(options, on_cpu=on_cpu, rounds=rounds))(traced, inputs)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import rng, tree
 from ..errors import ConfigError, PurestepError, StepContractError
 from ..step import last_unreached
-from . import backends, branches, draws, native, passes, recording, rounding, sizes
+from . import backends, branches, draws, formats, native, passes, recording, rounding, sizes
 from .alone import with_compiler
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -264,7 +264,7 @@ def _lowered(
     shapes: str = "from_example_inputs",
 ) -> native.Compiled:
     if backend in ("eager", "aot_eager"):
-        return _unpacking(graph)
+        return _unpacking(formats.settled(graph))
     if backend != "inductor":
         return _unpacking(backend(graph, inputs))
     # Documented, not yet public; torch.compile stands behind it.
