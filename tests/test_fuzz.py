@@ -43,7 +43,7 @@ PLANTED = cases.Case(
     precision="64-true",
     ema=None,
     accumulate=1,
-    capture="trace",
+    way="trace",
     donate=False,
 )
 

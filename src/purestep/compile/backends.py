@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import rng
-from . import aliasing, precision_casts, random_ops
+from . import aliasing, formats, fx_passes, precision_casts, random_ops
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -55,7 +55,7 @@ def of(name: str, options: Mapping[str, Any] | None) -> Callable[[GraphModule, l
     def purestep(graph: GraphModule, inputs: list[Any]) -> Any:
         traced, rounds = _traced(graph)
         if name != "inductor":
-            return traced.forward
+            return formats.settled(fx_passes.views_allowed(traced)).forward
         register_fallbacks(traced)
         on_cpu = all(leaf.device.type == "cpu" for leaf in inputs if isinstance(leaf, Tensor))
         return _inductor(chosen(options, on_cpu=on_cpu, rounds=rounds))(traced, inputs)
