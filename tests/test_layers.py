@@ -28,7 +28,7 @@ LEVEL = {
     name: level
     for level, names in enumerate(
         (
-            "errors types layouts records",
+            "errors types layouts records host_generators",
             "tree rng arguments recipes",
             "modes hollow",
             "dropout writes",
@@ -130,6 +130,7 @@ AT_THE_COMPILER = ("compile/apart.py", "compile/carried.py", "compile/kept.py", 
 """What they read, write and start is the compiler's: its settings, files in its cache directory, g++. No step comes by
 there."""
 ALLOWED = (
+    ("host_generators.py", "random"),
     ("rng.py", "random"),
     ("rng.py", "threading.RLock"),
     ("compile/arena.py", "threading.local"),

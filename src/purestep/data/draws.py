@@ -6,21 +6,18 @@ draws depends on a seed alone, and the caller's generators are as they were. So 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
-import struct
-import sys
 from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from .. import rng
+from .. import host_generators, rng
 
 EVERY = frozenset({"torch", "numpy", "python"})
 """The three generators."""
@@ -45,25 +42,10 @@ def scoped(number: int, more: Mapping[str, Any] = NONE) -> Generator[None]:
         ...     print(random.random() == first)
         True
     """
-    with rng.held():
-        numpys, pythons = _numpys(), _pythons()
-        spare = _spares.pop() if _spares else np.random.MT19937()
-        try:
-            try:
-                _global.set_bit_generator(spare)
-                with rng.scoped(number):
-                    np.random.seed(number & 0xFFFFFFFF)
-                    random.seed(number)
-                    for path, generator in more.items():
-                        _seed(generator, rng.mix(number, path))
-                    yield
-            finally:
-                _put_back(numpys, pythons)
-        except BaseException:  # of the code inside, or a signal's while they are put back
-            _put_back(numpys, pythons)
-            raise
-        finally:
-            _spares.append(spare)
+    with rng.held(), rng.scoped(number), host_generators.scoped(number):
+        for path, generator in more.items():
+            _seed(generator, rng.mix(number, path))
+        yield
 
 
 if hasattr(os, "register_at_fork"):  # a worker of a loader, forked while another thread was drawing
@@ -87,10 +69,7 @@ def seed(number: int, generators: Collection[str] = EVERY) -> None:
     """
     if "torch" in generators:
         rng.seed(number)
-    if "numpy" in generators:
-        np.random.seed(number & 0xFFFFFFFF)
-    if "python" in generators:
-        random.seed(number)
+    host_generators.seed(number, generators)
 
 
 def own(owner: Any) -> dict[str, Any]:
@@ -176,115 +155,4 @@ def watch() -> Watch:
         ...     print(sorted(before.drawn()))
         ['python']
     """
-    bits = _global.get_bit_generator()
-    numpys = _memory(bits) if type(bits) is np.random.MT19937 else bits
-    return Watch(rng.position(), (numpys, _numpys_half()), _pythons())
-
-
-# --- numpy's ----------------------------------------------------------------------------------------------------------
-
-
-class _Numpys(NamedTuple):
-    """numpy's global generator. To read its state takes 30 us and to write it as long, so its bit generator is
-    exchanged for a spare one. That loses the second half of a pair of normal numbers."""
-
-    bits: Any
-    half: Any  # the state with that half; None where there is none
-
-
-_global: Any = np.random  # numpy's stubs lack the two functions that exchange the bit generator
-_singleton: Any = cast(Any, np.random.mtrand)._rand
-_spares: list[np.random.MT19937] = []
-_half = struct.Struct("id")  # whether there is a half, and which: as C has them, one behind the other
-
-
-def _numpys() -> _Numpys:
-    has_half = _numpys_half()
-    return _Numpys(_global.get_bit_generator(), np.random.get_state(legacy=False) if has_half else None)
-
-
-def _memory(bits: np.random.MT19937) -> bytes:
-    """Of a Mersenne twister: 624 words and the position."""
-    return ctypes.string_at(bits.ctypes.state_address, 625 * 4)
-
-
-def _numpys_half() -> object:
-    """What tells whether half of a pair lies ready, and which; None where none does."""
-    if _half_at is None:
-        state = np.random.get_state(legacy=False)
-        return state["gauss"] if state["has_gauss"] else None
-    has_half, half = _half.unpack(ctypes.string_at(id(_singleton) + _half_at, _half.size))
-    return half if has_half else None
-
-
-def _found_half() -> int | None:
-    """Where numpy's object has it, which says so only together with its whole state; None where that is not found."""
-    other = np.random.RandomState(0)
-    state = other.get_state(legacy=False)
-    state["has_gauss"], state["gauss"] = 1, 0.1234567891
-    other.set_state(state)
-    if type(_singleton) is not type(other) or sys.implementation.name != "cpython":
-        return None
-    at = ctypes.string_at(id(other), type(other).__basicsize__).find(_half.pack(1, 0.1234567891))
-    return None if at < 0 else at
-
-
-_half_at = _found_half()
-
-
-# --- Python's ---------------------------------------------------------------------------------------------------------
-
-
-class _Pythons(NamedTuple):
-    """Python's global generator."""
-
-    twister: object  # see `_twister`
-    half: float | None  # the second of a pair of normal numbers
-
-
-_python: Any = cast(Any, random)._inst  # what the functions of the module are methods of
-_words = struct.Struct("i624I")  # the position and 624 words, as CPython has them behind the head of the object
-_known: tuple[object, Any] = None, None  # a twister, and the same as `random.setstate` takes it
-
-
-def _pythons() -> _Pythons:
-    return _Pythons(_twister(), _python.gauss_next)
-
-
-def _twister() -> object:
-    """The words and the position, without the half of a pair. To ask for them takes 8 us, so they are read where they
-    lie, as numpy's are."""
-    return _raw() if _readable else random.getstate()
-
-
-def _raw() -> bytes:
-    return ctypes.string_at(id(_python) + object.__basicsize__, _words.size)
-
-
-def _state(pythons: _Pythons) -> Any:
-    global _known
-    if not _readable:
-        return pythons.twister
-    if _known[0] != pythons.twister:
-        position, *words = _words.unpack(cast(bytes, pythons.twister))
-        _known = pythons.twister, (*words, position)
-    return _python.VERSION, _known[1], pythons.half
-
-
-def _is_readable() -> bool:
-    """Whether that memory is what it is taken for."""
-    kind = type(_python).__mro__[1]  # of the class in C
-    if sys.implementation.name != "cpython" or kind.__basicsize__ < object.__basicsize__ + _words.size:
-        return False
-    position, *words = _words.unpack(_raw())
-    return (*words, position) == random.getstate()[1]
-
-
-_readable = _is_readable()
-
-
-def _put_back(numpys: _Numpys, pythons: _Pythons) -> None:
-    _global.set_bit_generator(numpys.bits)
-    if numpys.half is not None:
-        np.random.set_state(numpys.half)
-    random.setstate(_state(pythons))
+    return Watch(rng.position(), *host_generators.position())

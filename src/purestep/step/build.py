@@ -12,10 +12,10 @@ from typing import Any, Literal
 from torch import nn
 
 from .. import ema as ema_
+from .. import host_generators, transform
 from .. import model as model_
 from .. import precision as precision_
 from .. import scaler as scaler_
-from .. import transform
 from ..arguments import is_count, is_number
 from ..errors import ConfigError
 from ..recipes import recipe
@@ -121,6 +121,7 @@ def program(
         engine=engine,
         halts=nonfinite == "raise",
         reach=Reach(),
+        host=host_generators.Host(),
         values=_checked_values(values),
     )
     static = _static(spec, _versions(model))

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import ema as ema_
+from .. import host_generators, rng, transform
 from .. import model as model_
 from .. import precision as precision_
 from .. import scaler as scaler_
-from .. import transform
 from ..types import Form, Metrics, Objective, Params, TrainState
 
+_T = TypeVar("_T")
 IDENTITY = Form(lambda stored: stored, lambda named: named)
 
 
@@ -84,11 +85,30 @@ class Spec(NamedTuple):
     engine: str
     halts: bool
     reach: Reach
+    host: host_generators.Host
     values: Mapping[str, transform.Schedule]
 
     def values_at(self, state: TrainState) -> dict[str, Tensor]:
         """The scheduled scalars of this state, shape=() each."""
         return {name: transform.on_count(schedule, state.updates) for name, schedule in self.values.items()}
+
+
+def drawn(host: host_generators.Host, call: Callable[[], _T], number: int, device: torch.device) -> _T:
+    """``call()``, whose random numbers, of torch, numpy and Python, depend on ``number`` alone.
+
+    Args:
+        host: whether such calls draw from numpy's and Python's generators; the first one that does is made twice.
+        call: without other effects.
+        number: from `rng.mix`.
+        device: the one that is drawn on, besides the CPU.
+    """
+
+    def again() -> _T:
+        with rng.scoped(number, device):
+            return call()
+
+    with rng.scoped(number, device):
+        return host.call(call, number, again)
 
 
 def is_finite(value: Tensor) -> Tensor:
