@@ -6,7 +6,6 @@ Whoever calls these functions holds `rng.held`: the generators are one for all t
 from __future__ import annotations
 
 import ctypes
-import pickle
 import random
 import struct
 import sys
@@ -35,7 +34,7 @@ def scoped(number: int) -> Generator[None]:
         True
     """
     numpys, pythons = _numpys(), _pythons()
-    spare = _spares.pop() if _spares else np.random.MT19937()
+    spare = _SPARES.pop() if _SPARES else np.random.MT19937()
     try:
         try:
             _global.set_bit_generator(spare)
@@ -47,7 +46,7 @@ def scoped(number: int) -> Generator[None]:
         _put_back(numpys, pythons)
         raise
     finally:
-        _spares.append(spare)
+        _SPARES.append(spare)
 
 
 def seed(number: int, generators: Collection[str] = BOTH) -> None:
@@ -82,7 +81,7 @@ def position() -> tuple[object, object]:
         [True, False]
     """
     bits = _global.get_bit_generator()
-    numpys = bytes(_memory(bits)) if type(bits) is np.random.MT19937 else pickle.dumps(bits.state)
+    numpys = bytes(_memory(bits)) if type(bits) is np.random.MT19937 else _Other(bits.state)
     return (numpys, _numpys_half()), _pythons()
 
 
@@ -142,7 +141,7 @@ class _Numpys(NamedTuple):
 
 _global: Any = np.random  # numpy's stubs lack the two functions that exchange the bit generator
 _singleton: Any = cast(Any, np.random.mtrand)._rand
-_spares: list[np.random.MT19937] = []
+_SPARES: list[np.random.MT19937] = []
 _pair = struct.Struct("id")  # whether there is a half, and which: as C has them, one behind the other
 
 
@@ -151,16 +150,29 @@ def _numpys() -> _Numpys:
     return _Numpys(_global.get_bit_generator(), np.random.get_state(legacy=False) if has_half else None)
 
 
+class _Other:
+    """The state of a bit generator that is no Mersenne twister, to compare."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Other) and repr(self.state) == repr(other.state)
+
+    __hash__ = None
+
+
 _Twister = ctypes.c_uint32 * 625
-_last: tuple[object, Any] = None, None  # a bit generator and its memory: to ask for the address takes 2 us
+_LAST: list[tuple[object, Any]] = [(None, None)]  # a bit generator and its memory: the address takes 2 us
 
 
 def _memory(bits: np.random.MT19937) -> Any:
     """Of a Mersenne twister: 624 words and the position."""
-    global _last
-    if _last[0] is not bits:
-        _last = bits, _Twister.from_address(bits.ctypes.state_address)
-    return _last[1]
+    known, memory = _LAST[0]
+    if known is not bits:
+        memory = _Twister.from_address(bits.ctypes.state_address)
+        _LAST[0] = bits, memory
+    return memory
 
 
 def _numpys_half() -> object:
@@ -202,7 +214,7 @@ class _Pythons(NamedTuple):
 
 _python: Any = cast(Any, random)._inst  # what the functions of the module are methods of
 _words = struct.Struct("i624I")  # the position and 624 words, as CPython has them behind the head of the object
-_known: tuple[object, Any] = None, None  # a twister, and the same as `random.setstate` takes it
+_KNOWN: list[tuple[object, Any]] = [(None, None)]  # a twister, and the same as `random.setstate` takes it
 
 
 def _pythons() -> _Pythons:
@@ -223,13 +235,14 @@ def _raw() -> bytes:
 
 
 def _state(pythons: _Pythons) -> Any:
-    global _known
     if not _readable:
         return pythons.twister
-    if _known[0] != pythons.twister:
+    twister, state = _KNOWN[0]
+    if twister != pythons.twister:
         position, *words = _words.unpack(cast(bytes, pythons.twister))
-        _known = pythons.twister, (*words, position)
-    return _python.VERSION, _known[1], pythons.half
+        state = (*words, position)
+        _KNOWN[0] = pythons.twister, state
+    return _python.VERSION, state, pythons.half
 
 
 def _is_readable() -> bool:
@@ -261,7 +274,7 @@ def _return_to(before: tuple[Any, Any], bits: Any) -> None:
         *words, at = struct.unpack("625I", numpys)
         bits.state = {"bit_generator": "MT19937", "state": {"key": np.array(words, np.uint32), "pos": at}}
     else:
-        bits.state = pickle.loads(numpys)
+        bits.state = numpys.state
     _global.set_bit_generator(bits)
     state = np.random.get_state(legacy=False)
     np.random.set_state({**state, "has_gauss": int(half is not None), "gauss": half or 0.0})

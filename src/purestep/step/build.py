@@ -12,10 +12,10 @@ from typing import Any, Literal
 from torch import nn
 
 from .. import ema as ema_
-from .. import host_generators, transform
 from .. import model as model_
 from .. import precision as precision_
 from .. import scaler as scaler_
+from .. import transform
 from ..arguments import is_count, is_number
 from ..errors import ConfigError
 from ..recipes import recipe
@@ -108,6 +108,8 @@ def program(
         raise ConfigError(f"keep_eval is {keep_eval!r}", where="program", hint='keep_eval=("backbone.*",)')
     own = getattr(objective, "module", None)
     policy = precision_.policy(precision)
+    from .. import host_generators  # which loads numpy.random
+
     spec = Spec(
         template=model_.template(model, objective=own, keep_eval=keep_eval),
         objective=untouched(objective),

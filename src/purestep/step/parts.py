@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import ema as ema_
-from .. import host_generators, rng, transform
 from .. import model as model_
 from .. import precision as precision_
+from .. import rng, transform
 from .. import scaler as scaler_
 from ..types import Form, Metrics, Objective, Params, TrainState
+
+if TYPE_CHECKING:  # numpy.random, which `import purestep` does not load
+    from .. import host_generators
 
 _T = TypeVar("_T")
 IDENTITY = Form(lambda stored: stored, lambda named: named)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from .. import host_generators, modes, rng, transform, tree
+from .. import modes, rng, transform, tree
 from ..errors import DataError, StateError, StepContractError
 from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
 from .gradient import finite_mean, gradients, kept_buffers, times
 from .parts import Accum, Adding, Closing, Micro, Spec, drawn, is_finite, wide
+
+if TYPE_CHECKING:
+    from .. import host_generators
 
 
 def steps_of(spec: Spec, form: Form) -> Steps:
