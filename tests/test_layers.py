@@ -379,7 +379,8 @@ def test_importing_changes_nothing_and_stays_light(body: str, said: str):
     assert done.stdout.strip() == said
 
 
-LATE = "host_generators compile files events config signals data purity anomaly snapshot export sinks incident loop testing bench".split()
+LATE = """host_generators compile files events config signals data purity anomaly snapshot export sinks incident loop
+    testing bench""".split()
 LOADED = """
 import sys, torch
 before = set(sys.modules)

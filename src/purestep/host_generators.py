@@ -159,7 +159,8 @@ class _Other:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Other) and repr(self.state) == repr(other.state)
 
-    __hash__ = None
+    def __hash__(self) -> int:
+        return hash(repr(self.state))
 
 
 _Twister = ctypes.c_uint32 * 625
