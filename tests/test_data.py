@@ -35,7 +35,7 @@ from torch.utils.data import (
 )
 
 import purestep as ps
-from purestep import tree
+from purestep import host_generators, tree
 from purestep.data import check_batch, draws, limit, open_feed, overfit, position, prefetch, to_device
 from purestep.data.feed import Feed
 from purestep.data.moving import _pinned  # pyright: ignore[reportPrivateUsage]
@@ -401,7 +401,7 @@ class DrawsLate(Plain):
 def test_items_depend_on_their_seeds_from_whichever_generator_they_draw(
     names: list[str], readable: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(draws, "_readable", readable and draws._readable)
+    monkeypatch.setattr(host_generators, "_readable", readable and host_generators._readable)
     runs: list[Any] = []
     for seed, size, start in ((1, 3, 0), (2, 1, 0), (3, 3, 4)):
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
@@ -547,9 +547,9 @@ def test_scoped_puts_generators_back_though_it_is_interrupted(name: str, at: int
 def test_half_of_a_pair_is_kept_whatever_was_there_before(readable: bool, monkeypatch: pytest.MonkeyPatch):
     """The words of a generator are the same with half of a pair and without."""
     if readable:
-        assert draws._half_at is not None, "numpy has it elsewhere: 30 us a scope"
+        assert host_generators._half_at is not None, "numpy has it elsewhere: 30 us a scope"
     else:
-        monkeypatch.setattr(draws, "_half_at", None)
+        monkeypatch.setattr(host_generators, "_half_at", None)
     np.random.seed(0)
     first, second = np.random.normal(size=2)
     with draws.scoped(1):
@@ -562,7 +562,7 @@ def test_half_of_a_pair_is_kept_whatever_was_there_before(readable: bool, monkey
 
 
 def test_half_of_a_pair_is_lost_where_nobody_looks_for_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(draws, "_numpys_half", lambda: None)
+    monkeypatch.setattr(host_generators, "_numpys_half", lambda: None)
     with pytest.raises(AssertionError):
         test_half_of_a_pair_is_kept_whatever_was_there_before(True, monkeypatch)
 
