@@ -376,7 +376,7 @@ def states() -> list[Tensor]:
 
 
 def host_states() -> dict[str, Any]:
-    """The states of numpy's and Python's global generators, to compare: a step draws from neither.
+    """The states of numpy's and Python's global generators, to compare: a step leaves both as they were.
 
     Example:
         >>> host_states() == host_states()

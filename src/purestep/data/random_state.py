@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from .. import rng
+from .. import host_generators, rng
 
 EVERY = frozenset({"torch", "numpy", "python"})
 """The three generators."""
@@ -43,36 +43,10 @@ def scoped(number: int, more: Mapping[str, Any] = NONE) -> Generator[None]:
         ...     print(random.random() == first)
         True
     """
-    with rng.held():
-        bits, pythons = _global.get_bit_generator(), random.getstate()
-        state: Any = np.random.get_state(legacy=False)
-        spare = _spares.pop() if _spares else np.random.MT19937()
+    with rng.held(), rng.scoped(number), host_generators.scoped(number):
+        seed_own(number, more)
+        yield
 
-        def put_back() -> None:
-            _global.set_bit_generator(bits)  # whose state nobody has touched
-            if state["has_gauss"]:  # the second of a pair of normal numbers, which lies outside of it
-                np.random.set_state(state)
-            random.setstate(pythons)
-
-        try:
-            try:
-                _global.set_bit_generator(spare)
-                with rng.scoped(number):
-                    np.random.seed(number & 0xFFFFFFFF)
-                    random.seed(number)
-                    seed_own(number, more)
-                    yield
-            finally:
-                put_back()
-        except BaseException:  # of the code inside, or a signal's while they are put back
-            put_back()
-            raise
-        finally:
-            _spares.append(spare)
-
-
-_global: Any = np.random  # numpy's stubs lack the two functions that exchange the bit generator
-_spares: list[np.random.MT19937] = []
 
 if hasattr(os, "register_at_fork"):  # a worker of a loader, forked while another thread was drawing
     os.register_at_fork(after_in_child=rng.renew_turn)
@@ -95,10 +69,7 @@ def seed(number: int, generators: Collection[str] = EVERY) -> None:
     """
     if "torch" in generators:
         rng.seed(number)
-    if "numpy" in generators:
-        np.random.seed(number & 0xFFFFFFFF)
-    if "python" in generators:
-        random.seed(number)
+    host_generators.seed(number, generators)
 
 
 def seed_own(number: int, generators: Mapping[str, Any]) -> None:
@@ -220,8 +191,8 @@ class Watch(NamedTuple):
     """States of the three generators."""
 
     torchs: bytes
-    numpys: tuple[Any, ...]
-    pythons: tuple[Any, ...]
+    numpys: object
+    pythons: object
 
     def drawn(self) -> frozenset[str]:
         """The generators of `EVERY` that were drawn from or seeded since. Code that reads a state, or draws and puts
@@ -240,10 +211,4 @@ def watch() -> Watch:
         ...     print(sorted(before.drawn()))
         ['python']
     """
-    numpys: Any = np.random.get_state(legacy=False)
-    bits = {name: _plain(value) for name, value in numpys["state"].items()}
-    return Watch(rng.position(), (bits, numpys["has_gauss"], numpys["gauss"]), random.getstate())
-
-
-def _plain(value: Any) -> Any:
-    return value.tobytes() if isinstance(value, np.ndarray) else value
+    return Watch(rng.position(), *host_generators.position())
