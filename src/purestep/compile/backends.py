@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 PLUGINS = {"cpu": ("PURESTEP_CPU", ".cpu.backend")}
-"""By device type: the environment variable that switches the plug-in off (``0``), and its module, which has
+"""By device type: the environment variable that switches the plug-in or parts of it off (`switched_off`), and its
+module, which has
 
 - ``suits(inputs) -> bool``: whether it compiles graphs of these tensors;
 - ``record(function, inputs) -> Record``: runs the Python once; ``Record.function`` does the same operations again;
@@ -33,13 +34,19 @@ OURS = ("inductor", "aot_eager", "eager")
 """Backends by name that a trace has, too."""
 
 
+def switched_off(device: str) -> frozenset[str]:
+    """Parts that the environment variable of a plug-in switches off: ``-gemm,-outline``; ``0`` is all of it."""
+    words = os.environ.get(PLUGINS[device][0], "").split(",")
+    return frozenset(word.removeprefix("-") for word in words)
+
+
 def plugin(inputs: list[Tensor]) -> types.ModuleType | None:
     """The plug-in for graphs of these tensors; None where there is none, or it is switched off."""
     devices = {leaf.device.type for leaf in inputs}
-    variable, module = PLUGINS.get(devices.pop(), ("", "")) if len(devices) == 1 else ("", "")
-    if not module or os.environ.get(variable) == "0":
+    device = devices.pop() if len(devices) == 1 else ""
+    if device not in PLUGINS or "0" in switched_off(device):
         return None
-    found = importlib.import_module(module, __package__)
+    found = importlib.import_module(PLUGINS[device][1], __package__)
     return found if found.suits(inputs) else None
 
 
