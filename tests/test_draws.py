@@ -18,7 +18,7 @@ import purestep as ps
 from purestep.compile import backends, random_ops
 from purestep.compile.cpu import backend as backend_
 from purestep.compile.cpu import graph_key
-from purestep.model.functional import dropout
+from purestep.model import dropout
 
 pytestmark = pytest.mark.compile
 

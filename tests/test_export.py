@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from purestep.model.functional.functional import template, tensors
+from purestep.model.functional import template, tensors
 from safetensors.torch import load_file
 from test_files import file_size_limit
 from torch import Tensor, nn
