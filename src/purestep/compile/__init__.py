@@ -5,9 +5,10 @@ donated step in the buffers of `live` (`standing` finds them again); a step that
 copy of them, by `forks`. A graph that is not there yet is made by `capture`, by one thread at a time (`alone`): Python
 is run on fake tensors, or Dynamo reads it; `skeleton` puts the state together in there, `passes` and `sources` are what
 changes in the graph, and `contract` checks what the step returned. `draws` makes random numbers those of eager mode, in
-every way to capture, `rounding` keeps casts there and back, `formats` lays tensors out for graphs that nothing compiles, and `backends` is what Dynamo gives its graphs to. On CUDA
-`first_run` takes back what the first run of a graph has written where that fails, `philox` keeps inductor off the
-random state of attention kernels, and `replay` records the donated step. `evaluation` is the same for an eval_step.
+every way to capture, `rounding` keeps casts there and back, `formats` lays tensors out for graphs that nothing
+compiles, and `backends` is what Dynamo gives its graphs to. On CUDA `first_run` takes back what the first run of a
+graph has written where that fails, `philox` keeps inductor off the random state of attention kernels, and `replay`
+records the donated step. `evaluation` is the same for an eval_step.
 
 On the CPU `native` hands the traced graph straight to inductor. What differs from `torch.compile` there:
 
