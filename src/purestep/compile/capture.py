@@ -111,7 +111,7 @@ def trace_sizes(
 
 
 def _made(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None) -> tuple[Compiled, bool]:
-    plugin = backends.plugin(inputs) if backend == "inductor" else None
+    plugin, failed = backends.plugin(inputs) if backend == "inductor" else None, None
     if plugin is not None:
         with rng.capturing(), torch.no_grad():
             with no_recurrent_kernel():
@@ -122,7 +122,7 @@ def _made(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, A
             except PurestepError:
                 raise
             except Exception as error:
-                given_up(plugin, error)
+                failed = error
     with with_compiler():
         with rng.capturing(), torch.no_grad(), no_recurrent_kernel():
             casts = precision_casts.Casts()
@@ -130,7 +130,10 @@ def _made(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, A
                 graph = fx_passes.finished(fx_passes.views_allowed(_traced(run, inputs)))
         is_drawing = fx_passes.draws(graph)
         with below_autocast():
-            return _lowered(graph, inputs, backend, options, rounds=casts.seen), is_drawing
+            made = _lowered(graph, inputs, backend, options, rounds=casts.seen)
+    if plugin is not None and failed is not None:
+        given_up(plugin, failed)
+    return made, is_drawing
 
 
 def given_up(plugin: types.ModuleType, error: Exception) -> None:
