@@ -546,7 +546,7 @@ def test_only_what_inductor_calls_with_tensors_alone_is_kept(own_cache: Path):
 
 def printed(code: str, **surroundings: str) -> str:
     """What another process prints that runs this code."""
-    source = str(Path(backend.__file__).parents[2])
+    source = str(Path(backend.__file__).parents[3])
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": source} | surroundings,
