@@ -13,6 +13,16 @@ parameters missing from the state are a KeyError with their name.
 
 from __future__ import annotations
 
+from .adadelta import adadelta as adadelta
+from .adadelta import scale_by_adadelta as scale_by_adadelta
+from .adafactor import adafactor as adafactor
+from .adafactor import clip_by_block_rms as clip_by_block_rms
+from .adafactor import scale_by_factored_rms as scale_by_factored_rms
+from .adafactor import scale_by_param_block_rms as scale_by_param_block_rms
+from .adafactor import scale_by_relative_step as scale_by_relative_step
+from .adagrad import adagrad as adagrad
+from .adagrad import scale_by_inverse_time as scale_by_inverse_time
+from .adagrad import scale_by_rss as scale_by_rss
 from .adam import adam as adam
 from .adam import adamax as adamax
 from .adam import adamw as adamw
@@ -20,7 +30,6 @@ from .adam import nadam as nadam
 from .adam import radam as radam
 from .adam import scale_by_adam as scale_by_adam
 from .adam import scale_by_adamax as scale_by_adamax
-from .adam import scale_by_lion as scale_by_lion
 from .adam import scale_by_nadam as scale_by_nadam
 from .adam import scale_by_radam as scale_by_radam
 from .base import Transform as Transform
@@ -36,30 +45,21 @@ from .from_torch import from_torch as from_torch
 from .hyperparameters import hyperparams as hyperparams
 from .hyperparameters import inject as inject
 from .hyperparameters import set_hyperparams as set_hyperparams
-from .muon import adafactor as adafactor
-from .muon import clip_by_block_rms as clip_by_block_rms
-from .muon import lamb as lamb
+from .lamb import lamb as lamb
+from .lamb import scale_by_trust_ratio as scale_by_trust_ratio
+from .lion import lion as lion
+from .lion import scale_by_lion as scale_by_lion
 from .muon import muon as muon
 from .muon import muon_labels as muon_labels
-from .muon import scale_by_factored_rms as scale_by_factored_rms
 from .muon import scale_by_muon as scale_by_muon
-from .muon import scale_by_param_block_rms as scale_by_param_block_rms
-from .muon import scale_by_relative_step as scale_by_relative_step
 from .muon import scale_by_shape as scale_by_shape
-from .muon import scale_by_trust_ratio as scale_by_trust_ratio
-from .rmsprop import adadelta as adadelta
-from .rmsprop import adagrad as adagrad
 from .rmsprop import rmsprop as rmsprop
-from .rmsprop import scale_by_adadelta as scale_by_adadelta
-from .rmsprop import scale_by_inverse_time as scale_by_inverse_time
 from .rmsprop import scale_by_rms as scale_by_rms
-from .rmsprop import scale_by_rss as scale_by_rss
 from .scale import add_decayed_weights as add_decayed_weights
 from .scale import scale as scale
 from .scale import scale_by_learning_rate as scale_by_learning_rate
-from .scale import trace as trace
-from .sgd import lion as lion
 from .sgd import sgd as sgd
+from .sgd import trace as trace
 from .wrappers import decay_mask as decay_mask
 from .wrappers import freeze as freeze
 from .wrappers import masked as masked

@@ -135,6 +135,13 @@ def chain(*transforms: Transform) -> Transform:
     return Transform(init, update, all(tx.elementwise for tx in transforms), labels)
 
 
+class StepState(NamedTuple):
+    """State of a transform that only counts."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+    missed: Tree = Empty()  # of the updates, those that a parameter had no gradient in
+
+
 def apply_updates(params: Params, updates: Params) -> Params:
     """``params + updates``, each in its parameter's dtype, rounded once.
 
@@ -222,7 +229,7 @@ def require_rate(where: str, learning_rate: Rate) -> None:
         require(where, learning_rate=learning_rate)
 
 
-def require_typed(
+def require_arguments(
     where: str, /, learning_rate: Rate, *, below_one: Mapping[str, Any] | None = None, **values: Any
 ) -> None:
     """What a named optimizer was called with, under the names of its own arguments, which its parts do not know.
@@ -231,7 +238,7 @@ def require_typed(
         ConfigError: naming the optimizer, the argument, its value and the range.
 
     Example:
-        >>> require_typed("sgd", 0.1, momentum=-0.9)
+        >>> require_arguments("sgd", 0.1, momentum=-0.9)
         Traceback (most recent call last):
         purestep.errors.ConfigError: sgd: momentum is -0.9, outside [0.0, inf) (cure: momentum=0.0)
     """

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..pickling import recipe
 from ..types import Params
 from .base import Transform, global_norm, require, stateless
-from .numerics import Scalar, times, wide
+from .numerics import Scalar
 
 
 @recipe
@@ -38,7 +38,7 @@ def clip_by_global_norm(max_norm: Scalar) -> Transform:
     def clip(updates: Params, params: Params) -> Params:
         del params  # A norm of gradients alone.
         factor = torch.clamp(max_norm / (global_norm(updates) + 1e-6), max=1.0)
-        return {name: times(u, factor) for name, u in updates.items()}
+        return {name: multiply(u, factor) for name, u in updates.items()}
 
     return stateless(clip, elementwise=True)
 
@@ -106,15 +106,15 @@ def adaptive_grad_clip(clipping: Scalar, *, eps: float = 1e-3) -> Transform:
 
 
 def _clip_units(update: Tensor, param: Tensor, clipping: Scalar, eps: float) -> Tensor:
-    limit = times(_unit_norm(param).clamp(min=eps), clipping)
+    limit = multiply(_unit_norm(param).clamp(min=eps), clipping)
     norm = _unit_norm(update).to(limit.dtype)
     # 1e-6 keeps units without gradient at zero; they are within every limit.
     factor = torch.where(norm > limit, limit / norm.clamp(min=1e-6), 1.0)
-    value = wide(update)
+    value = upcast(update)
     return (value * factor.to(value.dtype)).to(update.dtype)
 
 
 def _unit_norm(leaf: Tensor) -> Tensor:
     if leaf.ndim < 2:
-        return torch.linalg.vector_norm(wide(leaf))
-    return torch.linalg.vector_norm(wide(leaf), dim=tuple(range(1, leaf.ndim)), keepdim=True)
+        return torch.linalg.vector_norm(upcast(leaf))
+    return torch.linalg.vector_norm(upcast(leaf), dim=tuple(range(1, leaf.ndim)), keepdim=True)

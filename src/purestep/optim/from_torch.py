@@ -27,7 +27,7 @@ from ..pickling import recipe
 from ..types import Empty, Params, Tree
 from .base import Transform, require_rate
 from .numerics import Rate, Scalar, Schedule, rate_at, zero_count
-from .scale import reported
+from .scale import rate_leaf
 
 Slots: TypeAlias = dict[str, dict[str, Any]]
 """Name -> key -> tensor, or Empty for None, or a dict, list or tuple of these."""
@@ -490,7 +490,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
             return FromTorchState(step, Empty(), {}, {})
         slots, group, plans[_key(params)] = _prepare(maker, params, is_scheduled=schedule is not None)
         rate = maker.rate() if schedule is None else rate_at(schedule, step)
-        return FromTorchState(step, Empty() if rate is None else reported(rate, step), slots, group)
+        return FromTorchState(step, Empty() if rate is None else rate_leaf(rate, step), slots, group)
 
     def update(updates: Params, state: FromTorchState, params: Params) -> tuple[Params, FromTorchState]:
         if not params:
@@ -511,7 +511,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
                 plan = plans[_key(params)] = _prepare(maker, params, is_scheduled=schedule is not None)[-1]
             new, slots, group = _eager_step(plan, maker, arguments, rate, state.step)
         shown = maker.rate() if rate is None else rate
-        learning_rate = state.learning_rate if shown is None else reported(shown, state.step)
+        learning_rate = state.learning_rate if shown is None else rate_leaf(shown, state.step)
         changes = {name: new[name] - params[name] for name in updates}
         return changes, FromTorchState(state.step + 1, learning_rate, slots, group)
 

@@ -33,17 +33,17 @@ def exact_dtype(tree: Params) -> torch.dtype:
     return torch.float32 if any(leaf.device.type == "mps" for leaf in tree.values()) else torch.float64
 
 
-def wide(leaf: Tensor) -> Tensor:
+def upcast(leaf: Tensor) -> Tensor:
     """The leaf in the dtype to compute in: float32 for the 16-bit ones, else as it is."""
     return leaf.float() if leaf.dtype in _LOW_PRECISION else leaf
 
 
-def wide_dtype(leaf: Tensor) -> torch.dtype:
+def upcast_dtype(leaf: Tensor) -> torch.dtype:
     """The dtype that `wide` gives this leaf."""
     return torch.float32 if leaf.dtype in _LOW_PRECISION else leaf.dtype
 
 
-def times(leaf: Tensor, factor: Scalar) -> Tensor:
+def multiply(leaf: Tensor, factor: Scalar) -> Tensor:
     """``leaf * factor`` in the leaf's dtype: a 0-d float64 factor promotes nothing, and is not rounded to 16 bits.
 
     Args:
@@ -51,20 +51,27 @@ def times(leaf: Tensor, factor: Scalar) -> Tensor:
         factor: a number or a tensor, shape=().
 
     Example:
-        >>> times(torch.ones((), dtype=torch.float32), torch.tensor(0.1, dtype=torch.float64)).dtype
+        >>> multiply(torch.ones((), dtype=torch.float32), torch.tensor(0.1, dtype=torch.float64)).dtype
         torch.float32
     """
     if not isinstance(factor, Tensor) or (factor.dtype == leaf.dtype and leaf.dtype not in _LOW_PRECISION):
         return leaf * factor
-    value = wide(leaf)
+    value = upcast(leaf)
     return (value * factor.to(value.dtype)).to(leaf.dtype)
+
+
+def add_scaled(update: Tensor, param: Tensor, factor: Scalar) -> Tensor:
+    """``update + factor * param`` in the dtype of the update."""
+    if isinstance(factor, Tensor):
+        return (upcast(update) + multiply(upcast(param), factor)).to(update.dtype)
+    return torch.add(update, param, alpha=factor).to(update.dtype)
 
 
 def lerp(old: Tensor, new: Tensor, weight: Scalar) -> Tensor:
     """``old + weight * (new - old)``, computed in the wider dtype of the two and kept in that of ``old``."""
     start, end = _promoted(old, new)
     if isinstance(weight, Tensor):
-        return (start + times(end - start, weight)).to(old.dtype)
+        return (start + multiply(end - start, weight)).to(old.dtype)
     return torch.lerp(start, end, weight).to(old.dtype)
 
 
@@ -89,13 +96,13 @@ def zero_count(params: Params) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
-def none_missed(params: Params) -> Missed:
+def no_missed_updates(params: Params) -> Missed:
     """No parameter has missed an update."""
     count = zero_count(params)
     return Missed(dict.fromkeys(params, Empty()), count.expand(len(params)).clone())
 
 
-def own_count(step: Tensor, missed: Tree, names: Collection[str]) -> Tensor:
+def update_count(step: Tensor, missed: Tree, names: Collection[str]) -> Tensor:
     """Updates of each parameter: those that it had a gradient in.
 
     Args:
@@ -107,10 +114,10 @@ def own_count(step: Tensor, missed: Tree, names: Collection[str]) -> Tensor:
         shape=() where it is the same for all names, else shape=(n,), for `each`.
 
     Example:
-        >>> missed = none_missed({"a": torch.ones(2), "b": torch.ones(2)})
-        >>> each(own_count(torch.tensor(3), missed, ["a", "b"]), ["a", "b"])
+        >>> missed = no_missed_updates({"a": torch.ones(2), "b": torch.ones(2)})
+        >>> by_name(update_count(torch.tensor(3), missed, ["a", "b"]), ["a", "b"])
         {'a': tensor(3), 'b': tensor(3)}
-        >>> own_count(torch.tensor(3), missed._replace(counts=torch.tensor([0, 2])), ["a", "b"]).tolist()
+        >>> update_count(torch.tensor(3), missed._replace(counts=torch.tensor([0, 2])), ["a", "b"]).tolist()
         [3, 1]
     """
     if not isinstance(missed, Missed) or not names:
@@ -125,11 +132,11 @@ def own_count(step: Tensor, missed: Tree, names: Collection[str]) -> Tensor:
     return step - (counts[0] if len(names) == 1 else counts)
 
 
-def each(value: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """A scalar of every name, from what was computed from an `own_count`.
+def by_name(value: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+    """A scalar of every name, from what was computed from an `update_count`.
 
     Example:
-        >>> {name: value.item() for name, value in each(torch.tensor([1, 2]), ["b", "a"]).items()}
+        >>> {name: value.item() for name, value in by_name(torch.tensor([1, 2]), ["b", "a"]).items()}
         {'a': 1, 'b': 2}
     """
     if value.dim() == 0:
@@ -186,17 +193,17 @@ def _checked_rate(schedule: Schedule, step: Tensor) -> Scalar:
     except PurestepError:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise _no_rate(schedule, step, f"raised {type(error).__name__}: {error}") from error
+        raise _schedule_error(schedule, step, f"raised {type(error).__name__}: {error}") from error
     if isinstance(found, Tensor):
         if found.is_nested or found.dim() or found.is_complex():
             shape = "that is nested" if found.is_nested else f"of shape {list(found.shape)}"
-            raise _no_rate(schedule, step, f"gave a {found.dtype} tensor {shape}")
+            raise _schedule_error(schedule, step, f"gave a {found.dtype} tensor {shape}")
     elif not isinstance(found, int | float):
-        raise _no_rate(schedule, step, f"gave a {type(found).__name__}")
+        raise _schedule_error(schedule, step, f"gave a {type(found).__name__}")
     return found
 
 
-def _no_rate(schedule: Schedule, step: Tensor, found: str) -> StepContractError:
+def _schedule_error(schedule: Schedule, step: Tensor, found: str) -> StepContractError:
     name = getattr(schedule, "__qualname__", type(schedule).__name__)
     return StepContractError(
         f"the schedule {found} for count {int(step)}",
@@ -205,7 +212,7 @@ def _no_rate(schedule: Schedule, step: Tensor, found: str) -> StepContractError:
     )
 
 
-def is_on(scalar: Scalar) -> bool:
+def is_enabled(scalar: Scalar) -> bool:
     """Whether the part that this scalar switches is there: a tensor may be anything later, so it is."""
     return isinstance(scalar, Tensor) or scalar != 0
 
@@ -214,16 +221,16 @@ def decay_square(nu: Tensor, update: Tensor, decay: Scalar) -> Tensor:
     """``decay * nu + (1 - decay) * update ** 2`` in the dtype of ``nu``."""
     old, new = _promoted(nu, update)
     if isinstance(decay, Tensor):
-        return (times(old, decay) + times(new * new, 1 - decay)).to(nu.dtype)
+        return (multiply(old, decay) + multiply(new * new, 1 - decay)).to(nu.dtype)
     return torch.addcmul(old * decay, new, new, value=1 - decay).to(nu.dtype)
 
 
-def root(square: Tensor) -> Tensor:
+def safe_sqrt(square: Tensor) -> Tensor:
     """The root in at least float32, with a derivative of 0 at 0: autograd's is inf there, times a gradient of 0 nan.
 
     In a graph it is the plain root: nobody differentiates through a compiled step.
     """
-    value = wide(square)
+    value = upcast(square)
     if rng.in_graph() or not tracing.followed([value]):
         return value.sqrt()
     zero = value == 0
@@ -238,7 +245,7 @@ class _Correction(NamedTuple):
     weight: Scalar  # of the mean
 
 
-def adam_ratios(
+def adam_quotients(
     updates: Params, mu: Params, nu: Params, mean_weight: Tensor, root_weight: Tensor, eps: Scalar
 ) -> Params:
     """``mu / mean_weight / (sqrt(nu) / root_weight + eps)`` of every name, computed in at least float32 and rounded to
@@ -248,10 +255,10 @@ def adam_ratios(
     inverse = 1 / root_weight
     corrections = {  # once, not once a leaf
         dtype: _corrections(updates, inverse.to(dtype), in_dtype(eps, dtype), mean_weight.to(dtype))
-        for dtype in dict.fromkeys(wide_dtype(leaf) for leaf in nu.values())
+        for dtype in dict.fromkeys(upcast_dtype(leaf) for leaf in nu.values())
     }
     return {
-        name: ratio(wide(mu[name]), wide(nu[name]), corrections[wide_dtype(nu[name])][name]).to(update.dtype)
+        name: ratio(upcast(mu[name]), upcast(nu[name]), corrections[upcast_dtype(nu[name])][name]).to(update.dtype)
         for name, update in updates.items()
     }
 
@@ -259,13 +266,13 @@ def adam_ratios(
 def _corrections(names: Iterable[str], inverse: Tensor, eps: Scalar, weight: Tensor) -> dict[str, _Correction]:
     if inverse.dim() == 0:
         return dict.fromkeys(names, _Correction(inverse, eps, weight))
-    inverses, weights = each(inverse, names), each(weight, names)
+    inverses, weights = by_name(inverse, names), by_name(weight, names)
     return {name: _Correction(inverses[name], eps, weights[name]) for name in names}
 
 
 def _ratio(mean: Tensor, square: Tensor, by: _Correction) -> Tensor:
     # Times the inverse: of a large update, divisions and roots are the larger part of the arithmetic.
-    return mean / ((root(square) * by.inverse + by.eps) * by.weight)
+    return mean / ((safe_sqrt(square) * by.inverse + by.eps) * by.weight)
 
 
 def _ratio_in_place(mean: Tensor, square: Tensor, by: _Correction) -> Tensor:
@@ -274,7 +281,7 @@ def _ratio_in_place(mean: Tensor, square: Tensor, by: _Correction) -> Tensor:
     return torch.div(mean, spread, out=spread) if mean.dtype == spread.dtype else mean / spread
 
 
-def divided(leaf: Tensor, divisor: Scalar) -> Tensor:
+def divide(leaf: Tensor, divisor: Scalar) -> Tensor:
     """``leaf / divisor`` without promotion by a 0-d divisor."""
     return leaf / in_dtype(divisor, leaf.dtype)
 
