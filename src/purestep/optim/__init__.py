@@ -1,14 +1,16 @@
-"""Optimizers by name, each one `chain` of documented parts, and the algebra of gradient transformations.
+"""Optimizers by name, and the gradient transformations that they are composed of.
 
-The names and the algebra are optax's (Babuschkin et al., 2020), the formulas and defaults those of torch.optim. A
-parameter that no loss of an update depends on (an unused layer, the other task's head) is skipped, as torch skips one
-whose ``grad`` is None: neither decay nor momentum moves it, and its own count of updates, by which Adam corrects its
-means, stands still. Two things go on: the schedule of the learning rate, and Nadam's product of momentum coefficients.
-A transform of one's own that counts updates counts them for all parameters.
+Names and composition follow optax (Babuschkin et al., 2020); formulas and defaults follow torch.optim. Each file holds
+one algorithm, in the order State, ``scale_by_x``, ``x``; the optimizer ``x`` is a `chain` of documented parts.
 
-``init`` of each transform raises a ConfigError where a ``mask`` does not fit the parameters (`masked`). ``update``
-raises a StateError where the state belongs to another chain or, with a mask, to other parameters; without a mask,
-parameters missing from the state are a KeyError with their name.
+A parameter that the loss does not depend on (an unused layer, the head of another task) is skipped, as torch skips a
+parameter whose ``grad`` is None: weight decay and momentum do not move it, and its update count for bias correction
+does not advance. The learning rate schedule and Nadam's product of momentum coefficients advance for all parameters.
+A user's own transform that counts updates counts them for all parameters.
+
+``init`` of each transform raises a ConfigError if a ``mask`` does not fit the parameters (see `masked`). ``update``
+raises a StateError if the state belongs to another chain or, with a mask, to other parameters. Without a mask, a
+parameter missing from the state raises a KeyError with its name.
 """
 
 from __future__ import annotations

@@ -36,12 +36,13 @@ def scale_by_adadelta(rho: Scalar = 0.9, *, eps: Scalar = 1e-6) -> Transform:
         eps: in [0, inf), inside the roots.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Zeiler, 2012, ADADELTA: An Adaptive Learning Rate Method.
 
     Example:
+        >>> import torch
         >>> params = {"w": torch.tensor([2.0])}
         >>> tx = scale_by_adadelta(0.75, eps=1.0)
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
@@ -54,7 +55,7 @@ def scale_by_adadelta(rho: Scalar = 0.9, *, eps: Scalar = 1e-6) -> Transform:
         return ScaleByAdadeltaState(zeros_like_squares(params), zeros_like_squares(params))
 
     def update(updates: Params, state: ScaleByAdadeltaState, params: Params) -> tuple[Params, ScaleByAdadeltaState]:
-        del params  # A function of gradients alone.
+        del params  # Depends on the gradients only.
         square = {name: decay_square(state.square[name], g, rho) for name, g in updates.items()}
         new = {
             name: ((upcast(state.delta[name]) + eps).sqrt() / (upcast(square[name]) + eps).sqrt() * upcast(g)).to(
@@ -77,17 +78,17 @@ def adadelta(
     weight_decay: Scalar = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
-    r"""Steps in the units of the weights, as `torch.optim.Adadelta`; the direction is that of `scale_by_adadelta`.
+    r"""Adadelta, as `torch.optim.Adadelta`: steps in the units of the weights; see `scale_by_adadelta`.
 
     Args:
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         rho: decay of both means of squares, in [0, 1).
         eps: in [0, inf), inside the roots.
-        weight_decay: in [0, inf), coupled: added to the gradient times the weights.
-        mask: what decays, as in `masked`; None: everything.
+        weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient.
+        mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Zeiler, 2012, ADADELTA: An Adaptive Learning Rate Method.

@@ -31,30 +31,30 @@ from .wrappers import Mask
 
 
 class ScaleByFactoredRmsState(NamedTuple):
-    """State of `scale_by_factored_rms`: matrices have a row and a column, vectors and scalars a full mean."""
+    """State of `scale_by_factored_rms`: a row and a column for a matrix, a full mean for a vector or scalar."""
 
     step: Tensor  # shape=(), dtype=int64: updates done
-    row: Params  # name -> [..., rows, 1]: mean over columns of squared gradients; of leaves with at least 2 dimensions
-    column: Params  # name -> [..., 1, columns]: mean over rows of squared gradients; of the same leaves
-    full: Params  # name -> P: running mean of squared gradients; of the other leaves
-    missed: Tree = Empty()  # of the updates, those that a parameter had no gradient in
+    row: Params  # name -> [..., rows, 1]: squared gradients, mean over columns; for leaves of at least 2 dimensions
+    column: Params  # name -> [..., 1, columns]: squared gradients, mean over rows; for the same leaves
+    full: Params  # name -> P: running mean of squared gradients; for the other leaves
+    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
 
 
 @recipe
 def scale_by_factored_rms(decay_rate: float = 0.8, *, eps: float | None = None) -> Transform:
     r"""Gradients over a root mean square of rank one, as in `torch.optim.Adafactor`.
 
-    :math:`\hat v_t = r_t c_t / \operatorname{mean}(r_t)`, with means that decay by :math:`1 - t^{-decay\_rate}`.
+    :math:`\hat v_t = r_t c_t / \operatorname{mean}(r_t)`; the means decay by :math:`1 - t^{-decay\_rate}`.
 
     Args:
         decay_rate: in [0, inf); torch's ``-beta2_decay``.
-        eps: the least root mean square; None: the machine epsilon of each parameter's dtype.
+        eps: a lower bound on the root mean square; None: the machine epsilon of each parameter's dtype.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
-        Shazeer and Stern, 2018, Adafactor; torch applies eps to the ratio, they to both factors.
+        Shazeer and Stern, 2018, Adafactor. The paper applies eps to both factors; torch and this function to the ratio.
 
     Example:
         >>> params = {"w": torch.ones(3, 5)}
@@ -67,11 +67,11 @@ def scale_by_factored_rms(decay_rate: float = 0.8, *, eps: float | None = None) 
         require("scale_by_factored_rms", eps=eps)
 
     def init(params: Params) -> ScaleByFactoredRmsState:
-        many = {name: param for name, param in params.items() if param.ndim > 1}
-        few = {name: param for name, param in params.items() if param.ndim < 2}
-        row = {name: torch.zeros_like(param[..., :1], requires_grad=False) for name, param in many.items()}
-        column = {name: torch.zeros_like(param[..., :1, :], requires_grad=False) for name, param in many.items()}
-        return ScaleByFactoredRmsState(zero_count(params), row, column, zeros_like(few), no_missed_updates(params))
+        factored = {name: param for name, param in params.items() if param.ndim > 1}
+        full = {name: param for name, param in params.items() if param.ndim < 2}
+        row = {name: torch.zeros_like(param[..., :1], requires_grad=False) for name, param in factored.items()}
+        column = {name: torch.zeros_like(param[..., :1, :], requires_grad=False) for name, param in factored.items()}
+        return ScaleByFactoredRmsState(zero_count(params), row, column, zeros_like(full), no_missed_updates(params))
 
     def update(
         updates: Params, state: ScaleByFactoredRmsState, params: Params
@@ -103,13 +103,13 @@ def _outer(row: Tensor, column: Tensor, eps: float) -> Tensor:
 
 @recipe
 def clip_by_block_rms(threshold: Scalar = 1.0) -> Transform:
-    """Each parameter's update over ``max(1, its root mean square / threshold)``.
+    """Divide each parameter's update by ``max(1, rms / threshold)``, where rms is the update's root mean square.
 
     Args:
         threshold: in (0, inf).
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Shazeer and Stern, 2018, Adafactor, section 6.
@@ -120,10 +120,10 @@ def clip_by_block_rms(threshold: Scalar = 1.0) -> Transform:
     """
     require("clip_by_block_rms", threshold=threshold)
     if not isinstance(threshold, Tensor) and threshold == 0:
-        raise ConfigError("threshold is 0, which leaves no update", where="clip_by_block_rms", hint="threshold=1.0")
+        raise ConfigError("threshold is 0, which makes every update 0", where="clip_by_block_rms", hint="threshold=1.0")
 
     def fn(updates: Params, params: Params) -> Params:
-        del params  # A bound on updates alone.
+        del params  # Depends on the updates only.
         return {name: multiply(u, 1 / (_rms(u) / threshold).clamp(min=1.0)) for name, u in updates.items()}
 
     return stateless(fn, elementwise=False)
@@ -131,13 +131,13 @@ def clip_by_block_rms(threshold: Scalar = 1.0) -> Transform:
 
 @recipe
 def scale_by_param_block_rms(min_scale: Scalar = 1e-3) -> Transform:
-    """Each parameter's update times the root mean square of its weights, at least ``min_scale``.
+    """Multiply each parameter's update by the root mean square of its weights, at least ``min_scale``.
 
     Args:
         min_scale: in [0, inf).
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Shazeer and Stern, 2018, Adafactor, section 8.
@@ -161,13 +161,13 @@ def _rms(leaf: Tensor) -> Tensor:
 
 @recipe
 def scale_by_relative_step(learning_rate: Rate) -> Transform:
-    r"""Updates times :math:`\min(\gamma, 1 / \sqrt t) / \gamma`, so that the learning rate after it is a bound.
+    r"""Multiply updates by :math:`\min(\gamma, 1 / \sqrt t) / \gamma`: the learning rate becomes an upper bound.
 
     Args:
-        learning_rate: :math:`\gamma`, the one that `scale_by_learning_rate` is given too.
+        learning_rate: :math:`\gamma`, the same as in the `scale_by_learning_rate` that follows.
 
     Raises:
-        ConfigError: for a number out of range, or one of torch's schedulers.
+        ConfigError: a number is out of range, or the rate is one of torch's schedulers.
 
     References:
         `torch.optim.Adafactor`; Shazeer and Stern, 2018, section 9.
@@ -183,10 +183,10 @@ def scale_by_relative_step(learning_rate: Rate) -> Transform:
         return StepState(zero_count(params), no_missed_updates(params))
 
     def update(updates: Params, state: StepState, params: Params) -> tuple[Params, StepState]:
-        del params  # A function of the count alone.
+        del params  # Depends on the count only.
         bound = update_count(state.step + 1, state.missed, updates).to(scalar_dtype(updates)).rsqrt()
         rate = rate_at(learning_rate, state.step)
-        # A rate of 0 makes the ratio infinite and the bound 1, and stays 0 after it.
+        # A rate of 0 makes the ratio inf and the factor 1; the update is still multiplied by the rate 0 later.
         factors = by_name((bound / rate).clamp(max=1.0), updates)
         new = {name: multiply(u, factors[name]) for name, u in updates.items()}
         return new, StepState(state.step + 1, state.missed)
@@ -204,20 +204,20 @@ def adafactor(
     weight_decay: Scalar = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
-    r"""Second moments of rank one and steps relative to the weights, as `torch.optim.Adafactor`.
+    r"""Adafactor, as `torch.optim.Adafactor`: second moments of rank one, and steps relative to the weights.
 
-    A matrix of r rows and c columns has r + c numbers of state. Not elementwise.
+    The state of a matrix with r rows and c columns has r + c numbers. Not elementwise.
 
     Args:
-        learning_rate: a bound on the relative step :math:`1 / \sqrt t`, in [0, inf), or a schedule.
-        decay_rate: squares decay by :math:`1 - t^{-decay\_rate}`; torch's ``-beta2_decay``.
-        eps: the least root mean square of gradients (None: the machine epsilon), and that of weights.
-        clipping_threshold: of an update's root mean square, in [1, inf); torch's ``d``.
+        learning_rate: an upper bound on the relative step :math:`1 / \sqrt t`, in [0, inf), or a schedule.
+        decay_rate: the means of squares decay by :math:`1 - t^{-decay\_rate}`; torch's ``-beta2_decay``.
+        eps: lower bounds on the root mean square of gradients (None: the machine epsilon) and of weights.
+        clipping_threshold: upper bound on an update's root mean square, in [1, inf); torch's ``d``.
         weight_decay: :math:`\lambda` in [0, inf), decoupled.
-        mask: what decays, as in `masked`; None: everything.
+        mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Shazeer and Stern, 2018, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost.
@@ -232,7 +232,7 @@ def adafactor(
     require("adafactor", low=1.0, clipping_threshold=clipping_threshold)
     pair: Any = eps
     if not isinstance(pair, tuple | list) or len(cast(tuple[Any, ...], pair)) != 2:
-        raise ConfigError(f"eps is {eps!r}, no pair", where="adafactor", hint="eps=(None, 1e-3)")
+        raise ConfigError(f"eps is {eps!r}, not a pair", where="adafactor", hint="eps=(None, 1e-3)")
     least_gradient, least_weight = eps
     require("adafactor", eps=0.0 if least_gradient is None else least_gradient)
     require("adafactor", eps=least_weight)

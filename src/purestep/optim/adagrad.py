@@ -39,11 +39,11 @@ def scale_by_rss(initial_accumulator_value: float = 0.0, *, eps: Scalar = 1e-10)
     r"""Gradients over the root of the sum of all squares so far, as in `torch.optim.Adagrad`.
 
     Args:
-        initial_accumulator_value: what the sum starts from, in [0, inf).
+        initial_accumulator_value: the initial sum of squares, in [0, inf).
         eps: in [0, inf), outside the root.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Duchi et al., 2011, Adaptive Subgradient Methods.
@@ -60,7 +60,7 @@ def scale_by_rss(initial_accumulator_value: float = 0.0, *, eps: Scalar = 1e-10)
         return ScaleByRssState({name: z + initial_accumulator_value for name, z in zeros_like_squares(params).items()})
 
     def update(updates: Params, state: ScaleByRssState, params: Params) -> tuple[Params, ScaleByRssState]:
-        del params  # A function of gradients alone.
+        del params  # Depends on the gradients only.
         total = {name: _add_square(state.total[name], g) for name, g in updates.items()}
         new = {name: (upcast(g) / (safe_sqrt(total[name]) + eps)).to(g.dtype) for name, g in updates.items()}
         return new, ScaleByRssState(total)
@@ -74,13 +74,13 @@ def _add_square(total: Tensor, update: Tensor) -> Tensor:
 
 @recipe
 def scale_by_inverse_time(decay: Scalar) -> Transform:
-    """Updates over ``1 + decay * updates done``: the learning rate's decay in `torch.optim.Adagrad`.
+    """Divide updates by ``1 + decay * updates done``: the learning rate decay of `torch.optim.Adagrad`.
 
     Args:
         decay: in [0, inf).
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     Example:
         >>> params = {"w": torch.ones(1)}
@@ -95,7 +95,7 @@ def scale_by_inverse_time(decay: Scalar) -> Transform:
         return StepState(zero_count(params), no_missed_updates(params))
 
     def update(updates: Params, state: StepState, params: Params) -> tuple[Params, StepState]:
-        del params  # A function of the count alone.
+        del params  # Depends on the count only.
         own = update_count(state.step, state.missed, updates)
         divisors = by_name(1 + decay * own.to(scalar_dtype(updates)), updates)
         new = {name: divide(upcast(u), divisors[name]).to(u.dtype) for name, u in updates.items()}
@@ -114,7 +114,7 @@ def adagrad(
     weight_decay: Scalar = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
-    r"""Gradients over the root of the sum of all their squares, as `torch.optim.Adagrad`.
+    r"""Adagrad, as `torch.optim.Adagrad`: gradients over the root of the sum of all their squares.
 
     .. math:: \theta_t = \theta_{t-1} - \frac{\gamma}{1 + (t - 1) \eta}
         \frac{g_t}{\sqrt{\sum_{i \le t} g_i^2} + \epsilon}
@@ -122,13 +122,13 @@ def adagrad(
     Args:
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         lr_decay: :math:`\eta` in [0, inf).
-        initial_accumulator_value: what the sum starts from, in [0, inf).
+        initial_accumulator_value: the initial sum of squares, in [0, inf).
         eps: in [0, inf), outside the root.
-        weight_decay: in [0, inf), coupled: added to the gradient times the weights.
-        mask: what decays, as in `masked`; None: everything.
+        weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient.
+        mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Duchi et al., 2011, Adaptive Subgradient Methods for Online Learning.
@@ -142,6 +142,6 @@ def adagrad(
     """
     typed = {"lr_decay": lr_decay, "initial_accumulator_value": initial_accumulator_value, "eps": eps}
     require_arguments("adagrad", learning_rate, below_one=None, weight_decay=weight_decay, **typed)
-    slowing = [scale_by_inverse_time(lr_decay)] if is_enabled(lr_decay) else []
+    rate_decay = [scale_by_inverse_time(lr_decay)] if is_enabled(lr_decay) else []
     direction = scale_by_rss(initial_accumulator_value, eps=eps)
-    return chain(*decay_parts(weight_decay, mask), direction, *slowing, scale_by_learning_rate(learning_rate))
+    return chain(*decay_parts(weight_decay, mask), direction, *rate_decay, scale_by_learning_rate(learning_rate))

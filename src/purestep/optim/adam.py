@@ -40,8 +40,8 @@ class ScaleByAdamState(NamedTuple):
     step: Tensor  # shape=(), dtype=int64: updates done
     mu: Params  # name -> P: running mean of gradients
     nu: Params  # name -> P: running mean of their squares
-    nu_max: Tree  # name -> P: the greatest nu so far; Empty without amsgrad
-    missed: Tree = Empty()  # of the updates, those that a parameter had no gradient in
+    nu_max: Tree  # name -> P: running maximum of nu; Empty without amsgrad
+    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
 
 
 @recipe
@@ -60,14 +60,14 @@ def scale_by_adam(
         b1: decay of the mean, in [0, 1).
         b2: decay of the mean of squares, in [0, 1).
         eps: in [0, inf), outside the root, as in torch.
-        amsgrad: divide by the greatest :math:`v` so far.
-        mu_dtype: of the mean; None: each parameter's.
-        nu_dtype: of the mean of squares; None: each parameter's, and float32 for float16, in which the square of
-            anything below 2e-4 is 0. In bfloat16 it stands still once it is near its value, since 1 - b2 is below the
-            rounding.
+        amsgrad: divide by the running maximum of :math:`v`.
+        mu_dtype: dtype of the mean; None: each parameter's.
+        nu_dtype: dtype of the mean of squares; None: each parameter's, but float32 for float16, where the square of
+            any number below 2e-4 is 0. In bfloat16 the mean of squares stops changing close to its limit, because
+            1 - b2 is smaller than the rounding error.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Kingma and Ba, 2015, Adam; Reddi et al., 2018, On the Convergence of Adam and Beyond.
@@ -87,7 +87,7 @@ def scale_by_adam(
         return ScaleByAdamState(zero_count(params), zeros_like(params, mu_dtype), nu, nu_max, no_missed_updates(params))
 
     def update(updates: Params, state: ScaleByAdamState, params: Params) -> tuple[Params, ScaleByAdamState]:
-        del params  # A function of gradients alone.
+        del params  # Depends on the gradients only.
         step = state.step + 1
         mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
@@ -95,8 +95,7 @@ def scale_by_adam(
         dtype, own = scalar_dtype(updates), update_count(step, state.missed, updates)
         mean_weight = complement_power(b1, own, dtype)
         root_weight = complement_power(b2, own, dtype).sqrt()
-        under = nu_max if amsgrad else nu
-        new = adam_quotients(updates, mu, under, mean_weight, root_weight, eps)
+        new = adam_quotients(updates, mu, nu_max if amsgrad else nu, mean_weight, root_weight, eps)
         return new, ScaleByAdamState(step, mu, nu, nu_max, state.missed)
 
     return Transform(init, update)
@@ -122,14 +121,14 @@ def adam(
         b1: decay of the mean of gradients, in [0, 1).
         b2: decay of the mean of their squares, in [0, 1).
         eps: in [0, inf), outside the root.
-        weight_decay: in [0, inf), coupled: added to the gradient times the weights. `adamw` decouples it.
-        mask: what decays, as in `masked`; None: everything.
-        amsgrad: divide by the greatest mean of squares so far.
-        mu_dtype: of the mean of gradients; None: each parameter's.
-        nu_dtype: of the mean of squares; None: each parameter's, and float32 for float16.
+        weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient. `adamw` decouples it.
+        mask: the parameters that decay, as in `masked`; None: all.
+        amsgrad: divide by the running maximum of the mean of squares.
+        mu_dtype: dtype of the mean of gradients; None: each parameter's.
+        nu_dtype: dtype of the mean of squares; None: each parameter's, but float32 for float16.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Kingma and Ba, 2015, Adam: A Method for Stochastic Optimization.
@@ -171,13 +170,13 @@ def adamw(
         b2: decay of the mean of their squares, in [0, 1).
         eps: in [0, inf), outside the root.
         weight_decay: :math:`\lambda` in [0, inf).
-        mask: what decays, as in `masked`; None: everything. See `decay_mask`.
-        amsgrad: divide by the greatest mean of squares so far.
-        mu_dtype: of the mean of gradients; None: each parameter's.
-        nu_dtype: of the mean of squares; None: each parameter's, and float32 for float16.
+        mask: the parameters that decay, as in `masked`; None: all. See `decay_mask`.
+        amsgrad: divide by the running maximum of the mean of squares.
+        mu_dtype: dtype of the mean of gradients; None: each parameter's.
+        nu_dtype: dtype of the mean of squares; None: each parameter's, but float32 for float16.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Loshchilov and Hutter, 2019, Decoupled Weight Decay Regularization.
@@ -222,7 +221,7 @@ def scale_by_nadam(
         momentum_decay: :math:`\psi` in [0, inf).
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Dozat, 2016, Incorporating Nesterov Momentum into Adam.
@@ -243,7 +242,7 @@ def scale_by_nadam(
         )
 
     def update(updates: Params, state: ScaleByNadamState, params: Params) -> tuple[Params, ScaleByNadamState]:
-        del params  # A function of gradients alone.
+        del params  # Depends on the gradients only.
         step, dtype = state.step + 1, exact_dtype(updates)
         now = b1 * (1 - 0.5 * torch.pow(0.96, step.to(dtype) * momentum_decay))
         following = b1 * (1 - 0.5 * torch.pow(0.96, (step + 1).to(dtype) * momentum_decay))
@@ -281,13 +280,13 @@ def nadam(
         b1: decay of the mean of gradients, in [0, 1).
         b2: decay of the mean of their squares, in [0, 1).
         eps: in [0, inf), outside the root.
-        momentum_decay: how fast the momentum warms up, in [0, inf).
-        weight_decay: in [0, inf), coupled: added to the gradient times the weights, unless decoupled.
-        decoupled_weight_decay: take the decay out of the moments, as AdamW does.
-        mask: what decays, as in `masked`; None: everything.
+        momentum_decay: :math:`\psi`, the rate at which the momentum warms up, in [0, inf).
+        weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient, unless decoupled.
+        decoupled_weight_decay: add the decay after the moments, as AdamW does.
+        mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Dozat, 2016, Incorporating Nesterov Momentum into Adam.
@@ -311,13 +310,13 @@ class MomentsState(NamedTuple):
 
     step: Tensor  # shape=(), dtype=int64: updates done
     mu: Params  # name -> P: running mean of gradients
-    nu: Params  # name -> P: running mean of their squares; for Adamax their decaying maximum
-    missed: Tree = Empty()  # of the updates, those that a parameter had no gradient in
+    nu: Params  # name -> P: running mean of their squares; for Adamax the decaying maximum of their magnitudes
+    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
 
 
 @recipe
 def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
-    r"""Adam's direction, rectified while the variance of :math:`v` is large, as in `torch.optim.RAdam`.
+    r"""Adam's direction with a rectifier for the large variance of :math:`v` in early updates, as `torch.optim.RAdam`.
 
     With :math:`\rho_t = \rho_\infty - 2 t \beta_2^t / (1 - \beta_2^t)`: :math:`\hat m_t` where
     :math:`\rho_t \le 5`, else :math:`r_t \hat m_t \sqrt{1 - \beta_2^t} / (\sqrt{v_t} + \epsilon)`.
@@ -325,10 +324,10 @@ def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) 
     Args:
         b1: decay of the mean, in [0, 1).
         b2: decay of the mean of squares, in [0, 1).
-        eps: in [0, inf), added before the correction of bias.
+        eps: in [0, inf), added before the bias correction.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
@@ -343,7 +342,7 @@ def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) 
     require("scale_by_radam", eps=eps)
 
     def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
-        del params  # A function of gradients alone.
+        del params  # Depends on the gradients only.
         step, dtype = state.step + 1, exact_dtype(updates)
         mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
@@ -365,7 +364,7 @@ def _rectifier(step: Tensor, b2: Scalar, square_weight: Tensor) -> tuple[Tensor,
     last = 2 / (1 - b2) - 1
     rho = last - 2 * step * (1 - square_weight) / square_weight
     is_adaptive = rho > 5
-    # Below the threshold the root may be of a negative number; it is not used there.
+    # Below the threshold the radicand may be negative; the result is not used there.
     rho = torch.where(is_adaptive, rho, 5.0)
     return is_adaptive, ((rho - 4) * (rho - 2) * last / ((last - 4) * (last - 2) * rho)).sqrt()
 
@@ -388,12 +387,12 @@ def radam(
         b1: decay of the mean of gradients, in [0, 1).
         b2: decay of the mean of their squares, in [0, 1).
         eps: in [0, inf), outside the root.
-        weight_decay: in [0, inf), coupled: added to the gradient times the weights, unless decoupled.
-        decoupled_weight_decay: take the decay out of the moments, as AdamW does.
-        mask: what decays, as in `masked`; None: everything.
+        weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient, unless decoupled.
+        decoupled_weight_decay: add the decay after the moments, as AdamW does.
+        mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
@@ -412,7 +411,7 @@ def radam(
 
 @recipe
 def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
-    r"""Adam's direction with a maximum for the root mean square, as in `torch.optim.Adamax`.
+    r"""Adam's direction with a decaying maximum instead of the root mean square, as in `torch.optim.Adamax`.
 
     .. math:: \frac{m_t}{(1 - \beta_1^t) u_t}, \quad u_t = \max(\beta_2 u_{t-1}, |g_t| + \epsilon)
 
@@ -422,7 +421,7 @@ def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8)
         eps: in [0, inf).
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Kingma and Ba, 2015, Adam, section 7.1.
@@ -437,7 +436,7 @@ def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8)
     require("scale_by_adamax", eps=eps)
 
     def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
-        del params  # A function of gradients alone.
+        del params  # Depends on the gradients only.
         step = state.step + 1
         mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
         nu = {name: _decay_max(state.nu[name], g, b2, eps) for name, g in updates.items()}
@@ -469,13 +468,13 @@ def adamax(
     Args:
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         b1: decay of the mean of gradients, in [0, 1).
-        b2: decay of the greatest gradient, in [0, 1).
-        eps: in [0, inf), added to each gradient's size.
-        weight_decay: in [0, inf), coupled: added to the gradient times the weights.
-        mask: what decays, as in `masked`; None: everything.
+        b2: decay of the maximum, in [0, 1).
+        eps: in [0, inf), added to each gradient's magnitude.
+        weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient.
+        mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Kingma and Ba, 2015, Adam, section 7.1.

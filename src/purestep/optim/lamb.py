@@ -21,7 +21,7 @@ from .wrappers import Mask
 
 @recipe
 def scale_by_trust_ratio() -> Transform:
-    r"""Each parameter's update times :math:`\|\theta\| / \|u\|`; as it is where either norm is 0.
+    r"""Multiply each parameter's update by :math:`\|\theta\| / \|u\|`; by 1 if either norm is 0.
 
     References:
         You et al., 2020, Large Batch Optimization for Deep Learning, algorithm 2 (LAMB).
@@ -39,8 +39,9 @@ def scale_by_trust_ratio() -> Transform:
 
 
 def _trust_ratio(param: Tensor, update: Tensor) -> Tensor:
-    size, step = torch.linalg.vector_norm(param), torch.linalg.vector_norm(update)
-    return torch.where((size > 0) & (step > 0), size / torch.where(step > 0, step, 1.0), 1.0)
+    weight_norm, update_norm = torch.linalg.vector_norm(param), torch.linalg.vector_norm(update)
+    is_defined = (weight_norm > 0) & (update_norm > 0)
+    return torch.where(is_defined, weight_norm / torch.where(update_norm > 0, update_norm, 1.0), 1.0)
 
 
 @recipe
@@ -53,7 +54,7 @@ def lamb(
     weight_decay: Scalar = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
-    r"""AdamW with steps as long as each layer's weights, as `optax.lamb`; torch has none.
+    r"""LAMB, as `optax.lamb`: AdamW with each layer's step scaled to the norm of its weights. torch.optim has none.
 
     With :math:`u_t = \hat m_t / (\sqrt{\hat v_t} + \epsilon) + \lambda \theta_{t-1}`, :math:`\theta_t = \theta_{t-1}
     - \gamma u_t \|\theta_{t-1}\| / \|u_t\|`. Not elementwise.
@@ -64,10 +65,10 @@ def lamb(
         b2: decay of the mean of their squares, in [0, 1).
         eps: in [0, inf), outside the root.
         weight_decay: :math:`\lambda` in [0, inf).
-        mask: what decays, as in `masked`; None: everything.
+        mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         You et al., 2020, Large Batch Optimization for Deep Learning: Training BERT in 76 minutes.

@@ -27,15 +27,15 @@ class ScaleByLionState(NamedTuple):
 
 @recipe
 def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, *, mu_dtype: torch.dtype | None = None) -> Transform:
-    r"""The sign of an interpolation, :math:`\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t)`.
+    r"""The sign of momentum and gradient mixed, :math:`\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t)`.
 
     Args:
         b1: weight of the mean in the direction, in [0, 1).
         b2: decay of the mean, :math:`m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t`, in [0, 1).
-        mu_dtype: of the mean; None: each parameter's.
+        mu_dtype: dtype of the mean; None: each parameter's.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Chen et al., 2023, Symbolic Discovery of Optimization Algorithms.
@@ -52,7 +52,7 @@ def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, *, mu_dtype: torch.dtype 
         return ScaleByLionState(zeros_like(params, mu_dtype))
 
     def update(updates: Params, state: ScaleByLionState, params: Params) -> tuple[Params, ScaleByLionState]:
-        del params  # A function of gradients alone.
+        del params  # Depends on the gradients only.
         new = {
             name: lerp(state.mu[name].to(torch.promote_types(state.mu[name].dtype, g.dtype)), g, 1 - b1)
             .sign()
@@ -74,21 +74,21 @@ def lion(
     mask: Mask | None = None,
     mu_dtype: torch.dtype | None = None,
 ) -> Transform:
-    r"""The sign of momentum, as `optax.lion`; torch has none.
+    r"""Lion, as `optax.lion`: a step along the sign of momentum. torch.optim has no Lion.
 
     .. math:: \theta_t = \theta_{t-1} - \gamma (s_t + \lambda \theta_{t-1}), \quad
         s_t = \operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t)
 
     Args:
-        learning_rate: :math:`\gamma` in [0, inf), or a schedule; a third to a tenth of AdamW's.
+        learning_rate: :math:`\gamma` in [0, inf), or a schedule; usually a third to a tenth of AdamW's.
         b1: weight of the mean in the direction, in [0, 1).
         b2: decay of the mean of gradients, in [0, 1).
         weight_decay: :math:`\lambda` in [0, inf), decoupled.
-        mask: what decays, as in `masked`; None: everything.
-        mu_dtype: of the mean; None: each parameter's.
+        mask: the parameters that decay, as in `masked`; None: all.
+        mu_dtype: dtype of the mean; None: each parameter's.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Chen et al., 2023, Symbolic Discovery of Optimization Algorithms.

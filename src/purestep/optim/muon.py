@@ -50,14 +50,14 @@ def scale_by_muon(
 
     Args:
         momentum: decay of the mean of gradients, in [0, 1).
-        nesterov: orthogonalize what the mean will be after one more such gradient.
+        nesterov: orthogonalize the interpolation of gradient and mean, instead of the mean.
         ns_coefficients: :math:`(a, b, c)` of :math:`X \leftarrow a X + b (X X^\top) X + c (X X^\top)^2 X`.
-        ns_steps: in [0, 100).
-        eps: the least Frobenius norm to divide by.
+        ns_steps: number of Newton-Schulz steps, in [0, 100).
+        eps: a lower bound on the Frobenius norm to divide by.
 
     Raises:
-        ConfigError: for numbers out of range.
-        StateError: at init, for a parameter that is no matrix.
+        ConfigError: a number is out of range.
+        StateError: at init, if a parameter is not a matrix.
 
     References:
         Jordan et al., 2024, Muon: An optimizer for hidden layers in neural networks.
@@ -77,30 +77,30 @@ def scale_by_muon(
         for name, param in params.items():
             if param.ndim != 2:
                 raise StateError(
-                    f"muon is for matrices, and this parameter has shape {tuple(param.shape)}",
+                    f"muon needs matrices, but this parameter has shape {tuple(param.shape)}",
                     where=f"params/{name}",
                     hint=_MUON_CURE,
                 )
         return ScaleByMuonState(zeros_like(params))
 
     def update(updates: Params, state: ScaleByMuonState, params: Params) -> tuple[Params, ScaleByMuonState]:
-        del params  # A function of gradients alone.
+        del params  # Depends on the gradients only.
         mu = {name: lerp(state.mu[name], g, 1 - momentum) for name, g in updates.items()}
         ahead = {name: lerp(g, mu[name], momentum) for name, g in updates.items()} if nesterov else mu
         new = {
-            name: _orthogonal(ahead[name], ns_coefficients, ns_steps, eps).to(g.dtype) for name, g in updates.items()
+            name: _orthogonalize(ahead[name], ns_coefficients, ns_steps, eps).to(g.dtype) for name, g in updates.items()
         }
         return new, ScaleByMuonState(mu)
 
     return Transform(init, update, elementwise=False)
 
 
-def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+def _orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.bfloat16()
     x = x.T if is_tall else x
-    # The iteration converges from spectral norms up to 1, and the Frobenius norm is no less.
+    # The iteration converges for spectral norms up to 1; the Frobenius norm is an upper bound of the spectral norm.
     x = x / x.norm().clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.T
@@ -110,14 +110,14 @@ def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps:
 
 @recipe
 def scale_by_shape(adjust: Adjust = "original") -> Transform:
-    r"""Orthogonal updates times a factor of their matrix's shape, so that one learning rate fits all of them.
+    r"""Multiply orthogonal updates by a factor of the matrix shape, so that one learning rate fits all matrices.
 
     Args:
         adjust: ``"original"``: :math:`\sqrt{\max(1, rows / columns)}`; ``"match_rms_adamw"``:
-            :math:`0.2 \sqrt{\max(rows, columns)}`, for which AdamW's learning rate and weight decay fit.
+            :math:`0.2 \sqrt{\max(rows, columns)}`, which suits the learning rate and weight decay of AdamW.
 
     Raises:
-        ConfigError: for another name.
+        ConfigError: ``adjust`` is another name.
 
     References:
         Liu et al., 2025, Muon is Scalable for LLM Training.
@@ -128,13 +128,13 @@ def scale_by_shape(adjust: Adjust = "original") -> Transform:
         2.0
     """
     if adjust not in ("original", "match_rms_adamw"):
-        raise ConfigError(f"no adjustment {adjust!r}", where="scale_by_shape", hint='"original" or "match_rms_adamw"')
+        raise ConfigError(f"adjust is {adjust!r}", where="scale_by_shape", hint='"original" or "match_rms_adamw"')
 
     def factor(rows: int, columns: int) -> float:
         return math.sqrt(max(1, rows / columns)) if adjust == "original" else 0.2 * math.sqrt(max(rows, columns))
 
     def fn(updates: Params, params: Params) -> Params:
-        del params  # Updates have the same shapes.
+        del params  # Depends on the shapes of the updates only.
         return {name: u * factor(*u.shape[:2]) for name, u in updates.items()}
 
     return stateless(fn, elementwise=False)
@@ -153,25 +153,25 @@ def muon(
     adjust: Adjust = "original",
     mask: Mask | None = None,
 ) -> Transform:
-    r"""Momentum whose singular values are all made about 1, as `torch.optim.Muon`: for hidden weight matrices.
+    r"""Muon, as `torch.optim.Muon`: momentum with all singular values set to about 1, for hidden weight matrices.
 
-    Embeddings, heads, biases and norms belong to another optimizer; see the example. Not elementwise.
+    Train embeddings, heads, biases and norms with another optimizer; see the example. Not elementwise.
 
     Args:
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         momentum: decay of the mean of gradients, in [0, 1).
-        nesterov: orthogonalize what the mean will be after one more such gradient.
+        nesterov: orthogonalize the interpolation of gradient and mean, instead of the mean.
         weight_decay: :math:`\lambda` in [0, inf), decoupled.
-        ns_coefficients: of the Newton-Schulz iteration.
-        ns_steps: how many iterations, in [0, 100).
-        eps: the least Frobenius norm to divide by.
-        adjust: the factor for a matrix's shape: ``"original"``, or ``"match_rms_adamw"``, for which AdamW's
-            learning rate and weight decay fit.
-        mask: what decays, as in `masked`; None: everything.
+        ns_coefficients: coefficients of the Newton-Schulz iteration; see `scale_by_muon`.
+        ns_steps: number of Newton-Schulz steps, in [0, 100).
+        eps: a lower bound on the Frobenius norm to divide by.
+        adjust: the factor for the matrix shape, see `scale_by_shape`: ``"original"``, or ``"match_rms_adamw"``, which
+            suits the learning rate and weight decay of AdamW.
+        mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: for numbers out of range.
-        StateError: at init, for a parameter that is no matrix.
+        ConfigError: a number is out of range.
+        StateError: at init, if a parameter is not a matrix.
 
     References:
         Jordan et al., 2024, Muon: An optimizer for hidden layers in neural networks; Liu et al., 2025, Muon is
@@ -188,7 +188,7 @@ def muon(
     require_arguments("muon", learning_rate, below_one={"momentum": momentum}, eps=eps, weight_decay=weight_decay)
     require("muon", high=100, ns_steps=ns_steps)
     if adjust not in ("original", "match_rms_adamw"):
-        raise ConfigError(f"no adjustment {adjust!r}", where="muon", hint='"original" or "match_rms_adamw"')
+        raise ConfigError(f"adjust is {adjust!r}", where="muon", hint='"original" or "match_rms_adamw"')
     return chain(
         scale_by_muon(momentum, nesterov=nesterov, ns_coefficients=ns_coefficients, ns_steps=ns_steps, eps=eps),
         scale_by_shape(adjust),
@@ -198,19 +198,19 @@ def muon(
 
 
 def muon_labels(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[str, str]:
-    """Which parameters `muon` is for: ``"muon"`` for weight matrices, ``"adamw"`` for the rest.
+    """Label the parameters of a model for `partition`: ``"muon"`` for weight matrices, ``"adamw"`` for the rest.
 
     The rest are vectors, scalars, convolutions, the weights of norms and embeddings, and matrices tied to one of these.
 
     Args:
-        model: its parameters' names are the labels' keys, tied ones under each of their names.
-        skip: names of further ones for AdamW: full ones, or any part between dots. The output head belongs here.
+        model: a module; a tied parameter is labelled under each of its names.
+        skip: further parameters for AdamW, usually the output head: full names, or any part between two dots.
 
     Returns:
-        name -> ``"muon"`` or ``"adamw"``, for `partition`.
+        name -> ``"muon"`` or ``"adamw"``.
 
     Raises:
-        ConfigError: for an entry of ``skip`` that no parameter has.
+        ConfigError: no parameter has a name in ``skip``.
 
     Example:
         >>> muon_labels(torch.nn.Linear(2, 2))
@@ -221,6 +221,6 @@ def muon_labels(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[str
     rest = {id(module.weight) for module in model.modules() if isinstance(module, tables)}
     named = dict(model.named_parameters(remove_duplicate=False))
     is_weight = decay_mask(model, skip=skip)
-    # By identity, since a tied matrix is in the state under one of its names only.
+    # By identity: the state holds a tied matrix under one of its names only.
     rest |= {id(param) for name, param in named.items() if param.ndim != 2 or not is_weight[name]}
     return {name: "adamw" if id(param) in rest else "muon" for name, param in named.items()}

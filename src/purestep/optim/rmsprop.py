@@ -37,12 +37,12 @@ def scale_by_rms(decay: Scalar = 0.99, *, eps: Scalar = 1e-8, centered: bool = F
     r"""Gradients over their root mean square, :math:`g_t / (\sqrt{v_t} + \epsilon)`, as in `torch.optim.RMSprop`.
 
     Args:
-        decay: of the mean of squares, in [0, 1); torch's alpha.
+        decay: decay of the mean of squares, in [0, 1); torch's alpha.
         eps: in [0, inf), outside the root.
         centered: divide by the standard deviation, :math:`\sqrt{v_t - \bar g_t^2}`.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Hinton, 2012, Neural Networks for Machine Learning, lecture 6e; Graves, 2013 (centered).
@@ -60,7 +60,7 @@ def scale_by_rms(decay: Scalar = 0.99, *, eps: Scalar = 1e-8, centered: bool = F
         return ScaleByRmsState(zeros_like_squares(params), zeros_like(params) if centered else Empty())
 
     def update(updates: Params, state: ScaleByRmsState, params: Params) -> tuple[Params, ScaleByRmsState]:
-        del params  # A function of gradients alone.
+        del params  # Depends on the gradients only.
         nu = {name: decay_square(state.nu[name], g, decay) for name, g in updates.items()}
         mean = {name: lerp(state.mean[name], g, 1 - decay) for name, g in updates.items()} if centered else state.mean
         new: Params = {}
@@ -84,21 +84,21 @@ def rmsprop(
     weight_decay: Scalar = 0.0,
     mask: Mask | None = None,
 ) -> Transform:
-    r"""Gradients over their root mean square, as `torch.optim.RMSprop`.
+    r"""RMSprop, as `torch.optim.RMSprop`: gradients over their root mean square, with optional momentum.
 
     .. math:: \theta_t = \theta_{t-1} - \gamma b_t, \quad b_t = \mu b_{t-1} + g_t / (\sqrt{v_t} + \epsilon)
 
     Args:
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
-        decay: of the mean of squares, in [0, 1); torch's alpha.
+        decay: decay of the mean of squares, in [0, 1); torch's alpha.
         eps: in [0, inf), outside the root.
         momentum: in [0, inf).
         centered: divide by the standard deviation.
-        weight_decay: in [0, inf), coupled: added to the gradient times the weights.
-        mask: what decays, as in `masked`; None: everything.
+        weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient.
+        mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Hinton, 2012, Neural Networks for Machine Learning, lecture 6e; Graves, 2013 (centered).

@@ -1,4 +1,4 @@
-"""The plain parts: a factor, the learning rate, weight decay, momentum."""
+"""Parts that most optimizers share: a constant factor, the learning rate, weight decay."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .wrappers import Mask, masked
 
 @recipe
 def scale(factor: Scalar) -> Transform:
-    """Updates times a number; ``chain(scale(-1.0), ...)`` maximizes.
+    """Multiply updates by a number; ``chain(scale(-1.0), ...)`` maximizes.
 
     Args:
         factor: finite.
 
     Raises:
-        ConfigError: for another value; a schedule is for `inject`.
+        ConfigError: the factor is not a finite number. For a schedule use `inject`.
 
     Example:
-        >>> scale(0.5).update({"w": torch.ones(1)}, Empty(), {})[0]["w"].item()
+        >>> scale(0.5).update({"w": torch.ones(1)}, (), {})[0]["w"].item()
         0.5
     """
     require("scale", low=-math.inf, factor=factor)
@@ -50,19 +50,19 @@ class ScaleByLearningRateState(NamedTuple):
     """State of `scale_by_learning_rate`."""
 
     step: Tensor  # shape=(), dtype=int64: updates done
-    learning_rate: Tensor  # shape=(), dtype=float32: of the last update, for reports; at init that of the first
+    learning_rate: Tensor  # shape=(), dtype=float32: of the last update, for logging; at init of the first update
 
 
 @recipe
 def scale_by_learning_rate(learning_rate: Rate) -> Transform:
-    """Updates times ``-learning_rate``: the last part of every named optimizer, which turns directions into descent.
+    """Multiply updates by ``-learning_rate``: the last part of every named optimizer.
 
     Args:
-        learning_rate: in [0, inf): a number, a 0-d tensor, or a schedule of the count of updates done, so that the
-            first update sees ``schedule(0)``.
+        learning_rate: in [0, inf): a number, a 0-d tensor, or a schedule of the count of updates done. The first
+            update uses ``schedule(0)``.
 
     Raises:
-        ConfigError: for a number out of range, or one of torch's schedulers.
+        ConfigError: a number is out of range, or the rate is one of torch's schedulers.
 
     Example:
         >>> tx = scale_by_learning_rate(lambda count: 1.0 / (count + 1))
@@ -82,7 +82,7 @@ def scale_by_learning_rate(learning_rate: Rate) -> Transform:
     def update(
         updates: Params, state: ScaleByLearningRateState, params: Params
     ) -> tuple[Params, ScaleByLearningRateState]:
-        del params  # The rate depends on the count alone.
+        del params  # The rate depends on the count only.
         rate = rate_at(learning_rate, state.step)
         scaled = {name: multiply(u, -rate) for name, u in updates.items()}
         return scaled, ScaleByLearningRateState(state.step + 1, rate_leaf(rate, state.step))
@@ -91,7 +91,7 @@ def scale_by_learning_rate(learning_rate: Rate) -> Transform:
 
 
 def rate_leaf(rate: Scalar, count: Tensor) -> Tensor:
-    """The rate as a float32 leaf of its own on the counter's device. shape=()."""
+    """Copy the rate into a new float32 tensor on the device of the count. shape=()."""
     if isinstance(rate, Tensor):
         return rate.detach().to(device=count.device, dtype=torch.float32, copy=True)
     return torch.full((), rate, dtype=torch.float32, device=count.device)
@@ -99,24 +99,24 @@ def rate_leaf(rate: Scalar, count: Tensor) -> Tensor:
 
 @recipe
 def add_decayed_weights(weight_decay: Scalar, *, mask: Mask | None = None) -> Transform:
-    """``updates + weight_decay * params``.
+    """Weight decay: ``updates + weight_decay * params``.
 
-    Before the moments it is torch's coupled weight decay (an L2 penalty), after them the decoupled one of AdamW.
+    Before the moments this is torch's coupled weight decay (an L2 penalty); after them, the decoupled one of AdamW.
 
     Args:
         weight_decay: in [0, inf).
-        mask: which parameters decay, as in `masked`; None: all. See `decay_mask`.
+        mask: the parameters that decay, as in `masked`; None: all. See `decay_mask`.
 
     Raises:
-        ConfigError: for numbers out of range; at init, for a mask that does not fit, as in `masked`.
-        StateError: at update with a mask, for a state of other parameters.
+        ConfigError: a number is out of range; at init, the mask does not fit, as in `masked`.
+        StateError: at update with a mask, the state belongs to other parameters.
 
     References:
         Loshchilov and Hutter, 2019, Decoupled Weight Decay Regularization.
 
     Example:
         >>> params = {"w": torch.full((1,), 2.0)}
-        >>> add_decayed_weights(0.1).update({"w": torch.ones(1)}, Empty(), params)[0]["w"].item()
+        >>> add_decayed_weights(0.1).update({"w": torch.ones(1)}, (), params)[0]["w"].item()
         1.2000000476837158
     """
     require("add_decayed_weights", weight_decay=weight_decay)
@@ -129,5 +129,5 @@ def add_decayed_weights(weight_decay: Scalar, *, mask: Mask | None = None) -> Tr
 
 
 def decay_parts(weight_decay: Scalar, mask: Mask | None) -> list[Transform]:
-    """The part of a chain that decays weights, or nothing where the decay is the number 0."""
+    """Return the weight decay part of a chain in a list; an empty list if the decay is the number 0."""
     return [add_decayed_weights(weight_decay, mask=mask)] if is_enabled(weight_decay) else []

@@ -33,25 +33,25 @@ class TraceState(NamedTuple):
 
     step: Tree  # shape=(), dtype=int64: updates done; Empty without dampening
     trace: Params  # name -> P: the decaying sum of updates
-    missed: Tree = Empty()  # with dampening: of the updates, those that a parameter had no gradient in
+    missed: Tree = Empty()  # with dampening, Missed: for each parameter, the updates without a gradient
 
 
 @recipe
 def trace(
     decay: Scalar, *, nesterov: bool = False, dampening: Scalar = 0.0, accumulator_dtype: torch.dtype | None = None
 ) -> Transform:
-    """Momentum: ``b = decay * b + (1 - dampening) * g``, and ``b``, or ``g + decay * b`` with Nesterov.
+    """Momentum: ``b = decay * b + (1 - dampening) * g``; the update is ``b``, or ``g + decay * b`` with Nesterov.
 
     As in `torch.optim.SGD`, the first gradient is not dampened.
 
     Args:
         decay: in [0, inf); 0.9 is usual.
-        nesterov: looks ahead by one step; needs ``dampening=0``.
-        dampening: how much of each new gradient is left out, in [0, inf).
-        accumulator_dtype: of the sum; None: the parameter's.
+        nesterov: use Nesterov momentum; needs ``dampening=0``.
+        dampening: the share of each new gradient that is left out, in [0, inf).
+        accumulator_dtype: dtype of the sum; None: each parameter's.
 
     Raises:
-        ConfigError: for numbers out of range, or Nesterov momentum that is dampened.
+        ConfigError: a number is out of range, or Nesterov momentum is combined with dampening.
 
     Example:
         >>> tx = trace(0.5)
@@ -74,7 +74,7 @@ def trace(
         )
 
     def update(updates: Params, state: TraceState, params: Params) -> tuple[Params, TraceState]:
-        del params  # A sum of gradients alone.
+        del params  # Depends on the gradients only.
         kept: dict[str, Any] = dict.fromkeys(updates, 1.0)
         if is_dampened:
             later = update_count(state.step, state.missed, updates) > 0
@@ -108,12 +108,12 @@ def sgd(
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         momentum: in [0, inf): :math:`b_t = \mu b_{t-1} + (1 - \tau) g_t`; 0: :math:`b_t = g_t`.
         nesterov: step along :math:`g_t + \mu b_t`; needs momentum and no dampening.
-        dampening: :math:`\tau` in [0, inf), of all gradients but the first.
-        weight_decay: in [0, inf), coupled: added to the gradient times the weights.
-        mask: what decays, as in `masked`; None: everything.
+        dampening: :math:`\tau` in [0, inf), for all gradients but the first.
+        weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient.
+        mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: for numbers out of range, or Nesterov without momentum or with dampening.
+        ConfigError: a number is out of range, or Nesterov is combined with no momentum or with dampening.
 
     References:
         Sutskever et al., 2013, On the importance of initialization and momentum in deep learning.
