@@ -59,8 +59,8 @@ def inject(
     def build(*positional: Any, **named: Any) -> Transform:
         arguments = _by_name(factory, positional, named) if positional else named
         fixed = {name: value for name, value in arguments.items() if name in static or not _is_injected(value)}
-        dynamic = {name: value for name, value in arguments.items() if name not in fixed}
-        return _injected(factory, fixed, dynamic)
+        injected = {name: value for name, value in arguments.items() if name not in fixed}
+        return _injected(factory, fixed, injected)
 
     return build
 
@@ -88,17 +88,17 @@ def _is_injected(value: Any) -> bool:
 
 
 @recipe
-def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], dynamic: dict[str, Any]) -> Transform:
+def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], injected: dict[str, Any]) -> Transform:
     schedules: dict[str, Schedule] = {}
     constants: dict[str, float | Tensor] = {}
-    for name, value in dynamic.items():
+    for name, value in injected.items():
         (schedules if callable(value) else constants)[name] = value
     start = torch.zeros((), dtype=torch.int64)
     # Built once with plain numbers, so that a number out of range raises here and not at the first step.
     template = factory(**fixed, **constants, **{name: rate_at(schedule, start) for name, schedule in schedules.items()})
 
     def leaves(count: Tensor, stored: Mapping[str, Any]) -> dict[str, Tensor]:
-        values = {name: rate_at(schedules[name], count) if name in schedules else stored[name] for name in dynamic}
+        values = {name: rate_at(schedules[name], count) if name in schedules else stored[name] for name in injected}
         return {name: _leaf(value, count) for name, value in values.items()}
 
     def init(params: Params) -> InjectState:
