@@ -108,7 +108,7 @@ SLIPS: dict[str, tuple[Callable[[], Any], str]] = {
     "a negative rate": (lambda: optim.adamw(-1.0), "outside [0.0, inf) (cure: learning_rate=0.001)"),
     "a criterion's class": (
         lambda: ps.supervised(nn.CrossEntropyLoss),
-        "CrossEntropyLoss: is a class (cure: CrossEntropyLoss(), an instance)",
+        "CrossEntropyLoss: the criterion is a class, not an instance (cure: CrossEntropyLoss())",
     ),
     "the batch first": (
         lambda: program().train_step(vector_batch(), program().init()),

@@ -122,7 +122,7 @@ def masked_images() -> Any:
 @pytest.mark.parametrize("make", [two_heads, detector, masked_images])
 def test_a_weight_that_is_not_known_is_told_and_can_be_given(make: Any) -> None:
     model, inputs = make()
-    cure = r"it is not known what the loss of \w+ is a mean over.*cure: ps\.hf_loss\(weight=lambda batch: \.\.\.\)"
+    cure = r"the count that the loss of \w+ is a mean over is unknown.*cure: ps\.hf_loss\(weight=lambda batch: \.\.\.\)"
     with pytest.warns(UserWarning, match=cure):
         ps.hf_loss()(model, inputs)
     with warnings.catch_warnings():

@@ -122,7 +122,7 @@ def outcome(name: str, made: Any) -> Any:
     kind = name.partition(".")[0]
     if kind == "schedules":
         return [made(torch.tensor(count)) for count in range(8)]
-    if kind in ("transform", "optim"):
+    if kind == "optim":
         params = {key: value for key, value in PARAMS.items() if value.ndim == 2 or name not in FOR_MATRICES}
         state, updates, shown = made.init(params), params, []
         for _ in range(3):
