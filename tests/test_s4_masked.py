@@ -328,7 +328,7 @@ def test_the_mean_of_an_epoch_weighs_by_what_the_reduction_divides_by(reduction:
 
 @pytest.mark.row("4.26")
 def test_batch_mean_keeps_the_weight_of_an_example_when_masks_differ_in_size():
-    """The docstring gives the advice; this is the advice in numbers: the gradient of the example with few hidden points."""
+    """The docstring gives the advice; this shows the gradient of the example with few hidden points in numbers."""
     text = " ".join(str(ps.masked_reconstruction.__doc__).split())
     assert "keeps the weight of an example if masks differ in size" in text
     x = masked([1.0, None, None, None], [0.0, 0.0, 0.0, 0.0])

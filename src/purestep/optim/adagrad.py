@@ -140,8 +140,8 @@ def adagrad(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    typed = {"lr_decay": lr_decay, "initial_accumulator_value": initial_accumulator_value, "eps": eps}
-    require_arguments("adagrad", learning_rate, below_one=None, weight_decay=weight_decay, **typed)
+    numbers = {"lr_decay": lr_decay, "initial_accumulator_value": initial_accumulator_value, "eps": eps}
+    require_arguments("adagrad", learning_rate, below_one=None, weight_decay=weight_decay, **numbers)
     rate_decay = [scale_by_inverse_time(lr_decay)] if is_enabled(lr_decay) else []
     direction = scale_by_rss(initial_accumulator_value, eps=eps)
     return chain(*decay_parts(weight_decay, mask), direction, *rate_decay, scale_by_learning_rate(learning_rate))

@@ -298,8 +298,8 @@ def nadam(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1056
     """
-    typed = {"eps": eps, "momentum_decay": momentum_decay, "weight_decay": weight_decay}
-    require_arguments("nadam", learning_rate, below_one={"b1": b1, "b2": b2}, **typed)
+    numbers = {"eps": eps, "momentum_decay": momentum_decay, "weight_decay": weight_decay}
+    require_arguments("nadam", learning_rate, below_one={"b1": b1, "b2": b2}, **numbers)
     decay = decay_parts(weight_decay, mask)
     direction = scale_by_nadam(b1, b2, eps=eps, momentum_decay=momentum_decay)
     return _chain_with_decay(direction, decay, decoupled_weight_decay, learning_rate)

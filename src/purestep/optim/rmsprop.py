@@ -110,8 +110,8 @@ def rmsprop(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.2
     """
-    typed = {"eps": eps, "momentum": momentum, "weight_decay": weight_decay}
-    require_arguments("rmsprop", learning_rate, below_one={"decay": decay}, **typed)
+    numbers = {"eps": eps, "momentum": momentum, "weight_decay": weight_decay}
+    require_arguments("rmsprop", learning_rate, below_one={"decay": decay}, **numbers)
     velocity = [trace(momentum)] if is_enabled(momentum) else []
     direction = scale_by_rms(decay, eps=eps, centered=centered)
     return chain(*decay_parts(weight_decay, mask), direction, *velocity, scale_by_learning_rate(learning_rate))
