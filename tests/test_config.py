@@ -155,7 +155,7 @@ def test_a_share_of_the_run_needs_its_length_before_it_begins():
     for limit in ({"epochs": 4}, {"steps": 100}, {"epochs": -1, "steps": 100}):
         assert FitConfig(early_stopping=late, **limit).early_stopping == late
     for limit in ({"max_time": 60}, {"epochs": -1}, {"epochs": -1, "steps": -1}):
-        with pytest.raises(ConfigError, match=r"start_ratio=0\.5 is a share of the run, and neither epochs nor steps"):
+        with pytest.raises(ConfigError, match=r"start_ratio=0\.5 is a share of the run, but neither epochs nor steps"):
             FitConfig(early_stopping=late, **limit)
 
 
