@@ -221,13 +221,13 @@ def _warn_of_unknown(module: Any, name: str, config: Any, batch: Mapping[str, An
     cure = "(cure: ps.hf_loss(weight=lambda batch: ...))"
     if name.endswith(_CONTRASTIVE) and "labels" not in batch:
         text = (
-            f"the loss of {name} compares the rows of a batch with each other: losses of micro-batches do not add up to "
-            f"that of the batch; they are weighted by rows {cure}"
+            f"the loss of {name} compares the rows of a batch with each other: losses of micro-batches do not add up "
+            f"to that of the batch; they are weighted by rows {cure}"
         )
     elif (why := _unknown(module, name, config, batch)) is not None:
         text = (
-            f"the count that the loss of {name}{why} is a mean over is unknown: micro-batches and evaluations of several "
-            f"batches are weighted by labels or rows, which may be inexact {cure}"
+            f"the count that the loss of {name}{why} is a mean over is unknown: micro-batches and evaluations of "
+            f"several batches are weighted by labels or rows, which may be inexact {cure}"
         )
     else:
         return
