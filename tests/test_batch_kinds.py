@@ -267,16 +267,16 @@ def test_objects_move_with_all_they_hold() -> None:
 
 def test_what_is_no_record_has_no_attributes() -> None:
     for node in (torch.ones(1), torch.nn.Linear(1, 1), torch.device("cpu"), object(), {"x": 1}, (1,), int, len, None):
-        assert batch_objects.record(node) is None
+        assert batch_objects.attributes(node) is None
 
 
 def test_an_object_is_a_record_by_what_it_holds() -> None:
     class Fresh(Plain):
         pass
 
-    assert batch_objects.record(Fresh(1, "no tensor")) is None
-    assert batch_objects.record(Fresh(torch.ones(1), object())) is None
-    assert batch_objects.record(Fresh(1, {"a": [torch.ones(1)]})) is not None
+    assert batch_objects.attributes(Fresh(1, "no tensor")) is None
+    assert batch_objects.attributes(Fresh(torch.ones(1), object())) is None
+    assert batch_objects.attributes(Fresh(1, {"a": [torch.ones(1)]})) is not None
 
 
 # --- sparse and nested tensors ----------------------------------------------------------------------------------------

@@ -29,9 +29,8 @@ LEVEL = {
     name: level
     for level, names in enumerate(
         (
-            "errors types tensor_layout batch_objects",
-            "tree rng validation pickling",
-            "tracing",
+            "errors types tensor_layout batch_objects global_rng",
+            "tree rng tracing validation pickling",
             "model",
             "optim schedules ema scaler precision metrics objective stopping",
             "step packed",
@@ -134,8 +133,8 @@ IMPURE_CALLS = {"breakpoint", "exec", "input", "open", "print"}
 AT_THE_COMPILER = ("compile/cpu/code_cache.py", "compile/cpu/csrc/__init__.py")
 """They read and write the compiler's files: its settings, its cache directory, our C++."""
 ALLOWED = (
-    ("rng.py", "random"),
-    ("rng.py", "threading.RLock"),
+    ("global_rng.py", "random"),
+    ("global_rng.py", "threading.RLock"),
     ("compile/cpu/workspace.py", "threading.local"),
     ("compile/cpu/backend.py", "logging"),
     ("compile/backends.py", "os"),
@@ -195,13 +194,13 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch.func.jacrev": ("step",),
     "torch.autograd.grad": ("step",),
     "torch.autograd.backward": ("step",),
-    "torch.manual_seed": ("rng",),
-    "torch.seed": ("rng",),
-    "torch.set_rng_state": ("rng",),
-    "torch.default_generator": ("rng",),
-    "torch.random": ("rng",),
-    "torch.cuda.manual_seed": ("rng",),
-    "torch.cuda.manual_seed_all": ("rng",),
+    "torch.manual_seed": ("global_rng",),
+    "torch.seed": ("global_rng",),
+    "torch.set_rng_state": ("global_rng",),
+    "torch.default_generator": ("global_rng",),
+    "torch.random": ("global_rng",),
+    "torch.cuda.manual_seed": ("global_rng",),
+    "torch.cuda.manual_seed_all": ("global_rng",),
     "torch.load": (),
     "cloudpickle": (),
     "dill": (),
@@ -381,7 +380,7 @@ def test_what_is_allowed_is_not_flagged():
         "model.py": "from torch.func import functional_call\nfrom .tree import map\nfrom .types import Params",
         "optim/adam.py": "from .sgd import sgd\nfrom ..model import uncompiled\nTABLE = {'adam': 1}",
         "optim/torch.py": "import torch\nparam.grad = g\ntorch.compiler.is_compiling()",
-        "rng.py": "import torch\ntorch.default_generator.manual_seed(0)",
+        "global_rng.py": "import torch\ntorch.default_generator.manual_seed(0)",
         "loop.py": "import time\nfrom .step import program\nprint(time.time())",
         "snapshot.py": "def save():\n    from orbax.checkpoint import v1",
         "__init__.py": "from .loop import fit as fit",

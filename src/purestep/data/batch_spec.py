@@ -98,7 +98,7 @@ def _spec(tree: Any, path: str, devices: dict[torch.device, str]) -> Spec:
         return _Node(type(tree).__name__, keys, tuple(_spec(mapping[key], f"{path}/{key}", devices) for key in keys))
     if isinstance(tree, np.ndarray):
         return _Leaf(f"{tree.dtype} array of rank {tree.ndim}")
-    held = batch_objects.record(tree)
+    held = batch_objects.attributes(tree)
     if held is not None:
         parts = tuple(_spec(child, f"{path}/{name}", devices) for name, child in held.items())
         return _Node(type(tree).__name__, tuple(held), parts)

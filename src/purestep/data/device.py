@@ -103,13 +103,13 @@ def _mapped(tree: Any, fn: Callable[[Any], Any], path: str) -> Any:
         return items._make(new) if hasattr(items, "_make") else type(items)(new)  # pyright: ignore  # a NamedTuple
     if isinstance(tree, Mapping):
         return _mapped_mapping(cast("Mapping[Any, Any]", tree), fn, path)
-    held = None if _moves_itself(tree) else batch_objects.record(tree)
+    held = None if _moves_itself(tree) else batch_objects.attributes(tree)
     if held is None:
         return _leaf(tree, fn, path)
     fresh = {name: _mapped(child, fn, f"{path}/{name}") for name, child in held.items()}
     if all(fresh[name] is child for name, child in held.items()):
         return tree
-    return batch_objects.made(type(tree), fresh)
+    return batch_objects.build(type(tree), fresh)
 
 
 def _moves_itself(leaf: Any) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from .. import rng
+from .. import global_rng, rng
 
 EVERY = frozenset({"torch", "numpy", "python"})
 """The three generators."""
@@ -29,7 +29,7 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 @contextmanager
 def scoped(number: int, more: Mapping[str, Any] = NONE) -> Generator[None]:
-    """Draw from ``number``, and leave the three generators as they were (60 us). Threads take turns: see `rng.held`.
+    """Draw from ``number``, and leave the three generators as they were (60 us). Threads take turns: see `global_rng.locked`.
 
     Args:
         number: in [0, 2**63).
@@ -43,7 +43,7 @@ def scoped(number: int, more: Mapping[str, Any] = NONE) -> Generator[None]:
         ...     print(random.random() == first)
         True
     """
-    with rng.held():
+    with global_rng.locked():
         bits, pythons = _global.get_bit_generator(), random.getstate()
         state: Any = np.random.get_state(legacy=False)
         spare = _spares.pop() if _spares else np.random.MT19937()
@@ -75,7 +75,7 @@ _global: Any = np.random  # numpy's stubs lack the two functions that exchange t
 _spares: list[np.random.MT19937] = []
 
 if hasattr(os, "register_at_fork"):  # a worker of a loader, forked while another thread was drawing
-    os.register_at_fork(after_in_child=rng.renew_turn)
+    os.register_at_fork(after_in_child=global_rng.replace_lock)
 
 
 def seed(number: int, generators: Collection[str] = EVERY) -> None:
@@ -94,7 +94,7 @@ def seed(number: int, generators: Collection[str] = EVERY) -> None:
         True
     """
     if "torch" in generators:
-        rng.seed(number)
+        global_rng.seed_cpu(number)
     if "numpy" in generators:
         np.random.seed(number & 0xFFFFFFFF)
     if "python" in generators:
@@ -242,7 +242,7 @@ def watch() -> Watch:
     """
     numpys: Any = np.random.get_state(legacy=False)
     bits = {name: _plain(value) for name, value in numpys["state"].items()}
-    return Watch(rng.position(), (bits, numpys["has_gauss"], numpys["gauss"]), random.getstate())
+    return Watch(global_rng.cpu_state(), (bits, numpys["has_gauss"], numpys["gauss"]), random.getstate())
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .. import rng, tensor_layout, tree
+from .. import global_rng, tensor_layout, tree
 from ..errors import StepContractError
 from ..types import Metrics, Tree
 
@@ -129,7 +129,10 @@ def fingerprint(leaf: Tensor, weights: dict[torch.device, Tensor]) -> Tensor | N
 
 def _generators() -> dict[str, Any]:
     """The states of the generators that belong to the caller."""
-    return {"torch's": tuple(state.numpy().tobytes() for state in rng.states()), **rng.host_states()}
+    return {
+        "torch's": tuple(state.numpy().tobytes() for state in global_rng.torch_states()),
+        **global_rng.host_states(),
+    }
 
 
 # --- the result -------------------------------------------------------------------------------------------------------
@@ -299,7 +302,7 @@ def observe(
         Impure: naming the kind of impurity and the leaf.
         Exception: what the first call raises.
     """
-    with rng.held():  # else another thread's draws would be this step's
+    with global_rng.locked():  # else another thread's draws would be this step's
         return _observed(call, parts, again or call, leaks=leaks)
 
 

@@ -176,7 +176,7 @@ def _node(path: str, node: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
         children = [_node(f"{path}/{index}", child, tensors) for index, child in enumerate(items)]
         found: dict[str, Any] = {"list" if isinstance(node, list) else "tuple": children}
         return found if fields is None else {**found, "name": type(items).__name__, "fields": list(fields)}
-    held = batch_objects.record(node)
+    held = batch_objects.attributes(node)
     if held is not None:
         return {"object": [[name, _node(f"{path}/{name}", child, tensors)] for name, child in held.items()]}
     kind = f"{type(node).__module__}.{type(node).__qualname__}"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import rng, tracing
+from .. import tracing
 from ..errors import PurestepError, StepContractError
 from ..types import Empty, Missed, Params, Tree
 
@@ -224,7 +224,7 @@ def root(square: Tensor) -> Tensor:
     In a graph it is the plain root: nobody differentiates through a compiled step.
     """
     value = wide(square)
-    if rng.in_graph() or not tracing.followed([value]):
+    if tracing.in_graph() or not tracing.followed([value]):
         return value.sqrt()
     zero = value == 0
     return torch.where(zero, value, torch.where(zero, 1.0, value).sqrt())

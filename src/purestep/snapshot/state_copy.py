@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import tree
+from .. import tensor_layout, tree
 from ..types import Tree
 from . import manifest as manifests
 from . import staging
@@ -80,4 +80,4 @@ def _layout(paths: list[str], leaves: list[Any]) -> Layout:
     records = manifests.describe(list(zip(paths, leaves, strict=True)))
     stored = [index for index, path in enumerate(paths) if records[path].is_stored]
     near = all(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in leaves)
-    return Layout(paths, records, tree.device(leaves), stored, tree.layout_guard(leaves) if near else None)
+    return Layout(paths, records, tree.device(leaves), stored, tensor_layout.layout_guard(leaves) if near else None)

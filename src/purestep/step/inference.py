@@ -10,7 +10,7 @@ import torch
 
 from .. import ema as ema_
 from .. import precision as precision_
-from .. import rng, tree
+from .. import rng, tracing, tree
 from ..model import functional as model_
 from ..types import Batch, Mean, Metrics, TrainState
 from .gradient import check_loss
@@ -38,7 +38,7 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
 
 @contextmanager
 def _evaluating(state: TrainState, index: int) -> Generator[None]:
-    if rng.in_graph():
+    if tracing.in_graph():
         yield
         return
     with rng.scoped(rng.mix(int(state.key[0]), "eval", index), state.step.device):

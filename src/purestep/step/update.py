@@ -85,11 +85,11 @@ def _drawing(state: TrainState, batch: Batch) -> Generator[None]:
         DataError: torch found tensors on two devices, and one of them is the batch's. Not asked before: an operation
             may want an index on the CPU.
     """
-    if rng.in_graph():
+    if tracing.in_graph():
         yield
         return
     # Of states that are mapped with a key each, all keys: their numbers are drawn together.
-    with rng.scoped(rng.mix(*tracing.behind(state.key).flatten().tolist(), "step"), state.step.device):
+    with rng.scoped(rng.mix(*tracing.unwrapped(state.key).flatten().tolist(), "step"), state.step.device):
         try:
             yield
         except RuntimeError as error:
@@ -350,4 +350,4 @@ def _rates(opt_state: Tree) -> dict[str, Tensor]:
 
 def _count_call(old: TrainState, new: TrainState) -> TrainState:
     step = torch.where(_halted(old), old.step, old.step + 1)
-    return new._replace(step=step, key=old.key if rng.in_graph() else rng.advance(old.key))
+    return new._replace(step=step, key=old.key if tracing.in_graph() else rng.advance(old.key))
