@@ -152,7 +152,7 @@ class TestAssertAccumulates:
     def test_another_number_of_parts_is_refused(self):
         many, one = self.programs(ps.supervised(nn.CrossEntropyLoss()))
         whole, parts = self.parts()
-        with pytest.raises(ConfigError, match=r"no program that accumulates 2 .*accumulate=2"):
+        with pytest.raises(ConfigError, match=r"the program does not accumulate 2 .*accumulate=2"):
             testing.assert_accumulates(many, one, whole, parts[:2], rtol=1e-12)
-        with pytest.raises(ConfigError, match="no program that accumulates 1"):
+        with pytest.raises(ConfigError, match="the program does not accumulate 1"):
             testing.assert_accumulates(many, ps.Program(one.train_step), whole, parts, rtol=1e-12)
