@@ -196,7 +196,7 @@ EvalStep: TypeAlias = Callable[..., Metrics]
 
 
 class Missed(NamedTuple):
-    """For each parameter, the number of updates without a gradient; its own count of updates is lower by this number."""
+    """For each parameter, the number of updates without a gradient; its count of updates is lower by it."""
 
     names: dict[str, Empty]  # no leaves
     counts: Tensor  # shape=(n,), dtype=int64: in the order of the sorted names
@@ -247,11 +247,11 @@ class Program(NamedTuple):
     Args:
         train_step: ``(state, batch, *context) -> (state, metrics)``.
         flush: ``(state) -> (state, metrics)``: apply an accumulation window that the end of an epoch left open.
-        eval_step: ``(state, batch, *context, index=0) -> metrics``; ``index`` is the number of the batch in the evaluation.
+        eval_step: ``(state, batch, *context, index=0) -> metrics``; ``index`` numbers the batches.
         init: ``(seed=0, device=None) -> state`` with the module's current weights, on the module's device unless
             ``device`` names another. Load pretrained weights into the module before. ``seed`` sets only the key.
-        bind: ``(state, view="params", train=False) -> callable``: the module as a function, with the weights of a state;
-            ``view`` is "params" or "ema".
+        bind: ``(state, view="params", train=False) -> callable``: the module as a function of its inputs, with the
+            weights of a state; ``view`` is "params" or "ema".
         static: names, masks and ties, for packing and export.
 
     Example:

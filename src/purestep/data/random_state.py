@@ -29,7 +29,8 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 @contextmanager
 def scoped(number: int, more: Mapping[str, Any] = NONE) -> Generator[None]:
-    """Draw from ``number``, and leave the three generators as they were (60 us). Threads take turns: see `global_rng.locked`.
+    """Seed torch's, numpy's and Python's generators inside the block and restore them (60 us). Takes
+    `global_rng.locked`.
 
     Args:
         number: in [0, 2**63).
