@@ -317,7 +317,7 @@ def test_counting_batches():
     assert config.count_batches(1.0, None, loader="train") is None
     assert config.count_batches(0, 7, loader="val") == 0
     assert config.count_batches(3, None, loader="val") == 3
-    with pytest.raises(ConfigError, match=r"val: a share of 0\.5 of a loader that does not say how long it is"):
+    with pytest.raises(ConfigError, match=r"val: limit 0\.5 is a share, and the length of the loader is unknown"):
         config.count_batches(0.5, None, loader="val")
     with pytest.raises(ConfigError, match=r"val: a share of 0\.1 of 7 batches is none \(cure: 0\.143, or 1\)"):
         config.count_batches(0.1, 7, loader="val")

@@ -318,7 +318,7 @@ def test_an_iterator_that_outlasts_an_epoch_is_told(caplog: pytest.LogCaptureFix
     assert not caplog.records
     order(feed, 1)
     order(feed, 2)
-    assert [record.message[:31] for record in caplog.records] == ["mine: the iterator source outlives an epoch,"]
+    assert [record.message[:44] for record in caplog.records] == ["mine: the iterator source outlives an epoch,"]
 
 
 def test_a_generator_in_the_closure_of_an_iterable_is_seeded() -> None:
@@ -354,7 +354,7 @@ def test_an_iterator_in_the_closure_of_an_iterable_is_told_at_the_start(caplog: 
         feed = open_feed(kind(), name="mine")
         next(feed.epoch(0))
         order(feed, 1)
-        assert [record.message[:33] for record in caplog.records] == ["mine: the iterator numbers outlives an epoch, "]
+        assert [record.message[:46] for record in caplog.records] == ["mine: the iterator numbers outlives an epoch, "]
 
 
 class EpochInWorkers(IterableDataset[Tensor]):

@@ -276,7 +276,9 @@ def test_a_part_of_the_state(tmp_path):
         found = snapshots.restore(new, only="params/layers.1").state
         assert found["params"]["layers.1.w"].tolist() == [1, 1]
         assert found["params"]["layers.10.w"].tolist() == [0, 0, 0]
-        with pytest.raises(errors.Mismatch, match=r"no leaf is under 'parms' \(cure: only= some of: opt, params\)"):
+        with pytest.raises(
+            errors.Mismatch, match=r"no leaf is under 'parms' \(cure: pass only= some of: opt, params\)"
+        ):
             snapshots.restore(new, only="parms")
         with pytest.raises(errors.Mismatch, match=r"opt: float32 \[4\] in the snapshot"):
             snapshots.restore(new, only={"opt"})
@@ -356,7 +358,7 @@ def test_the_cure_of_a_step_that_is_too_old_cures(tmp_path, step, overwrite):
         if "start_over" in hint:
             snapshots.start_over()
         elif "overwrite=True" in hint:
-            with pytest.raises(errors.SnapshotError, match="older than step 10"):
+            with pytest.raises(errors.SnapshotError, match="older than the existing step 10"):
                 snapshots.save(step, small(), overwrite=True)
             return
         else:

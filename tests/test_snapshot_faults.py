@@ -53,7 +53,7 @@ if child == 0:
     try:
         snapshots.save(2, state(2))
     except Exception as error:
-        print(type(error).__name__, "was made in process" in str(error), flush=True)
+        print(type(error).__name__, "was created in process" in str(error), flush=True)
     snapshots.close()
     sys.exit(0)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

@@ -133,8 +133,8 @@ class SamplerOrder:
             return True
         _log.warning(
             "%s: the %s returns two orders for one seed, because it has hidden state: a resumed run will not be the "
-            "same bit for bit, and evaluations will not see the same items (cure: store that state in attributes of the "
-            "sampler, and draw from torch's, numpy's or Python's global generator)",
+            "same bit for bit, and evaluations will not see the same items (cure: store that state in attributes of "
+            "the sampler, and draw from torch's, numpy's or Python's global generator)",
             *(self._name, type(self._source if self._source is not None else self._loader).__name__),
         )
         return False
