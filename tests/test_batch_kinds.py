@@ -188,7 +188,7 @@ def test_a_step_that_writes_into_them_is_found(make: Any) -> None:
 
     program = linear()
     plain = program.train_step
-    with pytest.raises(StepContractError, match=r"batch/x: the step writes what it was given, in place"):
+    with pytest.raises(StepContractError, match=r"batch/x: the step writes its arguments, in place"):
         fit(batches(make), program._replace(train_step=writes))
 
 
@@ -323,7 +323,7 @@ def test_a_write_into_them_is_found(make: Any) -> None:
 
     program = linear(objective=mixed)
     plain = program.train_step
-    with pytest.raises(StepContractError, match=r"batch/1: the step writes what it was given"):
+    with pytest.raises(StepContractError, match=r"batch/1: the step writes its arguments"):
         fit(holding(make), program._replace(train_step=writes))
 
 

@@ -124,7 +124,7 @@ def test_what_a_step_returns_keeps_no_graph_alive():
     def leaks(state: Any, batch: Any) -> Any:
         return state, {"loss": ps.Mean((state["w"].clone().requires_grad_() * 2).sum(), torch.ones(()))}
 
-    with pytest.raises(StepContractError, match=r"metrics/loss/total: carries a graph"):
+    with pytest.raises(StepContractError, match=r"metrics/loss/total: has an autograd graph"):
         ps.testing.assert_pure(leaks, {"w": torch.ones(2)}, None)
 
 

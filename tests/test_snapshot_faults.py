@@ -136,7 +136,7 @@ def test_a_failed_save_does_not_hide_what_ended_the_run(tmp_path, monkeypatch):
 
     with pytest.raises(KeyError, match="bug") as caught:
         run()
-    assert "the last save failed: " in caught.value.__notes__[0]
+    assert "the last save failed too: " in caught.value.__notes__[0]
     assert "step 1: could not be written" in caught.value.__notes__[0]
     Snapshots(tmp_path).open()
 

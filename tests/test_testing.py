@@ -53,7 +53,7 @@ class TestAssertPure:
             teacher["w"].add_(1)
             return state + batch, {}
 
-        with pytest.raises(StepContractError, match="context/0/w: the step writes what it was given"):
+        with pytest.raises(StepContractError, match="context/0/w: the step writes its arguments"):
             testing.assert_pure(step, torch.ones(2), torch.ones(2), {"w": torch.ones(2)})
 
     @pytest.mark.parametrize("engine", ["autograd", "func"])
@@ -106,7 +106,7 @@ class TestAssertResumes:
             return new, {}
 
         program = ps.Program(step)
-        with pytest.raises(StepContractError, match="state: the second call .* gives another value"):
+        with pytest.raises(StepContractError, match="state: the second call .* returns another value"):
             testing.assert_resumes(program, torch.zeros(()), [torch.ones(())] * 4)
 
 

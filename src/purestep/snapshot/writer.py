@@ -175,7 +175,7 @@ class Background:
         return self._thread is not None and self._pid == os.getpid() and self._thread.is_alive()
 
     def start(self, job: Callable[[], Any], *, holding: object = None) -> BaseException | None:
-        """Wait for the previous job, start this one, return the previous error. ``holding`` lives until the job ends."""
+        """Wait for the previous job, start this one, return the previous error. ``holding`` lives till the job ends."""
         self.join()
         before = self.take_error()
         _finish_at_exit(self)
