@@ -249,7 +249,7 @@ def test_what_cannot_be_looked_into_runs_in_eager_alone() -> None:
 
 
 def test_an_object_without_a_tensor_is_refused() -> None:
-    with pytest.raises(DataError, match="without a tensor in it"):
+    with pytest.raises(DataError, match="without a tensor"):
         fit([types.SimpleNamespace(x=1, y="text")])
 
 

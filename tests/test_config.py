@@ -86,7 +86,7 @@ BAD = [
     ({"epochs": 1, "evaluate_every": 0}, r"evaluate_every=0: must be a number of updates"),
     ({"epochs": 1, "evaluate_every": 1.5}, r"evaluate_every=1\.5: must be a number of updates"),
     ({"epochs": 1, "evaluate_every": {"val": 0.0}}, r"evaluate_every=\{'val': 0\.0\}: must be a number of updates"),
-    ({"epochs": 1, "evaluate_every": {1: 1}}, r"has the key 1, which is not the name of a loader"),
+    ({"epochs": 1, "evaluate_every": {1: 1}}, r"has the key 1, which is no name of a loader"),
     ({"epochs": 1, "evaluate_on": "raw"}, r"evaluate_on='raw': must be \"params\", \"ema\" or None"),
     ({"epochs": 1, "monitor": ""}, r"monitor='': must be the name of a metric"),
     ({"epochs": 1, "monitor": "val_accuracy"}, r"monitor='val_accuracy' does not say .*mode=\"max\""),
@@ -111,7 +111,7 @@ BAD = [
     ({"epochs": 1, "overfit_batches": 1, "limit_batches": 1}, r"overfit_batches already sets the batches"),
     ({"epochs": 1, "limit_batches": 0}, r"limit_batches=0: must be a number of batches \(an int of at least 1\)"),
     ({"epochs": 1, "limit_batches": 2.0}, r"limit_batches=2\.0: must be a number of batches"),
-    ({"epochs": 1, "limit_batches": {"train": 0}}, r"limit_batches leaves nothing to train on"),
+    ({"epochs": 1, "limit_batches": {"train": 0}}, r"limit_batches leaves no batch to train on"),
     ({"epochs": 1, "rollback": True}, r"rollback=True: must be a whole number of at least 0"),
     ({"epochs": 1, "check_every": -1}, r"check_every=-1: must be a whole number of at least 0, or None"),
     ({"epochs": 1, "progress": "bar"}, r"progress='bar': must be True or False"),
@@ -319,7 +319,7 @@ def test_counting_batches():
     assert config.count_batches(3, None, loader="val") == 3
     with pytest.raises(ConfigError, match=r"val: limit 0\.5 is a share, and the length of the loader is unknown"):
         config.count_batches(0.5, None, loader="val")
-    with pytest.raises(ConfigError, match=r"val: a share of 0\.1 of 7 batches is none \(cure: 0\.143, or 1\)"):
+    with pytest.raises(ConfigError, match=r"val: a share of 0\.1 of 7 batches leaves none \(cure: pass 0\.143, or 1\)"):
         config.count_batches(0.1, 7, loader="val")
 
 
@@ -517,7 +517,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_steps": 0}, r"max_steps=0: must be a whole number of at least 1"),
     ({"max_time": "soon"}, r"max_time='soon': must be seconds"),
     ({"limit_train_batches": 2.0}, r"limit_train_batches=2\.0: must be a number of batches"),
-    ({"limit_train_batches": 0}, r"limit_batches leaves nothing to train on"),
+    ({"limit_train_batches": 0}, r"limit_batches leaves no batch to train on"),
     ({"limit_val_batches": -1}, r"limit_val_batches=-1: must be a number of batches"),
     ({"limit_test_batches": 1}, r"limit_test_batches=1: fit does not test"),
     ({"limit_predict_batches": 0.5}, r"limit_predict_batches=0\.5: fit does not predict"),
@@ -544,7 +544,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"deterministic": "loud"}, r"deterministic='loud': must be True or False or \"warn\""),
     ({"benchmark": True, "deterministic": True}, r"cudnn_benchmark picks algorithms by timing"),
     ({"profiler": "simple"}, r"profiler='simple': fit profiles nothing"),
-    ({"plugins": [object()]}, r"there are no plugins"),
+    ({"plugins": [object()]}, r"purestep has no plugins"),
     ({"reload_dataloaders_every_n_epochs": 1}, r"fit gets its loaders once"),
     ({"default_root_dir": "s3://bucket/x"}, r"default_root_dir='s3://bucket/x' is not on this machine"),
     ({"model_registry": "x"}, r"model_registry='x': purestep uploads nothing"),

@@ -841,7 +841,7 @@ def test_set_epoch_is_called_where_there_is_one():
     "loader", [[], (), DataLoader(Plain(3), batch_size=4, drop_last=True), DataLoader(TensorDataset(torch.zeros(0, 2)))]
 )
 def test_an_empty_loader_is_found_before_the_first_step(loader: Any):
-    with pytest.raises(DataError, match=r"val: no batch in it: the loader is empty \(cure: .*drop_last"):
+    with pytest.raises(DataError, match=r"val: the loader is empty: it has no batch \(cure: .*drop_last"):
         open_feed(loader, name="val")
 
 
@@ -1340,7 +1340,7 @@ def test_a_batch_of_another_structure_is_named_with_its_path(batch: Any, said: s
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        (None, "batch is None without a tensor in it"),
+        (None, "batch is None without a tensor"),
         (1.5, "batch is a float without a tensor"),
         ({"x": None}, "batch is a dict of 1 without a tensor"),
         ((torch.zeros(1), torch.zeros(1, device="meta")), "tensors on 2 devices: batch/0 on cpu, batch/1 on meta"),

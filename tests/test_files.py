@@ -54,7 +54,7 @@ def test_a_failure_leaves_the_old_file(tmp_path, monkeypatch, point):
     with pytest.raises(errors.WriteFailed, match=r"a\.bin: could not be written.*\[Errno 28\] No space left") as caught:
         files.write_bytes(path, b"new and longer")
     assert caught.value.errno == errno.ENOSPC
-    assert caught.value.hint == "free space or another disk"
+    assert caught.value.hint == "free space or use another disk"
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["a.bin"]
 

@@ -264,7 +264,7 @@ def test_another_length_is_no_other_loader(kind: str) -> None:
 
 def test_a_loader_that_says_it_is_empty_is_asked_for_a_batch() -> None:
     assert len(list(open_feed(Plain(0)).epoch(0))) == 5
-    with pytest.raises(DataError, match="no batch in it"):
+    with pytest.raises(DataError, match="it has no batch"):
         open_feed([])
 
 

@@ -291,7 +291,7 @@ def test_a_part_of_the_state(tmp_path):
     ("leaf", "text"),
     [
         ({1, 2}, r"a/x: a builtins.set cannot be stored"),
-        (torch.zeros(2).to_sparse(), r"a/x: a torch.sparse_coo tensor cannot be stored \(cure: .to_dense\(\)\)"),
+        (torch.zeros(2).to_sparse(), r"a/x: a torch.sparse_coo tensor cannot be stored \(cure: call .to_dense\(\)\)"),
         (torch.zeros(2, device="meta"), r"a/x: a tensor on the meta device has no values"),
         (torch.empty(2, dtype=torch.float4_e2m1fn_x2), r"a/x: torch.float4_e2m1fn_x2 cannot be stored"),
     ],

@@ -130,7 +130,7 @@ class TestAssertAccumulates:
 
         many, one = self.programs(objective)
         with pytest.raises(
-            StepContractError, match=r"params/\S+: differs by \S+ from the update .*cure: the weight of a"
+            StepContractError, match=r"params/\S+: differs by \S+ from the update .*cure: return a Loss whose weight"
         ):
             testing.assert_accumulates(many, one, *self.parts(), rtol=1e-12)
 

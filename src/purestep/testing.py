@@ -44,7 +44,7 @@ def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any
         ...     return state + len(counter), {}
         >>> assert_pure(step, torch.zeros(()), None)
         Traceback (most recent call last):
-        purestep.errors.StepContractError: state: the second call on the same state and batch gives another value ...
+        purestep.errors.StepContractError: state: the second call with the same state and batch returns ...
     """
     parts = {"state": state, "batch": batch, "context": context}
     with _reported():

@@ -179,7 +179,7 @@ PLANTS = {
     "a torch optimizer's step": Plant(changed(torch_optimizer), "state/opt/0", f"{WRITES}, in place"),
     "the batch": Plant(changed(lambda call: call.batch["x"].mul_(2)), "batch/x", f"{WRITES}, in place"),
     "a key of the batch": Plant(
-        changed(lambda call: call.batch.pop("extra")), "batch/extra", f"{WRITES}: a leaf is gone"
+        changed(lambda call: call.batch.pop("extra")), "batch/extra", f"{WRITES}: a leaf was removed"
     ),
     "a key in the state": Plant(
         changed(lambda call: put(call.state, "seen", torch.ones(()))), "state/seen", f"{WRITES}: a leaf was added"

@@ -182,8 +182,8 @@ def test_row_29_an_iterable_without_state_is_refused_up_front(kind: int, tmp_pat
 def test_row_29_or_replayed_at_a_stated_cost(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "purestep"):
         same(stopped(make, tmp_path, 3, 7), whole(make()))
-    assert "train: loads and drops 3 batches to go on inside epoch 1" in caplog.text
-    assert "train: loads and drops 2 batches to go on inside epoch 2" in caplog.text
+    assert "train: loads and drops 3 batches to resume inside epoch 1" in caplog.text
+    assert "train: loads and drops 2 batches to resume inside epoch 2" in caplog.text
 
 
 def test_row_29_fails_where_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,11 +408,11 @@ OTHER: dict[str, tuple[Any, str]] = {
     "text inside": (("a", Y), "batch/0 is a str; batch 1 had a float32 tensor of rank 2"),
 }
 FIRST: dict[str, tuple[Any, str]] = {
-    "None": (None, "batch is None without a tensor in it"),
-    "a scalar": (3, "batch is an int without a tensor in it"),
-    "text": ("words", "batch is a str without a tensor in it"),
-    "texts": (("a", "b"), "batch is a tuple of text without a tensor in it"),
-    "a dict of None": ({"x": None}, "batch is a dict of 1 without a tensor in it"),
+    "None": (None, "batch is None without a tensor"),
+    "a scalar": (3, "batch is an int without a tensor"),
+    "text": ("words", "batch is a str without a tensor"),
+    "texts": (("a", "b"), "batch is a tuple of text without a tensor"),
+    "a dict of None": ({"x": None}, "batch is a dict of 1 without a tensor"),
     "two devices": ((X, Y.to("meta")), "^train, batch/1: a Tensor cannot be moved"),
 }
 

@@ -28,8 +28,8 @@ def write_failed(path: Path | str, error: BaseException, *, size: int | None = N
 
     Example:
         >>> import errno
-        >>> print(write_failed("run/a.json", OSError(errno.EDQUOT, "Disk quota exceeded"), size=1))
-        run/a.json: could not be written (1 bytes): [Errno 122] Disk quota exceeded (cure: free space or use another disk)
+        >>> print(write_failed("run/a.json", OSError(errno.EDQUOT, "Disk quota exceeded")))
+        run/a.json: could not be written: [Errno 122] Disk quota exceeded (cure: free space or use another disk)
     """
     code = error.errno if isinstance(error, OSError) else None
     reason = f"[Errno {code}] {error.strerror}" if isinstance(error, OSError) and code else _first_line(error)
