@@ -64,7 +64,7 @@ def test_a_setting_of_another_builder_is_sent_there(field: str, builder: str):
 
 
 def test_one_limit_is_required_and_minus_one_says_that_none_is_wanted():
-    with pytest.raises(ConfigError, match=r"nothing limits the run.*cure: epochs=10"):
+    with pytest.raises(ConfigError, match=r"nothing limits the run.*cure: pass epochs=10"):
         FitConfig()
     assert FitConfig(epochs=-1).epochs == -1
     assert FitConfig(max_time=60).epochs is None
@@ -93,7 +93,10 @@ BAD = [
     ({"epochs": 1, "monitor": "x", "mode": "up"}, r"mode='up': must be \"min\", \"max\" or None"),
     ({"epochs": 1, "mode": "max"}, r"mode='max' without a metric"),
     ({"epochs": 1, "early_stopping": 0}, r"early_stopping=0: must be a whole number of at least 1"),
-    ({"epochs": 1, "early_stopping": {"patience": 1, "delta": 1}}, r"has no setting 'delta'; there are patience"),
+    (
+        {"epochs": 1, "early_stopping": {"patience": 1, "delta": 1}},
+        r"has no setting 'delta'; the settings are patience",
+    ),
     ({"epochs": 1, "early_stopping": {"min_delta": 1.0}}, r"needs a patience"),
     ({"epochs": 1, "early_stopping": {"patience": 1, "min_delta": -1}}, r"min_delta=-1 is outside"),
     ({"epochs": 1, "log_every": -1}, r"log_every=-1: must be a whole number of at least 0"),

@@ -1036,7 +1036,7 @@ def test_a_position_of_the_same_loader_fits_whatever_the_workers():
 
 
 def test_a_start_behind_the_end_is_a_mismatch():
-    with pytest.raises(Mismatch, match="7 batches of epoch 2 are done, but the loader has only 5 an epoch"):
+    with pytest.raises(Mismatch, match="7 batches of epoch 2 are done, but the loader has only 5 per epoch"):
         open_feed(DataLoader(Plain(10), 2)).epoch(1, 7)
     with pytest.raises(ConfigError, match="both must be at least 0"):
         open_feed([1]).epoch(0, -1)

@@ -72,21 +72,21 @@ def rate() -> Any:
 
 RULES = [("weight$", "one"), ("", "two")]
 ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
-    "transform.chain": lambda: ((optim.scale(0.5), optim.chain(optim.scale(2.0))), {}),
-    "transform.stateless": lambda: ((halved,), {"elementwise": True}),
-    "transform.scale": lambda: ((0.5,), {}),
-    "transform.scale_by_learning_rate": lambda: ((rate(),), {}),
-    "transform.scale_by_relative_step": lambda: ((rate(),), {}),
-    "transform.scale_by_inverse_time": lambda: ((0.5,), {}),
-    "transform.scale_by_shape": lambda: ((), {}),
-    "transform.add_decayed_weights": lambda: ((0.1,), {"mask": {"a.weight": True, "a.bias": False}}),
-    "transform.trace": lambda: ((0.9,), {"nesterov": True}),
-    "transform.clip_by_global_norm": lambda: ((0.1,), {}),
-    "transform.clip_by_value": lambda: ((0.1,), {}),
-    "transform.adaptive_grad_clip": lambda: ((0.1,), {}),
-    "transform.masked": lambda: ((optim.adam(rate()), "weight$"), {}),
-    "transform.freeze": lambda: (("bias$",), {}),
-    "transform.partition": lambda: (({"one": optim.adam(rate()), "two": optim.sgd(0.1)}, RULES), {}),
+    "optim.chain": lambda: ((optim.scale(0.5), optim.chain(optim.scale(2.0))), {}),
+    "optim.stateless": lambda: ((halved,), {"elementwise": True}),
+    "optim.scale": lambda: ((0.5,), {}),
+    "optim.scale_by_learning_rate": lambda: ((rate(),), {}),
+    "optim.scale_by_relative_step": lambda: ((rate(),), {}),
+    "optim.scale_by_inverse_time": lambda: ((0.5,), {}),
+    "optim.scale_by_shape": lambda: ((), {}),
+    "optim.add_decayed_weights": lambda: ((0.1,), {"mask": {"a.weight": True, "a.bias": False}}),
+    "optim.trace": lambda: ((0.9,), {"nesterov": True}),
+    "optim.clip_by_global_norm": lambda: ((0.1,), {}),
+    "optim.clip_by_value": lambda: ((0.1,), {}),
+    "optim.adaptive_grad_clip": lambda: ((0.1,), {}),
+    "optim.masked": lambda: ((optim.adam(rate()), "weight$"), {}),
+    "optim.freeze": lambda: (("bias$",), {}),
+    "optim.partition": lambda: (({"one": optim.adam(rate()), "two": optim.sgd(0.1)}, RULES), {}),
     "optim.adamw": lambda: ((rate(),), {"mask": "weight$"}),
     "optim.sgd": lambda: ((rate(),), {"momentum": 0.9}),
     "optim.muon": lambda: ((rate(),), {}),
@@ -114,7 +114,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
 """Arguments of a factory; none where this has nothing of it."""
 
 
-FOR_MATRICES = ("optim.muon", "transform.scale_by_muon", "transform.scale_by_shape")
+FOR_MATRICES = ("optim.muon", "optim.scale_by_muon", "optim.scale_by_shape")
 
 
 def outcome(name: str, made: Any) -> Any:
@@ -147,7 +147,7 @@ def again(made: Any) -> Any:
     return pickle.loads(pickle.dumps(made))
 
 
-ELSEWHERE = ("transform.inject", "objective.hf_loss", "objective.masked_reconstruction", "metrics.from_torchmetrics")
+ELSEWHERE = ("optim.inject", "objective.hf_loss", "objective.masked_reconstruction", "metrics.from_torchmetrics")
 
 
 @pytest.mark.parametrize("name", [name for name in FACTORIES if name not in ELSEWHERE])

@@ -474,12 +474,12 @@ def test_buffers_are_used_again():
 @settings(deadline=None)
 def test_copies_of_one_state_after_another(rounds, order):
     """Also of the same state again and again, where no leaf is looked at."""
-    made = state_copy.Copies()
+    made = state_copy.StateCopies()
     for index in [0, 0, *order, 0]:
         state = {str(i): tensor.clone() for i, tensor in enumerate(rounds[index % len(rounds)])}
         expected = {path: bits(tensor) for path, tensor in state.items() if tensor.numel()}
-        look = made.look(state)
-        buffers = made.make(look)
+        look = made.describe(state)
+        buffers = made.copy(look)
         for tensor in state.values():
             tensor.zero_()
         assert look.layout.records == manifest.describe(tree.with_paths(state))
@@ -491,32 +491,32 @@ def test_a_state_like_the_last_is_not_looked_at_leaf_by_leaf(monkeypatch: pytest
     looked: list[Any] = []
     true = manifest.describe
     monkeypatch.setattr(manifest, "describe", lambda leaves: (looked.append(leaves), true(leaves))[1])
-    made = state_copy.Copies()
+    made = state_copy.StateCopies()
     for value in (1.0, 2.0):
-        assert made.make(made.look(small(value)))["b"].tolist() == [value, value]
+        assert made.copy(made.describe(small(value)))["b"].tolist() == [value, value]
     assert len(looked) == 1
     for changed in (small() | {"b": torch.zeros(2, dtype=torch.float64)}, small() | {"b": 7}, small() | {"c": small()}):
-        made.make(made.look(changed))
-        made.make(made.look(small()))
+        made.copy(made.describe(changed))
+        made.copy(made.describe(small()))
     assert len(looked) == 7
     with pytest.raises(errors.StateError, match="sparse"):
-        made.look(small() | {"b": torch.ones(2).to_sparse()})
-    assert made.make(made.look(small(3.0)))["b"].tolist() == [3.0, 3.0]
+        made.describe(small() | {"b": torch.ones(2).to_sparse()})
+    assert made.copy(made.describe(small(3.0)))["b"].tolist() == [3.0, 3.0]
 
 
 def test_a_copy_that_fails_leaves_none_behind(monkeypatch: pytest.MonkeyPatch):
-    made = state_copy.Copies()
-    made.make(made.look(small(1.0)))
+    made = state_copy.StateCopies()
+    made.copy(made.describe(small(1.0)))
     with monkeypatch.context() as patch:
         patch.setattr(staging, "_copy", lambda *_: [][0])
         with pytest.raises(IndexError):
-            made.make(made.look(small(2.0)))
-    assert made.make(made.look(small(3.0)))["b"].tolist() == [3.0, 3.0]
+            made.copy(made.describe(small(2.0)))
+    assert made.copy(made.describe(small(3.0)))["b"].tolist() == [3.0, 3.0]
 
 
 def test_no_state_is_kept_alive_by_what_is_known_of_it():
-    made, state = state_copy.Copies(), small()
-    made.make(made.look(state))
+    made, state = state_copy.StateCopies(), small()
+    made.copy(made.describe(state))
     gone = [weakref.ref(leaf) for leaf in state.values()]
     del state
     assert [leaf() for leaf in gone] == [None, None]
