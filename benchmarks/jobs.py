@@ -58,6 +58,7 @@ def _on_cpu() -> dict[str, Job]:
         "accumulation": Job("4 micro-batches to an update, and 1", "benchmarks.curves:four_and_one", {}),
         "memory": Job("peak memory, GPT of 34 M", "benchmarks.memory:table", {"work": "gpt-medium"}),
         "start": Job("time to the first step, GPT of 0.9 M", "benchmarks.start:table", {"work": "gpt-small"}),
+        "ablation": Job("compile/cpu without each of its parts", "benchmarks.ablation:table", {}),
         "import": Job("import", "benchmarks.start:importing", {}, {}),
         "save-1.2GB": _save("1.2 GB", 30, 10_000_000),
         "save-100MB": _save("100 MB", 10, 2_500_000),

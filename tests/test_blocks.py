@@ -46,10 +46,11 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         lambda self, function: (found.append(function.name), true(self, function))[1],
     )
 
-    def raised(what: str, error: Exception) -> None:
-        raise AssertionError(what) from error
+    def raised(*found: Any) -> None:
+        raise AssertionError(found[-1])
 
-    monkeypatch.setattr(backend, "given_up", raised)
+    monkeypatch.setattr(backend, "not_outlined", raised)
+    monkeypatch.setattr("purestep.compile.capture.given_up", raised)
     return found
 
 

@@ -35,13 +35,13 @@ def compiled(made: Program, **options: Any) -> Any:
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The states that were packed leaf by leaf."""
     found: list[Any] = []
-    enter = ps.compile.runner.CompiledStep._enter  # pyright: ignore[reportPrivateUsage]
+    enter = ps.compile.compiled_step.CompiledStep._enter  # pyright: ignore[reportPrivateUsage]
 
     def noted(self: Any, state: Any) -> Any:
         found.append(state)
         return enter(self, state)
 
-    monkeypatch.setattr(ps.compile.runner.CompiledStep, "_enter", noted)
+    monkeypatch.setattr(ps.compile.compiled_step.CompiledStep, "_enter", noted)
     return found
 
 

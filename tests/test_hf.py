@@ -87,6 +87,7 @@ def clip() -> Made:
 
 
 MODELS: list[Callable[[], Made]] = [gpt2, bert, llama, qwen2, qwen3, vit, t5, clip]
+CONTRASTIVE = pytest.mark.filterwarnings("ignore:the loss of CLIPModel compares the rows:UserWarning")
 
 
 def trained(make: Callable[[], Made], compile: bool | dict[str, str]) -> ps.FitResult:
@@ -97,6 +98,7 @@ def trained(make: Callable[[], Made], compile: bool | dict[str, str]) -> ps.FitR
     return ps.fit(program.init(0), loaders, program, epochs=2, compile=compile, progress=False)
 
 
+@CONTRASTIVE
 @pytest.mark.row("1.19", "1.29")
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_a_model_trains_as_it_is_eager_and_traced_alike(make: Callable[[], Made]):
@@ -302,6 +304,7 @@ def test_a_tokenizers_batch_is_a_batch(kind: Callable[[Batch], Any], compile: An
     assert math.isfinite(result.history["val_loss"][0])
 
 
+@CONTRASTIVE
 def test_weights_count_what_the_loss_is_a_mean_over():
     model, batch = gpt2()
     batch["labels"][0, 6:] = -100

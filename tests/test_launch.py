@@ -21,7 +21,7 @@ from purestep import optim
 from purestep.compile import capture, compiled_step, fx_passes, guards
 from purestep.compile import cuda_graph as replay
 from purestep.compile.cpu import backend
-from purestep.compile.donation import Store
+from purestep.compile.donation import DonatedBuffers
 from purestep.errors import ConfigError, StateError, StepContractError
 from purestep.types import Program
 
@@ -491,7 +491,7 @@ def test_a_replay_looks_at_the_layout_of_a_batch_once(
 
 
 def test_one_function_is_recorded_for_batches_of_each_size(recorded: list[Recorder]) -> None:
-    replays, store = replay.Replays(), Store(mlp().init(), None, None)
+    replays, store = replay.Replays(), DonatedBuffers(mlp().init(), None, None)
 
     def run(tensors: list[Tensor], leaves: list[Any]) -> Any:
         return {"sum": leaves[0].sum()}
@@ -504,7 +504,7 @@ def test_one_function_is_recorded_for_batches_of_each_size(recorded: list[Record
 
 def test_a_function_that_is_gone_leaves_its_address_to_none() -> None:
     """What is recorded is found by it."""
-    replays, store = replay.Replays(), Store(mlp().init(), None, None)
+    replays, store = replay.Replays(), DonatedBuffers(mlp().init(), None, None)
 
     def run(tensors: list[Tensor], leaves: list[Any]) -> Any:
         return {"sum": leaves[0].sum()}

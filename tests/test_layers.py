@@ -29,7 +29,7 @@ LEVEL = {
     name: level
     for level, names in enumerate(
         (
-            "errors types tensor_layout batch_objects global_rng",
+            "errors types tensor_layout batch_objects global_rng host_generators",
             "tree rng tracing validation pickling",
             "model",
             "optim schedules ema scaler precision metrics objective stopping",
@@ -133,6 +133,7 @@ IMPURE_CALLS = {"breakpoint", "exec", "input", "open", "print"}
 AT_THE_COMPILER = ("compile/cpu/code_cache.py", "compile/cpu/csrc/__init__.py")
 """They read and write the compiler's files: its settings, its cache directory, our C++."""
 ALLOWED = (
+    ("host_generators.py", "random"),
     ("global_rng.py", "random"),
     ("global_rng.py", "threading.RLock"),
     ("compile/cpu/workspace.py", "threading.local"),
@@ -420,7 +421,8 @@ def test_importing_changes_nothing_and_stays_light(body: str, said: str):
     assert done.stdout.strip() == said
 
 
-LATE = "compile files events config signals data snapshot export sinks diagnostics contrib loop testing bench".split()
+LATE = """host_generators compile files events config signals data snapshot export sinks diagnostics contrib loop
+    testing bench""".split()
 LOADED = """
 import sys, torch
 before = set(sys.modules)

@@ -14,7 +14,7 @@ from torch.nn import functional
 import purestep as ps
 from purestep import optim, tree
 from purestep.errors import ConfigError, StateError, StepContractError
-from purestep.model.functional import functional as functional_
+from purestep.model import functional as functional_
 
 LR = 0.25
 

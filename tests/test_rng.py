@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from purestep import global_rng, rng, tracing
+from purestep import global_rng, host_generators, rng, tracing
 from purestep.data import random_state
 from purestep.errors import ConfigError
 
@@ -134,7 +134,11 @@ def generators() -> tuple[object, ...]:
 @pytest.mark.parametrize("scoped", [rng.scoped, random_state.scoped], ids=["torch", "all"])
 def test_ctrl_c_at_any_line_of_a_scope_leaves_no_trace(scoped: Any):
     """An interrupt comes between two lines, and only one of them."""
-    before, hits, files = generators(), [], {rng.__file__, global_rng.__file__, random_state.__file__}
+    before, hits, files = (
+        generators(),
+        [],
+        {rng.__file__, global_rng.__file__, random_state.__file__, host_generators.__file__},
+    )
     seen = [0]
 
     def interrupt(frame: FrameType, event: str, _: object) -> Any:

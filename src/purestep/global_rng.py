@@ -171,7 +171,7 @@ def torch_states() -> list[Tensor]:
 
 
 def host_states() -> dict[str, Any]:
-    """The states of numpy's and Python's global generators. A pure step changes neither.
+    """The states of numpy's and Python's global generators. A pure step leaves both unchanged.
 
     Example:
         >>> host_states() == host_states()

@@ -173,15 +173,15 @@ def _transform() -> Any:
 
 
 def _seeded(at: int) -> None:
-    """What draws from numpy or Python on the host has the same numbers in every way."""
-    np.random.seed(at)
-    random.seed(at)
+    """What draws from numpy or Python on the host gets the numbers that an eager step gives it."""
+    number = ps.rng.mix(SEED, at, "step")
+    np.random.seed(number & 0xFFFFFFFF)
+    random.seed(number)
 
 
 def _stepped(program: Any, step: Any, given: list[Any]) -> tuple[_Trained, Any]:
     state, losses = program.init(seed=SEED), list[float]()
-    for at, batch in enumerate(given):
-        _seeded(at)
+    for batch in given:
         state, metrics = step(state, batch)
         mean = metrics["loss"]
         losses.append(float(mean.total / mean.weight))

@@ -1,27 +1,35 @@
 """Compiled steps: one graph from the forward pass to the EMA, with donation.
 
-A call goes from `entry` (what users call) to `runner`, which finds its graph in `graphs` and keeps the state of a
-donated step in the buffers of `live` (`standing` finds them again); a step that leaves its state as it was writes a
-copy of them, by `forks`. A graph that is not there yet is made by `capture`, by one thread at a time (`alone`): Python
-is run on fake tensors, or Dynamo reads it; `skeleton` puts the state together in there, `passes` and `sources` are what
-changes in the graph, and `contract` checks what the step returned. `draws` makes random numbers those of eager mode, in
-every way to capture, `rounding` keeps casts there and back, and `backends` is what Dynamo gives its graphs to. On CUDA
-`first_run` takes back what the first run of a graph has written where that fails, `philox` keeps inductor off the
-random state of attention kernels, and `replay` records the donated step. `evaluation` is the same for an eval_step.
+    api               `compile_step` and `compile_program`
+    compiled_step     a call: the graph for these inputs, with the state's buffers
+    eval_step         the same for an eval_step
+    graph_cache       the graphs of one step: by structure, shapes and torch's settings; several sizes in one graph
+    guards            the comparison of inputs with those of a graph
+    contract          checks of what a step returns
+    captured_values   values that a step reads from outside its arguments
+    capture           from Python to a graph: a trace on fake tensors, or Dynamo
+    backends          from a graph to code: plug-ins for devices (`cpu`), inductor, or the operations one by one
+    donation          buffers that a donated step writes in place
+    live_state        a state in such buffers, which knows whether it has been donated
+    copied_state      a step that keeps its state: a copy of the buffers, handed out as views
+    cuda_graph        a donated step as one CUDA graph
+    first_run         the first run of a graph on a GPU, undone where it fails
+    compile_lock      one thread at a time compiles
 
-On the CPU `native` hands the traced graph straight to inductor. What differs from `torch.compile` there:
+Changes to a graph, in every way to capture:
 
-    arena       one piece of memory a thread for all intermediates
-    wrapper     inductor's C++ round the kernels, with that memory and with addresses for inputs
-    calls       how Python calls it
-    pieces      weights of equal layers, of one packed vector, by pointers of their own: one kernel for all of them
-    blocks      equal layers of a graph as calls of one function
-    kept        libraries of earlier runs, found by what the function does
-    recording   that as text
-    kernels     C++ functions of our own in inductor's code, for float32 on x86 with AVX2 or AVX-512:
-    products        matrix products
-    attention       attention over at most 256 positions, as products
-    rows            gradients of embeddings, in one order whatever the number of threads
+    fx_passes         rewrites, and questions about a graph
+    aliasing          copies where inductor would read a buffer after it was written
+    early_reductions  losses and metrics before the backward pass
+    random_ops        the random numbers of eager mode
+    precision_casts   casts to a low precision and back, kept
+    control_flow      `torch.cond` and its kind
+    philox            the random state of attention kernels, outside inductor's memory planning
+    formats           memory formats for operators that run one by one
+    dynamic_shapes    sizes that vary between batches
+    outputs           scalars returned as one vector
+    packing           which parameters share a flat buffer
+    treespec          trees in plain Python, which Dynamo can read
 """
 
 from __future__ import annotations
@@ -32,14 +40,14 @@ from .api import compile_step as compile_step
 from .capture import Uncaptured as Uncaptured
 from .capture import stopped as stopped
 from .compiled_step import CompiledStep as CompiledStep
-from .donation import LiveState as LiveState
-from .donation import is_state as is_state
 from .donation import overlaps as overlaps
-from .donation import plain as plain
-from .donation import states as states
 from .eval_step import CompiledEval as CompiledEval
 from .first_run import first_line as first_line
 from .fx_passes import ONE_DTYPE as ONE_DTYPE
+from .live_state import LiveState as LiveState
 from .live_state import is_alive as is_alive
+from .live_state import is_state as is_state
+from .live_state import plain as plain
+from .live_state import states as states
 from .outputs import Stacked as Stacked
 from .outputs import unstacked as unstacked

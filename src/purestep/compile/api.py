@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from ..step import static_of
 from ..types import Metrics, Program, Static
 from ..validation import is_count
-from . import capture as capture_
+from .capture import check as check_capture
 from .compiled_step import CompiledStep
 from .eval_step import CompiledEval
 from .graph_cache import Options
@@ -86,7 +86,7 @@ def compile_step(
         >>> int(state.step)
         1
     """
-    capture_.check(capture)
+    check_capture(capture)
     _check_backend(backend, capture)
     _check_function(step)
     static = static_of(step)
@@ -124,7 +124,7 @@ def compile_program(
     if not isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]  # a step, mostly
         hint = "ps.compile_step(step), or ps.compile_program(program)"
         raise ConfigError(f"the program is a {type(program).__name__}", where="compile_program", hint=hint)
-    capture_.check(capture)
+    check_capture(capture)
     _check_backend(backend, capture)
     _check_launch(program.static, donate=donate, cuda_graph=cuda_graph, unroll=1)
     chosen = Options(capture, backend, options)

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from .. import tracing
-from . import aliasing, precision_casts, random_ops
+from . import aliasing, formats, fx_passes, precision_casts, random_ops
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 PLUGINS = {"cpu": ("PURESTEP_CPU", ".cpu.backend")}
-"""By device type: the environment variable that switches the plug-in off (``0``), and its module, which has
+"""By device type: the environment variable that switches the plug-in or parts of it off (`switched_off`), and its
+module, which has
 
 - ``suits(inputs) -> bool``: whether it compiles graphs of these tensors;
 - ``record(function, inputs) -> Record``: runs the Python once; ``Record.function`` does the same operations again;
@@ -33,13 +34,19 @@ OURS = ("inductor", "aot_eager", "eager")
 """Backends by name that a trace has, too."""
 
 
+def switched_off(device: str) -> frozenset[str]:
+    """Parts that the environment variable of a plug-in switches off: ``-gemm,-outline``; ``0`` is all of it."""
+    words = os.environ.get(PLUGINS[device][0], "").split(",")
+    return frozenset(word.removeprefix("-") for word in words)
+
+
 def plugin(inputs: list[Tensor]) -> types.ModuleType | None:
     """The plug-in for graphs of these tensors; None where there is none, or it is switched off."""
     devices = {leaf.device.type for leaf in inputs}
-    variable, module = PLUGINS.get(devices.pop(), ("", "")) if len(devices) == 1 else ("", "")
-    if not module or os.environ.get(variable) == "0":
+    device = devices.pop() if len(devices) == 1 else ""
+    if device not in PLUGINS or "0" in switched_off(device):
         return None
-    found = importlib.import_module(module, __package__)
+    found = importlib.import_module(PLUGINS[device][1], __package__)
     return found if found.suits(inputs) else None
 
 
@@ -55,7 +62,7 @@ def of(name: str, options: Mapping[str, Any] | None) -> Callable[[GraphModule, l
     def purestep(graph: GraphModule, inputs: list[Any]) -> Any:
         traced, rounds = _traced(graph)
         if name != "inductor":
-            return traced.forward
+            return formats.settled(fx_passes.views_allowed(traced)).forward
         register_fallbacks(traced)
         on_cpu = all(leaf.device.type == "cpu" for leaf in inputs if isinstance(leaf, Tensor))
         return _inductor(chosen(options, on_cpu=on_cpu, rounds=rounds))(traced, inputs)

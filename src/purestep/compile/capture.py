@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import global_rng, rng, tracing, tree
 from ..errors import ConfigError, PurestepError, StepContractError
 from ..step import NoSetupContext, last_unreached
-from . import backends, control_flow, dynamic_shapes, fx_passes, precision_casts, random_ops
+from . import backends, control_flow, dynamic_shapes, formats, fx_passes, precision_casts, random_ops
 from .compile_lock import with_compiler
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -296,7 +296,7 @@ def _lowered(
     shapes: str = "from_example_inputs",
 ) -> Compiled:
     if backend in ("eager", "aot_eager"):
-        return _unpacking(graph)
+        return _unpacking(formats.settled(graph))
     if backend != "inductor":
         return _unpacking(backend(graph, inputs))
     # Documented, not yet public; torch.compile stands behind it.

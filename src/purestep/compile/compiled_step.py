@@ -9,18 +9,15 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import packed as packed_
-from .. import rng, tracing, tree
+from .. import packed, rng, tracing, tree
 from ..errors import PurestepError, StepContractError
 from ..step import Accum, Adding, Closing
 from ..types import Empty, Metrics, Static, Steps, TrainState
-from . import capture as capture_
-from . import donation as live_
-from . import live_state as standing
-from . import treespec
+from . import capture, donation, live_state
 from .contract import checked, same_structure, unrolled
 from .copied_state import Forks
 from .cuda_graph import Replays
+from .donation import DonatedBuffers, treespec
 from .graph_cache import Graph, Graphs, Options
 from .guards import alike, check_untransformed, kinds, resolved, without_text
 from .outputs import Stacked, unstacked
@@ -33,7 +30,7 @@ Unlike: TypeAlias = Callable[[Any], None] | None
 class _Last(NamedTuple):
     """The graph of the last call of one phase, and what it was found for."""
 
-    slots: live_.Slots
+    slots: donation.Slots
     surroundings: tuple[str, str]
     treedef: tree.TreeDef
     only: tuple[type, int] | None  # kind and length of a batch that is one tuple or list of tensors and nothing else
@@ -77,7 +74,7 @@ class CompiledStep:
         self.unroll = unroll
         self._replays = Replays() if cuda_graph else None
         self._windowed = static is not None and static.accumulate > 1
-        self._steps: dict[packed_.Layout | None, Callable[..., Any]] = {None: step}
+        self._steps: dict[packed.Layout | None, Callable[..., Any]] = {None: step}
         self._graphs = Graphs(options, step)
         self._last: dict[tuple[type[Accum], ...], _Last] = {}
 
@@ -127,24 +124,27 @@ class CompiledStep:
     # --- donated ------------------------------------------------------------------------------------------------------
 
     def _donated(self, state: Any, batch: tuple[Any, ...], unlike: Unlike) -> tuple[Any, Metrics | Stacked]:
-        store, metrics = self._apart(self._standing(state) or self._enter(state), batch, unlike)
+        store, metrics = self._apart(self._live_store(state) or self._enter(state), batch, unlike)
         return store.live(), metrics
 
-    def _apart(self, store: live_.Store, batch: tuple[Any, ...], unlike: Unlike) -> tuple[live_.Store, Any]:
+    def _apart(self, store: DonatedBuffers, batch: tuple[Any, ...], unlike: Unlike) -> tuple[DonatedBuffers, Any]:
         """The call; where the step has no gradient for a part of a flat buffer, on a state of more buffers."""
         while True:
             try:
                 return store, self._stepped(store, batch, unlike)
-            except packed_.Split as split:
+            except packed.Split as split:
                 self._graphs.count -= 1
-                if not self.layouts.split(split.names) and self.layouts.of(live_.plain(store.named)) is store.layout:
+                if (
+                    not self.layouts.split(split.names)
+                    and self.layouts.of(live_state.plain(store.named)) is store.layout
+                ):
                     raise
                 fresh = self._enter(store.live())
                 store.begin()  # the state that went in is dead
                 store.end(0)
                 store = fresh
 
-    def _stepped(self, store: live_.Store, batch: tuple[Any, ...], unlike: Unlike) -> Metrics | Stacked:
+    def _stepped(self, store: DonatedBuffers, batch: tuple[Any, ...], unlike: Unlike) -> Metrics | Stacked:
         phase = self._phase(store)
         last = self._last.get(phase)
         fits = last and last.slots is store.slots and last.surroundings == self._graphs.surroundings()
@@ -163,7 +163,7 @@ class CompiledStep:
             self._count_window(store)
         return metrics
 
-    def _launched(self, graph: Graph, store: live_.Store, leaves: list[Any]) -> Metrics | Stacked:
+    def _launched(self, graph: Graph, store: DonatedBuffers, leaves: list[Any]) -> Metrics | Stacked:
         store.begin()
         try:
             if not graph.draws or not store.hosts:
@@ -172,17 +172,17 @@ class CompiledStep:
                 return self._run(graph, store, leaves)
         except BaseException as error:
             # What an attempt to capture met has Dynamo's word as its cause.
-            in_capture = any(found is not None and capture_.stopped(found) for found in (error, error.__cause__))
+            in_capture = any(found is not None and capture.stopped(found) for found in (error, error.__cause__))
             if isinstance(error, PurestepError) or in_capture:
                 store.undo()
             raise
 
-    def _run(self, graph: Graph, store: live_.Store, leaves: list[Any]) -> Metrics | Stacked:
+    def _run(self, graph: Graph, store: DonatedBuffers, leaves: list[Any]) -> Metrics | Stacked:
         if self._replays is None or store.device.type != "cuda":
             return graph.run(store.buffers, leaves)
         return self._replays.run(graph.run, store, leaves, _copied)
 
-    def _found(self, store: live_.Store, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
+    def _found(self, store: DonatedBuffers, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
         store.check(kinds(store.buffers))
         leaves, treedef = batch_leaves(batch)
         key = (store.slots.identity, phase, treedef)
@@ -194,33 +194,35 @@ class CompiledStep:
         self._last[phase] = _Last(store.slots, self._graphs.surroundings(), treedef, only, same, graph)
         return graph, leaves
 
-    def _standing(self, state: Any) -> live_.Store | None:
+    def _live_store(self, state: Any) -> DonatedBuffers | None:
         """The store that a live state stands in, if it is one of this step's, and all of it the step may write."""
-        if type(state) is live_.LiveState:
+        if type(state) is live_state.LiveState:
             state.alive()
             store = state.live_store
             if store is not None and not store.single:
                 return None  # one of several, which stay where they are
         else:
-            store = standing.store_of(state)
+            store = live_state.store_of(state)
             if store is not None:
-                standing.check_alive(state)
-                store = store if standing.stands(state, store) else None
+                live_state.check_alive(state)
+                store = store if live_state.stands(state, store) else None
         if store is None or (store.holds_callers and self.static is None) or not store.is_as_shown():
             return None
         if store.layout is None or store.layouts is self.layouts:
             return store
         return store if self.layouts.known(store.layout) else None
 
-    def _enter(self, state: Any) -> live_.Store:
+    def _enter(self, state: Any) -> DonatedBuffers:
         """Copy a plain state into buffers of its own."""
-        standing.check_alive(state)
-        given = live_.plain(state)
+        live_state.check_alive(state)
+        given = live_state.plain(state)
         # A step of one's own may write what a program's never does.
         own, adopt = self.static is None, self.donate == "init"
-        return self._share_slots(live_.Store(given, self.layouts.of(given), self.layouts, adopt=adopt, frozen=not own))
+        return self._share_slots(
+            DonatedBuffers(given, self.layouts.of(given), self.layouts, adopt=adopt, frozen=not own)
+        )
 
-    def _share_slots(self, store: live_.Store) -> live_.Store:
+    def _share_slots(self, store: DonatedBuffers) -> DonatedBuffers:
         # Stores of one structure share their slots object, whose identity is the key of the graphs.
         store.kinds = kinds(store.buffers)
         key = (store.layout, store.slots.treedef, store.slots.places, store.kinds)
@@ -230,7 +232,7 @@ class CompiledStep:
     def _steps_of(self, step: Callable[..., Any]) -> Callable[..., Any]:
         return step if self.unroll == 1 else unrolled(step)
 
-    def _step_on(self, layout: packed_.Layout | None) -> Callable[..., Any]:
+    def _step_on(self, layout: packed.Layout | None) -> Callable[..., Any]:
         if layout not in self._steps:
             assert layout is not None
             assert self.static is not None
@@ -238,7 +240,7 @@ class CompiledStep:
             self._steps[layout] = steps.flush if self._flush else steps.train_step
         return self._steps[layout]
 
-    def _phase(self, store: live_.Store) -> tuple[type[Accum], ...]:
+    def _phase(self, store: DonatedBuffers) -> tuple[type[Accum], ...]:
         """Which graph each accumulation window asks for. A program's windows are counted on the host; a step of one's
         own may advance a window as it likes, so its position is read where that costs nothing, else left open."""
         if self._flush or (self.static is not None and not self._windowed):
@@ -247,15 +249,15 @@ class CompiledStep:
             return tuple(Accum if host.left is None else _mark(host.left) for host in store.hosts)
         if store.device.type != "cpu":
             return (Accum,) * len(store.hosts)
-        return _read_phase(live_.states(store.named), flush=False)
+        return _read_phase(live_state.states(store.named), flush=False)
 
-    def _count_window(self, store: live_.Store) -> None:
+    def _count_window(self, store: DonatedBuffers) -> None:
         assert self.static is not None
         for host in store.hosts:
             if host.left is not None:
                 host.left = self.static.accumulate if self._flush or host.left == 1 else host.left - 1
 
-    def _core(self, store: live_.Store, phase: tuple[type[Accum], ...], treedef: tree.TreeDef) -> Callable[..., Any]:
+    def _core(self, store: DonatedBuffers, phase: tuple[type[Accum], ...], treedef: tree.TreeDef) -> Callable[..., Any]:
         slots, step = store.slots, self._steps_of(self._step_on(store.layout))
         whole, parts = treespec.of(slots.treedef), treespec.of(treedef)
 
@@ -264,7 +266,7 @@ class CompiledStep:
             before = treespec.fill(whole, old)
             new, metrics = checked(step(_marked(before, phase), *treespec.fill(parts, batch)))
             new_leaves = same_structure(whole, before, _marked(new, phase, back=True))
-            kept = tree.map(lambda leaf: live_.apart(leaf, buffers), metrics)
+            kept = tree.map(lambda leaf: donation.apart(leaf, buffers), metrics)
             slots.scatter(buffers, old, new_leaves)
             return kept
 
@@ -278,12 +280,12 @@ class CompiledStep:
             return self.forks.hand_out(store), metrics
         if unlike is not None:
             unlike(batch[0])
-        given = live_.plain(state)
-        parts = live_.states(given)
+        given = live_state.plain(state)
+        parts = live_state.states(given)
         phase = _read_phase(parts, flush=self._flush)
         old, state_def = tree.flatten(given)
-        live_.check_tensors(old)
-        keys = live_.key_positions(state_def)
+        donation.check_tensors(old)
+        keys = donation.key_positions(state_def)
         positions = [index for index in range(len(old)) if index not in keys]
         leaves, treedef = batch_leaves(batch)
         inputs = [resolved(old[index]) for index in positions]
@@ -294,7 +296,7 @@ class CompiledStep:
 
         graph = self._graphs.find(key, leaves, inputs, build)
         draws = graph.draws and parts
-        with _seeded(live_.Host(parts[0]), tree.device(inputs)) if draws else nullcontext():
+        with _seeded(donation.HostCounters(parts[0]), tree.device(inputs)) if draws else nullcontext():
             outputs, metrics = graph.run(inputs, leaves)
         for index, leaf in zip(positions, outputs, strict=True):
             old[index] = leaf
@@ -303,10 +305,10 @@ class CompiledStep:
             old[index] = rng.advance(old[index], calls)
         return tree.unflatten(state_def, old), metrics
 
-    def _forked(self, state: TrainState) -> live_.Store:
+    def _forked(self, state: TrainState) -> DonatedBuffers:
         """A store of the state in memory of its own."""
-        if type(state) is live_.LiveState:
-            standing = self._standing(state)
+        if type(state) is live_state.LiveState:
+            standing = self._live_store(state)
             found = None if standing is None else self.forks.of_live(standing)
         else:
             found = self.forks.of(state)
@@ -351,7 +353,7 @@ def _copied(metrics: Metrics | Stacked) -> Metrics | Stacked:
     return metrics._replace(numbers=metrics.numbers.clone()) if type(metrics) is Stacked else tree.clone(metrics)
 
 
-def _seeded(host: live_.Host, device: torch.device) -> AbstractContextManager[None]:
+def _seeded(host: donation.HostCounters, device: torch.device) -> AbstractContextManager[None]:
     return rng.scoped(rng.mix(host.seed, host.calls, "step"), device)
 
 
@@ -372,11 +374,11 @@ def _marked(state: Any, phase: tuple[type[Accum], ...], *, back: bool = False) -
     kinds = iter(phase)
 
     def one(node: Any) -> Any:
-        if not live_.is_state(node):
+        if not live_state.is_state(node):
             return node
         kind = next(kinds)
         if isinstance(node.accum, Empty):
             return node
         return TrainState(*node)._replace(accum=(Accum if back else kind)(*node.accum))
 
-    return tree.map(one, state, is_leaf=live_.is_state)
+    return tree.map(one, state, is_leaf=live_state.is_state)

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import tree
 from ..types import TrainState
-from .donation import Host, Store
+from .donation import DonatedBuffers, HostCounters
 
 _FEW = 4  # leaves: as many views of one buffer are made as fast one by one as by one call
 _FIELDS = slice(TrainState._fields.index("key"))  # all but the key, which is the last
@@ -71,7 +71,7 @@ class _Views(NamedTuple):
 class _Handed(NamedTuple):
     """What is known of a state that was handed out. It must not hold the key, by which it is found."""
 
-    store: Store  # without the state
+    store: DonatedBuffers  # without the state
     left: int | None
     views: _Views
     leaves: list[Tensor]  # without the key
@@ -97,14 +97,14 @@ class Forks:
         self._views: dict[object, _Views | None] = {}
         self._handed: Any = WeakIdKeyDictionary()
 
-    def of_live(self, store: Store) -> Store | None:
+    def of_live(self, store: DonatedBuffers) -> DonatedBuffers | None:
         """A store in memory of its own of a live state, which stays as it is; None where that cannot be told."""
         views = self._views_of(store)
         if views is None:
             return None
         return _forked(store, views, store.named.key, store.hosts[0].left)
 
-    def of(self, state: TrainState) -> Store | None:
+    def of(self, state: TrainState) -> DonatedBuffers | None:
         """The same of a state that was handed out; None of any other."""
         key: Any = state.key
         found: _Handed | None = self._handed.get(key) if isinstance(key, Tensor) else None
@@ -114,7 +114,7 @@ class Forks:
         left = None if found.store.device.type == "cpu" else found.left
         return _forked(found.store, found.views, state.key, left)
 
-    def hand_out(self, store: Store) -> TrainState:
+    def hand_out(self, store: DonatedBuffers) -> TrainState:
         """The state of a store that nobody else has, as a plain TrainState."""
         state: TrainState = store.named
         views = self._views_of(store)
@@ -130,7 +130,7 @@ class Forks:
             self._handed[state.key] = _Handed(bare, store.hosts[0].left, views, leaves, *known)
         return state
 
-    def _views_of(self, store: Store) -> _Views | None:
+    def _views_of(self, store: DonatedBuffers) -> _Views | None:
         known = store.slots.identity
         if known not in self._views:
             self._views[known] = _views(store)
@@ -145,7 +145,7 @@ def _content(node: Any) -> list[Any]:
     return [*node, *node.values()] if isinstance(node, dict) else list(node)
 
 
-def _versions(store: Store) -> list[int]:
+def _versions(store: DonatedBuffers) -> list[int]:
     """How often the buffers were written to, their views included."""
     return [buffer._version for buffer in store.buffers]
 
@@ -153,13 +153,13 @@ def _versions(store: Store) -> list[int]:
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-def _forked(store: Store, views: _Views, key: Tensor, left: int | None) -> Store:
+def _forked(store: DonatedBuffers, views: _Views, key: Tensor, left: int | None) -> DonatedBuffers:
     buffers = list(store.buffers)
     for index in views.own:
         buffers[index] = buffers[index].clone()
     leaves = views.of(buffers)
     state = views.state(leaves, key.clone())
-    found = store.elsewhere(buffers, state, [Host(state, left)])
+    found = store.elsewhere(buffers, state, [HostCounters(state, left)])
     found.leaves = leaves
     return found
 
@@ -167,7 +167,7 @@ def _forked(store: Store, views: _Views, key: Tensor, left: int | None) -> Store
 # --- views ------------------------------------------------------------------------------------------------------------
 
 
-def _views(store: Store) -> _Views | None:
+def _views(store: DonatedBuffers) -> _Views | None:
     """Of a store's structure; None where its leaves cannot be told from its buffers."""
     state: TrainState = store.named
     nodes = _changeable(state)
@@ -184,7 +184,7 @@ def _views(store: Store) -> _Views | None:
     return _Views(treedef, key, runs, own, tuple(held.values()), _ordered(runs, held), contiguous, nodes)
 
 
-def _frozen(store: Store, leaves: list[Tensor]) -> dict[int, int]:
+def _frozen(store: DonatedBuffers, leaves: list[Tensor]) -> dict[int, int]:
     """Positions of the leaves that are frozen buffers, and which. A frozen scalar lies beside other scalars in one
     buffer, and is taken for one of them."""
     numbers = {id(buffer): index for index, buffer in enumerate(store.buffers)}
@@ -192,7 +192,7 @@ def _frozen(store: Store, leaves: list[Tensor]) -> dict[int, int]:
     return {at: numbers[id(leaf)] for at, leaf in enumerate(leaves) if id(leaf) in frozen and id(leaf) in numbers}
 
 
-def _inside(store: Store, leaves: list[Tensor], held: dict[int, int]) -> dict[int, list[int]] | None:
+def _inside(store: DonatedBuffers, leaves: list[Tensor], held: dict[int, int]) -> dict[int, list[int]] | None:
     """Per buffer, the positions of the other leaves, which lie in its memory; None where one does not."""
     memory = {buffer.untyped_storage().data_ptr(): index for index, buffer in enumerate(store.buffers)}
     found: dict[int, list[int]] = defaultdict(list)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StepContractError
-from .donation import Store, memory_of, unshared
+from .donation import DonatedBuffers, memory_of, unshared
 from .guards import alike, kinds
 
 Run = Callable[[list[Tensor], list[Any]], Any]
@@ -117,7 +117,7 @@ class _OfStore:
         self.last: dict[int, _Recorded] = {}  # of each function: what its last call has taken
         self.pool: Any = None
 
-    def find(self, run: Run, store: Store, leaves: list[Any]) -> _Recorded | None:
+    def find(self, run: Run, store: DonatedBuffers, leaves: list[Any]) -> _Recorded | None:
         """What there is of this function for these leaves, made where there is nothing yet; None beyond the limit."""
         last = self.last.get(id(run))
         if last is not None and last.fits(*leaves):
@@ -138,9 +138,9 @@ class Replays:
     """The recorded graphs of one step."""
 
     def __init__(self) -> None:
-        self._of: WeakKeyDictionary[Store, _OfStore] = WeakKeyDictionary()
+        self._of: WeakKeyDictionary[DonatedBuffers, _OfStore] = WeakKeyDictionary()
 
-    def run(self, run: Run, store: Store, leaves: list[Any], copied: Callable[[Any], Any]) -> Any:
+    def run(self, run: Run, store: DonatedBuffers, leaves: list[Any], copied: Callable[[Any], Any]) -> Any:
         """``run(store.buffers, leaves)``: as it is, recorded, or replayed.
 
         Args:

@@ -1,32 +1,27 @@
-"""The state of a compiled step: a TrainState that knows whether its memory has been given away.
+"""The buffers that a donated step writes in place, and the state laid out in them.
 
-A `Store` owns the buffers that a compiled step writes in place. Each call starts a new generation; a `LiveState` of an
-older one raises when it is read.
+`DonatedBuffers` owns the memory; each call starts a new generation. `Slots` maps the leaves of a state to buffers, and
+`HostCounters` keeps on the host what a step would otherwise read from the device.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import packed as packed_
-from .. import tensor_layout, tree
+from .. import packed, tensor_layout, tree
 from ..errors import StateError
 from ..types import Empty, TrainState, Tree
 from . import treespec
+from .live_state import LiveState as LiveState
+from .live_state import is_state, live, states
 
 
-def is_state(node: Any) -> bool:
-    """Whether a node of a tree is a TrainState."""
-    return isinstance(node, TrainState)
-
-
-class Host:
+class HostCounters:
     """What the host keeps of one TrainState in a store, so that no step has to read it from the device."""
 
     __slots__ = ("_at", "_numbers", "key", "left", "seed")
@@ -57,7 +52,7 @@ class Host:
 
 
 class Slots(NamedTuple):
-    """How the leaves of a packed tree lie in a store's buffers."""
+    """How the leaves of a flat tree lie in a store's buffers."""
 
     treedef: tree.TreeDef
     places: tuple[tuple[str, int], ...]  # per leaf: ("int64" | "float32" | "key" | "own" | "one", index); see `_kind`
@@ -107,9 +102,9 @@ def unshared(leaf: Tensor) -> Tensor:
     return memory_of(leaf).clone().as_strided(leaf.shape, leaf.stride(), 0)
 
 
-def place(packed: Tree) -> Slots:
-    """Assign every leaf of a packed tree to a buffer."""
-    leaves, treedef = tree.flatten(packed)
+def place(flat: Tree) -> Slots:
+    """Assign every leaf of a flat tree to a buffer."""
+    leaves, treedef = tree.flatten(flat)
     check_tensors(leaves)
     keys = key_positions(treedef)
     counts = {"int64": 0, "float32": 0, "own": 0, "key": 0}
@@ -140,31 +135,19 @@ def _kind(leaf: Tensor) -> str:
     return "one" if leaf.dim() == 0 and leaf.dtype == torch.float64 else "own"
 
 
-def plain(state: Tree) -> Tree:
-    """The tree with plain TrainStates where it has live ones."""
-    return tree.map(lambda node: TrainState(*node) if is_state(node) else node, state, is_leaf=is_state)
-
-
-def states(state: Tree) -> list[TrainState]:
-    """The TrainStates of a tree, in the order of its leaves."""
-    found: list[TrainState] = []
-    tree.map(lambda node: found.append(node) if is_state(node) else None, state, is_leaf=is_state)
-    return found
-
-
 @functools.lru_cache(maxsize=64)
 def key_positions(treedef: tree.TreeDef) -> frozenset[int]:
     """Which leaves of trees of a structure are the keys of TrainStates; the same tensor may be a leaf elsewhere too."""
     return frozenset(int(cast(Any, part.key)) for part in states(treespec.of(treedef)))
 
 
-class Store:
+class DonatedBuffers:
     """Static buffers, the named tree over them, and the generation."""
 
     def __init__(
         self,
         state: Tree,
-        layout: packed_.Layout | None,
+        layout: packed.Layout | None,
         layouts: object,
         *,
         adopt: bool = False,
@@ -172,22 +155,22 @@ class Store:
     ) -> None:
         self.layout = layout
         self.layouts = layouts  # of all compiled steps that take a state as it lies here
-        packed = state if layout is None else packed_.pack(layout, state)
-        assert packed is not None
-        self.slots = place(packed)
-        leaves = tree.leaves(packed)
+        flat = state if layout is None else packed.pack(layout, state)
+        assert flat is not None
+        self.slots = place(flat)
+        leaves = tree.leaves(flat)
         given = _shared(leaves) if adopt else {id(leaf) for leaf in tree.leaves(state)}
         # Never written by a program's step, so the caller's tensors serve as they are: a frozen backbone is not held
         # twice. A step of one's own may write them.
-        callers = _frozen(packed) if frozen else set[int]()
+        callers = _frozen(flat) if frozen else set[int]()
         given -= callers
         self.holds_callers = bool(callers)
         self.buffers = self._fill(leaves, copied=given)
         self.kinds: tuple[Any, ...] = ()  # of the buffers, as graphs were made for them; see `graphs.kinds`
-        keys = [found.key.to("cpu", copy=True) for found in states(packed)]
+        keys = [found.key.to("cpu", copy=True) for found in states(flat)]
         whole = tree.unflatten(self.slots.treedef, self.slots.gather(self.buffers, keys))
-        self.named = whole if layout is None else packed_.unpack(layout, whole)
-        self.hosts = [Host(found) for found in states(self.named)]
+        self.named = whole if layout is None else packed.unpack(layout, whole)
+        self.hosts = [HostCounters(found) for found in states(self.named)]
         self.device = self.buffers[0].device
         self.generation = 0
         self.calls = 0  # a generation may be several
@@ -219,13 +202,13 @@ class Store:
     def live(self) -> Tree:
         """The state of this generation, to give to the user."""
         if self.single:
-            return _live(self, 0)
+            return live(self, 0)
         count = iter(range(len(self.hosts)))
-        return tree.map(lambda node: _live(self, next(count)) if is_state(node) else node, self.named, is_leaf=is_state)
+        return tree.map(lambda node: live(self, next(count)) if is_state(node) else node, self.named, is_leaf=is_state)
 
-    def elsewhere(self, buffers: list[Tensor], named: Any, hosts: list[Host]) -> Store:
+    def elsewhere(self, buffers: list[Tensor], named: Any, hosts: list[HostCounters]) -> DonatedBuffers:
         """A store of the same structure over other memory, of a single state."""
-        other = object.__new__(Store)
+        other = object.__new__(DonatedBuffers)
         vars(other).update(vars(self))
         other.buffers, other.named, other.hosts, other.parts = buffers, named, hosts, [named]
         other.generation, other.calls, other.failed, other.is_read = 0, 0, False, False
@@ -315,86 +298,3 @@ def _shared(leaves: list[Tensor]) -> set[int]:
 
 def _frozen(state: Tree) -> set[int]:
     return {id(value) for found in states(state) for value in found.frozen.values()}
-
-
-class LiveState(TrainState):
-    """A TrainState in a store's memory. Reading one whose memory has been donated raises StateError.
-
-    `_replace`, `view`, `clone`, copy and pickle give a plain TrainState.
-    """
-
-    live_store: Store | None = None
-    live_generation: int = 0
-    live_calls: int = 0
-    live_index: int = 0
-
-    def alive(self) -> None:
-        """Raise StateError if this state's memory has been given away."""
-        store = self.live_store
-        if store is not None and store.generation != self.live_generation:
-            raise StateError(
-                store.fate(self.live_index, self.live_generation, self.live_calls),
-                where="state",
-                hint="go on with the state that the step returned, ps.clone(state) before the call, or donate=False",
-            )
-
-    def item(self, index: int) -> Any:
-        self.alive()
-        found, store = tuple.__getitem__(self, index), self.live_store
-        if store is not None:
-            store.is_read = True
-            if type(found) is not Tensor:
-                store.show()
-        return found
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([self.item(index) for index in range(len(self))])
-
-    def __getitem__(self, index: Any) -> Any:
-        return tuple(self)[index]
-
-    def __repr__(self) -> str:
-        if self.live_store is not None and self.live_store.generation != self.live_generation:
-            return "TrainState(donated)"
-        return repr(TrainState(*self))
-
-    def _replace(self, **fields: Any) -> TrainState:  # pyright: ignore[reportIncompatibleMethodOverride]  # plain, see above
-        return TrainState(*self)._replace(**fields)
-
-    def _asdict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]  # checks that it lives
-        return TrainState(*self)._asdict()
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    __hash__ = object.__hash__
-
-    def __copy__(self) -> TrainState:
-        return TrainState(*self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
-        return tree.clone(TrainState(*self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (TrainState, tuple(self))
-
-
-def _reader(index: int) -> Callable[[LiveState], Any]:
-    def read(self: LiveState) -> Any:
-        return self.item(index)
-
-    return read
-
-
-for _index, _field in enumerate(TrainState._fields):
-    setattr(LiveState, _field, property(_reader(_index)))
-tree.register(LiveState, lambda state: tuple(state), TrainState)
-
-
-def _live(store: Store, index: int) -> LiveState:
-    state = tuple.__new__(LiveState, store.parts[index])
-    state.live_store = store
-    state.live_generation = store.generation
-    state.live_calls = store.calls
-    state.live_index = index
-    return state

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .. import rng, tracing, tree
 from ..types import Empty, Metrics, TrainState
-from . import donation as live_
-from . import live_state, treespec
+from . import donation, live_state, treespec
 from .compiled_step import batch_leaves
 from .contract import tensors_alone
 from .graph_cache import Graphs, Options
@@ -35,10 +34,10 @@ class CompiledEval:
         if tracing.in_graph():  # of a step that calls this one
             return self.eager(state, *batch)
         check_untransformed()
-        given = live_.plain(state)
-        parts = live_.states(given)
+        given = live_state.plain(state)
+        parts = live_state.states(given)
         old, state_def = tree.flatten(_without_optimizer(given))
-        keys = live_.key_positions(state_def)
+        keys = donation.key_positions(state_def)
         inputs = [leaf for index, leaf in enumerate(old) if index not in keys]
         if live_state.store_of(state) is None:  # whose memory is what compiled code reads
             inputs = [resolved(leaf) for leaf in inputs]

@@ -14,14 +14,11 @@ from torch import Tensor
 from .. import rng, tree
 from ..errors import PurestepError
 from ..step import NoSetupContext
-from . import capture as capture_
-from . import captured_values, fx_passes
-from . import donation as live_
-from . import dynamic_shapes as sizes_
-from . import outputs as outputs_
+from . import capture, captured_values, donation, dynamic_shapes, fx_passes
 from .compile_lock import alone
 from .first_run import first_line, guarded
 from .guards import check_layouts, kinds, ranks
+from .outputs import builder, numbers
 
 
 class Options(NamedTuple):
@@ -50,10 +47,10 @@ class _Family:
     """Batches of one structure, whatever their sizes."""
 
     def __init__(self) -> None:
-        self.seen: list[sizes_.Shapes] = []
+        self.seen: list[dynamic_shapes.Shapes] = []
         self.exact: list[Any] = []  # keys of graphs of one size, the oldest first
         self.general: list[_AllSizes] = []
-        self.tried: sizes_.Varying | None = None  # the dimensions of the last attempt at a graph for all sizes
+        self.tried: dynamic_shapes.Varying | None = None  # the dimensions of the last attempt at a graph for all sizes
         self.tries = 0
 
 
@@ -77,7 +74,7 @@ class Graphs:
         self.count = 0
         self._settings, self._outside = captured_values.Surroundings(), captured_values.Outside(step)
         self._around: tuple[str, str] = "", ""
-        self.slots: dict[Any, live_.Slots] = {}
+        self.slots: dict[Any, donation.Slots] = {}
         self._exact: dict[Any, Graph] = {}
         self._families: dict[Any, _Family] = {}  # structure, dtypes and ranks -> the sizes met
 
@@ -125,9 +122,9 @@ class Graphs:
     def _new(
         self, exact: Any, family: _Family, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]
     ) -> Graph:
-        shapes = sizes_.shapes(leaves)
-        varying = sizes_.varying([*family.seen, shapes])
-        example = sizes_.example(leaves, family.seen, varying) if len(family.seen) >= 2 else None
+        shapes = dynamic_shapes.shapes(leaves)
+        varying = dynamic_shapes.varying([*family.seen, shapes])
+        example = dynamic_shapes.example(leaves, family.seen, varying) if len(family.seen) >= 2 else None
         # Another one where another dimension varies, or for sizes that the ones there are do not serve.
         is_more = example is leaves and family.general and family.tries < _GENERAL
         is_tried = example is not None and (varying != family.tried or is_more)
@@ -170,8 +167,8 @@ class Graphs:
         core: Any,
         example: list[Any],
         tensors: list[Tensor],
-        seen: list[sizes_.Shapes],
-        varying: sizes_.Varying,
+        seen: list[dynamic_shapes.Shapes],
+        varying: dynamic_shapes.Varying,
     ) -> _AllSizes | None:
         """One graph for batches of any size; None where there is none. The traced one has the draws of an eager step,
         and its guards are known; Dynamo's may specialize without a word, so it is tried on a second size."""
@@ -184,24 +181,24 @@ class Graphs:
                 made = None
             if made is not None:
                 return made
-        sizes_.mark(example, varying)
+        dynamic_shapes.mark(example, varying)
         graph = self._dynamo(core, tensors, example)
         try:
             _try_out(graph, tensors, example)
         except Exception:  # whatever stops Dynamo: a graph a size does the same work
             return None
         graph = graph._replace(run=_checked(graph.run, core))
-        other = next(shapes for shapes in seen if shapes != sizes_.shapes(example))
-        if not _serves(graph, tensors, sizes_.like(example, other)):
+        other = next(shapes for shapes in seen if shapes != dynamic_shapes.shapes(example))
+        if not _serves(graph, tensors, dynamic_shapes.like(example, other)):
             return None
         self.count += 1
         return _AllSizes(graph, functools.partial(_serves, graph))
 
     def _traced_for_all(
-        self, core: Any, example: list[Any], tensors: list[Tensor], varying: sizes_.Varying
+        self, core: Any, example: list[Any], tensors: list[Tensor], varying: dynamic_shapes.Varying
     ) -> _AllSizes | None:
         flat, where, found = _flat(core, example, len(tensors))
-        made = capture_.trace_sizes(
+        made = capture.trace_sizes(
             flat,
             tensors,
             [example[index] for index in where],
@@ -220,13 +217,13 @@ class Graphs:
         flat, where, found = _flat(core, leaves, len(tensors))
         try:
             inputs = [*tensors, *(leaves[index] for index in where)]
-            run, draws = capture_.trace(flat, inputs, backend=self.options.backend, options=self.options.options)
+            run, draws = capture.trace(flat, inputs, backend=self.options.backend, options=self.options.options)
         except Exception as error:
             # What is wrong with the step itself is wrong with Dynamo too, and the trace says it better.
-            for_dynamo = capture_.DataDependent, NoSetupContext
+            for_dynamo = capture.DataDependent, NoSetupContext
             broken = isinstance(error, PurestepError | MemoryError) and not isinstance(error, for_dynamo)
             if broken or self.options.capture == "trace":
-                raise capture_.refused(error, core, tensors, leaves) from error.__cause__
+                raise capture.refused(error, core, tensors, leaves) from error.__cause__
             return self._untraced(core, leaves, tensors, error)
         return Graph(guarded(_caller(run, where, len(leaves), *found), tensors), draws)
 
@@ -237,23 +234,23 @@ class Graphs:
             # What is wrong with the batch shows now, on copies: the state that went in lives on.
             _try_out(graph, tensors, leaves)
         except Exception as error:
-            if capture_.stopped(error):
+            if capture.stopped(error):
                 cause.add_note(
                     f"torch.compile cannot capture it either: {first_line(error)} "
                     "(cure: the step itself, which runs in eager mode)"
                 )
-                raise capture_.refused(cause, core, tensors, leaves) from error
+                raise capture.refused(cause, core, tensors, leaves) from error
             raise
         return graph._replace(run=_or_tell(graph.run, first_line(cause)))
 
     def _dynamo(self, core: Any, tensors: list[Tensor], leaves: list[Any]) -> Graph:
         # Dynamo checks nothing of the contract, nor does it see what a loss reaches; a run on fake tensors does.
-        capture_.rehearse(core, tensors, leaves)
-        run = capture_.dynamo(core, backend=self.options.backend, options=self.options.options)
+        capture.rehearse(core, tensors, leaves)
+        run = capture.dynamo(core, backend=self.options.backend, options=self.options.options)
         return Graph(guarded(run, tensors), draws=True)
 
 
-def _flat(core: Any, leaves: list[Any], count: int) -> tuple[capture_.Flat, list[int], list[Any]]:
+def _flat(core: Any, leaves: list[Any], count: int) -> tuple[capture.Flat, list[int], list[Any]]:
     """The core as a function of tensors alone, ``count`` of the state and those of the batch, which returns a list.
 
     Returns:
@@ -268,7 +265,7 @@ def _flat(core: Any, leaves: list[Any], count: int) -> tuple[capture_.Flat, list
         for index, leaf in zip(where, inputs[count:], strict=True):
             batch[index] = fx_passes.copied(leaf)  # a model may write its input; the batch stays what it was
         outputs, treedef = tree.flatten(core(list(inputs[:count]), batch))
-        stacked = outputs_.numbers(outputs)
+        stacked = numbers(outputs)
         found[:] = [treedef, stacked]
         scalars = [leaf for leaf, one in zip(outputs, stacked, strict=True) if one]
         rest = [leaf for leaf, one in zip(outputs, stacked, strict=True) if not one]
@@ -295,8 +292,8 @@ def _checked(run: Callable[..., Any], core: Callable[..., Any]) -> Callable[...,
         try:
             return run(tensors, leaves)
         except Exception as error:
-            if capture_.stopped(error):
-                capture_.rehearse(core, tensors, leaves)
+            if capture.stopped(error):
+                capture.rehearse(core, tensors, leaves)
             raise
 
     return call
@@ -312,7 +309,7 @@ def _caller(
     run: Callable[[list[Tensor]], Any], where: list[int], count: int, treedef: tree.TreeDef, stacked: list[bool]
 ) -> Callable[[list[Tensor], list[Any]], Any]:
     """What a traced graph returns as a tree: scalars come in one vector, apart from the rest."""
-    all_tensors, build = len(where) == count, outputs_.builder(treedef, stacked)
+    all_tensors, build = len(where) == count, builder(treedef, stacked)
 
     def call(tensors: list[Tensor], batch: list[Any]) -> Any:
         inputs = batch if all_tensors else [batch[index] for index in where]
@@ -357,9 +354,9 @@ def _or_refuse(run: Callable[..., Any], told: str, *, hint: str, met: str = "", 
         try:
             return run(*inputs)
         except Exception as error:
-            if capture_.stopped(error) and type(error).__name__ != but:
-                cure = capture_.LOOKS_CURE if any(words in str(error) for words in _LOOKS) else hint
-                raise capture_.Uncaptured(f"{told}: {first_line(error)}{met}", where="step", hint=cure) from error
+            if capture.stopped(error) and type(error).__name__ != but:
+                cure = capture.LOOKS_CURE if any(words in str(error) for words in _LOOKS) else hint
+                raise capture.Uncaptured(f"{told}: {first_line(error)}{met}", where="step", hint=cure) from error
             raise
 
     return call

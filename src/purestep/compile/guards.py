@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import tensor_layout, tracing
 from ..errors import StepContractError
-from . import capture as capture_
+from . import capture
 
 
 def check_untransformed() -> None:
@@ -84,7 +84,7 @@ def check_layouts(leaves: list[Any]) -> None:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and not tensor_layout.is_dense(leaf):
             cure = "torch.nested.to_padded_tensor(x, 0.0)" if leaf.is_nested else "x.to_dense()"
-            raise capture_.Uncaptured(
+            raise capture.Uncaptured(
                 f"a {tensor_layout.layout_name(leaf)} tensor in the batch, which no compiled graph takes",
                 where="batch",
                 hint=f"{cure} in the loader, or the step in eager mode (compile=False)",
@@ -108,9 +108,9 @@ def _constant(value: Any) -> Any:
     return type(value), value
 
 
-def _unheld(value: Any, hint: str) -> capture_.Uncaptured:
+def _unheld(value: Any, hint: str) -> capture.Uncaptured:
     found = f"a {type(value).__name__} in the batch, which no compiled graph can hold"
-    return capture_.Uncaptured(found, where="batch", hint=hint)
+    return capture.Uncaptured(found, where="batch", hint=hint)
 
 
 def alike(leaves: list[Any]) -> Callable[..., bool]:

@@ -1,19 +1,130 @@
-"""In which store's memory a state stands, and whether it still does."""
+"""The state of a donated step: a TrainState that knows whether its memory has been given away.
+
+Each call of a donated step starts a new generation of its buffers (`donation.py`); reading a `LiveState` of an older
+one raises StateError.
+"""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from .. import tree
 from ..errors import StateError
-from ..types import Tree
-from .donation import LiveState, Store, is_state, states
+from ..types import TrainState, Tree
+
+if TYPE_CHECKING:
+    from .donation import DonatedBuffers
 
 
-def store_of(state: Tree) -> Store | None:
+def is_state(node: Any) -> bool:
+    """Whether a node of a tree is a TrainState."""
+    return isinstance(node, TrainState)
+
+
+def plain(state: Tree) -> Tree:
+    """The tree with plain TrainStates where it has live ones."""
+    return tree.map(lambda node: TrainState(*node) if is_state(node) else node, state, is_leaf=is_state)
+
+
+def states(state: Tree) -> list[TrainState]:
+    """The TrainStates of a tree, in the order of its leaves."""
+    found: list[TrainState] = []
+    tree.map(lambda node: found.append(node) if is_state(node) else None, state, is_leaf=is_state)
+    return found
+
+
+class LiveState(TrainState):
+    """A TrainState in a store's memory. Reading one whose memory has been donated raises StateError.
+
+    `_replace`, `view`, `clone`, copy and pickle give a plain TrainState.
+    """
+
+    live_store: DonatedBuffers | None = None
+    live_generation: int = 0
+    live_calls: int = 0
+    live_index: int = 0
+
+    def alive(self) -> None:
+        """Raise StateError if this state's memory has been given away."""
+        store = self.live_store
+        if store is not None and store.generation != self.live_generation:
+            raise StateError(
+                store.fate(self.live_index, self.live_generation, self.live_calls),
+                where="state",
+                hint="go on with the state that the step returned, ps.clone(state) before the call, or donate=False",
+            )
+
+    def item(self, index: int) -> Any:
+        self.alive()
+        found, store = tuple.__getitem__(self, index), self.live_store
+        if store is not None:
+            store.is_read = True
+            if type(found) is not Tensor:
+                store.show()
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.item(index) for index in range(len(self))])
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
+
+    def __repr__(self) -> str:
+        if self.live_store is not None and self.live_store.generation != self.live_generation:
+            return "TrainState(donated)"
+        return repr(TrainState(*self))
+
+    def _replace(self, **fields: Any) -> TrainState:  # pyright: ignore[reportIncompatibleMethodOverride]  # plain, see above
+        return TrainState(*self)._replace(**fields)
+
+    def _asdict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]  # checks that it lives
+        return TrainState(*self)._asdict()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __copy__(self) -> TrainState:
+        return TrainState(*self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
+        return tree.clone(TrainState(*self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (TrainState, tuple(self))
+
+
+def _reader(index: int) -> Callable[[LiveState], Any]:
+    def read(self: LiveState) -> Any:
+        return self.item(index)
+
+    return read
+
+
+for _index, _field in enumerate(TrainState._fields):
+    setattr(LiveState, _field, property(_reader(_index)))
+tree.register(LiveState, lambda state: tuple(state), TrainState)
+
+
+def live(store: DonatedBuffers, index: int) -> LiveState:
+    """The state of a store's present generation; ``index``: which of its TrainStates."""
+    state = tuple.__new__(LiveState, store.parts[index])
+    state.live_store = store
+    state.live_generation = store.generation
+    state.live_calls = store.calls
+    state.live_index = index
+    return state
+
+
+# --- trees of live states ---------------------------------------------------------------------------------------------
+
+
+def store_of(state: Tree) -> DonatedBuffers | None:
     """The store that a whole tree of live states of one generation stands in, if it does."""
     if isinstance(state, LiveState):
         return state.live_store
@@ -27,7 +138,7 @@ def store_of(state: Tree) -> Store | None:
     return store if whole and all(part.live_store is store for part in found) else None
 
 
-def stands(state: Tree, store: Store) -> bool:
+def stands(state: Tree, store: DonatedBuffers) -> bool:
     """Whether a tree of live states of a store has the store's other leaves too, and nothing else."""
     if isinstance(state, LiveState):
         return True

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from .. import global_rng, rng
+from .. import global_rng, host_generators, rng
 
 EVERY = frozenset({"torch", "numpy", "python"})
 """The three generators."""
@@ -42,36 +42,10 @@ def scoped(number: int, more: Mapping[str, Any] = NONE) -> Generator[None]:
         ...     print(random.random() == first)
         True
     """
-    with global_rng.locked():
-        bits, pythons = _global.get_bit_generator(), random.getstate()
-        state: Any = np.random.get_state(legacy=False)
-        spare = _spares.pop() if _spares else np.random.MT19937()
+    with global_rng.locked(), rng.scoped(number), host_generators.scoped(number):
+        seed_own(number, more)
+        yield
 
-        def restore() -> None:
-            _global.set_bit_generator(bits)  # its state has not changed
-            if state["has_gauss"]:  # the second of a pair of normal numbers is stored outside it
-                np.random.set_state(state)
-            random.setstate(pythons)
-
-        try:
-            try:
-                _global.set_bit_generator(spare)
-                with rng.scoped(number):
-                    np.random.seed(number & 0xFFFFFFFF)
-                    random.seed(number)
-                    seed_own(number, more)
-                    yield
-            finally:
-                restore()
-        except BaseException:  # a signal may have interrupted the restoring
-            restore()
-            raise
-        finally:
-            _spares.append(spare)
-
-
-_global: Any = np.random  # numpy's stubs lack the two functions that exchange the bit generator
-_spares: list[np.random.MT19937] = []
 
 if hasattr(os, "register_at_fork"):  # a loader's worker, forked while another thread holds the lock
     os.register_at_fork(after_in_child=global_rng.replace_lock)
@@ -94,10 +68,7 @@ def seed(number: int, generators: Collection[str] = EVERY) -> None:
     """
     if "torch" in generators:
         global_rng.seed_cpu(number)
-    if "numpy" in generators:
-        np.random.seed(number & 0xFFFFFFFF)
-    if "python" in generators:
-        random.seed(number)
+    host_generators.seed(number, generators)
 
 
 def seed_own(number: int, generators: Mapping[str, Any]) -> None:
@@ -218,8 +189,8 @@ class Watch(NamedTuple):
     """States of the three generators."""
 
     torchs: bytes
-    numpys: tuple[Any, ...]
-    pythons: tuple[Any, ...]
+    numpys: object
+    pythons: object
 
     def drawn(self) -> frozenset[str]:
         """The generators of `EVERY` with a draw or a seeding since. A draw that restores the state is missed."""
@@ -237,10 +208,4 @@ def watch() -> Watch:
         ...     print(sorted(before.drawn()))
         ['python']
     """
-    numpys: Any = np.random.get_state(legacy=False)
-    bits = {name: _plain(value) for name, value in numpys["state"].items()}
-    return Watch(global_rng.cpu_state(), (bits, numpys["has_gauss"], numpys["gauss"]), random.getstate())
-
-
-def _plain(value: Any) -> Any:
-    return value.tobytes() if isinstance(value, np.ndarray) else value
+    return Watch(global_rng.cpu_state(), *host_generators.position())

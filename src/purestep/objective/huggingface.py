@@ -23,7 +23,7 @@ _UNSHIFTED = (  # decoders that expect labels shifted already, though their name
 )
 _SHIFTED = (  # heads that shift labels, though no part of their names that is common to others says so
     *("LMHeadModel", "ModelWithLMHead", "DoubleHeadsModel", "ForConditionalGeneration", "ForCausalImageModeling"),
-    *("BertGenerationDecoder", "Blip2Model", "ForProteinText2Text", "ForVisionText2Text"),
+    *("BertGenerationDecoder", "Blip2Model", "BlipForQuestionAnswering", "ForProteinText2Text", "ForVisionText2Text"),
 )
 _ATTENDED = ("ElectraForPreTraining", "FunnelForPreTraining")
 """Their loss is a mean over the tokens that are attended to, whatever their labels are."""
@@ -39,8 +39,17 @@ _UNKNOWN = (  # sums of several means, means over boxes, masks, matched pairs or
         "TapasForQuestionAnswering",
         "ForContrastiveLearning",
     ),
-    *("MoshiForConditionalGeneration", "PI0ForConditionalGeneration", "PocketTTSForConditionalGeneration"),
+    *("MoshiForConditionalGeneration", "PI0ForConditionalGeneration", "TTSForConditionalGeneration"),
+    *("CsmForConditionalGeneration", "HiggsAudioV2ForConditionalGeneration", "SegGptForImageSegmentation"),
+    "BrosSpadeELForTokenClassification",
+    *("MusicgenForCausalLM", "MusicgenForConditionalGeneration"),
+    *("MusicgenMelodyForCausalLM", "MusicgenMelodyForConditionalGeneration"),
 )
+_CONTRASTIVE = ("Model", "ModelForConditionalGeneration")
+"""Endings of the names of models that compare the rows of a batch with each other; they take ``return_loss``."""
+_LABELS = ("label", "labels")
+_LENGTHS = ("input_ids", "inputs_embeds", "input_features")
+"""Inputs whose second dimension is the number of positions that an answer may begin or end at."""
 
 
 @recipe
@@ -55,12 +64,15 @@ def hf_loss(
 
     The batch is a mapping that goes to the model as keyword arguments. A causal model predicts each label from the
     tokens before it, so the first label of every row is not counted. What has no ``labels`` weighs its number of rows:
-    ``start_positions`` and the like, and two-tower models, which are asked for their loss (``return_loss=True``); so
-    does a CTC loss, which is a mean over rows (1 where the model's configuration asks for their sum).
+    two-tower models, which are asked for their loss (``return_loss=True``), and masked images; so does a CTC loss,
+    which is a mean over rows (1 where the model's configuration asks for their sum).
 
     Discriminators (`ElectraForPreTraining`) weigh the tokens that are attended to. Behind the virtual tokens of PEFT's
-    prompt tuning the first label counts too. Of losses that are a sum of several means, or a mean over boxes, masks or
-    observed values (pretraining with two heads, detection, forecasts), the weight is not known: a warning says so.
+    prompt tuning the first label counts too. Answers (``start_positions``, ``end_positions``) beyond the last token are
+    not counted. Of losses that are a sum of several means, or a mean over boxes, masks or observed values (pretraining
+    with two heads, two kinds of labels, a router's loss, detection, forecasts), the weight is not known: a warning says
+    so. It also says that a contrastive loss (`CLIPModel`) compares the rows of a batch, so that micro-batches do not
+    add up.
 
     The weight does what ``num_items_in_batch`` does elsewhere: micro-batches with different numbers of tokens add up to
     the gradient of the whole batch.
@@ -72,7 +84,7 @@ def hf_loss(
         weight: ``f(batch)``: what the model's loss is a mean over, a number or a 0-d tensor; None: as above.
 
     Warns:
-        UserWarning: when called: it is not known what this model's loss is a mean over.
+        UserWarning: when called: it is not known what this model's loss is a mean over, or it is no mean over rows.
 
     Raises:
         DataError: when called: a batch that is no mapping or has no labels.
@@ -116,10 +128,19 @@ def _labelled(model: Any, batch: Any) -> Mapping[str, Any]:
         named = cast(Mapping[str, Any], batch)
         if any("label" in name or name in ("start_positions", "return_loss") for name in named):
             return named
-        if "return_loss" in inspect.signature(_module(model).forward).parameters:
+        taken = inspect.signature(_base(_module(model)).forward).parameters
+        if "return_loss" in taken:
             return {**named, "return_loss": True}
+        if named and _has_own_targets(taken):
+            return named
     found = f"a mapping of {_names(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
     raise DataError(f"hf_loss needs a mapping with 'labels', and this is {found}", where="batch", hint=_HF_BATCH)
+
+
+def _has_own_targets(taken: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a model's forward names what it takes, and no labels: its targets are its inputs (masked images)."""
+    is_open = any(found.kind is found.VAR_POSITIONAL for found in taken.values())
+    return not is_open and not any("label" in name or name == "start_positions" for name in taken)
 
 
 def _names(named: Mapping[str, Any]) -> str:
@@ -166,9 +187,9 @@ def _weight(
     if name in _ATTENDED and isinstance(labels, Tensor):
         mask = batch.get("attention_mask")
         return (mask == 1).sum() if isinstance(mask, Tensor) else torch.full((), labels.numel(), device=labels.device)
-    is_alone = name.endswith("DoubleHeadsModel") and "mc_labels" not in batch
-    if (name.endswith(_UNKNOWN) and not is_alone) or _virtual_tokens(module) == "CPT":
-        _warn_of_unknown(name)
+    _warn_of_unknown(module, name, config, batch)
+    if isinstance(batch.get("start_positions"), Tensor):
+        return _answers(batch, rows)
     if not isinstance(labels, Tensor):
         return torch.full((), rows, device=mean.device)
     segments = "ForSemanticSegmentation" in name
@@ -181,13 +202,61 @@ def _weight(
     return ((labels[..., 1:] if shifts else labels) != ignore_index).sum()
 
 
-def _warn_of_unknown(name: str) -> None:
-    warnings.warn(
-        f"it is not known what the loss of {name} is a mean over: micro-batches and evaluations of several batches are "
-        "weighed by their labels or rows, which may not add up (cure: ps.hf_loss(weight=lambda batch: ...))",
-        UserWarning,
-        stacklevel=4,
-    )
+def _answers(batch: Mapping[str, Any], rows: int) -> Tensor:
+    """The number of answers that lie in the tokens. Models ignore the others, as a tokenizer cuts them off.
+
+    The loss is half the mean over the starts and half the mean over the ends, so their numbers are averaged.
+    """
+    starts: Tensor = batch["start_positions"]
+    length = next((batch[name].shape[1] for name in _LENGTHS if isinstance(batch.get(name), Tensor)), None)
+    if length is None:
+        return torch.full((), rows, device=starts.device)
+    ends = batch.get("end_positions")
+    places = [place for place in (starts, ends) if isinstance(place, Tensor)]
+    return torch.stack([(place < length).sum() for place in places]).float().mean()
+
+
+def _warn_of_unknown(module: Any, name: str, config: Any, batch: Mapping[str, Any]) -> None:
+    cure = "(cure: ps.hf_loss(weight=lambda batch: ...))"
+    if name.endswith(_CONTRASTIVE) and "labels" not in batch:
+        text = (
+            f"the loss of {name} compares the rows of a batch with each other: those of micro-batches do not add up to "
+            f"the loss of the batch; they are weighed by their rows {cure}"
+        )
+    elif (why := _unknown(module, name, config, batch)) is not None:
+        text = (
+            f"it is not known what the loss of {name}{why} is a mean over: micro-batches and evaluations of several "
+            f"batches are weighed by their labels or rows, which may not add up {cure}"
+        )
+    else:
+        return
+    warnings.warn(text, UserWarning, stacklevel=4)
+
+
+def _unknown(module: Any, name: str, config: Any, batch: Mapping[str, Any]) -> str | None:
+    """What hides the number that a loss is a mean over: "" where it is the head itself; None where nothing does."""
+    labels = [key for key in batch if key.endswith(_LABELS) and key != "shift_labels"]
+    is_alone = name.endswith("DoubleHeadsModel") and "mc_labels" not in batch
+    if (name.endswith(_UNKNOWN) and not is_alone) or _virtual_tokens(module) == "CPT":
+        return ""
+    if batch.get("output_router_logits", _setting(config, "output_router_logits")):
+        return " with the loss of its router (output_router_logits)"
+    if _setting(config, "z_loss_coefficient"):
+        return " with its z_loss_coefficient"
+    if "bbox_first_token_mask" in batch:
+        return " with bbox_first_token_mask"
+    if len(labels) > 1:
+        return f" with {' and '.join(labels)}"
+    return f" with {labels[0]}" if labels and labels[0] != "labels" and _is_wide(batch[labels[0]]) else None
+
+
+def _setting(config: Any, name: str) -> Any:
+    """A setting of a configuration, or of the one that it has for its language model."""
+    return getattr(config, name, getattr(getattr(config, "text_config", None), name, None))
+
+
+def _is_wide(found: Any) -> bool:
+    return isinstance(found, Tensor) and found.dim() > 1
 
 
 def _module(model: Any) -> Any:

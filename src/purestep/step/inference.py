@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from .. import ema as ema_
 from .. import precision as precision_
 from .. import rng, tracing, tree
 from ..model import functional as model_
-from ..types import Batch, Mean, Metrics, TrainState
+from ..types import Batch, Loss, Mean, Metrics, TrainState
 from .gradient import check_loss
-from .spec import Spec
+from .spec import Spec, drawn
 
 
 def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
@@ -23,12 +22,20 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
     def eval_step(state: TrainState, batch: Batch, *context: Any, index: int = 0) -> Metrics:
         """``(state, batch, *context, index=0) -> metrics`` in eval mode; what it draws depends on seed and index alone,
         so that evaluating twice gives the same numbers and moves nothing."""
-        with torch.no_grad(), _evaluating(state, index):
+
+        def evaluate() -> Loss:
             bound = model_.bind(spec.template, state.params, state.frozen, state.buffers, train=False)
             bound.values = spec.values_at(state)
             with precision_.autocast(spec.policy, state.step.device):
                 found = spec.objective(bound, precision_.cast(spec.policy, tree.dicts(batch)), *context)
-            loss = check_loss(found, state.step.device)
+            return check_loss(found, state.step.device)
+
+        with torch.no_grad():
+            loss = (
+                evaluate()
+                if tracing.in_graph()
+                else drawn(spec.host, evaluate, _number(state, index), state.step.device)
+            )
         weight = torch.where(loss.weight > 0, loss.weight, torch.zeros_like(loss.weight))
         total = torch.where(loss.weight > 0, loss.mean.float() * weight, torch.zeros_like(weight))
         return {**tree.detach(loss.metrics), "loss": Mean(total, weight)}
@@ -36,13 +43,9 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
     return eval_step
 
 
-@contextmanager
-def _evaluating(state: TrainState, index: int) -> Generator[None]:
-    if tracing.in_graph():
-        yield
-        return
-    with rng.scoped(rng.mix(int(state.key[0]), "eval", index), state.step.device):
-        yield
+def _number(state: TrainState, index: int) -> int:
+    """What an evaluation's random numbers depend on."""
+    return rng.mix(int(state.key[0]), "eval", index)
 
 
 def bind_of(spec: Spec) -> Callable[..., Callable[..., Any]]:

@@ -109,6 +109,8 @@ def program(
         raise ConfigError(f"keep_eval is {keep_eval!r}", where="program", hint='keep_eval=("backbone.*",)')
     own = getattr(objective, "module", None)
     policy = precision_.policy(precision)
+    from .. import host_generators  # which loads numpy.random
+
     spec = Spec(
         template=model_.template(model, objective=own, keep_eval=keep_eval),
         objective=untouched(objective),
@@ -122,6 +124,7 @@ def program(
         engine=engine,
         halts=nonfinite == "raise",
         reach=Reach(),
+        host=host_generators.Host(),
         values=_checked_values(values),
     )
     static = _static(spec, _versions(model))

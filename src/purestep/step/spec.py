@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import ema as ema_
-from .. import optim
+from .. import optim, rng
 from .. import precision as precision_
 from .. import scaler as scaler_
 from ..model import functional as model_
 from ..optim import numerics
 from ..types import Form, Metrics, Objective, Params, TrainState
 
+if TYPE_CHECKING:  # numpy.random, which `import purestep` does not load
+    from .. import host_generators
+
+_T = TypeVar("_T")
 IDENTITY = Form(lambda stored: stored, lambda named: named)
 
 
@@ -85,11 +89,30 @@ class Spec(NamedTuple):
     engine: str
     halts: bool
     reach: Reach
+    host: host_generators.Host
     values: Mapping[str, numerics.Schedule]
 
     def values_at(self, state: TrainState) -> dict[str, Tensor]:
         """The scheduled scalars of this state, shape=() each."""
         return {name: numerics.on_count(schedule, state.updates) for name, schedule in self.values.items()}
+
+
+def drawn(host: host_generators.Host, call: Callable[[], _T], number: int, device: torch.device) -> _T:
+    """``call()``, whose random numbers, of torch, numpy and Python, depend on ``number`` alone.
+
+    Args:
+        host: whether such calls draw from numpy's and Python's generators; the first one that does is made twice.
+        call: without other effects.
+        number: from `rng.mix`.
+        device: the one that is drawn on, besides the CPU.
+    """
+
+    def again() -> _T:
+        with rng.scoped(number, device):
+            return call()
+
+    with rng.scoped(number, device):
+        return host.call(call, number, again)
 
 
 def is_finite(value: Tensor) -> Tensor:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,10 @@ from ..errors import DataError, StateError, StepContractError
 from ..optim import unused_parameters
 from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
 from .gradient import finite_mean, gradients, kept_buffers, times
-from .spec import Accum, Adding, Closing, Micro, Spec, is_finite, wide
+from .spec import Accum, Adding, Closing, Micro, Spec, drawn, is_finite, wide
+
+if TYPE_CHECKING:
+    from .. import host_generators
 
 
 def steps_of(spec: Spec, form: Form) -> Steps:
@@ -30,8 +32,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         """
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever was handed in
             raise _no_state(state)
-        with _drawing(state, batch):
-            micro = gradients(spec, form, state, batch, context)
+        micro = _drawing(spec.host, state, batch, lambda: gradients(spec, form, state, batch, context))
         if isinstance(state.accum, Empty):
             skipped: unused_parameters.Reached = dict.fromkeys(form.unreached(micro.unreached))
             new, metrics = _apply(spec, state, micro.grads, micro.weight, _verdict(micro), micro.buffers, skipped)
@@ -77,31 +78,29 @@ def _no_state(found: Any) -> StateError:
     return StateError(f"is a {type(found).__name__}", where="state", hint="train_step(state, batch), in this order")
 
 
-@contextmanager
-def _drawing(state: TrainState, batch: Batch) -> Generator[None]:
-    """Random numbers of this call, unless the host has seeded for a whole graph.
+def _drawing(host: host_generators.Host, state: TrainState, batch: Batch, call: Callable[[], Micro]) -> Micro:
+    """A call with the random numbers of this step, unless the host has seeded for a whole graph.
 
     Raises:
         DataError: torch found tensors on two devices, and one of them is the batch's. Not asked before: an operation
             may want an index on the CPU.
     """
     if tracing.in_graph():
-        yield
-        return
+        return call()
     # Of states that are mapped with a key each, all keys: their numbers are drawn together.
-    with rng.scoped(rng.mix(*tracing.unwrapped(state.key).flatten().tolist(), "step"), state.step.device):
-        try:
-            yield
-        except RuntimeError as error:
-            here = state.step.device
-            elsewhere = [path for path, leaf in tree.with_paths(batch) if getattr(leaf, "device", here) != here]
-            if not elsewhere or "device" not in str(error):
-                raise
-            raise DataError(
-                f"is not on {here}, where the state is",
-                where="/".join(filter(None, ("batch", elsewhere[0]))),
-                hint="batch = ps.to_device(batch, state)",
-            ) from error
+    number = rng.mix(*tracing.unwrapped(state.key).flatten().tolist(), "step")
+    try:
+        return drawn(host, call, number, state.step.device)
+    except RuntimeError as error:
+        here = state.step.device
+        elsewhere = [path for path, leaf in tree.with_paths(batch) if getattr(leaf, "device", here) != here]
+        if not elsewhere or "device" not in str(error):
+            raise
+        raise DataError(
+            f"is not on {here}, where the state is",
+            where="/".join(filter(None, ("batch", elsewhere[0]))),
+            hint="batch = ps.to_device(batch, state)",
+        ) from error
 
 
 def _verdict(micro: Micro) -> Tensor:

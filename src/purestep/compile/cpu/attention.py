@@ -1,8 +1,10 @@
-"""Attention over short sequences, written out for a compiled step on the CPU.
+"""Attention over at most 256 positions, as products and loops.
 
-torch's flash kernel is made for long sequences, where the matrix of weights would not fit; over some hundred positions
-it takes two to three times as long as its arithmetic. There a step computes the weights, keeps them for the backward
-pass, and leaves masks, exponentials and sums to inductor's loops.
+Buys: torch's flash kernel is made for long sequences, where the matrix of weights would not fit. Over some hundred
+positions it takes two to three times as long as its arithmetic. A step computes the weights, keeps them for the
+backward pass, and leaves masks, exponentials and sums to inductor's loops.
+
+Private names: ``torch._inductor.decomposition.select_decomp_table``. Without: torch's kernel.
 """
 
 from __future__ import annotations

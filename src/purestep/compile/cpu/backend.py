@@ -1,16 +1,20 @@
-"""A step on the CPU straight into inductor: one trace, one graph, native code called without a Python wrapper.
+"""From a traced graph to native code, called without a Python wrapper.
 
-What `torch.compile` and `standalone_compile` put round inductor's code (a second trace, a wrapper in Python a call)
-costs a small step more than its arithmetic. A step needs none of it: its graph is the whole program, gradients
-included, and its inputs are the buffers of one store. None of the names used here are public, so whatever goes wrong
-is left to `standalone_compile`; see `capture.trace`.
+Buys: `torch.compile` and `standalone_compile` trace a graph a second time and call its code through a wrapper in
+Python, which takes longer than the arithmetic of a small step. A step's graph is a whole program, gradients included,
+whose inputs are the buffers of one state, so it needs neither.
+
+Private names: ``torch._inductor.compile_fx`` (``_recursive_joint_graph_passes``, ``compile_fx_inner``),
+``torch._guards``, ``torch._subclasses``, ``torch._dispatch``.
+
+Without: `capture._lowered` calls `standalone_compile`; so it does for every graph that fails here.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +48,10 @@ def suits(inputs: list[Tensor]) -> bool:
 record = graph_key.record
 
 
+def _is_on(part: str) -> bool:
+    return part not in backends.switched_off("cpu")
+
+
 def compiled(record: Record, *, options: Mapping[str, Any] | None) -> tuple[Compiled, bool]:
     """What has been recorded as native code, made or found again, and whether it draws random numbers.
 
@@ -54,7 +62,7 @@ def compiled(record: Record, *, options: Mapping[str, Any] | None) -> tuple[Comp
     Raises:
         NotFunctional: it writes in place what cannot be written at its end.
     """
-    name = code_cache.name(record, _chosen(options))
+    name = code_cache.name(record, _chosen(options)) if _is_on("code_cache") else None
     made = code_cache.load(name, len(record.inputs))
     if made is None:
         with with_compiler():
@@ -100,7 +108,7 @@ def _made_of(
     is_drawing, threads = fx_passes.draws(graph), _threads(graph, work)  # inductor changes the graph
     with config.patch(_by_size(work) | dict(options or {})):
         run = _lowered(graph, fakes, mode)
-        return code_cache.Made(launcher.of(run, len(fakes), in_arena=workspace.possible()), is_drawing, threads)
+        return code_cache.Made(launcher.of(run, len(fakes), in_arena=_in_workspace()), is_drawing, threads)
 
 
 def _functional(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> GraphModule:
@@ -110,7 +118,7 @@ def _functional(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Graph
             graph = _traced(torch.func.functionalize(precision_casts.marking(graph), remove="mutations"), fakes)
     if not fx_passes.is_functional(graph):
         raise NotFunctional
-    return fx_passes.writing_last(attention.written_out(graph))
+    return fx_passes.writing_last(attention.written_out(graph) if _is_on("attention") else graph)
 
 
 def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
@@ -118,7 +126,9 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Decomposed while it is traced: so views are recorded of the layouts that they will be taken of.
-    table = embedding_grad.decompositions(select_decomp_table())
+    table: Any = select_decomp_table()
+    if _is_on("embedding_grad"):
+        table = embedding_grad.decompositions(table)
     with no_recurrent_kernel(), control_flow.of_one_vector():
         graph: GraphModule = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     graph.graph.eliminate_dead_code()
@@ -136,14 +146,15 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled
     fx_passes.output(graph).args = (tuple(fx_passes.output(graph).args[0]),)
     with tracing(TracingContext(mode)), V.set_fake_mode(mode), enable_python_dispatcher():
         graph = inductor._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
-        graph = gemm.placed(graph)
+        if _is_on("gemm"):
+            graph = gemm.placed(graph)
         early_reductions.early(graph.graph)
         early_reductions.register()
         embedding_grad.register()
         aliasing.register()
         random_ops.register()
         backends.register_fallbacks(graph)
-        in_arena = workspace.possible()
+        in_arena = _in_workspace()
         if in_arena:
             workspace.taken(graph, code_cache.here())
             fakes = [*fakes, mode.from_tensor(workspace.header(), static_shapes=True)]
@@ -156,12 +167,19 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled
 
 def _in_functions(graph: GraphModule, fakes: Sequence[Tensor]) -> Compiled | None:
     """A graph with equal layers as functions; None where it has none, or they cannot be made."""
+    if not _is_on("outline"):
+        return None
     try:
         shorter = outline.outlined(graph)
         return None if shorter is None else _written(shorter, fakes)
     except Exception as error:  # written out, it takes longer
-        log.info("equal layers are compiled one by one, which takes longer: %r", error)
+        not_outlined(error)
         return None
+
+
+def not_outlined(error: Exception) -> None:
+    """Log that equal layers are compiled one by one."""
+    log.info("equal layers are compiled one by one, which takes longer: %r", error)
 
 
 def _written(graph: GraphModule, fakes: Sequence[Tensor]) -> Compiled:
@@ -186,8 +204,12 @@ def _changed() -> Generator[None]:
     """Inductor writes other C++; only of graphs with the arena's input, which its cache tells apart."""
     from . import cpp_wrapper
 
-    with cpp_wrapper.laid_out(), offset_pointers.apart():
+    with cpp_wrapper.laid_out(), offset_pointers.apart() if _is_on("offset_pointers") else nullcontext():
         yield
+
+
+def _in_workspace() -> bool:
+    return _is_on("workspace") and workspace.possible()
 
 
 def _chosen(options: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,10 +1,14 @@
-"""Native code of earlier runs, found by what the function does that it was made from.
+"""Native code of earlier runs, found by the text of a step's operations (`graph_key`).
 
-Inductor has a cache on disk too, but asks it late: after loading all of the compiler, the trace, its passes, and
-hashing every file of torch and the C++ headers. Here what the function does is the question (`recording`), asked before
-the compiler is loaded, and the answer a few words in inductor's cache directory: which library, the hash of its bytes,
-and how it is called. What cannot be told from the text (a constant tensor, an operator of the user's, a pass of the
+Buys: a start that finds its code skips the trace by `make_fx`, inductor's passes and the hash of every file of torch,
+which inductor's own cache needs. An entry is a small file in inductor's cache directory: the library, the hash of its
+bytes, and how it is called. Code that the text does not determine (a constant tensor, an operator or a pass of the
 user's) is not kept here.
+
+Private names: ``torch._inductor.config``, the directory of inductor's cache, the tables of decompositions and
+lowerings.
+
+Without: inductor's own cache of graphs.
 """
 
 from __future__ import annotations
@@ -160,6 +164,7 @@ def _surroundings(chosen: Mapping[str, Any]) -> Iterator[str]:
             torch.get_float32_matmul_precision(),
             torch.backends.mkldnn.enabled,
             os.environ.get("ATEN_CPU_CAPABILITY"),
+            os.environ.get("PURESTEP_CPU"),
         )
     )
 
@@ -184,7 +189,7 @@ def _is_torchs(entry: tuple[Any, Any]) -> bool:
 @functools.cache
 def _installed() -> str:
     """This torch, this Python, this processor, and the code that turns a graph into a library."""
-    roots = [Path(torch.__file__).parent / "_inductor", Path(__file__).parent]
+    roots = [Path(torch.__file__).parent / "_inductor", Path(__file__).parents[1]]
     sources = sorted(file for root in roots for file in root.rglob("*") if file.suffix in (".py", ".cpp", ".h"))
     stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in sources]
     return repr((environment(), stats))

@@ -1,4 +1,11 @@
-"""C++ functions of our own in the code that inductor writes: called with pointers, compiled with a graph's kernels."""
+"""C++ functions of our own in the code that inductor writes: called with pointers, compiled with a graph's kernels.
+
+Buys: the calls of `gemm`, `attention` and `embedding_grad` without dispatch and tensor objects.
+
+Private names: ``torch._inductor.ir`` (an external kernel), ``torch._inductor.lowering``.
+
+Without: torch's operators.
+"""
 
 from __future__ import annotations
 

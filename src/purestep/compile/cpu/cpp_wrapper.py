@@ -1,9 +1,14 @@
-"""Inductor's C++ round the kernels of a CPU graph, changed: intermediates lie in an arena, inputs are addresses.
+"""Inductor's C++ around the kernels of a graph, with intermediates in the workspace and inputs as addresses.
 
-What inductor writes takes handles: for each input Python makes a tensor object and a capsule, C++ a vector and an owner
-that counts references, and sizes and strides are asked for and compared. A step knows them, and holds its buffers; to
-its code an address is enough (`calls.py` has the other side). What returns an input, holds a constant, or calls an
-operator that might keep what it is given is left as it was. Loads inductor.
+Buys: inductor's code takes handles. For each input Python makes a tensor object and a capsule, C++ a vector and an
+owner that counts references, and sizes and strides are read and compared. A step knows them and holds its buffers, so
+an address is enough; `launcher.py` passes it. Graphs that return an input, hold a constant, or call an operator that
+might keep its arguments are left as inductor writes them.
+
+Private names: ``torch._inductor.codegen`` (the wrapper for the CPU, whose methods are overridden, and the lines it
+writes), ``torch._inductor.graph.GraphLowering``, ``torch._inductor.ir``.
+
+Without: inductor's own wrapper. Importing this module loads inductor.
 """
 
 from __future__ import annotations

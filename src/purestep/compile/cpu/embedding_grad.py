@@ -1,7 +1,9 @@
 """Sums of rows by index, the gradient of an embedding, in one order whatever the number of threads.
 
-Inductor adds such rows up by atomic additions in as many threads as there are: the sum's last bit then depends on who
-came first, and a run does not repeat itself to the bit. Here each thread takes some columns of all rows.
+Buys: inductor adds such rows by atomic additions in all threads: the last bit of a sum depends on their timing, and a
+run does not repeat itself to the bit. Here each thread takes some columns of all rows.
+
+Private names: those of `cpp_kernel`. Without: atomic additions.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Matrix products of a compiled step on the CPU, in C++ of the step's own.
+"""Matrix products of a compiled step, in C++.
 
-A call of torch's product costs 1.2 to 2.5 us before it multiplies anything, and MKL's kernels leave a good part of a
-core idle where matrices are small, or the processor is not Intel's. A step knows every size and stride when it is
-compiled, so its products become plain calls in the code that inductor writes: no dispatch, no tensor objects, any
-strides, bias and activation left to the loops around them.
+Buys: a call of torch's product costs 1.2 to 2.5 us before it multiplies anything, and MKL's kernels leave a good part
+of a core idle where matrices are small or the processor is not Intel's. Sizes and strides are known when a step is
+compiled, so its products become plain calls in inductor's code: any strides, bias and activation in the loops around
+them.
 
 The kernel is that of Goto and van de Geijn (Anatomy of High-Performance Matrix Multiplication, ACM TOMS 2008): as many
-rows on the left as the second cache holds, panels of two vectors of columns on the right, packed where they do not lie
-so, blocks of rows kept in registers. Each number is one sum in one order, however many threads there are.
+rows on the left as the second cache holds, panels of two vectors of columns on the right, packed where they are not
+contiguous, blocks of rows in registers. Each number is one sum in one order, whatever the number of threads.
+
+Private names: those of `cpp_kernel`. Without: torch's products.
 """
 
 from __future__ import annotations

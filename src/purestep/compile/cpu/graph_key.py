@@ -1,7 +1,13 @@
-"""What a function does: every operation below autograd, in order, on tensors without memory.
+"""The operations of a function as text: every operator below autograd, in order, on tensors without memory.
 
-A function's Python is run once, here, and its graph is made of these operations alone. So their text names the graph,
-and Python that counts its calls, or draws numbers of its own, cannot make another graph than the one that is named.
+Buys: the text names the graph, so that `code_cache` finds the code of an earlier run before anything is compiled. The
+function's Python runs once, here, and the graph is made of the recorded operations: Python that counts its calls, or
+draws numbers, cannot make another graph than the one that is named.
+
+Private names: ``torch._subclasses`` (fake tensors), ``torch._ops.OpOverload``, the stacks of modes in
+``torch.overrides`` and ``torch.utils._python_dispatch``, the tracing flag of ``torch.fx``.
+
+Without: the function is traced again by `make_fx`, and its code is not kept.
 """
 
 from __future__ import annotations

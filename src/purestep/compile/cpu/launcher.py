@@ -1,4 +1,12 @@
-"""How a library that inductor has made is called: with addresses, or with handles of tensors."""
+"""The call of a compiled library: with addresses of tensors.
+
+Buys: no tensor objects, capsules or handles for the inputs of a step, some 10 us for a hundred of them.
+
+Private names: ``torch._C._aoti`` (results come back as handles), and the name by which inductor's wrapper holds its
+library.
+
+Without: inductor's Python function, which passes handles.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Pieces of packed vectors as pointers of their own, so that layers of one shape are the same code.
+"""Parts of packed vectors as pointers, so that kernels of equal layers are the same code.
 
-A packed state has the weights of all layers in one vector, and inductor writes the place of a piece into the kernel
-that reads it. Kernels of two equal layers then differ in a number, and are compiled once a layer. Here a kernel is
-given a pointer to the piece: the place is added by the C++ that calls it.
+Buys: a packed state has the weights of all layers in one vector, and inductor writes the offset of a part into the
+kernel that reads it. Kernels of two equal layers then differ in a number and are compiled twice. Here a kernel takes a
+pointer to the part, and the C++ that calls it adds the offset. Only the text changes: inductor plans for the vector,
+and a kernel reads the same addresses at the same moments.
 
-Only the text changes. What inductor plans (which loops are one kernel, in which order they run, what may be written
-where) it plans for the vector, and a kernel reads the same addresses at the same moments as before.
+Private names: ``torch._inductor.codegen`` (arguments and loads of a C++ kernel), ``torch._inductor.graph``.
+
+Without: a kernel for each layer, which takes longer to compile.
 """
 
 from __future__ import annotations

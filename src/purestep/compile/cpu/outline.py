@@ -1,11 +1,14 @@
 """Equal layers of a graph as calls of one function, so that a model of many compiles as fast as one of two.
 
-A traced graph has every layer written out, forward and backward. Inductor lowers, schedules and writes each one anew;
-only g++ sees equal loops once (`pieces.py`). Here a stretch of a graph that comes again and again becomes a graph of
-its own, which is called with what differs: activations and weights. `wrapper.py` writes it as a function of addresses.
+Buys: a traced graph has every layer written out, forward and backward, and inductor lowers, schedules and writes each.
+Here a stretch of the graph that repeats becomes a graph of its own, which is called with what differs: activations and
+weights. `cpp_wrapper.py` writes it as a function of addresses. A stretch repeats where operators, arguments and layouts
+do so with one period; a count of the distances between equal nodes gives the period, because a trace writes equal
+layers in the same order.
 
-A stretch comes again where operators, arguments and layouts repeat with one period, which a tally of the distances
-between equal nodes finds: a trace writes down equal layers in the same order.
+Private names: ``torch._inductor.compile_fx``, ``torch._inductor.ir``, ``torch._inductor.virtualized``.
+
+Without: every layer is compiled.
 """
 
 from __future__ import annotations

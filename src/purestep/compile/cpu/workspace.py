@@ -1,10 +1,13 @@
-"""Memory of a compiled step on the CPU: one piece a thread, laid out when the step is compiled.
+"""Memory of a compiled step: one piece a thread, laid out when the step is compiled.
 
-Inductor's code asks malloc for every intermediate tensor, and wraps each in objects. A step of many small tensors
-spends a tenth of its time there; in a step of large ones the memory goes back to the system after every use, and
-returns page by page, zeroed, through faults that threads queue up for. Every size and lifetime is known when the step
-is compiled, so intermediates are offsets into one piece of memory here, which every graph of a thread uses in its
-turn, and which lives as long as the thread. What a graph returns is memory of its own, as before.
+Buys: inductor's code calls malloc for every intermediate tensor and wraps each in objects: a tenth of a step of many
+small tensors. The memory of large ones returns to the system after every use, and comes back page by page. Sizes and
+lifetimes are known when a step is compiled, so intermediates are offsets into one piece of memory, which all graphs of
+a thread use in turn, and which lives as long as the thread. Results of a graph are memory of their own.
+
+Private names: none but ``torch._inductor.config``; `cpp_wrapper` writes the code.
+
+Without: inductor's allocations.
 """
 
 from __future__ import annotations

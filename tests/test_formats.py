@@ -1,0 +1,255 @@
+"""Norms of tensors that have more than one memory format, as they have with a dimension of size one.
+
+torch's `native_batch_norm_backward` is wrong on the CPU (torch 2.13) for some pairs of layouts, in a loop by hand too:
+
+    import torch
+
+    x = torch.randn(4, 2, 6, dtype=torch.float64).transpose(1, 2).unsqueeze(-1).requires_grad_()
+    assert x.shape == (4, 6, 2, 1) and x.stride() == (12, 1, 6, 1)  # channels last, which torch takes for contiguous
+    weight, bias = torch.ones(2, 6, dtype=torch.float64).requires_grad_()
+    normal = torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
+    given = torch.randn(4, 6, 2, 1, dtype=torch.float64)
+    torch.testing.assert_close(torch.autograd.grad(normal, bias, given)[0], given.sum((0, 2, 3)))  # fails
+
+Compiled steps compute what that should be. The eager step, which calls this operator, is compared with
+`fuzz.compare.OneLayout` around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fuzz import compare
+from helpers import assert_trees_close
+from torch import Tensor, nn
+from torch.nn import functional
+
+import purestep as ps
+from purestep.compile import formats
+
+pytestmark = pytest.mark.compile
+
+
+class Net(nn.Module):
+    """``does(x, first, norm)`` of two layers, and a linear one."""
+
+    def __init__(self, does: Callable[..., Tensor], first: nn.Module, norm: nn.Module, width: int = 6) -> None:
+        super().__init__()
+        self.does, self.first, self.norm, self.last = does, first, norm, nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.does(x, self.first, self.norm))
+
+
+def turned(x: Tensor, conv: nn.Module, norm: nn.Module) -> Tensor:
+    """(4, 2, 6) -> (4, 6, 2, 1) with strides (12, 1, 6, 1) -> (4, 2, 6)."""
+    return torch.tanh(norm(conv(x.transpose(1, 2).unsqueeze(-1)))).squeeze(-1).transpose(1, 2)
+
+
+def one_photo(x: Tensor, layer: nn.Module, norm: nn.Module) -> Tensor:
+    """(2, 3, 6), channels last -> (1, 6, 2, 3) with strides (6, 1, 18, 6) -> (1, 36)."""
+    return torch.tanh(norm(layer(x).permute(2, 0, 1).unsqueeze(0))).flatten(1)
+
+
+def one_column(x: Tensor, layer: nn.Module, norm: nn.Module) -> Tensor:
+    """(2, 3, 6) -> (2, 6, 3, 1, 1) -> (2, 18)."""
+    return torch.tanh(norm(layer(x).transpose(1, 2).unsqueeze(-1).unsqueeze(-1))).flatten(1)
+
+
+def one_row(x: Tensor, layer: nn.Module, norm: nn.Module) -> Tensor:
+    """(3, 4, 6) -> (3, 6, 1, 4) -> (3, 24)."""
+    return torch.tanh(norm(layer(x).transpose(1, 2).unsqueeze(-2))).flatten(1)
+
+
+def crossed(x: Tensor, layer: nn.Module, norm: nn.Module) -> Tensor:
+    """(3, 2, 6) -> (2, 6, 3, 1), examples as positions -> (2, 18)."""
+    return torch.tanh(norm(layer(x).permute(1, 2, 0).unsqueeze(-1))).flatten(1)
+
+
+def added(x: Tensor, conv: nn.Module, norm: nn.Module) -> Tensor:
+    """(1, 5, 6): a picture and its turned copy, the sum of which has other strides in a trace."""
+    turned = x.transpose(1, 2).reshape(len(x), 6, 1, x.shape[1])
+    picture = turned + conv(x.transpose(1, 2).unsqueeze(-1)).transpose(2, 3)
+    return functional.silu(norm(picture)).squeeze(2).transpose(1, 2)
+
+
+def attended(x: Tensor, conv: nn.Module, norm: nn.Module) -> Tensor:
+    """(1, 6, 4, 4): attention over pixels, as in a U-Net of diffusion models, with one picture."""
+    picture = conv(x)
+    pixels = norm(picture.flatten(2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
+    seen = functional.scaled_dot_product_attention(*(pixels.unsqueeze(1),) * 3).squeeze(1)
+    return torch.sigmoid(norm(seen.transpose(-1, -2).reshape(picture.shape) + picture)).flatten(2).transpose(1, 2)
+
+
+def by_rows(x: Tensor, layer: nn.Module, norm: nn.Module) -> Tensor:
+    """(1, 4, 5, 6), channels last: a group norm of a picture and of its rows."""
+    picture = layer(x).permute(0, 3, 1, 2)
+    return norm(picture + picture.transpose(2, 3).reshape(picture.shape)).permute(0, 2, 3, 1)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(6, 6)
+
+
+def pixelwise() -> nn.Module:
+    return nn.Conv2d(6, 6, 1)
+
+
+BATCH_NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "turned": (lambda: Net(turned, nn.Conv2d(6, 6, (3, 1), padding=(1, 0)), nn.BatchNorm2d(6)), (4, 2, 6)),
+    "one photo": (lambda: Net(one_photo, linear(), nn.BatchNorm2d(6), 36), (2, 3, 6)),
+    "3d": (lambda: Net(one_column, linear(), nn.BatchNorm3d(6), 18), (2, 3, 6)),
+    "one row": (lambda: Net(one_row, linear(), nn.BatchNorm2d(6), 24), (3, 4, 6)),
+    "crossed": (lambda: Net(crossed, linear(), nn.BatchNorm2d(6), 18), (3, 2, 6)),
+    "in evaluation": (lambda: Net(one_photo, linear(), nn.BatchNorm2d(6), 36), (2, 3, 6)),
+    "instances": (lambda: Net(one_column, linear(), nn.InstanceNorm3d(6, affine=True), 18), (2, 3, 6)),
+}
+GROUP_NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "added": (lambda: Net(added, pixelwise(), nn.GroupNorm(2, 6)), (1, 5, 6)),
+    "one group": (lambda: Net(added, pixelwise(), nn.GroupNorm(1, 6, affine=False)), (1, 3, 6)),
+    "attended": (lambda: Net(attended, nn.Conv2d(6, 6, 3, padding=1), nn.GroupNorm(3, 6)), (1, 6, 4, 4)),
+    "rows": (lambda: Net(by_rows, linear(), nn.GroupNorm(2, 6)), (1, 4, 5, 6)),
+}
+WAYS = [("trace", "aot_eager"), ("dynamo", "aot_eager"), ("trace", "inductor")]
+
+
+@pytest.mark.parametrize(("capture", "backend"), WAYS)
+@pytest.mark.parametrize("name", [*BATCH_NORMS, *GROUP_NORMS])
+def test_gradients_of_norms(name: str, capture: Any, backend: str) -> None:
+    torch.manual_seed(0)
+    make, shape = (BATCH_NORMS | GROUP_NORMS)[name]
+    net, x = make().double(), torch.randn(shape, dtype=torch.float64)
+    with torch.no_grad():
+        y = torch.randn(net(x).shape, dtype=torch.float64)
+    program = ps.program(
+        net,
+        ps.supervised(nn.MSELoss()),
+        ps.optim.sgd(1.0),
+        precision="64-true",
+        keep_eval=("norm",) if name == "in evaluation" else (),
+    )
+    with compare.OneLayout():
+        expected, _ = program.train_step(program.init(), (x, y))
+    step = ps.compile_step(program.train_step, capture=capture, backend=backend)
+    found, _ = step(program.init(), (x, y))
+    assert_trees_close(found.params, expected.params, rtol=0.0, atol=1e-12)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x.contiguous(),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "turned": lambda x: x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).unflatten(2, x.shape[2:]),
+    "one of a list": lambda x: torch.stack([*x.permute(0, 2, 3, 1)])[:1].permute(0, 3, 1, 2).expand_as(x),
+    "reversed": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+}
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 2, 1), (4, 6, 1, 2), (1, 6, 2, 3), (1, 2, 1, 1), (3, 2, 1, 3), (2, 1, 2, 2)])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_the_backward_pass_of_batch_norm_with_every_pair_of_layouts(shape: tuple[int, ...], is_training: bool) -> None:
+    torch.manual_seed(0)
+    eps, channels = 0.1, shape[1]
+    picture, given = torch.randn(2, *shape, dtype=torch.float64)
+    weight, mean, variance = torch.rand(3, channels, dtype=torch.float64)
+    for laid_out in LAYOUTS.values():
+        for given_out in LAYOUTS.values():
+            x, grad = laid_out(picture).requires_grad_(), given_out(given)
+            leaf, bias = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+            if is_training:
+                mean, variance = x.mean((0, 2, 3)), x.var((0, 2, 3), unbiased=False)
+            inverse = (variance + eps).rsqrt()
+            normal = (x - mean[:, None, None]) * (inverse * leaf)[:, None, None] + bias[:, None, None]
+            expected = torch.autograd.grad(normal, (x, leaf, bias), grad)
+            found = torch.ops.aten.native_batch_norm_backward(
+                formats.as_other(grad, x),
+                *(x.detach(), weight, mean.detach(), variance.detach(), mean.detach(), inverse.detach()),
+                *(is_training, eps, [True, True, True]),
+            )
+            torch.testing.assert_close(found, expected)
+
+
+def test_other_devices_and_layouts_without_a_doubt_are_left_alone() -> None:
+    picture, meta = torch.randn(2, 3, 4, 5), torch.empty(2, 3, 4, 1, device="meta").transpose(0, 1)
+    last = picture.contiguous(memory_format=torch.channels_last)
+    assert formats.as_other(last, picture) is last  # torch takes the slow path, which is right
+    assert formats.as_other(meta, meta) is meta
+    assert formats.as_suggested(meta) is meta
+    assert formats.as_suggested(last) is last
+    assert formats.as_suggested(picture, last).stride() == last.stride()
+
+
+NOISY: dict[str, Callable[[Tensor], Tensor]] = {
+    "turned": lambda x: x.transpose(1, 2),  # (4, 6, 5): contiguous
+    "turned, one pixel": lambda x: x.transpose(1, 2).unsqueeze(-1),  # channels last, as the input
+    "every other": lambda x: x.unsqueeze(1).permute(0, 3, 1, 2)[..., ::2],  # channels last, without gaps
+    "first last": lambda x: x.permute(1, 0, 2),
+}
+
+
+@pytest.mark.parametrize(("capture", "backend"), WAYS)
+@pytest.mark.parametrize("name", NOISY)
+def test_what_is_drawn_after_batch_norm_is_drawn_in_its_layout(name: str, capture: Any, backend: str) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shape = NOISY[name](torch.empty(4, 5, 6)).shape
+            self.norm = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)](shape[1])
+
+        def forward(self, x: Tensor) -> Tensor:
+            normal = self.norm(NOISY[name](x))
+            return functional.dropout(normal, 0.3) + torch.randn_like(normal)
+
+    torch.manual_seed(0)
+    program = ps.program(Noisy(), ps.supervised(nn.MSELoss()), ps.optim.sgd(1.0), precision="64-true")
+    x = torch.randn(4, 5, 6, dtype=torch.float64)
+    batch = x, NOISY[name](x).cos()
+    with compare.OneLayout():
+        expected, _ = program.train_step(program.init(), batch)
+    found, _ = ps.compile_step(program.train_step, capture=capture, backend=backend)(program.init(), batch)
+    assert_trees_close(found.params, expected.params, rtol=0.0, atol=1e-12)
+
+
+LIKE: dict[str, Callable[[Tensor], Tensor]] = {
+    "logsigmoid": lambda x: functional.logsigmoid(x.transpose(1, 2)),
+    "logsigmoid of pixels": lambda x: functional.logsigmoid(x.permute(0, 3, 1, 2)),
+    "roll": lambda x: torch.roll(x.permute(0, 3, 1, 2), 1, 1),
+    "roll of three": lambda x: torch.roll(x.permute(0, 3, 1, 2), (1, 2, 1), (1, 2, 3)),
+    "roll of rows": lambda x: torch.roll(x.transpose(1, 2), 2, -1),
+    "channel_shuffle": lambda x: functional.channel_shuffle(x.permute(0, 3, 1, 2), 2),
+    "channel_shuffle of a part": lambda x: functional.channel_shuffle(x.permute(0, 3, 1, 2)[:, :4], 2),
+}
+
+
+@pytest.mark.parametrize(("capture", "backend"), WAYS[:2])
+@pytest.mark.parametrize("name", LIKE)
+def test_what_is_drawn_like_other_results_is_drawn_in_their_layout(name: str, capture: Any, backend: str) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.dropout(LIKE[name](self.linear(x)), 0.3)
+
+    torch.manual_seed(0)
+    program = ps.program(Noisy(), ps.supervised(nn.MSELoss()), ps.optim.sgd(1.0), precision="64-true")
+    x = torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    batch = x, LIKE[name](x).cos()
+    expected, _ = program.train_step(program.init(), batch)
+    found, _ = ps.compile_step(program.train_step, capture=capture, backend=backend)(program.init(), batch)
+    assert_trees_close(found.params, expected.params, rtol=0.0, atol=1e-12)
+
+
+def test_operators_that_run_one_by_one_keep_the_bits_of_eager_mode() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.GroupNorm(2, 8), nn.Flatten())
+    net = net.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+    program = ps.program(net, ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    batch = x, torch.randn(2, 128)
+    expected, _ = program.train_step(program.init(), batch)
+    found, _ = ps.compile_step(program.train_step, capture="trace", backend="aot_eager")(program.init(), batch)
+    assert all(torch.equal(found.params[name], leaf) for name, leaf in expected.params.items())
