@@ -89,7 +89,7 @@ class TestAssertPure:
         program = ps.program(tiny_mlp(), objective, optim.sgd(0.1))
         testing.assert_pure(program.train_step, program.init(device="cpu"), vector_batch())
         program = ps.program(tiny_mlp(), impure, optim.sgd(0.1))
-        with pytest.raises(StepContractError, match="the second call with the same state and batch returns another value"):
+        with pytest.raises(StepContractError, match="the second call .* returns another value"):
             testing.assert_pure(program.train_step, program.init(device="cpu"), vector_batch())
 
 
