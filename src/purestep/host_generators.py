@@ -1,6 +1,6 @@
 """numpy's and Python's global generators, which host code in datasets and models draws from.
 
-Callers hold `rng.held`: the generators are shared by all threads of a process.
+Callers hold `global_rng.locked`: the generators are shared by all threads of a process.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from .. import rng, tree
+from .. import global_rng, rng, tracing, tree
 from ..errors import ConfigError, PurestepError, StepContractError
 from ..step import NoSetupContext, last_unreached
 from . import backends, control_flow, dynamic_shapes, formats, fx_passes, precision_casts, random_ops
@@ -92,19 +92,19 @@ def trace_sizes(
     Returns:
         None where a size that varies became a constant.
     """
-    from torch._guards import TracingContext, tracing
+    from torch import _guards
 
     if not isinstance(backend, str):  # one of the user's own is given real tensors
         return None
     with with_compiler():
         symbols = dynamic_shapes.Symbols(_each_its_own(inputs), _each_its_own(leaves), dims)
         casts = precision_casts.Casts()
-        with rng.capturing(), torch.no_grad(), no_recurrent_kernel(), symbols.mode, casts:
+        with tracing.capturing(), torch.no_grad(), no_recurrent_kernel(), symbols.mode, casts:
             graph = fx_passes.finished(fx_passes.views_allowed(_traced(_recorded(function), symbols.fakes, "real")))
         if not symbols.vary():
             return None
         is_drawing, shapes = fx_passes.draws(graph), "from_tracing_context"
-        with below_autocast(), tracing(TracingContext(symbols.mode)):
+        with below_autocast(), _guards.tracing(_guards.TracingContext(symbols.mode)):
             run = _lowered(graph, symbols.fakes, backend, options, rounds=casts.seen, shapes=shapes)
         core: Any = importlib.import_module("torch._C")
         return _below_autocast(run) if core._is_any_autocast_enabled() else run, is_drawing, symbols.fits()
@@ -113,7 +113,7 @@ def trace_sizes(
 def _made(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None) -> tuple[Compiled, bool]:
     plugin, failed = backends.plugin(inputs) if backend == "inductor" else None, None
     if plugin is not None:
-        with rng.capturing(), torch.no_grad():
+        with tracing.capturing(), torch.no_grad():
             with no_recurrent_kernel():
                 record = plugin.record(run, inputs)
             run = record.function
@@ -124,7 +124,7 @@ def _made(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, A
             except Exception as error:
                 failed = error
     with with_compiler():
-        with rng.capturing(), torch.no_grad(), no_recurrent_kernel():
+        with tracing.capturing(), torch.no_grad(), no_recurrent_kernel():
             casts = precision_casts.Casts()
             with casts:
                 graph = fx_passes.finished(fx_passes.views_allowed(_traced(run, inputs)))
@@ -192,16 +192,16 @@ _FIRST = 1 << 40  # the seed a capture starts from: positions must not run into 
 
 @contextmanager
 def _drawing() -> Generator[None]:
-    with rng.scoped(_FIRST), random_ops.AsInEager(), rng.replaying(), _compiling():
+    with rng.scoped(_FIRST), random_ops.AsInEager(), tracing.replaying(), _compiling():
         yield
 
 
 @contextmanager
 def _no_host_draws() -> Generator[None]:
     """Refuse a step that draws from numpy's or Python's generator: a graph would repeat the numbers of its capture."""
-    before = rng.host_states()
+    before = global_rng.host_states()
     yield
-    for name, state in rng.host_states().items():
+    for name, state in global_rng.host_states().items():
         if state != before[name]:
             raise Uncaptured(
                 f"the step draws from {name} global generator, and a graph would repeat these numbers at every call",
@@ -266,7 +266,7 @@ def rehearse(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any])
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # no public name
 
-    with rng.capturing(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _drawing():
+    with tracing.capturing(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _drawing():
         fakes = [[mode.from_tensor(x) if isinstance(x, Tensor) else x for x in group] for group in (tensors, leaves)]
         try:
             core(*fakes)
@@ -430,7 +430,7 @@ def refused(error: Exception, core: Callable[..., Any], tensors: list[Tensor], l
     if isinstance(error, PurestepError | MemoryError):
         return error
     copies = [tensor.clone() for tensor in tensors]
-    with rng.capturing(), torch.no_grad(), rng.scoped(_FIRST, tree.device(tensors)):
+    with tracing.capturing(), torch.no_grad(), rng.scoped(_FIRST, tree.device(tensors)):
         try:
             core(copies, leaves)
         except Exception as own:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .. import tensor_layout, tracing, tree
+from .. import tensor_layout, tracing
 from ..errors import StepContractError
 from . import capture
 
@@ -116,10 +116,10 @@ def _unheld(value: Any, hint: str) -> capture.Uncaptured:
 def alike(leaves: list[Any]) -> Callable[..., bool]:
     """Asks of as many other leaves, one argument each, whether they are tensors of the same `kinds`; for every step.
 
-    `tree.layout_guard` tells apart what `kinds` does not, a tensor that requires gradients or one in inference mode:
-    whoever asks looks for a graph by `kinds` then.
+    `tensor_layout.layout_guard` also distinguishes tensors that `kinds` does not: those that require gradients or are
+    in inference mode. The caller then looks for a graph by `kinds`.
     """
-    return tree.layout_guard(leaves) or functools.partial(_same_kinds, kinds(leaves))
+    return tensor_layout.layout_guard(leaves) or functools.partial(_same_kinds, kinds(leaves))
 
 
 def _same_kinds(known: tuple[Any, ...], *leaves: Any) -> bool:

@@ -90,7 +90,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None
         rate = None if schedule is None else _rate(schedule, state.step)
         arguments = (params, updates, state.slots, state.group)
         plan = plans.get(_plan_key(params))
-        if rng.in_graph() or _is_traced():
+        if tracing.in_graph() or _is_traced():
             new, slots, group = _traced_step(plan, spec.where, arguments, rate, state.step)
         else:
             if plan is None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import rng, tracing
+from .. import tracing
 from ..errors import PurestepError, StepContractError
 from ..types import Empty, Missed, Params, Tree
 
@@ -234,7 +234,7 @@ def safe_sqrt(square: Tensor) -> Tensor:
     compiled step is not differentiated.
     """
     value = upcast(square)
-    if rng.in_graph() or not tracing.followed([value]):
+    if tracing.in_graph() or not tracing.followed([value]):
         return value.sqrt()
     is_zero = value == 0
     return torch.where(is_zero, value, torch.where(is_zero, 1.0, value).sqrt())
