@@ -312,4 +312,4 @@ def test_a_precision_of_the_program_keeps_inductors_way_with_casts(
 
 def test_an_option_that_inductor_does_not_have_is_refused_at_once() -> None:
     with pytest.raises(RuntimeError, match="no_such_option"):
-        backends.of("inductor", {"no_such_option": True})
+        backends.dynamo_backend("inductor", {"no_such_option": True})
