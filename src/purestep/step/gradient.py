@@ -162,7 +162,7 @@ def _value_and_grad(
                 spec.reach.remember(_unreached(mean, params))
             return mean, extra
 
-        with nullcontext() if tracing.transformed() else dropout.AsWithout():
+        with nullcontext() if tracing.transformed() else dropout.EagerMasks():
             try:
                 grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
             except RuntimeError as error:

@@ -52,7 +52,7 @@ class _List(NamedTuple):
     is_of_examples: bool  # its entries cannot be columns
 
     def is_listed(self, rows: int, *, surely: bool) -> bool:
-        """Whether it has one entry for each of ``rows`` examples. A list of n arrays with n rows each counts as columns,
+        """Whether it has one entry for each of ``rows`` examples. A list of n arrays with n rows each is columns,
         unless another list proves (``surely``) that lists have one entry for each example."""
         return len(self.node) == rows and (surely or self.is_of_examples or self.rows != (rows,))
 
