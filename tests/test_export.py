@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from purestep.model.functional.functional import template, tensors
 from safetensors.torch import load_file
 from test_files import file_size_limit
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ import purestep as ps
 from purestep import errors
 from purestep.ema import EmaState
 from purestep.export import export_weights, load_into, weights
+from purestep.model.functional import template, tensors
 from purestep.types import Empty, Program, Static, TrainState
 
 OFF = Empty()

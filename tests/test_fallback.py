@@ -40,7 +40,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where `compile="auto"` compiles; the state only says that it is there."""
     there = SimpleNamespace(device_of=lambda state: torch.device("cuda"))
     monkeypatch.setattr("purestep.loop.train_call.data", there)
-    monkeypatch.setattr("purestep.compile.cpu.backend.suits", lambda inputs, backend: False)
+    monkeypatch.setattr("purestep.compile.cpu.backend.suits", lambda inputs: False)
     monkeypatch.setattr("purestep.compile.graph_cache.guarded", lambda run, tensors: first_run._guarded(run))
 
 

@@ -147,7 +147,7 @@ def test_a_state_that_was_changed_is_taken_as_it_is(change: Callable[[TrainState
 
 def test_who_does_not_look_takes_an_old_state_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The law above, with its check planted out."""
-    monkeypatch.setattr(copied_state._Returned, "is_still", lambda found, state: True)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(copied_state._Returned, "is_unmodified", lambda found, state: True)  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(AssertionError):
         test_a_state_that_was_changed_is_taken_as_it_is(replaced, 2)
 

@@ -181,6 +181,68 @@ def test_other_devices_and_layouts_without_a_doubt_are_left_alone() -> None:
     assert formats.as_suggested(picture, last).stride() == last.stride()
 
 
+NOISY: dict[str, Callable[[Tensor], Tensor]] = {
+    "turned": lambda x: x.transpose(1, 2),  # (4, 6, 5): contiguous
+    "turned, one pixel": lambda x: x.transpose(1, 2).unsqueeze(-1),  # channels last, as the input
+    "every other": lambda x: x.unsqueeze(1).permute(0, 3, 1, 2)[..., ::2],  # channels last, without gaps
+    "first last": lambda x: x.permute(1, 0, 2),
+}
+
+
+@pytest.mark.parametrize(("capture", "backend"), WAYS)
+@pytest.mark.parametrize("name", NOISY)
+def test_what_is_drawn_after_batch_norm_is_drawn_in_its_layout(name: str, capture: Any, backend: str) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shape = NOISY[name](torch.empty(4, 5, 6)).shape
+            self.norm = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)](shape[1])
+
+        def forward(self, x: Tensor) -> Tensor:
+            normal = self.norm(NOISY[name](x))
+            return functional.dropout(normal, 0.3) + torch.randn_like(normal)
+
+    torch.manual_seed(0)
+    program = ps.program(Noisy(), ps.supervised(nn.MSELoss()), ps.optim.sgd(1.0), precision="64-true")
+    x = torch.randn(4, 5, 6, dtype=torch.float64)
+    batch = x, NOISY[name](x).cos()
+    with compare.OneLayout():
+        expected, _ = program.train_step(program.init(), batch)
+    found, _ = ps.compile_step(program.train_step, capture=capture, backend=backend)(program.init(), batch)
+    assert_trees_close(found.params, expected.params, rtol=0.0, atol=1e-12)
+
+
+LIKE: dict[str, Callable[[Tensor], Tensor]] = {
+    "logsigmoid": lambda x: functional.logsigmoid(x.transpose(1, 2)),
+    "logsigmoid of pixels": lambda x: functional.logsigmoid(x.permute(0, 3, 1, 2)),
+    "roll": lambda x: torch.roll(x.permute(0, 3, 1, 2), 1, 1),
+    "roll of three": lambda x: torch.roll(x.permute(0, 3, 1, 2), (1, 2, 1), (1, 2, 3)),
+    "roll of rows": lambda x: torch.roll(x.transpose(1, 2), 2, -1),
+    "channel_shuffle": lambda x: functional.channel_shuffle(x.permute(0, 3, 1, 2), 2),
+    "channel_shuffle of a part": lambda x: functional.channel_shuffle(x.permute(0, 3, 1, 2)[:, :4], 2),
+}
+
+
+@pytest.mark.parametrize(("capture", "backend"), WAYS[:2])
+@pytest.mark.parametrize("name", LIKE)
+def test_what_is_drawn_like_other_results_is_drawn_in_their_layout(name: str, capture: Any, backend: str) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.dropout(LIKE[name](self.linear(x)), 0.3)
+
+    torch.manual_seed(0)
+    program = ps.program(Noisy(), ps.supervised(nn.MSELoss()), ps.optim.sgd(1.0), precision="64-true")
+    x = torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    batch = x, LIKE[name](x).cos()
+    expected, _ = program.train_step(program.init(), batch)
+    found, _ = ps.compile_step(program.train_step, capture=capture, backend=backend)(program.init(), batch)
+    assert_trees_close(found.params, expected.params, rtol=0.0, atol=1e-12)
+
+
 def test_operators_that_run_one_by_one_keep_the_bits_of_eager_mode() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.GroupNorm(2, 8), nn.Flatten())

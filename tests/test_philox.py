@@ -42,7 +42,7 @@ def test_the_random_state_of_a_kernel_is_not_written(
     attention: Any, capture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A buffer of the same size that is needed later would be put where it lies."""
-    monkeypatch.setattr(backend_, "suits", lambda inputs, backend: False)  # as on the GPU
+    monkeypatch.setattr(backend_, "suits", lambda inputs: False)  # as on the GPU
 
     def step(state: dict[str, Tensor], batch: Tensor) -> Any:
         out, random = attention.forward(state["w"] * batch)

@@ -123,7 +123,7 @@ def test_nothing_reads_the_logits_once_their_gradient_is_there(objective: str, l
 @pytest.mark.parametrize("objective", ["and accuracy"])
 def test_numbers_are_those_of_eager(objective: str, through: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if through == "the front door":
-        monkeypatch.setattr(backend_, "suits", lambda inputs, backend: False)
+        monkeypatch.setattr(backend_, "suits", lambda inputs: False)
     made = program(objective)
     step, state, given = ps.compile_step(made.train_step, donate=True), made.init(), batch()
     other = made.init()

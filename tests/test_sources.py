@@ -31,7 +31,7 @@ def overwritten(old: Tensor, new: Tensor) -> Tensor:
 @pytest.fixture
 def front_door(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one of GPUs, and of versions of torch whose inner door is another."""
-    monkeypatch.setattr(backend_, "suits", lambda inputs, backend: False)
+    monkeypatch.setattr(backend_, "suits", lambda inputs: False)
 
 
 LATER: dict[str, Callable[[Tensor, Tensor], Pair]] = {
@@ -312,7 +312,7 @@ def test_the_steps_of_a_program_copy_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_random_permutation_is_an_index(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in mixup. torch.compile of the line alone fails with torch 2.13."""
     if door == "front":
-        monkeypatch.setattr(backend_, "suits", lambda inputs, backend: False)
+        monkeypatch.setattr(backend_, "suits", lambda inputs: False)
 
     def step(state: dict[str, Tensor], x: Tensor) -> Any:
         return {"w": state["w"] + x[torch.randperm(8)]}, {"loss": x.sum()}

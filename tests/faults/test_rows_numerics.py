@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import purestep as ps
 from purestep import optim, rng, scaler
 from purestep.errors import NonFiniteError, StateError, StepContractError
-from purestep.model.functional import template
+from purestep.model import template
 from purestep.step import gradient, update
 
 # --- row 37 -----------------------------------------------------------------------------------------------------------

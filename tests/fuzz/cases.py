@@ -159,7 +159,8 @@ def _rolled(x: Tensor) -> Tensor:
 
 def _statistics(x: Tensor) -> Tensor:
     centred = (x - x.mean((0, 1), keepdim=True)) / (1 + x.std(-1, keepdim=True))
-    return centred + x.amax(1, keepdim=True) + torch.einsum("bif,bjf->bi", x, x).unsqueeze(-1) * 0.1
+    alike = torch.einsum("bif,bjf->bi", x, x).unsqueeze(-1)
+    return centred + x.amax(1, keepdim=True) + torch.tanh(alike * 0.1)
 
 
 def _indexed(x: Tensor, table: Tensor | nn.Module) -> Tensor:

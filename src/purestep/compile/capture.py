@@ -112,7 +112,7 @@ def trace_sizes(
 
 
 def _compile(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None) -> tuple[Compiled, bool]:
-    plugin = backends.plugin(inputs) if backend == "inductor" else None
+    plugin, failed = backends.plugin(inputs) if backend == "inductor" else None, None
     if plugin is not None:
         with rng.capturing(), torch.no_grad():
             with no_recurrent_kernel():
@@ -123,7 +123,7 @@ def _compile(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str
             except PurestepError:
                 raise
             except Exception as error:
-                warn_fallback(plugin, error)
+                failed = error
     with with_compiler():
         with rng.capturing(), torch.no_grad(), no_recurrent_kernel():
             casts = precision_casts.Casts()
@@ -131,7 +131,10 @@ def _compile(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str
                 graph = fx_passes.finished(fx_passes.views_allowed(_traced(run, inputs)))
         is_drawing = fx_passes.draws(graph)
         with autocast_disabled():
-            return _lower(graph, inputs, backend, options, rounds=casts.seen), is_drawing
+            compiled = _lower(graph, inputs, backend, options, rounds=casts.seen)
+    if plugin is not None and failed is not None:
+        warn_fallback(plugin, failed)
+    return compiled, is_drawing
 
 
 def warn_fallback(plugin: types.ModuleType, error: Exception) -> None:

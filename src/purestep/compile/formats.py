@@ -1,10 +1,14 @@
-"""Memory formats of tensors in a graph whose operators run one by one (`backend="aot_eager"`).
+"""Memory formats that a trace has wrong: its fake tensors are laid out like torch's results, but for some operators.
 
-Two operators of torch fail on some formats, on the CPU; inductor writes its own code for both.
+`RESULTS` are those (torch 2.13, on the CPU) whose results have another layout than the fake ones. What is drawn like
+such a result (dropout after `roll`) would be drawn in another order; `draws.AsInEager` calls these rules.
+
+`settled` is for a graph whose operators run one by one (`backend="aot_eager"`). Two of them fail on some formats, and
+inductor writes its own code for both:
 
 - `native_group_norm` refuses a tensor that is not contiguous in the format that its strides suggest. Eager mode copies
   it before the call. A trace leaves that copy out where a fake tensor is contiguous, and the strides of a fake tensor
-  are not always those of the real one (torch 2.13: a sum of two pictures, in a batch of one).
+  are not always those of the real one (a sum of two pictures, in a batch of one).
 - `native_batch_norm_backward` reads two contiguous tensors in the order of the first, also where the other one is
   contiguous in another format: its gradients are wrong. That takes a dimension of size one (channels last
   ``(4, 6, 2, 1)`` with strides ``(12, 1, 6, 1)``: torch's `suggest_memory_format` says that it is not). The eager step
@@ -13,13 +17,17 @@ Two operators of torch fail on some formats, on the CPU; inductor writes its own
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
     from torch.fx import GraphModule
+
+_aten: Any = torch.ops.aten
 
 
 def settled(graph: GraphModule) -> GraphModule:
@@ -28,14 +36,13 @@ def settled(graph: GraphModule) -> GraphModule:
     Args:
         graph: changed.
     """
-    aten = torch.ops.aten
     for node in list(graph.graph.nodes):
-        if node.target is aten.native_group_norm.default:
+        if node.target is _aten.native_group_norm.default:
             _replace(graph, node, 0, as_suggested, node.args[0])
-        elif node.target is aten.native_group_norm_backward.default:
+        elif node.target is _aten.native_group_norm_backward.default:
             _replace(graph, node, 0, as_suggested, node.args[0], node.args[1])
             _replace(graph, node, 1, as_suggested, node.args[1])
-        elif node.target is aten.native_batch_norm_backward.default:
+        elif node.target is _aten.native_batch_norm_backward.default:
             _replace(graph, node, 0, as_other, node.args[0], node.args[1])
     graph.recompile()
     return graph
@@ -59,6 +66,19 @@ def as_suggested(value: Tensor, like: Tensor | None = None) -> Tensor:
     return value.contiguous(memory_format=_prims_common.suggest_memory_format(value if like is None else like))
 
 
+def is_contiguous(value: Tensor) -> bool:
+    """Whether a tensor is contiguous in any memory format.
+
+    Args:
+        value: of any layout, ``(N, C, *)``.
+
+    Example:
+        >>> is_contiguous(torch.ones(2, 3, 4, 5).permute(0, 3, 1, 2)), is_contiguous(torch.ones(2, 3, 4).mT)
+        (True, False)
+    """
+    return value.is_contiguous() or value.is_contiguous(memory_format=_channels_last(value))
+
+
 def as_other(value: Tensor, other: Tensor) -> Tensor:
     """The tensor in the memory format that the other one has; a copy where the two may be read in another order.
 
@@ -73,9 +93,40 @@ def as_other(value: Tensor, other: Tensor) -> Tensor:
     """
     if 1 not in value.shape or value.device.type != "cpu":  # no format but one fits the strides
         return value
-    formats: dict[int, Any] = {4: torch.channels_last, 5: torch.channels_last_3d}
-    last = formats.get(value.dim(), torch.contiguous_format)
-    return value.contiguous(memory_format=torch.contiguous_format if other.is_contiguous() else last)
+    if other.is_contiguous():
+        return value.contiguous()
+    return value.contiguous(memory_format=_channels_last(value))
+
+
+def _channels_last(value: Tensor) -> Any:
+    return {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim(), torch.contiguous_format)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _normalized(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The first result is contiguous in some format, where torch's own word is the input's layout."""
+    made, *statistics = func(*args, **kwargs)
+    return made if is_contiguous(args[0]) else as_suggested(made, args[0]), *statistics
+
+
+def _rows_first(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Contiguous, where torch's own word is the input's layout."""
+    return tree_map_only(Tensor, Tensor.contiguous, func(*args, **kwargs))
+
+
+def _in_its_format(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """In the input's memory format, where torch's own word is that it is contiguous."""
+    return as_suggested(func(*args, **kwargs), args[0])
+
+
+RESULTS: dict[Any, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]] = {
+    _aten.native_batch_norm.default: _normalized,
+    _aten.log_sigmoid_forward.default: _rows_first,
+    **dict.fromkeys((_aten.roll.default, _aten.channel_shuffle.default), _in_its_format),
+}
+"""Operators -> ``(operator, args, kwargs) -> results``, laid out as they are on the CPU."""
 
 
 def _replace(graph: GraphModule, node: Any, index: int, function: Any, *given: Any) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, library
 from torch.utils._pytree import tree_map_only
 
+from . import formats
 from .control_flow import Mode
 
 _aten: Any = torch.ops.aten
@@ -255,6 +256,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _aten.rrelu_with_noise.default: _rectified,
     _aten.rrelu_with_noise_.default: _rectified,
     _aten.native_dropout.default: _native_dropout,
+    **formats.RESULTS,
 }
 
 

@@ -173,8 +173,13 @@ def _in_functions(graph: GraphModule, fakes: Sequence[Tensor]) -> Compiled | Non
         shorter = outline.outlined(graph)
         return None if shorter is None else _written(shorter, fakes)
     except Exception as error:  # written out, it takes longer
-        log.info("equal layers are compiled one by one, which takes longer: %r", error)
+        not_outlined(error)
         return None
+
+
+def not_outlined(error: Exception) -> None:
+    """Log that equal layers are compiled one by one."""
+    log.info("equal layers are compiled one by one, which takes longer: %r", error)
 
 
 def _written(graph: GraphModule, fakes: Sequence[Tensor]) -> Compiled:

@@ -189,7 +189,7 @@ def _is_torchs(entry: tuple[Any, Any]) -> bool:
 @functools.cache
 def _installed() -> str:
     """This torch, this Python, this processor, and the code that turns a graph into a library."""
-    roots = [Path(torch.__file__).parent / "_inductor", Path(__file__).parent]
+    roots = [Path(torch.__file__).parent / "_inductor", Path(__file__).parents[1]]
     sources = sorted(file for root in roots for file in root.rglob("*") if file.suffix in (".py", ".cpp", ".h"))
     stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in sources]
     return repr((environment(), stats))
