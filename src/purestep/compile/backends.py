@@ -62,7 +62,7 @@ def dynamo_backend(name: str, options: Mapping[str, Any] | None) -> Callable[[Gr
     def purestep(graph: GraphModule, inputs: list[Any]) -> Any:
         traced, rounds = _traced(graph)
         if name != "inductor":
-            return formats.settled(fx_passes.views_allowed(traced)).forward
+            return formats.fix_layouts(fx_passes.views_allowed(traced)).forward
         register_fallbacks(traced)
         on_cpu = all(leaf.device.type == "cpu" for leaf in inputs if isinstance(leaf, Tensor))
         return _inductor(inductor_options(options, on_cpu=on_cpu, rounds=rounds))(traced, inputs)

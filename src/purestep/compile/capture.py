@@ -254,7 +254,7 @@ def _traced(function: Flat, inputs: list[Tensor], mode: Literal["fake", "real"] 
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Constants in a step's closure (tables, masks) are real tensors among fake ones.
-    with control_flow.of_one_vector():
+    with control_flow.aliased_inputs_allowed():
         graph: GraphModule = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
     return fx_passes.without_copies(graph)
 
@@ -300,7 +300,7 @@ def _lower(
     shapes: str = "from_example_inputs",
 ) -> Compiled:
     if backend in ("eager", "aot_eager"):
-        return _unpacked(formats.settled(graph))
+        return _unpacked(formats.fix_layouts(graph))
     if backend != "inductor":
         return _unpacked(backend(graph, inputs))
     # `standalone_compile` is documented, but not yet public.
@@ -310,7 +310,7 @@ def _lower(
     names = control_flow.operators(graph)
     backends.register_fallbacks(graph)
     try:
-        graph = control_flow.apart(graph) if names else graph
+        graph = control_flow.copy_operands(graph) if names else graph
         made = inductor.standalone_compile(graph, inputs, dynamic_shapes=shapes, options=chosen)
     except Exception as error:
         if not names:

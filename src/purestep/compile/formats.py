@@ -3,7 +3,7 @@
 `RESULTS` are those (torch 2.13, on the CPU) whose results have another layout than the fake ones. What is drawn like
 such a result (dropout after `roll`) would be drawn in another order; `draws.AsInEager` calls these rules.
 
-`settled` is for a graph whose operators run one by one (`backend="aot_eager"`). Two of them fail on some formats, and
+`fix_layouts` is for a graph whose operators run one by one (`backend="aot_eager"`). Two of them fail on some formats, and
 inductor writes its own code for both:
 
 - `native_group_norm` refuses a tensor that is not contiguous in the format that its strides suggest. Eager mode copies
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import pure
 _aten: Any = torch.ops.aten
 
 
-def settled(graph: GraphModule) -> GraphModule:
+def fix_layouts(graph: GraphModule) -> GraphModule:
     """The graph, with the inputs of these operators laid out as they need it when the graph runs.
 
     Args:

@@ -73,7 +73,7 @@ class Graphs:
     def __init__(self, options: Options, step: Callable[..., Any]) -> None:
         self.options = options
         self.count = 0
-        self._settings, self._outside = captured_values.Surroundings(), captured_values.Outside(step)
+        self._settings, self._captured = captured_values.TorchSettings(), captured_values.CapturedValues(step)
         self._around: tuple[str, str] = "", ""
         self.slots: dict[Any, donation.Slots] = {}
         self._exact: dict[Any, Graph] = {}
@@ -81,7 +81,7 @@ class Graphs:
 
     def surroundings(self) -> tuple[str, str]:
         """Everything that a graph depends on besides its arguments; the same object until something changes."""
-        settings, values = self._settings(), self._outside()
+        settings, values = self._settings(), self._captured()
         around = self._around
         if around[0] is not settings or around[1] is not values:
             around = self._around = settings, values
@@ -110,7 +110,7 @@ class Graphs:
             known = self._exact.get(exact) or self._find_general(exact, family, tensors, leaves)
             if known is None:
                 known = self._compile(exact, family, leaves, tensors, build)
-                self._outside.settle()
+                self._captured.mark_compiled()
             return known
 
     def _find_general(self, exact: Any, family: _Family, tensors: list[Tensor], leaves: list[Any]) -> Graph | None:

@@ -48,7 +48,7 @@ def register() -> None:
     decorator(lowered)
 
 
-def held(graph: Graph) -> None:
+def protect(graph: Graph) -> None:
     """Put that operator behind every random state that an operator returns and another one reads.
 
     Args:
@@ -64,6 +64,6 @@ def held(graph: Graph) -> None:
         if at >= len(returns) or not any(name in (returns[at].name or "") for name in _NAMES):
             continue
         with graph.inserting_after(node):
-            apart = graph.call_function(torch.ops.purestep.kept_apart.default, (node,))
-        apart.meta.update(node.meta)
-        node.replace_all_uses_with(apart, delete_user_cb=functools.partial(operator.is_not, apart))
+            kept = graph.call_function(torch.ops.purestep.kept_apart.default, (node,))
+        kept.meta.update(node.meta)
+        node.replace_all_uses_with(kept, delete_user_cb=functools.partial(operator.is_not, kept))
