@@ -231,9 +231,9 @@ class _Sources:
 
 def _is_moved(before: Any, after: Any) -> bool:
     """Whether elements may have other positions in the second node; False for a single element."""
-    sources = [node.meta.get("val") for node in (before, after)]
-    if all(isinstance(value, Tensor) for value in shown):
-        one, other = shown
+    values = [node.meta.get("val") for node in (before, after)]
+    if all(isinstance(value, Tensor) for value in values):
+        one, other = values
         if one.numel() == other.numel() == 1:
             return False
         return (is_view(after) and name_of(after) not in ("alias", "detach")) or one.shape != other.shape
