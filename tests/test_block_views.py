@@ -40,7 +40,7 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(wrapper.Wrapper, "write_function", written)
     monkeypatch.setattr(backend, "not_outlined", raised)
-    monkeypatch.setattr("purestep.compile.capture.given_up", raised)
+    monkeypatch.setattr("purestep.compile.capture.warn_fallback", raised)
     monkeypatch.setattr(code_cache, "name", lambda *_: None)
     return found
 

@@ -181,9 +181,7 @@ LINE = branching.__code__.co_firstlineno + 1
 @pytest.mark.parametrize("capture", ["trace", "auto"])
 def test_a_branch_on_a_value_names_its_line(capture: str) -> None:
     step = compiled(branching, capture=capture)
-    with pytest.raises(
-        StepContractError, match=rf"(?s)test_compile.py:{LINE}: the step looks at the value.*torch.where"
-    ):
+    with pytest.raises(StepContractError, match=rf"(?s)test_compile.py:{LINE}: the step reads the value.*torch.where"):
         step({"w": torch.ones(3)}, None)
 
 
@@ -269,7 +267,7 @@ def test_every_field_of_a_donated_state_says_when_it_was_donated(shared_step: An
     program, step = shared_step
     first, _ = step(program.init(), vector_batch())
     second, _ = step(first, vector_batch())
-    with pytest.raises(StateError, match=r"donated at step 2.*ps.clone\(state\) before the call"):
+    with pytest.raises(StateError, match=r"donated at step 2.*ps.clone\(state\) before the step"):
         getattr(first, field)
     step(second, vector_batch())
     with pytest.raises(StateError, match="donated at step 2"):
@@ -842,7 +840,7 @@ def test_a_known_graph_is_taken_without_waiting_for_those_who_make_one(
     step, state = compiled(program.train_step, donate=donate), program.init()
     for rows in (8, 7, 6, 5):
         state, _ = step(state, vector_batch(rows))
-    monkeypatch.setattr(graph_cache, "alone", lambda: pytest.fail("one thread at a time"))
+    monkeypatch.setattr(graph_cache, "exclusive", lambda: pytest.fail("one thread at a time"))
     for rows in (8, 4, 6, 9, 7, 3):
         state, _ = step(state, vector_batch(rows))
     assert step.graphs == 3
@@ -871,7 +869,7 @@ def test_a_step_that_dynamo_has_captured_holds_neither_state_nor_batch(monkeypat
     assert [ref() for ref in held] == [None, None]
     monkeypatch.setitem(FLAG, "factor", 2.0)
     for _ in range(2):
-        with pytest.raises(StepContractError, match="looks at the value") as caught:
+        with pytest.raises(StepContractError, match="reads the value") as caught:
             step({"w": torch.zeros(2)}, torch.ones(2))
         assert len(caught.value.__notes__) == 1  # each call has an error of its own
 
@@ -893,7 +891,7 @@ def test_what_tries_a_graph_out_leaves_the_callers_random_numbers_alone(monkeypa
     monkeypatch.setattr("purestep.compile.capture.trace", lambda *_, **__: 1 / 0)
     monkeypatch.setattr("purestep.compile.capture.trace_sizes", lambda *_, **__: 1 / 0)
     made._traced(None, [], tensors)
-    made._for_all_sizes(None, [torch.ones(3)], tensors, [[(2,)]], [(True,)])
+    made._compile_general(None, [torch.ones(3)], tensors, [[(2,)]], [(True,)])
     assert devices == [torch.device("meta")] * 3  # Dynamo's graph for all sizes is tried on two sizes
 
 
@@ -1093,14 +1091,14 @@ def test_which_leaves_are_alike(private: bool, monkeypatch: pytest.MonkeyPatch) 
     if not private:
         monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", ModuleType("another torch"))
     leaf, labels = torch.randn(4, 6), torch.arange(4)
-    alike = guards.alike([leaf, labels])
+    alike = guards.kinds_guard([leaf, labels])
     assert isinstance(alike, partial) != private
     assert alike(torch.randn(9, 6)[5:], labels.clone())
     with torch.no_grad():
         assert alike(leaf, labels)
     found = {name: alike(other, labels) for name, other in unlike(leaf).items()}
     assert found == dict.fromkeys(found, False)
-    assert isinstance(guards.alike([3.0]), partial)
+    assert isinstance(guards.kinds_guard([3.0]), partial)
 
 
 NORMED = "1.running_mean"
@@ -1181,7 +1179,7 @@ def train_on_unlike_batches() -> None:
 @pytest.mark.compile
 def test_a_batch_of_another_kind_gets_another_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     train_on_unlike_batches()
-    monkeypatch.setattr("purestep.compile.compiled_step.alike", lambda leaves: lambda *others: True)
+    monkeypatch.setattr("purestep.compile.compiled_step.kinds_guard", lambda leaves: lambda *others: True)
     with pytest.raises(AssertionError):
         train_on_unlike_batches()
 
@@ -1379,7 +1377,7 @@ def test_a_batch_of_another_dtype_is_refused_before_anything_is_written(backend:
     state, _ = step(program.init(), vector_batch())
     inputs, targets = vector_batch()
     with pytest.raises(
-        StepContractError, match=r"torch.float32 and torch.float64 \(aten.addmm.default\).*batches of float32"
+        StepContractError, match=r"torch.float32 and torch.float64 \(aten.addmm.default\).*float32 batches"
     ):
         step(state, (inputs.double(), targets))
     expected, _ = run(program.train_step, program.init(), [vector_batch()] * 2)
@@ -1458,7 +1456,7 @@ def test_a_look_of_torchs_own_at_a_value_has_its_cure(backend: str) -> None:
     program = ps.program(nn.Linear(4, 3), ctc, optim.sgd(0.1))
     batch = torch.randn(6, 2, 4), torch.ones(2, 3).long(), torch.tensor([6, 6]), torch.tensor([3, 2])
     with pytest.raises(
-        StepContractError, match=r"test_compile\.py:\d+: .*ctc_loss.*cure: the step itself, in eager mode"
+        StepContractError, match=r"test_compile\.py:\d+: .*ctc_loss.*cure: call the step itself, in eager mode"
     ):
         step(program.train_step)(program.init(), batch)
 
@@ -1486,7 +1484,7 @@ def test_a_mean_over_nothing_has_its_cure() -> None:
     program = ps.program(nn.Linear(4, 3), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
     batch, state = (torch.zeros(0, 4), torch.zeros(0, 3)), program.init()
     assert not program.train_step(state, batch)[1]["applied"].total
-    with pytest.raises(StepContractError, match=r"a mean over no elements .*cure: no empty batches"):
+    with pytest.raises(StepContractError, match=r"a mean over no elements .*cure: pass no empty batches"):
         ps.compile_step(program.train_step, capture="trace")(state, batch)
 
 
@@ -1510,8 +1508,6 @@ def test_a_size_that_is_read_from_a_tensor_is_a_look_at_its_value(resized: Any) 
     batch = ((torch.randn(2, 1, 4, 4), torch.tensor([[6, 5], [3, 7]])), torch.randn(2, 1))
     program.train_step(program.init(), batch)
     step = ps.compile_step(program.train_step, capture="trace", backend="aot_eager")
-    told = (
-        r"test_compile.py:\d+: the step looks at the value of a tensor: a size is read from it \(cure: a size that is"
-    )
+    told = r"test_compile.py:\d+: the step reads the value of a tensor: a size is read from it \(cure: use a size of"
     with pytest.raises(StepContractError, match=told):
         step(program.init(), batch)

@@ -44,7 +44,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "front":
         monkeypatch.setattr(backend_, "suits", lambda inputs: False)
     else:
-        monkeypatch.setattr("purestep.compile.capture.given_up", lambda _, error: pytest.fail(repr(error)))
+        monkeypatch.setattr("purestep.compile.capture.warn_fallback", lambda _, error: pytest.fail(repr(error)))
     return request.param
 
 
@@ -137,14 +137,14 @@ def test_dropout_under_torch_func_drops_what_it_drops_without() -> None:
     torch.manual_seed(1)
     assert not torch.equal(torch.func.grad(loss)(x), expected)
     torch.manual_seed(1)
-    with dropout.AsWithout():
+    with dropout.EagerMasks():
         assert torch.equal(torch.func.grad(loss)(x), expected)
 
 
 @pytest.mark.parametrize("given", [(0.0, True), (1.0, True), (0.5, False)])
 def test_dropout_of_all_or_nothing_is_torchs(given: tuple[float, bool]) -> None:
     x = torch.randn(4, 6)
-    with dropout.AsWithout():
+    with dropout.EagerMasks():
         found = functional.dropout(x, *given)
     assert torch.equal(found, functional.dropout(x, *given))
 
@@ -312,4 +312,4 @@ def test_a_precision_of_the_program_keeps_inductors_way_with_casts(
 
 def test_an_option_that_inductor_does_not_have_is_refused_at_once() -> None:
     with pytest.raises(RuntimeError, match="no_such_option"):
-        backends.of("inductor", {"no_such_option": True})
+        backends.dynamo_backend("inductor", {"no_such_option": True})

@@ -158,7 +158,7 @@ def test_a_decay_out_of_range_is_refused(decay: float):
 
 @pytest.mark.parametrize("switch", [True, False])
 def test_it_is_no_switch(switch: bool):
-    with pytest.raises(ConfigError, match=r"program: ema is a bool \(cure: ema=0.999"):
+    with pytest.raises(ConfigError, match=r"program: ema is a bool \(cure: pass ema=0.999"):
         program(tiny_mlp(), ema=switch)
 
 

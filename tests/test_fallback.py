@@ -66,7 +66,7 @@ def failing_compilers(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     elif how == "inductor":
         monkeypatch.setattr("torch._inductor.graph.GraphLowering.run", broken)
     elif how == "its launch":
-        monkeypatch.setattr("purestep.compile.capture._unpacking", launched)
+        monkeypatch.setattr("purestep.compile.capture._unpacked", launched)
 
 
 COMPILERS = ["a compiler of C++", "inductor", "its launch"]
@@ -125,7 +125,7 @@ def test_auto_raises_what_eager_raises_too(monkeypatch: pytest.MonkeyPatch) -> N
     def full(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("purestep.compile.compiled_step.CompiledStep._stepped", full)
+    monkeypatch.setattr("purestep.compile.compiled_step.CompiledStep._call_once", full)
     with pytest.raises(torch.OutOfMemoryError):
         fit(program.init(), batches(1), program, epochs=1, compile="auto")
 

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import purestep as ps
 from purestep import optim, tracing
 from purestep.compile import capture
-from purestep.compile.compile_lock import alone
+from purestep.compile.compile_lock import exclusive
 from purestep.compile.cpu import backend, code_cache, graph_key
 from purestep.compile.cpu import launcher as calls
 from purestep.errors import StepContractError
@@ -368,7 +368,7 @@ def test_the_graph_of_what_was_recorded_is_that_of_the_function(kind: str, mode:
         return [loss.detach()] if mode == "eval" else [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
     inputs = [torch.randn(4, 6, 8), *(value.detach() for value in net.parameters())]
-    step = capture._recorded(function)
+    step = capture._traceable(function)
     with torch.no_grad(), tracing.capturing(), backend.no_recurrent_kernel():
         record = graph_key.record(step, inputs)
     assert graph_of(record.function, inputs) == graph_of(step, inputs)
@@ -596,7 +596,7 @@ def test_only_long_steps_are_called_by_slow_code():
 @pytest.mark.parametrize("on", [True, False])
 def test_garbage_is_collected_afterwards_as_it_was_before(on: bool):
     def fails() -> None:
-        with alone():
+        with exclusive():
             assert not gc.isenabled()
             raise ZeroDivisionError
 
@@ -615,7 +615,7 @@ def test_what_the_caller_has_frozen_stays_frozen():
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
-        with alone():
+        with exclusive():
             pass
         assert frozen / 2 < gc.get_freeze_count() <= frozen  # one that is let go is not counted any more
     finally:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import optim, tree
-from purestep.compile import copied_state
+from purestep.compile import CompiledStep, copied_state
 from purestep.types import Program, TrainState
 
 pytestmark = pytest.mark.compile
@@ -35,13 +35,13 @@ def compiled(made: Program, **options: Any) -> Any:
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The states that were packed leaf by leaf."""
     found: list[Any] = []
-    enter = ps.compile.compiled_step.CompiledStep._enter  # pyright: ignore[reportPrivateUsage]
+    enter = CompiledStep._copy_in  # pyright: ignore[reportPrivateUsage]
 
     def noted(self: Any, state: Any) -> Any:
         found.append(state)
         return enter(self, state)
 
-    monkeypatch.setattr(ps.compile.compiled_step.CompiledStep, "_enter", noted)
+    monkeypatch.setattr(CompiledStep, "_copy_in", noted)
     return found
 
 
@@ -147,13 +147,13 @@ def test_a_state_that_was_changed_is_taken_as_it_is(change: Callable[[TrainState
 
 def test_who_does_not_look_takes_an_old_state_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The law above, with its check planted out."""
-    monkeypatch.setattr(copied_state._Handed, "is_still", lambda found, state: True)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(copied_state._Returned, "is_unmodified", lambda found, state: True)  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(AssertionError):
         test_a_state_that_was_changed_is_taken_as_it_is(replaced, 2)
 
 
 def test_who_mixes_up_leaves_takes_one_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    ordered = copied_state._ordered  # pyright: ignore[reportPrivateUsage]
+    ordered = copied_state._reordering  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(copied_state, "_ordered", lambda *known: lambda made: ordered(*known)(made)[::-1])
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
         test_a_state_that_was_changed_is_taken_as_it_is(rekeyed, 7)

@@ -355,7 +355,7 @@ def test_an_error_inside_gives_the_threads_back() -> None:
     torch.set_num_threads(2)
     try:
         with pytest.raises(ZeroDivisionError):
-            backend.on_threads(lambda _: 1 / 0, 1)([])
+            backend.limit_threads(lambda _: 1 / 0, 1)([])
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -433,8 +433,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     made: list[Recorder] = []
 
     def record(self: Any, run: Any, tensors: list[Tensor], leaves: list[Any], pool: Any) -> None:
-        self.leaves = [replay.unshared(leaf) for leaf in leaves]
-        self.memory = [replay._not_plain(leaf) for leaf in self.leaves]
+        self.leaves = [replay.strided_clone(leaf) for leaf in leaves]
+        self.memory = [replay._strided_memory(leaf) for leaf in self.leaves]
         before = [tensor.clone() for tensor in tensors]
         self.outputs = run(tensors, self.leaves)
         for tensor, old in zip(tensors, before, strict=True):
@@ -450,7 +450,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
         self.graph.work, self.graph.pool = work, pool
         made.append(self.graph)
 
-    monkeypatch.setattr(replay._Recorded, "record", record)
+    monkeypatch.setattr(replay._Recording, "record", record)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     return made
 
@@ -491,7 +491,7 @@ def test_a_replay_looks_at_the_layout_of_a_batch_once(
 
 
 def test_one_function_is_recorded_for_batches_of_each_size(recorded: list[Recorder]) -> None:
-    replays, store = replay.Replays(), DonatedBuffers(mlp().init(), None, None)
+    replays, store = replay.CudaGraphs(), DonatedBuffers(mlp().init(), None, None)
 
     def run(tensors: list[Tensor], leaves: list[Any]) -> Any:
         return {"sum": leaves[0].sum()}
@@ -504,7 +504,7 @@ def test_one_function_is_recorded_for_batches_of_each_size(recorded: list[Record
 
 def test_a_function_that_is_gone_leaves_its_address_to_none() -> None:
     """What is recorded is found by it."""
-    replays, store = replay.Replays(), DonatedBuffers(mlp().init(), None, None)
+    replays, store = replay.CudaGraphs(), DonatedBuffers(mlp().init(), None, None)
 
     def run(tensors: list[Tensor], leaves: list[Any]) -> Any:
         return {"sum": leaves[0].sum()}

@@ -696,7 +696,7 @@ def test_compile_true_is_an_error_where_a_step_cannot_be_captured() -> None:
     def branching(state: dict[str, Tensor], batch: Tensor) -> Any:
         return ({"w": state["w"] + 1} if state["w"] > 0 else {"w": state["w"] - 1}), {}
 
-    with pytest.raises(Exception, match="looks at the value of a tensor"):
+    with pytest.raises(Exception, match="reads the value of a tensor"):
         fit({"w": torch.zeros(())}, [torch.ones(1)], Program(branching), epochs=1, compile={"backend": "aot_eager"})
     result = fit({"w": torch.zeros(())}, [torch.ones(1)], Program(branching), epochs=2, compile=False)
     assert result.state["w"].item() == -2

@@ -206,7 +206,7 @@ def test_a_model_of_another_dtype_than_its_batches_gets_the_cure_as_a_note(dtype
         fit(program.init(), batches(1), program, epochs=1)
     place, cure = caught.value.__notes__
     assert place == "in train_step, epoch 1, batch 1"
-    assert f"the batch has torch.float32, the weights are {dtype} (cure: model.float()" in cure
+    assert f"the batch has torch.float32, the weights are {dtype} (cure: call model.float()" in cure
     assert 'precision="64-true"' in cure
 
 

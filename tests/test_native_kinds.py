@@ -35,7 +35,7 @@ def given_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(f"native code: {error!r}")
         raise Written from error  # inductor's public entry takes a minute
 
-    monkeypatch.setattr("purestep.compile.capture.given_up", no_code)
+    monkeypatch.setattr("purestep.compile.capture.warn_fallback", no_code)
     monkeypatch.setattr(backend, "not_outlined", lambda error: found.append(f"outlining: {error!r}"))
     monkeypatch.setattr(code_cache, "name", lambda *_: None)
     monkeypatch.setattr(codecache.CppWrapperCodeCache, "load_pybinding", classmethod(lambda *_, **__: stop))

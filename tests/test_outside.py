@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import purestep as ps
-from purestep.compile.captured_values import Outside
+from purestep.compile.captured_values import CapturedValues
 
 pytestmark = pytest.mark.compile
 
@@ -218,7 +218,7 @@ def test_what_the_step_counts_itself_is_no_change():
 
 def test_a_value_of_every_call_is_an_error():
     objective, _ = _dataclass()
-    watched = Outside(ps.program(warm(), objective, ps.optim.sgd(0.1)).train_step)
+    watched = CapturedValues(ps.program(warm(), objective, ps.optim.sgd(0.1)).train_step)
     watched()
     for value in range(1, 17):
         CONFIG.weight = float(value)
@@ -228,13 +228,13 @@ def test_a_value_of_every_call_is_an_error():
         watched()
 
 
-def _watched(objective: Any) -> tuple[Outside, list[int]]:
+def _watched(objective: Any) -> tuple[CapturedValues, list[int]]:
     """What watches a step that has been called, and a list that grows when it looks for places again."""
-    watched = Outside(ps.program(warm(), objective, ps.optim.sgd(0.1)).train_step)
+    watched = CapturedValues(ps.program(warm(), objective, ps.optim.sgd(0.1)).train_step)
     watched()
     looks = list[int]()
-    look = watched._looked
-    watched._looked = lambda: (looks.append(1), look())[1]  # pyright: ignore[reportAttributeAccessIssue]
+    look = watched._collect
+    watched._collect = lambda: (looks.append(1), look())[1]  # pyright: ignore[reportAttributeAccessIssue]
     return watched, looks
 
 

@@ -82,7 +82,7 @@ def test_every_attention_kernel_of_torch_is_known(kernel: Callable[..., Any], st
     with FakeTensorMode():
         q = torch.empty(2, 4, 32, 16, device="meta", dtype=torch.float16)
         graph = make_fx(both)(q, torch.empty(2, 4, 32, 32, device="meta", dtype=torch.float16))
-    philox.held(graph.graph)
+    philox.protect(graph.graph)
     graph.graph.lint()
     apart = [node for node in graph.graph.nodes if node.target is torch.ops.purestep.kept_apart.default]
     assert len(apart) == states

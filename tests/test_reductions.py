@@ -78,7 +78,7 @@ def readers(node: Any) -> Iterator[Any]:
             if user in seen:
                 continue
             seen.add(user)
-            if early_reductions._is_computed_anew(user) and early_reductions._size(user) > 1:
+            if early_reductions._is_fused(user) and early_reductions._size(user) > 1:
                 waiting.append(user)
             yield user
 

@@ -123,14 +123,14 @@ def test_a_branch_on_a_size_is_a_guard(capture: str) -> None:
 
 
 def test_a_size_as_a_number_of_pythons_compiles_each_size_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_cache, "_MOST", 4)
+    monkeypatch.setattr(graph_cache, "_MAX_EXACT", 4)
 
     def objective(model: Any, given: Any) -> ps.Loss:
         rows = torch.tensor([float(index) for index in range(int(given.shape[0]))])
         return ps.Loss((model(given).sum(1) * rows).mean(), 1, {})
 
     program = ps.program(nn.Linear(3, 3), objective, ps.optim.sgd(0.1))
-    with pytest.warns(RuntimeWarning, match="3 sizes of batches, and no one graph serves them all.*cure: pad") as said:
+    with pytest.warns(RuntimeWarning, match="3 batch sizes, and no single graph accepts them all.*cure: pad") as said:
         step = compared(program, [torch.randn(rows, 3) for rows in (*range(4, 16), 4)])
     assert len(said) == 1
     assert step.graphs == 13  # the first size had gone when it came again

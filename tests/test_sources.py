@@ -256,7 +256,7 @@ def test_without_it_a_metric_is_of_the_state_as_it_becomes(monkeypatch: pytest.M
 def taken_in(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
     """How many copies there are after `held`."""
     graph = make_fx(function, tracing_mode="fake")(*(torch.ones(shape) for shape in shapes)).graph
-    aliasing.held(graph, aliasing._Shown(graph))
+    aliasing.copy_before_writes(graph, aliasing._Sources(graph))
     graph.lint()
     return sum(node.target is torch.ops.purestep.taken.default for node in graph.nodes)
 
@@ -294,8 +294,8 @@ def test_what_is_computed_is_not_copied(function: Callable[..., Any]) -> None:
 
 def test_the_steps_of_a_program_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[Any] = []
-    true = aliasing._take
-    monkeypatch.setattr(aliasing, "_take", lambda *given: (copies.append(given), true(*given)))
+    true = aliasing._insert_copy
+    monkeypatch.setattr(aliasing, "_insert_copy", lambda *given: (copies.append(given), true(*given)))
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.1))
     for accumulate in (1, 2):
         program = ps.program(

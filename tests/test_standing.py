@@ -93,7 +93,7 @@ def test_a_leaf_that_is_put_beside_live_states_is_taken(donate: Any, monkeypatch
     made = mlp()
     expected = gaps(towards(made), made)
     assert gaps(ps.compile_step(towards(made), donate=donate, backend="aot_eager"), made) == pytest.approx(expected)
-    monkeypatch.setattr(live_state, "stands", lambda state, store: True)
+    monkeypatch.setattr(live_state, "is_whole", lambda state, store: True)
     wrong = gaps(ps.compile_step(towards(made), donate=donate, backend="aot_eager"), made)
     assert wrong != pytest.approx(expected)
 

@@ -136,7 +136,7 @@ class TestInit:
     def test_a_module_on_two_devices_needs_to_be_told(self):
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3, device="meta"))
         with pytest.raises(
-            StateError, match=r"Sequential: parameters are on several devices: \['cpu', 'meta'\] \(cure: pro"
+            StateError, match=r"Sequential: parameters are on several devices: \['cpu', 'meta'\] \(cure: call pro"
         ):
             program(net).init()
 
@@ -789,8 +789,8 @@ class TestSplittingABatch:
         [
             ((torch.ones(4, 4), torch.ones(5)), r"4 rows in 0 and 5 rows in 1; 3 micro-batches need.*context"),
             ((torch.ones(4, 4), {"a": np.ones(2)}), r"4 rows in 0 and 2 rows in 1/a; 3 micro-batches"),
-            ((torch.ones(2, 4), torch.ones(2)), r"has 2 rows, too few for 3 micro-batches \(cure: drop_last=True in"),
-            ((), r"holds no tensor to split into 3 micro-batches \(cure: microbatches=1"),
+            ((torch.ones(2, 4), torch.ones(2)), r"has 2 rows, too few for 3 micro-batches .cure: set drop_last=True"),
+            ((), r"holds no tensor to split into 3 micro-batches \(cure: set microbatches=1"),
         ],
     )
     def test_what_cannot_be_split_is_an_error(self, batch: Any, found: str):
@@ -974,13 +974,13 @@ def loss_of(fn: Any) -> Any:
 L = ps.Loss
 BROKEN = {
     "vector": (loss_of(lambda y: L(y.sum(1), 1, {})), r"objective: the loss has shape \[16\] and dtype torch.float32"),
-    "one element": (loss_of(lambda y: L(y.sum().view(1), 1, {})), r"the loss has shape \[1\].*cure: reduction="),
+    "one element": (loss_of(lambda y: L(y.sum().view(1), 1, {})), r"the loss has shape \[1\].*cure: set reduction="),
     "complex": (loss_of(lambda y: L(y.sum() * 1j, 1, {})), r"shape \[\] and dtype torch.complex64.*loss.real"),
     "integer": (loss_of(lambda y: L(y.sum().long(), 1, {})), r"shape \[\] and dtype torch.int64"),
     "bool": (loss_of(lambda y: L(y.sum() > 0, 1, {})), r"dtype torch.bool"),
     "float": (loss_of(lambda y: L(y.sum().item(), 1, {})), "objective: the loss is a float, not a tensor"),
     "None": (loss_of(lambda y: L(None, 1, {})), "the loss is a NoneType, not a tensor"),
-    "detached": (loss_of(lambda y: L(y.sum().detach(), 1, {})), "does not depend on the parameters.*take out .detach"),
+    "detached": (loss_of(lambda y: L(y.sum().detach(), 1, {})), "does not depend on the parameters.*remove .detach"),
     "constant": (loss_of(lambda y: L(torch.ones(()), 1, {})), "does not depend on the parameters"),
     "meta": (loss_of(lambda y: L(y.sum().to("meta"), 1, {})), "the loss is on meta, the state on cpu.*ps.to_device"),
     "tensor alone": (loss_of(lambda y: y.sum()), r"objective: returned a Tensor, not a Loss \(cure: return ps.Loss"),
@@ -989,11 +989,11 @@ BROKEN = {
     "weight vector": (loss_of(lambda y: L(y.sum(), torch.ones(3), {})), r"the weight of the loss is of shape \[3\]"),
     "weight None": (loss_of(lambda y: L(y.sum(), None, {})), "the weight of the loss is a NoneType; a scalar is"),
     "weight complex": (loss_of(lambda y: L(y.sum(), torch.ones(()) * 1j, {})), "the weight of the loss is"),
-    "metrics None": (loss_of(lambda y: L(y.sum(), 1, None)), r"metrics: is a NoneType, not a Mean \(cure: ps.Loss"),
+    "metrics None": (loss_of(lambda y: L(y.sum(), 1, None)), r"metrics: is a NoneType, not a Mean .cure: pass ps"),
     "metric float": (loss_of(lambda y: L(y.sum(), 1, {"a": 1.0})), "metrics/a: is a float, not a Mean"),
     "metric named loss": (
         loss_of(lambda y: L(y.sum(), 1, {"loss": ps.Mean(y.sum(), y.sum())})),
-        r"metrics/loss: the step has a metric of this name itself \(cure: another name\)",
+        r"metrics/loss: the step itself has a metric of this name \(cure: choose another name\)",
     ),
     "metric tensor": (loss_of(lambda y: L(y.sum(), 1, {"a": y.sum()})), "metrics/a: is a Tensor, not a Mean"),
 }  # fmt: skip
@@ -1032,7 +1032,7 @@ class TestContract:
     def test_a_batch_on_another_device_is_named(self, place: int, path: str):
         batch = list(vector_batch())
         batch[place] = batch[place].to("meta")
-        with pytest.raises(DataError, match=rf"{path}: is not on cpu, where the state is \(cure: batch = ps.to_device"):
+        with pytest.raises(DataError, match=rf"{path}: is not on cpu, where the state is .cure: call batch = ps"):
             program().train_step(init(program()), tuple(batch))
 
     def test_errors_of_the_model_are_its_own(self):
@@ -1067,7 +1067,7 @@ class TestSettings:
     @pytest.mark.parametrize("name", ["accumulate", "microbatches"])
     @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2", None])
     def test_counts_are_whole_numbers_from_1(self, name: str, value: Any):
-        with pytest.raises(ConfigError, match=rf"program: {name} is .* \(cure: {name}=1, or more\)"):
+        with pytest.raises(ConfigError, match=rf"program: {name} is .* \(cure: set {name}=1, or more\)"):
             program(**{name: value})
 
     @pytest.mark.parametrize(
@@ -1081,10 +1081,10 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("parts", "message"),
         [
-            ((lambda x: x, CROSS_ENTROPY, optim.sgd(0.1)), "the model is a function .cure: a torch.nn.Module"),
+            ((lambda x: x, CROSS_ENTROPY, optim.sgd(0.1)), "the model is a function .cure: pass a torch.nn.Module"),
             (
                 (tiny_mlp(), nn.CrossEntropyLoss(), optim.sgd(0.1)),
-                "the objective is a CrossEntropyLoss .cure: ps.superv",
+                "the objective is a CrossEntropyLoss .cure: pass ps.su",
             ),
             ((tiny_mlp(), None, optim.sgd(0.1)), "the objective is a NoneType"),
             (
@@ -1156,7 +1156,7 @@ class TestAStepOfOnesOwn:
 
     @pytest.mark.parametrize("train", [True, False])
     def test_a_teacher_of_the_same_program_keeps_to_its_own_weights(self, train: bool):
-        """Both run through one hollow module, the teacher in the middle of the student's pass."""
+        """Both run through one weightless module, the teacher in the middle of the student's pass."""
 
         def objective(model: Any, batch: Any, teacher: ps.TrainState) -> ps.Loss:
             first = model(batch)

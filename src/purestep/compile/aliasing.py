@@ -1,10 +1,10 @@
-"""What a donated step writes and returns, in memory of its own where inductor would read a buffer too late.
+"""Copies in a donated step's graph where inductor would read a buffer after it was written.
 
-A step returns ``{"weights": new, "before": weights.clone()}``. In the graph, ``new`` and the clone are computed, then
-both are written. But inductor drops what changes no number (a clone, ``x * 1``, a cast there and back), and does not
-see that what is left is a buffer, which has been written by then: ``before`` becomes ``new``. `torch.compile` of such a
-function is wrong in the same way. A metric that is a number of the old state would become one of the new. Here such a
-source, or result, goes through an operator that none of its passes knows.
+Take a step that returns ``{"weights": new, "before": weights.clone()}``. The graph computes ``new`` and the clone, then
+writes both. But inductor removes operations that change no value (a clone, ``x * 1``, a round-trip cast), and then
+reads the buffer itself, which has been overwritten: ``before`` becomes ``new``. `torch.compile` of such a function has
+the same bug. A metric that is a value of the old state would become one of the new state. Here such a source, or
+result, passes through an operator that inductor's passes cannot remove.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @library.custom_op("purestep::taken", mutates_args=(), schema="(Tensor value) -> Tensor")
 def taken(value: Tensor) -> Tensor:
-    """A copy that inductor makes, whatever it is a copy of."""
+    """A copy that inductor never removes."""
     return value.clone()
 
 
@@ -36,7 +36,7 @@ def _(value: Tensor) -> Tensor:
 
 @functools.cache
 def register() -> None:
-    """Let inductor make that copy in a loop of its own. Loads it."""
+    """Register the lowering of `taken`: a separate copy. Loads inductor."""
     from torch._inductor import ir, lowering
 
     def lowered(value: Any) -> Any:
@@ -48,59 +48,59 @@ def register() -> None:
 
 
 def writes(graph: Graph) -> list[Node]:
-    """Where a graph writes its inputs, in order."""
+    """The nodes that write a graph's inputs, in order."""
     return [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
 
 
-def apart(graph: Graph, *, is_simplified: bool = False) -> None:
-    """Put such sources into memory of their own, and whatever is written through a view of it.
+def separate_sources(graph: Graph, *, is_simplified: bool = False) -> None:
+    """Copy sources that may alias a written buffer, and values that are written through a view of their input.
 
     Args:
         graph: changed.
-        is_simplified: inductor has dropped copies already.
+        is_simplified: inductor has already removed copies.
     """
     found = writes(graph)
     if not found:
         return
-    shown = _Shown(graph)
-    held(graph, shown, is_simplified=is_simplified)
+    sources = _Sources(graph)
+    copy_before_writes(graph, sources, is_simplified=is_simplified)
     for node in found:
-        for at in list(shown(node.args[1])):
-            made = at.node.op == "call_function" and isinstance(at.node.meta.get("val"), Tensor)  # not several at once
+        for at in list(sources(node.args[1])):
+            made = at.node.op == "call_function" and isinstance(at.node.meta.get("val"), Tensor)  # a single tensor
             if at.moved and made and at.node.target is not operator.getitem:
-                _computed_apart(graph, at)
+                _compute_separately(graph, at)
 
 
-def held(graph: Graph, shown: _Shown, *, is_simplified: bool = False) -> None:
-    """Have what is written, or returned, and may turn out to be a written buffer, taken before the first write.
+def copy_before_writes(graph: Graph, sources: _Sources, *, is_simplified: bool = False) -> None:
+    """Copy sources and results that may alias a written buffer before the first write.
 
     Args:
         graph: changed.
-        shown: what its nodes may show.
-        is_simplified: inductor has dropped copies already, so that a result that is a buffer was a copy of it. Before
-            that it is the buffer, as it becomes.
+        sources: finds what its nodes may alias.
+        is_simplified: inductor has already removed copies, so a result that is a buffer was a copy of it. Before
+            that, such a result is meant to be the buffer after the writes.
     """
     found = writes(graph)
     written = {cast(Any, node.args[0]) for node in found}
     for node in found:
         buffer, source, *_ = node.args
-        if any(at.node in written and (at.node is not buffer or at.moved) for at in shown(source)):
-            _take(graph, node, source)
+        if any(at.node in written and (at.node is not buffer or at.moved) for at in sources(source)):
+            _insert_copy(graph, node, source)
     last = next(node for node in reversed(graph.nodes) if node.op == "output")
     for source in last.all_input_nodes:
-        if any(at.node in written and (at.copied or is_simplified) for at in shown(source)):
-            _take(graph, last, source)
+        if any(at.node in written and (at.copied or is_simplified) for at in sources(source)):
+            _insert_copy(graph, last, source)
 
 
 def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Inductor's options, with `apart`, `philox.held` and `reductions.early` before the passes that it ends with: for
-    what goes through its front door.
+    """Add `separate_sources`, `philox.protect` and `early_reductions.early` to inductor's options as a pass before its
+    last ones, for graphs that are compiled through its public entry.
 
-    Loads what it needs of `draws` too, whose code is part of the name that its cache knows a graph by.
+    Registers `random_ops` too: its code is part of the pass's cache key.
     """
     from torch._inductor import config, custom_graph_pass
 
-    from . import early_reductions  # which asks this module about nodes
+    from . import early_reductions  # imports this module
 
     register()
     random_ops.register()
@@ -111,25 +111,25 @@ def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
     theirs: tuple[Any, ...] = tuple(given) if isinstance(given, list | tuple) else (given,) if given else ()
     aware: Any = getattr(passes, "CustomInferenceAwareGraphPass", None)  # torch 2.11 has none
 
-    class Held(aware or passes.CustomGraphPass):
+    class Passes(aware or passes.CustomGraphPass):
         def __call__(self, graph: Graph, is_inference: bool = False) -> None:
             for each in theirs:
                 known = {"is_inference": is_inference} if aware and isinstance(each, aware) else {}
                 each(graph, **known)
-            apart(graph, is_simplified=True)
-            philox.held(graph)
+            separate_sources(graph, is_simplified=True)
+            philox.protect(graph)
             early_reductions.early(graph)
 
         def uuid(self) -> Any:
-            """For inductor's cache, which keeps nothing that was made with a pass it cannot tell from others."""
+            """The key for inductor's cache, which stores no graph compiled with a pass without a key."""
             found = [each.uuid() if isinstance(each, passes.CustomGraphPass) else None for each in theirs]
             files = (__file__, random_ops.__file__, philox.__file__, early_reductions.__file__)
             return (passes.get_hash_for_files(files), *found) if all(found) else None
 
-    return {**options, name: Held()}
+    return {**options, name: Passes()}
 
 
-def _take(graph: Graph, user: Node, source: Any) -> None:
+def _insert_copy(graph: Graph, user: Node, source: Any) -> None:
     is_computed = source.op != "placeholder"
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_after(source) if is_computed else graph.inserting_before(first):
@@ -138,22 +138,22 @@ def _take(graph: Graph, user: Node, source: Any) -> None:
     if user.op == "output":
         user.replace_input_with(source, made)
     else:
-        user.update_arg(1, made)  # what is written; where it is written to stays
+        user.update_arg(1, made)  # replaces the source, not the destination
 
 
 def is_view(node: Any) -> bool:
-    """Whether a node shows memory of another one."""
+    """Whether a node is a view of another one."""
     return node.op == "call_function" and getattr(node.target, "is_view", False)
 
 
 def name_of(node: Any) -> str:
-    """An operator's name, whichever of its overloads a node calls."""
+    """The name of a node's operator, without the overload."""
     return getattr(node.target, "__name__", "").partition(".")[0]
 
 
-def _computed_apart(graph: Graph, at: _At) -> None:
-    """What an input becomes through a view in memory of its own: inductor computes it while it writes the input, of
-    what it has written already."""
+def _compute_separately(graph: Graph, at: _Origin) -> None:
+    """Store a value that is written through a view of its input in separate memory: inductor would compute it during
+    the write, from elements that are already overwritten."""
     from torch._inductor import inductor_prims
 
     own: Any = inductor_prims.force_stride_order
@@ -163,63 +163,60 @@ def _computed_apart(graph: Graph, at: _At) -> None:
     at.reader.replace_input_with(at.node, made)
 
 
-# --- what may turn out to be an input ---------------------------------------------------------------------------------
+# --- aliases of inputs ------------------------------------------------------------------------------------------------
 
 _SAME = {
     *("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "_to_copy", "convert_element_type"),
     *("_unsafe_view", "reshape", "view_copy", "constant_pad_nd", "repeat", "cat", "getitem"),
     *("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter"),
 }
-"""Operators whose result can be one of their inputs, number by number, or a view of one."""
+"""Operators whose result may equal one of their inputs elementwise, or be a view of it."""
 
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1, "true_divide": 1, "pow": 1}
-"""What changes nothing: a sum by this, a product by that. Of any other number the result is computed."""
+"""The second operand with which an operator returns its input unchanged."""
 
 
-class _At(NamedTuple):
-    """What a node may show: an input, or something computed."""
+class _Origin(NamedTuple):
+    """A node that another one may alias: an input, or a computed value."""
 
     node: Any
-    reader: Any  # on the way to it; None where it is the node itself
-    moved: bool  # its numbers have other places
-    copied: bool  # it was memory of its own before inductor saw that nothing changes
+    reader: Any  # the node that reads it on the path; None for the node itself
+    moved: bool  # its elements have other positions
+    copied: bool  # it was a copy before inductor simplified the graph
 
 
-class _Shown:
-    """What the nodes of a graph may show.
-
-    Says so of some that are computed after all: those are copied once more.
-    """
+class _Sources:
+    """Finds the nodes that a node of a graph may alias. May report too many, which costs an extra copy."""
 
     def __init__(self, graph: Graph) -> None:
-        self._depends = set[Any]()  # on inputs; what does not is a constant, which inductor computes beforehand
+        self._depends = set[Any]()  # nodes that depend on inputs; others are constants, which inductor folds
         for node in graph.nodes:
             if node.op == "placeholder" or any(each in self._depends for each in node.all_input_nodes):
                 self._depends.add(node)
 
-    def __call__(self, source: Any) -> Iterator[_At]:
-        seen, waiting = set[_At](), [_At(source, None, moved=False, copied=False)]
+    def __call__(self, source: Any) -> Iterator[_Origin]:
+        seen, waiting = set[_Origin](), [_Origin(source, None, moved=False, copied=False)]
         while waiting:
             one = waiting.pop()
             if one in seen:
                 continue
             seen.add(one)
             node, _, moved, copied = one
-            same = self._same_as(node)
+            same = self._pass_through(node)
             if not same:
                 yield one
             own = copied or not (is_view(node) or node.target is operator.getitem)
-            waiting += [_At(each, node, moved or _moves(each, node), own) for each in same]
+            waiting += [_Origin(each, node, moved or _is_moved(each, node), own) for each in same]
 
-    def _same_as(self, node: Any) -> list[Any]:
-        """Those of a node's inputs that it may be the same as."""
+    def _pass_through(self, node: Any) -> list[Any]:
+        """The inputs of a node that its result may equal."""
         if node.op != "call_function":
             return []
         name = name_of(node)
         inputs = [each for each in node.all_input_nodes if each in self._depends]
-        if name == "copy":  # of its second argument, into a tensor like the first
+        if name == "copy":  # of its second argument
             return [each for each in inputs if each is node.args[1]]
-        if name == "cat" and len(node.args[0]) > 1:  # memory of its own, unless it puts together what was split
+        if name == "cat" and len(node.args[0]) > 1:  # a new tensor, unless it rejoins a split
             parts = node.args[0]
             whole = {each.args[0] for each in parts if each.target is operator.getitem}
             return list(whole) if len(whole) == 1 and all(each.target is operator.getitem for each in parts) else []
@@ -232,11 +229,11 @@ class _Shown:
         return []
 
 
-def _moves(before: Any, after: Any) -> bool:
-    """Whether numbers may have other places in one node than in the other; not where there is only one number."""
-    shown = [node.meta.get("val") for node in (before, after)]
-    if all(isinstance(value, Tensor) for value in shown):
-        one, other = shown
+def _is_moved(before: Any, after: Any) -> bool:
+    """Whether elements may have other positions in the second node; False for a single element."""
+    values = [node.meta.get("val") for node in (before, after)]
+    if all(isinstance(value, Tensor) for value in values):
+        one, other = values
         if one.numel() == other.numel() == 1:
             return False
         return (is_view(after) and name_of(after) not in ("alias", "detach")) or one.shape != other.shape

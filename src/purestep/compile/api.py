@@ -1,4 +1,4 @@
-"""compile_step and compile_program: a pure step as one graph."""
+"""`compile_step` and `compile_program`: compile a pure step into one graph."""
 
 from __future__ import annotations
 
@@ -25,57 +25,53 @@ def compile_step(
     cuda_graph: bool = False,
     unroll: int = 1,
 ) -> CompiledStep:
-    """The step as one graph, from the forward pass to the EMA.
+    """Compile a step into one graph, from the forward pass to the EMA.
 
-    Results are those of the eager step but for rounding: operations are fused, and on the CPU products of float32 are
-    a kernel of purestep's own where the processor has AVX2 or AVX-512. There a thread that calls compiled steps keeps
-    the memory of their intermediates until it ends. Random numbers come from torch's generator of the device, which
-    threads share: steps that draw some repeat themselves on one thread at a time. On CUDA they are drawn inside of
-    kernels: others than those of the eager step, and the same at every run.
+    Results equal those of the eager step but for rounding: operations are fused, and on a CPU with AVX2 or AVX-512
+    float32 matrix products use a kernel of purestep. On the CPU each thread that calls compiled steps keeps the memory
+    of their intermediates until it ends. Random numbers come from torch's generator of the device, which all threads
+    share: a step that draws is reproducible only on one thread at a time. On CUDA kernels draw the numbers: they differ
+    from those of the eager step, and are the same in every run.
 
-    Compiled code is kept in inductor's cache directory for the next process, which finds it without loading the
-    compiler, by the operations that the step consists of (on the CPU, with torch 2.13 or later; not where the step uses
-    a tensor that is neither in the state nor in the batch, as a table that an objective closes over is).
-    ``TORCHINDUCTOR_CACHE_DIR`` says which directory, and may lie beside the snapshots of a run: then whoever goes on
-    with it finds both, on the same processor and with the same installation (as in a container that is started again),
-    wherever the directory has been moved to.
+    Compiled code is stored in inductor's cache directory (``TORCHINDUCTOR_CACHE_DIR``). The next process looks it up by
+    the operations of the step, without loading the compiler (on the CPU, with torch 2.13 or later; not if the step uses
+    a tensor that is neither in the state nor in the batch, such as a table in an objective's closure). The directory
+    may be moved, and may lie with the snapshots of a run: it is valid for the same processor and installation, as in a
+    restarted container.
 
     Args:
-        step: ``(state, batch, *context) -> (state, metrics)``, a program's or one's own.
-        donate: write the new state into the memory of the old one. The first state that goes in is copied and stays
-            valid; each state that comes out is dead once it went in again: reading it raises StateError, and tensors
-            taken out of it before may show new values. "init": the first state's memory is taken over as well. A tree
-            without a TrainState in it cannot say so, and is copied at every call. A call that fails while its graph
-            runs (an index out of range) has spoilt the state that went in: go on from a clone or a snapshot.
-            False: a program's state is copied at every call, and its tensors are views of a few buffers. On the CPU
-            the step keeps the memory of the state that went in last, as long as it lives itself, and makes the next
-            copy in it if nobody else holds any of it.
-        capture: "dynamo" (torch.compile), "trace" (Python runs once, as under jax.jit) or "auto": the trace, which is
-            faster to call, and Dynamo where it does not work.
-        backend: of torch.compile.
+        step: ``(state, batch, *context) -> (state, metrics)``, of a program or user-defined.
+        donate: write the new state into the memory of the old one. The first input state is copied and stays valid.
+            Each returned state is invalid once it has been passed in again: reading it raises StateError, and tensors
+            taken from it before may show new values. "init": the memory of the first state is taken over as well. A
+            tree without a TrainState cannot detect donation, and is copied at every call. A call that fails while its
+            graph runs (an index out of range) leaves its input state invalid: continue from a clone or a snapshot.
+            False: a program's state is copied at every call, and its tensors are views of a few buffers.
+        capture: "dynamo" (torch.compile), "trace" (runs Python once, like jax.jit) or "auto": the trace, which is
+            faster to call, with Dynamo as the fallback.
+        backend: as for torch.compile.
         options: inductor's configuration.
-        cuda_graph: record the donated step as one CUDA graph from its third call on, and replay it; once for every size
-            of a batch, 16 at most. Needs ``donate`` and a TrainState; without effect on other devices, and where
-            something of the state or the batch lies on the host.
-        unroll: up to this many steps a call, for models whose launch costs more than their arithmetic. The callable
-            then takes a list of at most ``unroll`` batches and returns the last state and the merged metrics. Random
-            numbers are seeded once a call, so a step that draws gives others than one step a call does. Takes no
-            context.
+        cuda_graph: record the donated step as one CUDA graph at its third call, and replay it; one graph for each batch
+            size, at most 16. Needs ``donate`` and a TrainState. No effect on other devices, or if a tensor of the state
+            or the batch is on the host.
+        unroll: maximal number of steps in one call, for models whose launch costs more than their arithmetic. The
+            callable then takes a list of at most ``unroll`` batches and returns the last state and the merged metrics.
+            Random numbers are seeded once a call, so a step that draws gets other numbers than with one step a call.
+            Takes no context.
 
     Returns:
-        A callable like ``step``. Schedules and changed hyperparameters never compile anew. The first two sizes of a
-        batch have a graph each; a third one makes a graph for all others, by torch.compile, or has its own where that
-        does not work. A call inside `torch.autocast`, or with torch set to another default dtype, precision of products
-        or determinism, has one more.
+        A callable like ``step``. Schedules and changed hyperparameters never cause a recompile. The first two batch
+        sizes get a graph each; the third compiles one graph for all other sizes, or each size gets its own if that
+        fails. A call inside `torch.autocast`, or with another default dtype, matmul precision or determinism setting of
+        torch, compiles one more graph.
 
     Raises:
-        ConfigError: a program instead of a step; no such capture; a CUDA graph without donation; ``unroll`` of a step
-            that accumulates; a backend that a trace does not have; ``donate`` that is none of the three.
-        StateError: from a call: with ``donate``, a state that went in once already.
+        ConfigError: ``step`` is a program; an unknown ``capture`` or ``donate``; a CUDA graph without donation;
+            ``unroll`` with a step that accumulates; a backend that a trace cannot use.
+        StateError: from a call: with ``donate``, the state was passed in before.
         StepContractError: from a call: the step changes the structure, a shape or a dtype of its state, multiplies
-            tensors of two dtypes, branches on the value of a tensor, keeps a tensor from one capture to the next (a
-            module's table made at its first forward pass), seeds torch's generator, or cannot be recorded as a CUDA
-            graph.
+            tensors of two dtypes, branches on the value of a tensor, stores a tensor between captures (a module's
+            table built in its first forward pass), seeds torch's generator, or cannot be recorded as a CUDA graph.
 
     Example:
         >>> import torch, purestep as ps
@@ -104,13 +100,13 @@ def compile_program(
     options: Mapping[str, Any] | None = None,
     cuda_graph: bool = False,
 ) -> Program:
-    """The program with train_step, flush and eval_step compiled over one set of buffers.
+    """Compile train_step, flush and eval_step of a program over one set of buffers.
 
-    Args are those of `compile_step`, but for ``unroll``. A state of the compiled train_step goes into flush and
-    eval_step without a copy.
+    The arguments are those of `compile_step` without ``unroll``. flush and eval_step take a state of the compiled
+    train_step without a copy.
 
     Raises:
-        ConfigError: no program, or a setting that does not exist or fit.
+        ConfigError: ``program`` is not a program, or a setting is unknown or conflicts with another.
 
     Example:
         >>> import torch, purestep as ps
@@ -128,11 +124,11 @@ def compile_program(
     _check_backend(backend, capture)
     _check_launch(program.static, donate=donate, cuda_graph=cuda_graph, unroll=1)
     chosen = Options(capture, backend, options)
-    static = static_of(program.train_step)  # of a program whose step somebody has exchanged: None
+    static = static_of(program.train_step)  # None if the program's step was replaced
     train = CompiledStep(program.train_step, static, donate=donate, options=chosen, cuda_graph=cuda_graph)
     flush = program.flush
     if static is not None and static_of(flush) is static:
-        flush = CompiledStep(flush, static, donate=donate, options=chosen, flush=True, beside=train)
+        flush = CompiledStep(flush, static, donate=donate, options=chosen, flush=True, shared_with=train)
     return program._replace(
         train_step=train,
         flush=flush,
@@ -147,13 +143,13 @@ def _check_function(step: Any) -> None:
 
 
 def _check_backend(backend: Any, capture: str) -> None:
-    known = ("inductor", "aot_eager", "eager")  # any other name is one of Dynamo's
+    known = ("inductor", "aot_eager", "eager")  # other names belong to Dynamo
     if callable(backend) or backend in known or (isinstance(backend, str) and capture != "trace"):
         return
     raise ConfigError(
         f"backend is {backend!r}",
         where="compile_step",
-        hint=f"one of {known} or a callable; others that torch.compile knows take capture='dynamo'",
+        hint=f"one of {known} or a callable; for other backends of torch.compile pass capture='dynamo'",
     )
 
 
@@ -170,7 +166,7 @@ def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool, unrol
         raise ConfigError(f"unroll is {unroll!r}", where="compile_step", hint="unroll=1, or more")
     if unroll > 1 and static is not None and static.accumulate > 1:
         raise ConfigError(
-            f"the program accumulates over {static.accumulate} calls, whose graphs differ",
+            f"the program accumulates over {static.accumulate} calls, which need different graphs",
             where="unroll",
-            hint="program(..., microbatches=k) to accumulate inside a step, or unroll=1",
+            hint="pass program(..., microbatches=k) to accumulate inside a step, or unroll=1",
         )

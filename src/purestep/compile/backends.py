@@ -1,7 +1,7 @@
-"""Compilers of captured graphs: the plug-ins for devices, and what Dynamo hands a graph to.
+"""Compilers of captured graphs: plug-ins for devices, and the backends of `torch.compile`.
 
-Dynamo's graph is traced below autograd first: that keeps draws in eager mode's layout (`random_ops.py`) and casts there
-and back (`precision_casts.py`), which inductor's own trace loses. Backends of the user's get Dynamo's graph as it is.
+Dynamo's graph is first traced below autograd. This keeps draws in eager mode's layout (`random_ops`) and round-trip
+casts (`precision_casts`), which inductor's own trace loses. A user's backend gets Dynamo's graph unchanged.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 PLUGINS = {"cpu": ("PURESTEP_CPU", ".cpu.backend")}
-"""By device type: the environment variable that switches the plug-in or parts of it off (`switched_off`), and its
-module, which has
+"""By device type: the environment variable that switches the plug-in or parts of it off (`switched_off`), and the
+plug-in's module with
 
 - ``suits(inputs) -> bool``: whether it compiles graphs of these tensors;
-- ``record(function, inputs) -> Record``: runs the Python once; ``Record.function`` does the same operations again;
+- ``record(function, inputs) -> Record``: runs the Python once; ``Record.function`` repeats its operations;
 - ``compiled(record, *, options) -> (run, draws)``: the code, and whether it draws random numbers.
 """
 
-OURS = ("inductor", "aot_eager", "eager")
-"""Backends by name that a trace has, too."""
+NAMES = ("inductor", "aot_eager", "eager")
+"""Names of backends that work with a trace and with Dynamo."""
 
 
 def switched_off(device: str) -> frozenset[str]:
-    """Parts that the environment variable of a plug-in switches off: ``-gemm,-outline``; ``0`` is all of it."""
+    """Parts that a plug-in's environment variable switches off, as in ``-gemm,-outline``; ``0`` means all."""
     words = os.environ.get(PLUGINS[device][0], "").split(",")
     return frozenset(word.removeprefix("-") for word in words)
 
 
 def plugin(inputs: list[Tensor]) -> types.ModuleType | None:
-    """The plug-in for graphs of these tensors; None where there is none, or it is switched off."""
+    """The plug-in for graphs of these tensors; None if there is none or it is switched off."""
     devices = {leaf.device.type for leaf in inputs}
     device = devices.pop() if len(devices) == 1 else ""
     if device not in PLUGINS or "0" in switched_off(device):
@@ -50,40 +50,40 @@ def plugin(inputs: list[Tensor]) -> types.ModuleType | None:
     return found if found.suits(inputs) else None
 
 
-def of(name: str, options: Mapping[str, Any] | None) -> Callable[[GraphModule, list[Any]], Any]:
-    """A backend for `torch.compile`.
+def dynamo_backend(name: str, options: Mapping[str, Any] | None) -> Callable[[GraphModule, list[Any]], Any]:
+    """Return a backend for `torch.compile`.
 
     Args:
-        name: one of `OURS`.
+        name: one of `NAMES`.
         options: inductor's configuration.
     """
-    _inductor(options)  # an option that does not exist is an error now
+    _inductor(options)  # raises for an unknown option
 
     def purestep(graph: GraphModule, inputs: list[Any]) -> Any:
         traced, rounds = _traced(graph)
         if name != "inductor":
-            return formats.settled(fx_passes.views_allowed(traced)).forward
+            return formats.fix_layouts(fx_passes.views_allowed(traced)).forward
         register_fallbacks(traced)
         on_cpu = all(leaf.device.type == "cpu" for leaf in inputs if isinstance(leaf, Tensor))
-        return _inductor(chosen(options, on_cpu=on_cpu, rounds=rounds))(traced, inputs)
+        return _inductor(inductor_options(options, on_cpu=on_cpu, rounds=rounds))(traced, inputs)
 
     return purestep
 
 
-def chosen(options: Mapping[str, Any] | None, *, on_cpu: bool, rounds: bool) -> dict[str, Any]:
-    """Inductor's configuration for a graph that goes through its front door.
+def inductor_options(options: Mapping[str, Any] | None, *, on_cpu: bool, rounds: bool) -> dict[str, Any]:
+    """Return inductor's configuration for a graph that is compiled through its public entry.
 
     Args:
-        options: the user's.
-        on_cpu: torch draws, in the order of the program: the numbers of an eager step.
-        rounds: `precision_casts.Casts` has seen a cast there and back.
+        options: of the user.
+        on_cpu: let torch draw, in program order: the numbers are those of an eager step.
+        rounds: `precision_casts.Casts` has seen a round-trip cast.
     """
     own = {"fallback_random": True} if on_cpu else {}
     return aliasing.as_option(own | precision_casts.options(rounds) | dict(options or {}))
 
 
 def register_fallbacks(graph: GraphModule) -> None:
-    """Let inductor call torch's own kernel for each operator that it neither lowers nor decomposes.
+    """Let inductor call torch's kernel for each operator that it neither lowers nor decomposes.
 
     Inductor does so by itself, but raises an AssertionError where the environment variable ``CI`` is set and torch has
     a decomposition for the operator (``upsample_bilinear2d``, below autograd).
@@ -108,7 +108,7 @@ def _inductor(options: Mapping[str, Any] | None) -> Any:
 
 
 def _traced(graph: GraphModule) -> tuple[GraphModule, bool]:
-    """Dynamo's graph as operators, and whether it casts there and back."""
+    """Trace Dynamo's graph to operators; return it and whether it has round-trip casts."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -1,8 +1,8 @@
-"""From a function of tensors to one graph: the only place that calls torch.compile.
+"""Capture of a function of tensors as one graph: the only module that calls torch.compile.
 
-``"dynamo"`` is `torch.compile(fullgraph=True)`. ``"trace"`` runs the Python once on fake tensors and compiles what it
-did, as `jax.jit` does: no guards are checked at call time, code that Dynamo cannot read is no obstacle, and a branch on
-the value of a tensor is an error. ``"auto"`` traces, and takes Dynamo where that does not work.
+``"dynamo"`` is `torch.compile(fullgraph=True)`. ``"trace"`` runs the Python once on fake tensors and compiles the
+recorded operations, like `jax.jit`: a call checks no guards, code that Dynamo cannot read is accepted, and a branch on
+the value of a tensor is an error. ``"auto"`` traces, and falls back to Dynamo.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Flat = Callable[..., Any]
 """``f(*tensors) -> tensors``"""
 
 Compiled = Callable[[list[Tensor]], Any]
-"""``f(tensors) -> tensors``; may empty the list it is given"""
+"""``f(tensors) -> tensors``; may empty its argument"""
 
 log = logging.getLogger("purestep")
 
@@ -41,32 +41,32 @@ _LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("com
 
 
 class Uncaptured(StepContractError):
-    """No graph can be made of this; in eager it runs."""
+    """The step cannot be captured as a graph; it runs in eager mode."""
 
 
 class DataDependent(Uncaptured):
-    """The step looks at the value of a tensor, which a trace does not have."""
+    """The step reads the value of a tensor, which is unknown while it is traced."""
 
 
 def trace(
     function: Flat, inputs: list[Tensor], *, backend: Any, options: Mapping[str, Any] | None
 ) -> tuple[Compiled, bool]:
-    """One graph of ``function`` for inputs of these shapes, and whether it draws random numbers.
+    """Compile one graph of ``function`` for inputs of these shapes; return it and whether it draws random numbers.
 
     Args:
-        function: flat in, list of tensors out; may write its inputs in place.
-        inputs: tensors that are only looked at; one that is there twice counts as two.
+        function: takes tensors, returns a list of tensors; may write its inputs in place.
+        inputs: examples, which are not written; a tensor that occurs twice counts as two inputs.
         backend: "inductor", "aot_eager" or "eager" (both run the traced operations one by one), or a callable
-            ``(graph_module, inputs) -> callable`` as torch.compile takes.
+            ``(graph_module, inputs) -> callable`` as for torch.compile.
         options: inductor's configuration.
 
     Raises:
-        DataDependent: the Python branches on the value of a tensor.
+        DataDependent: the Python code branches on the value of a tensor.
     """
-    run, is_drawing = _made(_recorded(function), _each_its_own(inputs), backend, options)
+    run, is_drawing = _compile(_traceable(function), _distinct(inputs), backend, options)
     core: Any = importlib.import_module("torch._C")
-    if core._is_any_autocast_enabled():  # and will be in every call of this graph
-        return _below_autocast(run), is_drawing
+    if core._is_any_autocast_enabled():  # as in every later call of this graph
+        return _autocast_disabled(run), is_drawing
     return run, is_drawing
 
 
@@ -79,10 +79,10 @@ def trace_sizes(
     backend: Any,
     options: Mapping[str, Any] | None,
 ) -> tuple[Compiled, bool, Callable[[list[Tensor]], bool]] | None:
-    """One graph for batches of many sizes, whether it draws, and whether it serves given tensors of a batch.
+    """Compile one graph for batches of many sizes.
 
     Args:
-        function: of ``inputs`` and then ``leaves``; as for `trace`.
+        function: of ``inputs`` followed by ``leaves``; as for `trace`.
         inputs: tensors of the state.
         leaves: tensors of a batch, every varying size at least 2.
         dims: which dimensions of each leaf vary.
@@ -90,27 +90,28 @@ def trace_sizes(
         options: the same.
 
     Returns:
-        None where a size that varies became a constant.
+        The graph, whether it draws, and a function from a batch's tensors to whether the graph accepts them. None if a
+        varying size became a constant.
     """
     from torch import _guards
 
-    if not isinstance(backend, str):  # one of the user's own is given real tensors
+    if not isinstance(backend, str):  # a user's backend gets real tensors
         return None
     with with_compiler():
-        symbols = dynamic_shapes.Symbols(_each_its_own(inputs), _each_its_own(leaves), dims)
+        symbols = dynamic_shapes.Symbols(_distinct(inputs), _distinct(leaves), dims)
         casts = precision_casts.Casts()
         with tracing.capturing(), torch.no_grad(), no_recurrent_kernel(), symbols.mode, casts:
-            graph = fx_passes.finished(fx_passes.views_allowed(_traced(_recorded(function), symbols.fakes, "real")))
+            graph = fx_passes.finished(fx_passes.views_allowed(_traced(_traceable(function), symbols.fakes, "real")))
         if not symbols.vary():
             return None
         is_drawing, shapes = fx_passes.draws(graph), "from_tracing_context"
-        with below_autocast(), _guards.tracing(_guards.TracingContext(symbols.mode)):
-            run = _lowered(graph, symbols.fakes, backend, options, rounds=casts.seen, shapes=shapes)
+        with autocast_disabled(), _guards.tracing(_guards.TracingContext(symbols.mode)):
+            run = _lower(graph, symbols.fakes, backend, options, rounds=casts.seen, shapes=shapes)
         core: Any = importlib.import_module("torch._C")
-        return _below_autocast(run) if core._is_any_autocast_enabled() else run, is_drawing, symbols.fits()
+        return _autocast_disabled(run) if core._is_any_autocast_enabled() else run, is_drawing, symbols.fits()
 
 
-def _made(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None) -> tuple[Compiled, bool]:
+def _compile(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None) -> tuple[Compiled, bool]:
     plugin, failed = backends.plugin(inputs) if backend == "inductor" else None, None
     if plugin is not None:
         with tracing.capturing(), torch.no_grad():
@@ -129,21 +130,21 @@ def _made(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, A
             with casts:
                 graph = fx_passes.finished(fx_passes.views_allowed(_traced(run, inputs)))
         is_drawing = fx_passes.draws(graph)
-        with below_autocast():
-            made = _lowered(graph, inputs, backend, options, rounds=casts.seen)
+        with autocast_disabled():
+            compiled = _lower(graph, inputs, backend, options, rounds=casts.seen)
     if plugin is not None and failed is not None:
-        given_up(plugin, failed)
-    return made, is_drawing
+        warn_fallback(plugin, failed)
+    return compiled, is_drawing
 
 
-def given_up(plugin: types.ModuleType, error: Exception) -> None:
-    """Log that a graph goes to inductor's public entry, after the plug-in has failed on it."""
-    log.warning("%s cannot compile the step, torch alone does, whose code is slower: %r", plugin.__name__, error)
+def warn_fallback(plugin: types.ModuleType, error: Exception) -> None:
+    """Log that a graph is compiled by inductor alone, because the plug-in failed."""
+    log.warning("%s cannot compile the step; torch alone compiles it, to slower code: %r", plugin.__name__, error)
 
 
-def _below_autocast(run: Compiled) -> Compiled:
+def _autocast_disabled(run: Compiled) -> Compiled:
     def call(tensors: list[Tensor]) -> Any:
-        with below_autocast():
+        with autocast_disabled():
             return run(tensors)
 
     return call
@@ -151,8 +152,8 @@ def _below_autocast(run: Compiled) -> Compiled:
 
 @contextmanager
 def no_recurrent_kernel() -> Generator[None]:
-    """An LSTM is traced as its products: the workspace of oneDNN's kernel for it has no size before a real call.
-    Convolutions are not decided here but when they are compiled."""
+    """Trace an LSTM as matrix products: the workspace size of oneDNN's kernel is unknown before a real call.
+    Convolutions choose their kernel later, when they are compiled."""
     core: Any = importlib.import_module("torch._C")
     was_on = core._get_mkldnn_enabled()
     core._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns of TF32
@@ -162,15 +163,15 @@ def no_recurrent_kernel() -> Generator[None]:
         core._set_mkldnn_enabled(was_on)
 
 
-def below_autocast() -> Any:
-    """Inside, operators are not cast, whatever the caller has asked for: in a graph its casts are written out."""
+def autocast_disabled() -> Any:
+    """Disable the caller's autocast inside: a graph already contains its casts."""
     core: Any = importlib.import_module("torch._C")
     return core._DisableAutocast()
 
 
-def _each_its_own(inputs: list[Tensor]) -> list[Tensor]:
-    """The inputs as tensors of their own: a tensor that is given in two places becomes one input of a graph, which
-    later calls with two tensors would find as well."""
+def _distinct(inputs: list[Tensor]) -> list[Tensor]:
+    """Replace repeated inputs by distinct tensors: a graph would merge them into one input, and later calls with two
+    different tensors would be wrong."""
     seen, found = set[int](), list[Tensor]()
     for leaf in inputs:
         found.append(leaf.detach().requires_grad_(leaf.requires_grad) if id(leaf) in seen else leaf)
@@ -178,27 +179,27 @@ def _each_its_own(inputs: list[Tensor]) -> list[Tensor]:
     return found
 
 
-LOOKS_CURE = (
-    "torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing; or the step itself,"
-    " in eager mode (in fit: compile=False)"
+VALUE_READ_CURE = (
+    "use torch.where(condition, a, b) instead of if; no .item(), no float(tensor), no boolean indexing; or call the "
+    "step itself, in eager mode (in fit: compile=False)"
 )
 
-_SIZE_WANTED = ("expected to contain only concrete integers", "when unpacking SymInt, expected int")
-"""What torch's C++ says where it wants a number for a size, and gets one that is known when the step runs."""
-_SIZE_MET = "a size is read from it"
+_SIZE_ERRORS = ("expected to contain only concrete integers", "when unpacking SymInt, expected int")
+"""Parts of errors of torch's C++ about a size that is unknown until the step runs."""
+_SIZE_READ = "a size is read from it"
 
-_FIRST = 1 << 40  # the seed a capture starts from: positions must not run into seeds that a step sets itself
+_CAPTURE_SEED = 1 << 40  # initial seed of a capture: large, so that draw positions do not collide with the step's seeds
 
 
 @contextmanager
-def _drawing() -> Generator[None]:
-    with rng.scoped(_FIRST), random_ops.AsInEager(), tracing.replaying(), _compiling():
+def _replayed_draws() -> Generator[None]:
+    with rng.scoped(_CAPTURE_SEED), random_ops.AsInEager(), tracing.replaying(), _compiling():
         yield
 
 
 @contextmanager
 def _no_host_draws() -> Generator[None]:
-    """Refuse a step that draws from numpy's or Python's generator: a graph would repeat the numbers of its capture."""
+    """Raise Uncaptured if the step draws from numpy's or Python's generator: a graph would repeat the same numbers."""
     before = global_rng.host_states()
     yield
     for name, state in global_rng.host_states().items():
@@ -206,14 +207,14 @@ def _no_host_draws() -> Generator[None]:
             raise Uncaptured(
                 f"the step draws from {name} global generator, and a graph would repeat these numbers at every call",
                 where="step",
-                hint="draw with torch, or in the loader; or the step itself, in eager mode (in fit: compile=False)",
+                hint="draw with torch, or in the loader; or call the step in eager mode (in fit: compile=False)",
             )
 
 
 @contextmanager
 def _compiling() -> Generator[None]:
-    """Code that asks `torch.compiler.is_compiling()` hears what it hears under torch.compile."""
-    compiler: Any = torch.compiler  # the flag has no public name that sets it
+    """Let `torch.compiler.is_compiling()` return True, as under torch.compile."""
+    compiler: Any = torch.compiler  # no public function sets the flag
     before = compiler._is_compiling_flag
     compiler._is_compiling_flag = True
     try:
@@ -222,28 +223,28 @@ def _compiling() -> Generator[None]:
         compiler._is_compiling_flag = before
 
 
-def _recorded(function: Flat) -> Flat:
-    """The function as a trace should run it: its draws replayed, its looks at values named."""
+def _traceable(function: Flat) -> Flat:
+    """Wrap the function for a trace: draws are replayed, and reads of values raise DataDependent."""
 
     def run(*tensors: Tensor) -> Any:
         try:
-            with _drawing(), _no_host_draws():
+            with _replayed_draws(), _no_host_draws():
                 return function(*tensors)
         except PurestepError:
             raise
         except _data_dependent() as error:
-            raise _looked(error) from error
+            raise _value_read(error) from error
         except RuntimeError as error:
-            if not any(words in str(error) for words in _SIZE_WANTED):
+            if not any(words in str(error) for words in _SIZE_ERRORS):
                 raise
-            raise _looked(error, _SIZE_MET) from error
+            raise _value_read(error, _SIZE_READ) from error
         except ZeroDivisionError as error:
             if all(tensor.numel() for tensor in tensors):
                 raise
             raise StepContractError(
-                "a mean over no elements cannot be captured: torch divides by their number as it is traced",
+                "a mean over no elements cannot be captured: torch divides by their number while it is traced",
                 where=_where(error)[0],
-                hint="no empty batches in a compiled step (the step itself, in eager mode, takes them)",
+                hint="pass no empty batches to a compiled step (the step itself, in eager mode, takes them)",
             ) from error
 
     return run
@@ -252,34 +253,34 @@ def _recorded(function: Flat) -> Flat:
 def _traced(function: Flat, inputs: list[Tensor], mode: Literal["fake", "real"] = "fake") -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # Constants that a step closes over (tables, masks) are real tensors beside fake ones.
-    with control_flow.of_one_vector():
+    # Constants in a step's closure (tables, masks) are real tensors among fake ones.
+    with control_flow.aliased_inputs_allowed():
         graph: GraphModule = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
     return fx_passes.without_copies(graph)
 
 
-def rehearse(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> None:
-    """Run a function on fake tensors: no arithmetic, all of its checks.
+def dry_run(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> None:
+    """Run a function on fake tensors: all of its checks without arithmetic.
 
     Raises:
-        StepContractError: from those checks. What else goes wrong is left to the real capture, which says it better.
+        StepContractError: from those checks. Other errors are ignored: the real capture reports them better.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # no public name
 
-    with tracing.capturing(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _drawing():
+    with tracing.capturing(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _replayed_draws():
         fakes = [[mode.from_tensor(x) if isinstance(x, Tensor) else x for x in group] for group in (tensors, leaves)]
         try:
             core(*fakes)
-        except NoSetupContext:  # which Dynamo differentiates
+        except NoSetupContext:  # Dynamo can differentiate it
             return
         except PurestepError:
             raise
-        except Exception:  # a data-dependent branch, an operator without a fake: not what is asked here
+        except Exception:  # a data-dependent branch, an operator without a fake implementation
             return
 
 
 def _data_dependent() -> tuple[type[BaseException], ...]:
-    from torch._subclasses import fake_tensor  # no public name for what a fake tensor refuses
+    from torch._subclasses import fake_tensor  # these errors have no public name
     from torch.fx.experimental import symbolic_shapes
 
     return (
@@ -289,7 +290,7 @@ def _data_dependent() -> tuple[type[BaseException], ...]:
     )
 
 
-def _lowered(
+def _lower(
     graph: GraphModule,
     inputs: list[Tensor],
     backend: Any,
@@ -299,17 +300,17 @@ def _lowered(
     shapes: str = "from_example_inputs",
 ) -> Compiled:
     if backend in ("eager", "aot_eager"):
-        return _unpacking(formats.settled(graph))
+        return _unpacked(formats.fix_layouts(graph))
     if backend != "inductor":
-        return _unpacking(backend(graph, inputs))
-    # Documented, not yet public; torch.compile stands behind it.
+        return _unpacked(backend(graph, inputs))
+    # `standalone_compile` is documented, but not yet public.
     inductor: Any = importlib.import_module("torch._inductor")
     on_cpu = all(leaf.device.type == "cpu" for leaf in inputs)
-    chosen = {"config_patches": backends.chosen(options, on_cpu=on_cpu, rounds=rounds)}
+    chosen = {"config_patches": backends.inductor_options(options, on_cpu=on_cpu, rounds=rounds)}
     names = control_flow.operators(graph)
     backends.register_fallbacks(graph)
     try:
-        graph = control_flow.apart(graph) if names else graph
+        graph = control_flow.copy_operands(graph) if names else graph
         made = inductor.standalone_compile(graph, inputs, dynamic_shapes=shapes, options=chosen)
     except Exception as error:
         if not names:
@@ -317,11 +318,11 @@ def _lowered(
         raise Uncaptured(
             f"inductor cannot compile {', '.join(names)}", where="step", hint=control_flow.cure(names)
         ) from error
-    return on_threads(_unpacking(made), torch.get_num_threads())
+    return limit_threads(_unpacked(made), torch.get_num_threads())
 
 
-def _unpacking(run: Flat) -> Compiled:
-    """The gradient is in the graph already: what else autograd would keep, it would keep for ever."""
+def _unpacked(run: Flat) -> Compiled:
+    """Wrap ``run`` to take a list, without autograd: the graph contains the gradient."""
 
     def call(tensors: list[Tensor]) -> Any:
         with torch.no_grad():
@@ -330,8 +331,8 @@ def _unpacking(run: Flat) -> Compiled:
     return call
 
 
-def on_threads(run: Compiled, most: int) -> Compiled:
-    """The code on no more threads than so many: inductor has made room for the sums of those that there were."""
+def limit_threads(run: Compiled, most: int) -> Compiled:
+    """Wrap ``run`` to use at most ``most`` threads: inductor allocated partial sums for that many."""
 
     def call(tensors: list[Tensor]) -> Any:
         threads = torch.get_num_threads()
@@ -346,23 +347,23 @@ def on_threads(run: Compiled, most: int) -> Compiled:
     return call
 
 
-def _looked(error: BaseException, met: str = "") -> DataDependent:
-    """What to do about a look at a value, which may be one of torch's own; ``met`` instead of the error's words."""
+def _value_read(error: BaseException, met: str = "") -> DataDependent:
+    """The error for a read of a tensor's value, with a cure; ``met`` replaces the words of ``error``."""
     met, (place, layer) = met or str(error).strip().partition("\n")[0], _where(error)
-    cure = LOOKS_CURE
+    cure = VALUE_READ_CURE
     if own := _function_of_torch(error):
-        cure = f"the step itself, in eager mode: torch's own {own} looks at it; or write {own} without that check"
-    if met == _SIZE_MET:
-        cure = "a size that is in a shape (x.shape[-1]), or one that the loader gives as a number; or eager mode"
+        cure = f"call the step itself, in eager mode: torch's {own} reads it; or write {own} without that check"
+    if met == _SIZE_READ:
+        cure = "use a size of a shape (x.shape[-1]), or a number from the loader; or run the step in eager mode"
     if "_ctc_loss" in met:
-        cure = "the step itself, in eager mode: torch's ctc_loss reads its lengths on the host, tensors or not"
+        cure = "call the step itself, in eager mode: torch's ctc_loss reads its lengths on the host"
     if getattr(layer, "momentum", 0) is None and hasattr(layer, "num_batches_tracked"):
         cure = f"{type(layer).__name__}(..., momentum=0.1): momentum=None divides by a count of batches on the host"
-    return DataDependent(f"the step looks at the value of a tensor: {met}", where=place, hint=cure)
+    return DataDependent(f"the step reads the value of a tensor: {met}", where=place, hint=cure)
 
 
 def _function_of_torch(error: BaseException) -> str:
-    """The function of torch.nn.functional that looked, where no line of the user's is below it."""
+    """The function of torch.nn.functional that raised the error, if no frame of user code is below it."""
     found, step = "", error.__traceback__
     while step is not None:
         name, function = step.tb_frame.f_code.co_filename, step.tb_frame.f_code.co_name
@@ -375,7 +376,7 @@ def _function_of_torch(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> tuple[str, Any]:
-    """The innermost line of the traceback that is neither torch's nor ours, else the layer; and that layer."""
+    """The innermost line of the traceback outside torch and purestep, or else the layer; and that layer."""
     found, layer = "", None
     step = error.__traceback__
     while step is not None:
@@ -389,48 +390,47 @@ def _where(error: BaseException) -> tuple[str, Any]:
 
 
 def dynamo(function: types.FunctionType, *, backend: Any, options: Mapping[str, Any] | None) -> Flat:
-    """`torch.compile(function, fullgraph=True)`."""
-    if backend in backends.OURS:
-        backend = backends.of(backend, options)
+    """Return `torch.compile(function, fullgraph=True)`."""
+    if backend in backends.NAMES:
+        backend = backends.dynamo_backend(backend, options)
     torch.compiler.assume_constant_result(last_unreached)
-    # Dynamo counts graphs by code object and stops at eight, and takes a size for dynamic that has changed since the
-    # last function of the same name and line, the width of another model too: every function is one of its own.
-    own = types.FunctionType(
+    # Dynamo compiles at most eight graphs for one code object, and marks a size as dynamic if it differs between two
+    # functions of the same name and line (such as the widths of two models). So each call uses a new name.
+    renamed = types.FunctionType(
         function.__code__.replace(co_name=f"{function.__name__}_{uuid.uuid4().hex}"),
         function.__globals__,
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    return torch.no_grad()(torch.compile(own, fullgraph=True, backend=backend))
+    return torch.no_grad()(torch.compile(renamed, fullgraph=True, backend=backend))
 
 
 def stopped(error: BaseException) -> bool:
-    """Whether this is Dynamo's word that it cannot capture a function, or anything else that ended its attempt."""
+    """Whether an error is from Dynamo, or ended its attempt to capture a function."""
     if any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__):
         return True
     frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    return not isinstance(error, PurestepError) and _ATTEMPT in frames
+    return not isinstance(error, PurestepError) and _DYNAMO_CAPTURE in frames
 
 
-_ATTEMPT = f"{_LIBRARIES[0]}_dynamo/convert_frame.py"
-"""Where Dynamo captures; code that it has captured runs without it."""
+_DYNAMO_CAPTURE = f"{_LIBRARIES[0]}_dynamo/convert_frame.py"
+"""Dynamo's capture runs in this file; captured code runs without it."""
 
 
-def refused(error: Exception, core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> Exception:
-    """What to raise of an error that has ended the last way to capture a step, whatever its class: the step's own
-    error where it fails in eager mode too, on copies; else that it cannot be captured.
+def capture_error(error: Exception, core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> Exception:
+    """The error to raise after every capture failed: the step's own if it fails in eager mode too, else Uncaptured.
 
     Args:
-        error: that a capture met.
-        core: what was captured.
-        tensors: the state's, which are left alone.
+        error: raised by a capture.
+        core: the captured function; called once, on copies.
+        tensors: of the state; not written.
         leaves: of the batch.
     """
     if isinstance(error, PurestepError | MemoryError):
         return error
     copies = [tensor.clone() for tensor in tensors]
-    with tracing.capturing(), torch.no_grad(), rng.scoped(_FIRST, tree.device(tensors)):
+    with tracing.capturing(), torch.no_grad(), rng.scoped(_CAPTURE_SEED, tree.device(tensors)):
         try:
             core(copies, leaves)
         except Exception as own:
@@ -439,11 +439,11 @@ def refused(error: Exception, core: Callable[..., Any], tensors: list[Tensor], l
     return Uncaptured(
         f"torch cannot capture the step, which runs in eager mode: {type(error).__name__}: {met}",
         where=_where(error)[0],
-        hint="use the step itself, in eager mode (in fit: compile=False), or leave out what this line does",
+        hint="call the step itself, in eager mode (in fit: compile=False), or remove this line",
     )
 
 
 def check(capture: str) -> None:
-    """Raise ConfigError for a capture that does not exist."""
+    """Raise ConfigError for an unknown ``capture``."""
     if capture not in CAPTURES:
-        raise ConfigError(f"capture is {capture!r}", where="compile_step", hint=f"one of {CAPTURES}")
+        raise ConfigError(f"capture is {capture!r}", where="compile_step", hint=f"pass one of {CAPTURES}")

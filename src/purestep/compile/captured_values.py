@@ -1,8 +1,8 @@
-"""What a step reads besides its arguments: Python numbers, words and tensors, which a traced graph holds as constants.
+"""Values that a step reads besides its arguments: numbers, strings and tensors, constants of a traced graph.
 
-They are found from the step's functions without running them: closure cells, defaults, globals that the code names,
-attributes of objects, classes and modules among these, items of dicts and lists. Code of libraries is passed through,
-not read. A call compares what is there with what was there by identity, at 20 to 30 ns a place.
+They are collected from the step's functions without running them: closure cells, defaults, globals that the code names,
+attributes of objects, classes and modules, items of dicts and lists. Library code is not read. Each call compares the
+values with the previous ones by identity, at 20 to 30 ns for each.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _LIBRARIES = (
     *{sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")},
     __file__.rpartition("compile")[0],
 )
-_MOST = 300  # places that are looked at: less than 10 us a call
-_ITEMS = 32  # of one dict or list
-_CHANGES = 16  # graphs for new values, after which it is no schedule but a value of every call
+_MAX_PLACES = 300  # values to compare: less than 10 us a call
+_MAX_ITEMS = 32  # items of one dict or list
+_MAX_CHANGES = 16  # changes of values, each of which compiles a graph, before an error
 _CURE = (
-    "let a number that changes reach the step as a tensor: a schedule by ps.program(values={...}), read as "
-    "model.values[...]; or the step's context, a buffer of the state, the batch, optim.inject"
+    "pass a number that changes as a tensor: a schedule in ps.program(values={...}), read as model.values[...]; "
+    "or the step's context, a buffer of the state, the batch, optim.inject"
 )
 
 
@@ -45,7 +45,7 @@ class _Place(NamedTuple):
 
 
 class _Watch:
-    """Where places are, by kind: a subscript and an attribute are compared without a call."""
+    """The places of captured values, by kind: subscripts and attributes are compared without a function call."""
 
     def __init__(self) -> None:
         self._items: list[tuple[Any, Any, Any]] = []  # mapping or list, key, value
@@ -54,26 +54,26 @@ class _Watch:
         self._seen: set[tuple[int, Any]] = set()
 
     def item(self, holder: Any, key: Any, value: Any) -> None:
-        """``holder[key] is value`` from now on, or something has changed."""
+        """Watch ``holder[key] is value``."""
         if (id(holder), key) not in self._seen:
             self._seen.add((id(holder), key))
             self._items.append((holder, key, value))
 
     def attribute(self, holder: Any, name: str, value: Any) -> None:
-        """The same of ``getattr(holder, name)``."""
+        """Watch ``getattr(holder, name) is value``."""
         if (id(holder), name) not in self._seen:
             self._seen.add((id(holder), name))
             self._attributes.append((holder, name, value))
 
     def cell(self, cell: Any) -> None:
-        """The same of what is in a cell, or that nothing is."""
+        """Watch the contents of a cell, or that it is empty."""
         try:
             self.attribute(cell, "cell_contents", cell.cell_contents)
         except ValueError:
             self._empty.append(cell)
 
     def is_same(self) -> bool:
-        """Whether everything is the object that it was."""
+        """Whether every place still holds the same object."""
         try:
             for holder, key, value in self._items:
                 if holder[key] is not value:
@@ -86,9 +86,9 @@ class _Watch:
         return all(_cell(cell) is None for cell in self._empty)
 
 
-class Surroundings:
-    """What torch is set to around a call, as far as a graph depends on it: autocast, the default dtype, determinism,
-    the precision of products. Dynamo's guard tells in 0.2 us whether it is what it was.
+class TorchSettings:
+    """Settings of torch that a graph depends on: autocast, default dtype, determinism, matmul precision. Dynamo's guard
+    checks in 0.2 us whether they have changed.
     """
 
     _FREE = re.compile(r'"(grad_mode|num_threads|torch_function\w*)":\w+')
@@ -97,18 +97,18 @@ class Surroundings:
         self._last: tuple[Callable[[], bool], str] = (lambda: False), ""
 
     def __call__(self) -> str:
-        """As text, the same object as long as nothing changes."""
-        same, told = self._last  # read at once: another thread may be set otherwise
+        """The settings as text; the same object until one changes."""
+        same, text = self._last  # one read: another thread may have other settings
         if same():
-            return told
+            return text
         guard: Any = importlib.import_module("torch._C._dynamo.guards").GlobalStateGuard()
-        told = self._FREE.sub("", guard.__getstate__())
-        self._last = guard.check, told
-        return told
+        text = self._FREE.sub("", guard.__getstate__())
+        self._last = guard.check, text
+        return text
 
 
-class Outside:
-    """What lies outside of the arguments of a step, as text that a graph is kept by."""
+class CapturedValues:
+    """The captured values of a step as text, a part of the key of a graph."""
 
     def __init__(self, step: Callable[..., Any]) -> None:
         self._step = step
@@ -116,51 +116,51 @@ class Outside:
         self._watch = _Watch()
         self._text = ""
         self._changes = 0
-        self._counted: set[str] = set()  # what the step itself changes while it is traced, and never again
+        self._ignored: set[str] = set()  # names that the step itself changes while it is traced
 
     def __call__(self) -> str:
-        """The text, the same object as long as nothing changes.
+        """The text; the same object until a value changes.
 
         Raises:
-            StepContractError: it changes again and again, and each time a graph would be made.
+            StepContractError: values changed too often, and each change would compile a graph.
         """
         if self._places is not None and self._watch.is_same():
             return self._text
-        return self._looked()
+        return self._collect()
 
-    def _looked(self) -> str:
+    def _collect(self) -> str:
         before = self._places
         self._places, self._watch = _places(self._step)
-        told = {place.name: _told(place.value) for place in self._places if place.name not in self._counted}
-        text = repr({name: value for name, value in told.items() if value})
+        found = {place.name: _fingerprint(place.value) for place in self._places if place.name not in self._ignored}
+        text = repr({name: value for name, value in found.items() if value})
         if before is not None and text != self._text:
-            self._tell(before)
+            self._report_change(before)
         self._text = text if text != self._text else self._text
         return self._text
 
-    def settle(self) -> None:
-        """A graph has been made: what its trace has changed itself is no change."""
-        was = {place.name: _told(place.value) for place in self._places or ()}
+    def mark_compiled(self) -> None:
+        """Ignore the changes that a trace itself has made."""
+        was = {place.name: _fingerprint(place.value) for place in self._places or ()}
         self._places, self._watch = _places(self._step)
-        now = {place.name: _told(place.value) for place in self._places}
-        self._counted |= {name for name in was.keys() | now.keys() if was.get(name) != now.get(name)}
+        now = {place.name: _fingerprint(place.value) for place in self._places}
+        self._ignored |= {name for name in was.keys() | now.keys() if was.get(name) != now.get(name)}
 
-    def _tell(self, before: list[_Place]) -> None:
+    def _report_change(self, before: list[_Place]) -> None:
         self._changes += 1
         was = {place.name: place.value for place in before}
-        places = [place for place in self._places or () if place.name not in self._counted]
-        new = [place for place in places if _told(was.get(place.name)) != _told(place.value)]
+        places = [place for place in self._places or () if place.name not in self._ignored]
+        new = [place for place in places if _fingerprint(was.get(place.name)) != _fingerprint(place.value)]
         name = new[0].name if new else "a value"
-        if self._changes > _CHANGES:
+        if self._changes > _MAX_CHANGES:
             raise StepContractError(
-                f"has changed {self._changes} times; every value of it would be a graph of its own",
+                f"has changed {self._changes} times; each value would compile a graph",
                 where=name,
                 hint=_CURE,
             )
         if self._changes == 1 and new:
             change = f"was {_short(was.get(name))}, is {_short(new[0].value)}"
             _log.warning(
-                "%s %s: a graph holds it as a constant, so the step is compiled again (cure: %s)", name, change, _CURE
+                "%s %s: a graph holds it as a constant, so the step is recompiled (cure: %s)", name, change, _CURE
             )
 
 
@@ -168,8 +168,8 @@ def _short(value: Any) -> str:
     return repr(value) if isinstance(value, _SCALARS) else f"another {type(value).__name__}"
 
 
-def _told(value: Any) -> str:
-    """A scalar by its value, a tensor or array by its identity; nothing of what is only passed through."""
+def _fingerprint(value: Any) -> str:
+    """The value of a scalar, the id of a tensor or array; empty for containers and other objects."""
     if isinstance(value, _SCALARS):
         return f"{type(value).__name__} {value!r}"
     return str(id(value)) if isinstance(value, Tensor | np.ndarray) else ""
@@ -186,13 +186,13 @@ class _Walk:
         self.places: list[_Place] = []
         self.watch = _Watch()
         self._seen: set[Any] = set()
-        self._kept: list[Any] = []  # an id must not be given again
+        self._kept: list[Any] = []  # keeps objects alive: an id must stay unique
 
     def visit(self, value: Any, path: str) -> None:
-        """What can be reached from a value, unless it is a leaf."""
+        """Collect everything that a value refers to."""
         if isinstance(value, (*_SCALARS, Tensor, np.ndarray, np.generic)) or id(value) in self._seen:
             return
-        if len(self._seen) > 20 * _MOST or len(self.places) > _MOST:
+        if len(self._seen) > 20 * _MAX_PLACES or len(self.places) > _MAX_PLACES:
             return
         self._seen.add(id(value))
         self._kept.append(value)
@@ -210,7 +210,7 @@ class _Walk:
         elif isinstance(value, dict):
             self._items(cast(dict[Any, Any], value), path)
         elif isinstance(value, list | tuple):
-            for index, item in enumerate(cast(list[Any], value)[:_ITEMS]):
+            for index, item in enumerate(cast(list[Any], value)[:_MAX_ITEMS]):
                 inner = f"{path}[{index}]"
                 if isinstance(value, list):
                     self._item(inner, value, index, item)
@@ -243,7 +243,7 @@ class _Walk:
             self._within(space[name], names, name)
 
     def _within(self, value: Any, names: frozenset[str], path: str) -> None:
-        """A value that code with these names in it uses."""
+        """Visit a value that code with these names uses."""
         if isinstance(
             value, types.FunctionType | types.MethodType | functools.partial | dict | list | tuple | Template
         ):
@@ -252,10 +252,10 @@ class _Walk:
             self._object(value, names, path)
 
     def _object(self, value: Any, names: frozenset[str], path: str) -> None:
-        """Attributes by these names, of an object, a class or a module, and its own methods."""
+        """Collect attributes with these names from an object, class or module, and visit its methods."""
         if isinstance(value, nn.Module):
             names |= _settings(value)
-            for name, child in list(value.named_modules())[1:_ITEMS]:
+            for name, child in list(value.named_modules())[1:_MAX_ITEMS]:
                 self._attributes(child, _settings(child), f"{path}.{name}")
             self._attributes(value, names, path)
         if isinstance(value, types.ModuleType):
@@ -298,7 +298,7 @@ class _Walk:
             self.visit(method, path)
 
     def _items(self, space: dict[Any, Any], path: str) -> None:
-        for key in list(space)[:_ITEMS]:
+        for key in list(space)[:_MAX_ITEMS]:
             self._item(f"{path}[{key!r}]", space, key, space[key])
             self.visit(space[key], f"{path}[{key!r}]")
 
@@ -307,15 +307,15 @@ class _Walk:
             self.watch.item(holder, key, value)
 
     def _place(self, name: str, value: Any) -> bool:
-        """Take down a value, unless nothing can be read from it; whether it was."""
-        if len(self.places) >= _MOST or isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+        """Record a value unless it is a module or builtin, and say whether it was recorded."""
+        if len(self.places) >= _MAX_PLACES or isinstance(value, types.ModuleType | types.BuiltinFunctionType):
             return False
         self.places.append(_Place(name, value))
         return True
 
 
 def _settings(module: nn.Module) -> frozenset[str]:
-    """The numbers among a module's attributes, such as the label smoothing of a criterion."""
+    """Names of a module's scalar attributes, such as the label smoothing of a criterion."""
     names = {name for name, value in vars(module).items() if isinstance(value, _SCALARS)}
     return frozenset(name for name in names - {"training"} if not name.startswith("_"))
 
@@ -329,7 +329,7 @@ def _is_library(file: str) -> bool:
 
 
 def _file(kind: type) -> str:
-    """The file that a class is from, as its methods have it; a class without methods goes by its module."""
+    """The file of a class, from its methods or else from its module."""
     method = next(_methods(kind), None)
     if method is not None:
         return method.__code__.co_filename
@@ -357,7 +357,7 @@ def _code_names(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _code_globals(code: types.CodeType) -> frozenset[str]:
-    """Names that code reads as globals: an attribute's name may be that of a global that changes at every call."""
+    """Names that code reads as globals, without attributes of the same names."""
     own = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
     return frozenset(own).union(*map(_code_globals, inner))

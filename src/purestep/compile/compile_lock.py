@@ -1,4 +1,4 @@
-"""One thread at a time makes a graph, and none runs a step in eager meanwhile."""
+"""A lock for compilation: one thread compiles at a time, and none runs an eager step meanwhile."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from .. import global_rng
 
 
 @contextmanager
-def alone() -> Generator[None]:
-    """One thread at a time: tracing patches torch and swaps tensors in the module, so that two spoil each other's
-    graphs and whatever is traced after. Steps in eager and draws of other threads wait too. Once Dynamo is loaded, its
-    own lock is held as well.
+def exclusive() -> Generator[None]:
+    """Hold the lock: tracing patches torch and swaps tensors in the module, so two traces would corrupt each other.
+    Eager steps and draws of other threads wait too. Once Dynamo is loaded, its lock is held as well.
 
-    No garbage is collected inside, loading the compiler included: what is made lives until the end. And torch's log of
-    every shape that does not fit is off: the error says it.
+    Garbage collection is off inside, since most objects live until the end, and so is torch's log of shape mismatches,
+    which the error repeats.
     """
     log: Any = importlib.import_module("torch._subclasses.fake_tensor").log
     with global_rng.locked(), ExitStack() as stack:
@@ -28,8 +27,8 @@ def alone() -> Generator[None]:
         log.disabled = True
         try:
             if "torch._dynamo.convert_frame" in sys.modules:
-                stack.enter_context(_dynamos())
-            _old()
+                stack.enter_context(_dynamo_lock())
+            _age_objects()
             yield
         finally:
             log.disabled = was_quiet
@@ -39,22 +38,22 @@ def alone() -> Generator[None]:
 
 @contextmanager
 def with_compiler() -> Generator[None]:
-    """Inside `alone`: Dynamo is loaded, and nobody else's `torch.compile` runs."""
-    with _dynamos():
-        _old()
+    """Inside `exclusive`: load Dynamo and hold its lock, so that no other `torch.compile` runs."""
+    with _dynamo_lock():
+        _age_objects()
         yield
 
 
-def _dynamos() -> Any:
-    """Dynamo's lock. It is always taken after ours: whoever holds it without ours never asks for ours."""
+def _dynamo_lock() -> Any:
+    """Dynamo's lock, always acquired after ours: a thread that holds only Dynamo's never acquires ours."""
     return importlib.import_module("torch._dynamo.convert_frame").compile_lock
 
 
-def _old() -> None:
-    """What has been loaded is no garbage: straight to the oldest generation, without a look at each object."""
+def _age_objects() -> None:
+    """Move all objects to the oldest generation of the garbage collector without a scan: loaded modules stay alive."""
     if gc.get_freeze_count() == 0:
         gc.freeze()
         gc.unfreeze()
 
 
-_old()  # now: objects of the modules below would set off a collection of all that torch has loaded
+_age_objects()  # at import: the objects of the next modules would trigger a full collection of torch's

@@ -1,4 +1,4 @@
-"""A compiled step: which graph a call takes, and where its state lies, with or without donation."""
+"""A compiled step: selects the graph for a call and holds the state's buffers, with or without donation."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from ..step import Accum, Adding, Closing
 from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture, donation, live_state
 from .contract import checked, same_structure, unrolled
-from .copied_state import Forks
-from .cuda_graph import Replays
+from .copied_state import CopiedStates
+from .cuda_graph import CudaGraphs
 from .donation import DonatedBuffers, treespec
 from .graph_cache import Graph, Graphs, Options
-from .guards import alike, check_untransformed, kinds, resolved, without_text
+from .guards import check_untransformed, kinds, kinds_guard, resolved, without_text
 from .outputs import Stacked, unstacked
 from .packing import Layouts
 
 Unlike: TypeAlias = Callable[[Any], None] | None
-"""Told of a batch that differs from the one before."""
+"""Called with a batch whose signature may differ from that of the previous one."""
 
 
 class _Last(NamedTuple):
-    """The graph of the last call of one phase, and what it was found for."""
+    """The graph of the last call of one phase, and the inputs that it is valid for."""
 
     slots: donation.Slots
     surroundings: tuple[str, str]
     treedef: tree.TreeDef
-    only: tuple[type, int] | None  # kind and length of a batch that is one tuple or list of tensors and nothing else
-    alike: Callable[..., bool]  # of the store's buffers and the batch's leaves
+    only: tuple[type, int] | None  # type and length of a batch that is a single tuple or list of tensors
+    guard: Callable[..., bool]  # (*buffers, *batch leaves) -> same kinds
     graph: Graph
 
     def leaves(self, buffers: list[Tensor], batch: tuple[Any, ...]) -> list[Any] | None:
-        """The tensors of a batch, if this is its graph, and the buffers are what they were."""
+        """The leaves of a batch if this graph is valid for them and for the buffers, else None."""
         given: Any = batch[0] if len(batch) == 1 else None
         if self.only is not None and type(given) is self.only[0] and len(given) == self.only[1]:
-            leaves: list[Any] = list(given)  # a tenth of what the structure costs
+            leaves: list[Any] = list(given)  # ten times faster than comparing the structure
         else:
             leaves, treedef = tree.flatten(batch)
             if treedef != self.treedef:
                 return None
-        return leaves if self.alike(*buffers, *leaves) else None
+        return leaves if self.guard(*buffers, *leaves) else None
 
 
 class CompiledStep:
-    """A compiled step. ``graphs`` counts what has been compiled, ``eager`` is the step itself."""
+    """A compiled step. ``graphs`` counts the compiled graphs, ``eager`` is the original step."""
 
     def __init__(
         self,
@@ -62,18 +62,18 @@ class CompiledStep:
         flush: bool = False,
         cuda_graph: bool = False,
         unroll: int = 1,
-        beside: CompiledStep | None = None,
+        shared_with: CompiledStep | None = None,
     ) -> None:
         self.donate = donate
         self.static = static
-        # Of a program, whose states go from one function to the other.
-        self.layouts = beside.layouts if beside else Layouts(static.labels if static else None)
-        self.forks: Forks = beside.forks if beside else Forks()
+        # The functions of one program exchange states.
+        self.layouts = shared_with.layouts if shared_with else Layouts(static.labels if static else None)
+        self.copies: CopiedStates = shared_with.copies if shared_with else CopiedStates()
         self.eager = step
         self._flush = flush
         self.unroll = unroll
-        self._replays = Replays() if cuda_graph else None
-        self._windowed = static is not None and static.accumulate > 1
+        self._replays = CudaGraphs() if cuda_graph else None
+        self._is_windowed = static is not None and static.accumulate > 1
         self._steps: dict[packed.Layout | None, Callable[..., Any]] = {None: step}
         self._graphs = Graphs(options, step)
         self._last: dict[tuple[type[Accum], ...], _Last] = {}
@@ -84,19 +84,19 @@ class CompiledStep:
         return self._graphs.count
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
-        if tracing.in_graph():  # of a step that calls this one
+        if tracing.in_graph():  # called by a step that is being captured
             return self._steps_of(self.eager)(state, *batch)
         new, metrics = self.stacked(state, *batch)
         return new, unstacked(metrics)
 
     def stacked(self, state: Any, *batch: Any, unlike: Unlike = None) -> tuple[Any, Metrics | Stacked]:
-        """The call, with metrics as the graph returns them.
+        """Call the step and return the metrics as the graph does.
 
         Args:
-            state: as the step takes it.
+            state: as for the step.
             batch: the same.
-            unlike: called with the batch, before anything is done with it, where it is not known to be of the same
-                structure, shapes, dtypes and devices as the one before.
+            unlike: called with the batch before the step runs, unless the batch is known to have the structure,
+                shapes, dtypes and devices of the previous one.
         """
         check_untransformed()
         if self._flush and self._nothing_to_flush():
@@ -118,20 +118,22 @@ class CompiledStep:
             )
 
     def _nothing_to_flush(self) -> bool:
-        assert self.static is not None  # a flush of the user's own is not compiled
+        assert self.static is not None  # a user-defined flush is not compiled
         return self.static.accumulate == 1 or self.static.tail == "carry"
 
     # --- donated ------------------------------------------------------------------------------------------------------
 
     def _donated(self, state: Any, batch: tuple[Any, ...], unlike: Unlike) -> tuple[Any, Metrics | Stacked]:
-        store, metrics = self._apart(self._live_store(state) or self._enter(state), batch, unlike)
+        store, metrics = self._call_splitting(self._live_store(state) or self._copy_in(state), batch, unlike)
         return store.live(), metrics
 
-    def _apart(self, store: DonatedBuffers, batch: tuple[Any, ...], unlike: Unlike) -> tuple[DonatedBuffers, Any]:
-        """The call; where the step has no gradient for a part of a flat buffer, on a state of more buffers."""
+    def _call_splitting(
+        self, store: DonatedBuffers, batch: tuple[Any, ...], unlike: Unlike
+    ) -> tuple[DonatedBuffers, Any]:
+        """Call the step. If it has no gradient for a part of a flat buffer, split the buffer and call again."""
         while True:
             try:
-                return store, self._stepped(store, batch, unlike)
+                return store, self._call_once(store, batch, unlike)
             except packed.Split as split:
                 self._graphs.count -= 1
                 if (
@@ -139,12 +141,12 @@ class CompiledStep:
                     and self.layouts.of(live_state.plain(store.named)) is store.layout
                 ):
                     raise
-                fresh = self._enter(store.live())
-                store.begin()  # the state that went in is dead
+                fresh = self._copy_in(store.live())
+                store.begin()  # invalidates the input state
                 store.end(0)
                 store = fresh
 
-    def _stepped(self, store: DonatedBuffers, batch: tuple[Any, ...], unlike: Unlike) -> Metrics | Stacked:
+    def _call_once(self, store: DonatedBuffers, batch: tuple[Any, ...], unlike: Unlike) -> Metrics | Stacked:
         phase = self._phase(store)
         last = self._last.get(phase)
         fits = last and last.slots is store.slots and last.surroundings == self._graphs.surroundings()
@@ -154,16 +156,16 @@ class CompiledStep:
         else:
             if unlike is not None:
                 unlike(batch[0])
-            graph, leaves = self._found(store, phase, batch)
-        if store.is_read or batch[1:]:  # a context, as the weights that the state has
-            leaves = store.beside(leaves)
-        metrics = self._launched(graph, store, leaves)
+            graph, leaves = self._find_graph(store, phase, batch)
+        if store.is_read or batch[1:]:  # a context may alias the state's weights
+            leaves = store.without_aliases(leaves)
+        metrics = self._launch(graph, store, leaves)
         store.end(1 if self.unroll == 1 else len(batch[0]))
-        if self._windowed:
+        if self._is_windowed:
             self._count_window(store)
         return metrics
 
-    def _launched(self, graph: Graph, store: DonatedBuffers, leaves: list[Any]) -> Metrics | Stacked:
+    def _launch(self, graph: Graph, store: DonatedBuffers, leaves: list[Any]) -> Metrics | Stacked:
         store.begin()
         try:
             if not graph.draws or not store.hosts:
@@ -171,7 +173,7 @@ class CompiledStep:
             with _seeded(store.hosts[0], store.device):
                 return self._run(graph, store, leaves)
         except BaseException as error:
-            # What an attempt to capture met has Dynamo's word as its cause.
+            # An error of a failed capture has Dynamo's error as its cause.
             in_capture = any(found is not None and capture.stopped(found) for found in (error, error.__cause__))
             if isinstance(error, PurestepError) or in_capture:
                 store.undo()
@@ -182,12 +184,12 @@ class CompiledStep:
             return graph.run(store.buffers, leaves)
         return self._replays.run(graph.run, store, leaves, _copied)
 
-    def _found(self, store: DonatedBuffers, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
+    def _find_graph(self, store: DonatedBuffers, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
         store.check(kinds(store.buffers))
         leaves, treedef = batch_leaves(batch)
         key = (store.slots.identity, phase, treedef)
         graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
-        same = alike([*store.buffers, *leaves])
+        same = kinds_guard([*store.buffers, *leaves])
         given: Any = batch[0] if len(batch) == 1 else None
         plain = type(given) in (tuple, list) and all(type(leaf) is Tensor for leaf in given)
         only = (type(given), len(given)) if plain else None
@@ -195,35 +197,35 @@ class CompiledStep:
         return graph, leaves
 
     def _live_store(self, state: Any) -> DonatedBuffers | None:
-        """The store that a live state stands in, if it is one of this step's, and all of it the step may write."""
+        """The buffers of a live state, if this step can use them and may write all of them; else None."""
         if type(state) is live_state.LiveState:
-            state.alive()
+            state.check_alive()
             store = state.live_store
             if store is not None and not store.single:
-                return None  # one of several, which stay where they are
+                return None  # one of several states that share these buffers
         else:
             store = live_state.store_of(state)
             if store is not None:
                 live_state.check_alive(state)
-                store = store if live_state.stands(state, store) else None
-        if store is None or (store.holds_callers and self.static is None) or not store.is_as_shown():
+                store = store if live_state.is_whole(state, store) else None
+        if store is None or (store.holds_callers and self.static is None) or not store.is_unmodified():
             return None
         if store.layout is None or store.layouts is self.layouts:
             return store
         return store if self.layouts.known(store.layout) else None
 
-    def _enter(self, state: Any) -> DonatedBuffers:
-        """Copy a plain state into buffers of its own."""
+    def _copy_in(self, state: Any) -> DonatedBuffers:
+        """Copy a plain state into new buffers."""
         live_state.check_alive(state)
         given = live_state.plain(state)
-        # A step of one's own may write what a program's never does.
+        # A user-defined step may write leaves that a program's step never writes.
         own, adopt = self.static is None, self.donate == "init"
-        return self._share_slots(
+        return self._intern_slots(
             DonatedBuffers(given, self.layouts.of(given), self.layouts, adopt=adopt, frozen=not own)
         )
 
-    def _share_slots(self, store: DonatedBuffers) -> DonatedBuffers:
-        # Stores of one structure share their slots object, whose identity is the key of the graphs.
+    def _intern_slots(self, store: DonatedBuffers) -> DonatedBuffers:
+        # States of one structure share a Slots object: its identity is part of the key of a graph.
         store.kinds = kinds(store.buffers)
         key = (store.layout, store.slots.treedef, store.slots.places, store.kinds)
         store.slots = self._graphs.slots.setdefault(key, store.slots)
@@ -241,12 +243,12 @@ class CompiledStep:
         return self._steps[layout]
 
     def _phase(self, store: DonatedBuffers) -> tuple[type[Accum], ...]:
-        """Which graph each accumulation window asks for. A program's windows are counted on the host; a step of one's
-        own may advance a window as it likes, so its position is read where that costs nothing, else left open."""
-        if self._flush or (self.static is not None and not self._windowed):
+        """The type of accumulator that selects the graph, for each state. The host counts a program's windows. A
+        user-defined step may advance a window arbitrarily: its position is read on the CPU, and unknown elsewhere."""
+        if self._flush or (self.static is not None and not self._is_windowed):
             return (Accum,) * len(store.hosts)
         if self.static is not None:
-            return tuple(Accum if host.left is None else _mark(host.left) for host in store.hosts)
+            return tuple(Accum if host.left is None else _phase_of(host.left) for host in store.hosts)
         if store.device.type != "cpu":
             return (Accum,) * len(store.hosts)
         return _read_phase(live_state.states(store.named), flush=False)
@@ -264,9 +266,9 @@ class CompiledStep:
         def core(buffers: list[Tensor], batch: list[Any]) -> Any:
             old = slots.gather(buffers)
             before = treespec.fill(whole, old)
-            new, metrics = checked(step(_marked(before, phase), *treespec.fill(parts, batch)))
-            new_leaves = same_structure(whole, before, _marked(new, phase, back=True))
-            kept = tree.map(lambda leaf: donation.apart(leaf, buffers), metrics)
+            new, metrics = checked(step(_with_phase(before, phase), *treespec.fill(parts, batch)))
+            new_leaves = same_structure(whole, before, _with_phase(new, phase, back=True))
+            kept = tree.map(lambda leaf: donation.unaliased(leaf, buffers), metrics)
             slots.scatter(buffers, old, new_leaves)
             return kept
 
@@ -276,8 +278,8 @@ class CompiledStep:
 
     def _pure(self, state: Any, batch: tuple[Any, ...], unlike: Unlike) -> tuple[Any, Metrics | Stacked]:
         if self.static is not None and isinstance(state, TrainState):
-            store, metrics = self._apart(self._forked(state), batch, unlike)
-            return self.forks.hand_out(store), metrics
+            store, metrics = self._call_splitting(self._copied_buffers(state), batch, unlike)
+            return self.copies.release(store), metrics
         if unlike is not None:
             unlike(batch[0])
         given = live_state.plain(state)
@@ -305,14 +307,14 @@ class CompiledStep:
             old[index] = rng.advance(old[index], calls)
         return tree.unflatten(state_def, old), metrics
 
-    def _forked(self, state: TrainState) -> DonatedBuffers:
-        """A store of the state in memory of its own."""
+    def _copied_buffers(self, state: TrainState) -> DonatedBuffers:
+        """Copy the state into new buffers."""
         if type(state) is live_state.LiveState:
-            standing = self._live_store(state)
-            found = None if standing is None else self.forks.of_live(standing)
+            store = self._live_store(state)
+            found = None if store is None else self.copies.copy_live(store)
         else:
-            found = self.forks.of(state)
-        return found or self._enter(state)
+            found = self.copies.copy(state)
+        return found or self._copy_in(state)
 
     def _pure_core(
         self,
@@ -330,18 +332,18 @@ class CompiledStep:
             for index, leaf in zip(positions, inputs, strict=True):
                 old[index] = leaf
             before = treespec.fill(whole, old)
-            new, metrics = checked(step(_marked(before, phase), *treespec.fill(parts, batch)))
-            leaves = same_structure(whole, before, _marked(new, phase, back=True))
+            new, metrics = checked(step(_with_phase(before, phase), *treespec.fill(parts, batch)))
+            leaves = same_structure(whole, before, _with_phase(new, phase, back=True))
             return [leaves[index] for index in positions], metrics
 
         return core
 
 
-# --- pieces -----------------------------------------------------------------------------------------------------------
+# --- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def batch_leaves(batch: tuple[Any, ...]) -> tuple[list[Any], tree.TreeDef]:
-    """The tensors of a batch as a graph takes them, and its structure."""
+    """The leaves of a batch as inputs of a graph, and its structure."""
     leaves, treedef = tree.flatten(batch)
     if all(type(leaf) is Tensor for leaf in leaves):
         return [resolved(leaf) for leaf in leaves], treedef
@@ -357,23 +359,23 @@ def _seeded(host: donation.HostCounters, device: torch.device) -> AbstractContex
     return rng.scoped(rng.mix(host.seed, host.calls, "step"), device)
 
 
-def _mark(left: int) -> type[Accum]:
+def _phase_of(left: int) -> type[Accum]:
     return Closing if left == 1 else Adding
 
 
 def _read_phase(parts: list[TrainState], *, flush: bool) -> tuple[type[Accum], ...]:
     if flush:
         return tuple(Accum for _ in parts)
-    return tuple(Accum if isinstance(part.accum, Empty) else _mark(int(part.accum.left)) for part in parts)
+    return tuple(Accum if isinstance(part.accum, Empty) else _phase_of(int(part.accum.left)) for part in parts)
 
 
-def _marked(state: Any, phase: tuple[type[Accum], ...], *, back: bool = False) -> Any:
-    """The state with each window's accumulator of the type that selects its graph (``back``: the plain type)."""
+def _with_phase(state: Any, phase: tuple[type[Accum], ...], *, back: bool = False) -> Any:
+    """Set the type of each accumulator to the one that selects the graph (``back``: to the plain type)."""
     if all(kind is Accum for kind in phase) and not back:
         return state
     kinds = iter(phase)
 
-    def one(node: Any) -> Any:
+    def with_accum(node: Any) -> Any:
         if not live_state.is_state(node):
             return node
         kind = next(kinds)
@@ -381,4 +383,4 @@ def _marked(state: Any, phase: tuple[type[Accum], ...], *, back: bool = False) -
             return node
         return TrainState(*node)._replace(accum=(Accum if back else kind)(*node.accum))
 
-    return tree.map(one, state, is_leaf=live_state.is_state)
+    return tree.map(with_accum, state, is_leaf=live_state.is_state)

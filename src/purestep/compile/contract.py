@@ -1,4 +1,4 @@
-"""What a step has to keep to, checked while its graph is made."""
+"""Checks of what a step returns, made while its graph is captured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import treespec
 
 
 def checked(result: Any) -> tuple[Any, Metrics]:
-    """What a step returned, if it is a state and a dict of metrics.
+    """Return a step's result after a check that it is a pair of a state and a dict of metrics.
 
     Raises:
         StepContractError: it is not.
@@ -34,33 +34,33 @@ def checked(result: Any) -> tuple[Any, Metrics]:
 
 
 def tensors_alone(metrics: Metrics) -> Metrics:
-    """The metrics, if they are tensors.
+    """Return the metrics after a check that their leaves are tensors.
 
     Raises:
-        StepContractError: one has a number of Python's, which a graph does not return.
+        StepContractError: a leaf is a Python number, which a graph cannot return.
     """
     if torch.compiler.is_dynamo_compiling():
-        return metrics  # a run on fake tensors has asked
+        return metrics  # `capture.dry_run` has checked them
     for path, leaf in tree.with_paths(metrics):
         if not isinstance(leaf, Tensor):
             raise StepContractError(
                 f"metric {path!r} is a {type(leaf).__name__}, not a tensor",
                 where="step",
-                hint="{name: ps.Mean(total, weight)}, two tensors; ps.metrics.as_mean(value) of a number",
+                hint="return {name: ps.Mean(total, weight)} of two tensors, or ps.metrics.as_mean(value) for a number",
             )
     return metrics
 
 
 def same_structure(bare: tree.Tree, old: Any, new: Any) -> list[Tensor]:
-    """The leaves of the new state, if it is one of the same structure, shapes and dtypes.
+    """Return the leaves of the new state after a check that structure, shapes and dtypes are those of the old one.
 
     Args:
-        bare: from `skeleton.of`.
-        old: the state that went in.
-        new: the state that came out.
+        bare: from `treespec.of`.
+        old: the state passed to the step.
+        new: the state that the step returned.
 
     Raises:
-        StepContractError: the first leaf that differs.
+        StepContractError: they differ; names the first such leaf.
     """
     if torch.compiler.is_dynamo_compiling():
         # Dynamo can neither compare structures nor raise; fit and the trace check them.
@@ -71,7 +71,7 @@ def same_structure(bare: tree.Tree, old: Any, new: Any) -> list[Tensor]:
         raise StepContractError(
             f"the structure of the state changes: {_difference(old, new) or _other_node(old_def, new_def)}",
             where="step",
-            hint="return a state of the structure that went in",
+            hint="return a state of the same structure as the input state",
         )
     for index, (left, right) in enumerate(zip(before, after, strict=True)):
         same = isinstance(right, Tensor) and (left.shape, left.dtype) == (right.shape, right.dtype)
@@ -80,7 +80,7 @@ def same_structure(bare: tree.Tree, old: Any, new: Any) -> list[Tensor]:
             raise StepContractError(
                 f"goes in as {list(left.shape)} {left.dtype} and comes out as {found}",
                 where=tree.paths(old)[index],
-                hint="keep shape and dtype of every leaf (.to(old.dtype))",
+                hint="keep shape and dtype of every leaf: call .to(old.dtype)",
             )
     return after
 
@@ -92,19 +92,19 @@ def _difference(old: Any, new: Any) -> str:
 
 
 def _other_node(old: tree.TreeDef, new: tree.TreeDef, path: str = "state") -> str:
-    """Where two structures whose leaves have the same paths differ."""
+    """Describe the first difference between two structures whose leaves have the same paths."""
     if old.type is not new.type:
-        before, after = (getattr(found.type, "__name__", "leaf") for found in (old, new))
+        before, after = (getattr(treedef.type, "__name__", "leaf") for treedef in (old, new))
         return f"{path} goes in as {before} and comes out as {after}"
     if old.entries() == new.entries():
         for entry, one, other in zip(old.entries(), old.children(), new.children(), strict=True):
             if one != other:
                 return _other_node(one, other, f"{path}/{entry}")
-    return f"{path} comes out with its keys in another order, or made with something else"
+    return f"{path} comes out with its keys in another order, or with other constructor arguments"
 
 
 def unrolled(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step once a batch of a list, metrics merged."""
+    """Return a function that runs the step on each batch of a list and merges the metrics."""
 
     def steps(state: Any, batches: Sequence[Any]) -> tuple[Any, Metrics]:
         total: Metrics = {}

@@ -1,6 +1,6 @@
-"""`torch.cond`, `torch.while_loop` and their kind in a step: operators that take functions.
+"""Higher-order operators in a step: `torch.cond`, `torch.while_loop` and others that take functions.
 
-torch runs them through Dynamo in eager mode too, which makes graphs of their functions; a trace finds these.
+Torch runs them through Dynamo even in eager mode, which captures their functions as graphs; a trace contains these.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ if TYPE_CHECKING:
 
 
 class Mode(TorchDispatchMode):
-    """A mode of a trace. It sees these operators, and Dynamo does not skip their frames because of it: Dynamo would go
-    on skipping them for the rest of the process."""
+    """Base of the dispatch modes of a trace. It receives higher-order operators, and Dynamo does not skip frames
+    because of it, which would last for the rest of the process."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """See above."""
+        """Return True, so that Dynamo does not skip frames."""
         return True
 
 
 def operators(graph: GraphModule) -> list[str]:
-    """Names of those that a graph calls, each once."""
+    """Distinct names of the higher-order operators in a graph."""
     kind: Any = importlib.import_module("torch._ops").HigherOrderOperator
     return list(dict.fromkeys(str(node.target) for node in graph.graph.nodes if isinstance(node.target, kind)))
 
 
 def cure(names: list[str]) -> str:
-    """What to do where inductor does not compile operators of these names."""
+    """The cure if inductor cannot compile operators of these names."""
     is_loop = any("loop" in name for name in names)
     written = "write a Python loop of a fixed number of passes, or run the loop under torch.no_grad()"
     chosen = "compute both results and choose by torch.where(condition, a, b)"
     return (
-        'pass backend="aot_eager", which runs the captured operations one by one; or use the step itself, in eager '
+        'pass backend="aot_eager", which runs the captured operations one by one; or call the step itself, in eager '
         f"mode (in fit: compile=False); or {written if is_loop else chosen}"
     )
 
 
-def apart(graph: GraphModule) -> GraphModule:
-    """The graph with copies of what these operators take and of what their functions return: inductor refuses operands
-    that share memory, as weights do that are views of one vector, and a result that is an operand or another result.
+def copy_operands(graph: GraphModule) -> GraphModule:
+    """Copy the operands of these operators and the results of their functions: inductor rejects operands that share
+    memory, such as weights that are views of one vector, and a result that is an operand or another result.
     """
     kind: Any = importlib.import_module("torch._ops").HigherOrderOperator
     for part in (graph, *inner(graph)):
         for node in [node for node in part.graph.nodes if isinstance(node.target, kind)]:
-            node.meta.pop("unbacked_bindings", None)  # sizes of the trace that is over
+            node.meta.pop("unbacked_bindings", None)  # symbols of the finished trace
             _copy_tensors(part.graph, node)
         if part is not graph:
             _copy_tensors(part.graph, part.graph.output_node())
@@ -64,7 +64,7 @@ def apart(graph: GraphModule) -> GraphModule:
 
 
 def _copy_tensors(graph: Any, node: Any) -> None:
-    """Every tensor that a node takes as a copy of its own, however often it takes it."""
+    """Replace each tensor argument of a node by a separate copy."""
     from torch.fx.node import map_arg
 
     def copied(source: Any) -> Any:
@@ -79,24 +79,24 @@ def _copy_tensors(graph: Any, node: Any) -> None:
 
 
 def inner(graph: GraphModule) -> Iterator[GraphModule]:
-    """The graphs of their functions."""
+    """The graphs of the operators' functions."""
     yield from (part for part in graph.modules() if isinstance(part, torch.fx.GraphModule) and part is not graph)
 
 
 @contextmanager
-def of_one_vector() -> Generator[None]:
-    """Their functions may use several weights, which are views of one vector: torch refuses inputs that share memory,
-    because one might be written. In a step none is. Under `with_compiler`: this patches Dynamo."""
+def aliased_inputs_allowed() -> Generator[None]:
+    """Let the operators' functions use several weights that are views of one vector. Torch rejects inputs that share
+    memory, because one might be written; a step writes none. Patches Dynamo, so call it under `with_compiler`."""
     graphs: Any = importlib.import_module("torch._dynamo.output_graph")
     kind = graphs.SubgraphTracer
     if not hasattr(kind, "has_aliasing"):  # another torch
         yield
         return
-    with mock.patch.object(kind, "has_aliasing", _but_inputs(kind.has_aliasing)):
+    with mock.patch.object(kind, "has_aliasing", _ignore_input_aliasing(kind.has_aliasing)):
         yield
 
 
-def _but_inputs(true: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _ignore_input_aliasing(true: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def has_aliasing(tracer: Any) -> Any:
         found = true(tracer)
         return dataclasses.replace(found, has_aliasing=False) if found.msg.startswith("Input-to-input") else found

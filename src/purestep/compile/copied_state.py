@@ -1,7 +1,7 @@
-"""A compiled step that leaves its state as it was: the graph of a donated one, on a copy of the state's few buffers.
+"""Calls without donation: the graph of the donated step runs on a copy of the state's few buffers.
 
-The state that comes out is a plain TrainState of views of those buffers. As long as it lives, the step knows them by
-its key, and copies them whole next time; a state of other tensors is packed leaf by leaf.
+The returned state is a plain TrainState of views of those buffers. While it is alive, the step finds its buffers by the
+state's key and copies them whole at the next call; a state of other tensors is packed leaf by leaf.
 """
 
 from __future__ import annotations
@@ -20,56 +20,56 @@ from .. import tree
 from ..types import TrainState
 from .donation import DonatedBuffers, HostCounters
 
-_FEW = 4  # leaves: as many views of one buffer are made as fast one by one as by one call
+_MIN_RUN = 4  # leaves: fewer views of a buffer are as fast one by one as by one call
 _FIELDS = slice(TrainState._fields.index("key"))  # all but the key, which is the last
 
 
 class _Run(NamedTuple):
-    """Leaves of one shape that lie at equal distances in a buffer."""
+    """Leaves of one shape at equal distances in a buffer."""
 
     buffer: int
-    shape: tuple[Any, ...]  # of one leaf; of several, with their number in front
+    shape: tuple[Any, ...]  # of one leaf, or (number of leaves, *shape)
     stride: tuple[Any, ...]
     offset: Any
     leaves: tuple[int, ...]  # their positions
 
 
 class _Views(NamedTuple):
-    """How the leaves that users see lie in the buffers of stores of one structure."""
+    """The user's leaves as views of the buffers, for stores of one structure."""
 
     treedef: tree.TreeDef
-    key: int  # which leaf is the key
+    key: int  # position of the key among the leaves
     runs: tuple[_Run, ...]
-    own: tuple[int, ...]  # buffers that a step writes
-    frozen: tuple[int, ...]  # buffers that none writes; each is a leaf as it is
-    ordered: Callable[[list[Tensor]], Any]  # from the order of the runs, and the frozen ones after them, to the leaves'
+    own: tuple[int, ...]  # indices of buffers that the step writes
+    frozen: tuple[int, ...]  # indices of buffers that no step writes; each is one leaf
+    ordered: Callable[[list[Tensor]], Any]  # from (leaves of the runs, frozen leaves) to the tree's order
     contiguous: list[bool]  # per leaf
-    nodes: tuple[tuple[Any, ...], ...]  # where the state has dicts and lists, which can be changed
+    nodes: tuple[tuple[Any, ...], ...]  # paths of the state's dicts and lists, which are mutable
 
     def of(self, buffers: list[Tensor]) -> list[Tensor]:
-        """The leaves, without the key."""
-        made: list[Tensor] = []
+        """Return the leaves without the key."""
+        views: list[Tensor] = []
         for run in self.runs:
-            found = buffers[run.buffer].as_strided(run.shape, run.stride, run.offset)
+            view = buffers[run.buffer].as_strided(run.shape, run.stride, run.offset)
             if len(run.leaves) == 1:
-                made.append(found)
+                views.append(view)
             else:
-                made += found.unbind()
-        made += [buffers[index] for index in self.frozen]
-        return list(self.ordered(made))
+                views += view.unbind()
+        views += [buffers[index] for index in self.frozen]
+        return list(self.ordered(views))
 
     def state(self, leaves: list[Tensor], key: Tensor) -> TrainState:
-        """The state of these leaves."""
+        """Build the state from its leaves."""
         return tree.unflatten(self.treedef, [*leaves[: self.key], key, *leaves[self.key :]])
 
     def contents(self, state: TrainState) -> list[tuple[Any, list[Any]]]:
-        """The dicts and lists of a state, and what is in them."""
-        found = [functools.reduce(operator.getitem, path, cast(Any, state)) for path in self.nodes]
-        return [(node, _content(node)) for node in found]
+        """The dicts and lists of a state, each with its contents."""
+        nodes = [functools.reduce(operator.getitem, path, cast(Any, state)) for path in self.nodes]
+        return [(node, _content(node)) for node in nodes]
 
 
-class _Handed(NamedTuple):
-    """What is known of a state that was handed out. It must not hold the key, by which it is found."""
+class _Returned(NamedTuple):
+    """Record of a returned state. It must not hold the key: `CopiedStates` maps keys weakly to records."""
 
     store: DonatedBuffers  # without the state
     left: int | None
@@ -80,54 +80,56 @@ class _Handed(NamedTuple):
     versions: list[int]
     addresses: list[int]  # of the leaves
 
-    def is_still(self, state: TrainState) -> bool:
-        """Whether the state is what was handed out: of the same tensors, none of which was written to since."""
-        same = _are(state[_FIELDS], self.fields) and all(_are(_content(node), held) for node, held in self.contents)
+    def is_unmodified(self, state: TrainState) -> bool:
+        """Whether the state still has the tensors that were returned, and none was written since."""
+        same = _are_same(state[_FIELDS], self.fields) and all(
+            _are_same(_content(node), held) for node, held in self.contents
+        )
         if not same or _versions(self.store) != self.versions:
             return False
-        # `tensor.data = ...` is no write; it has the tensor lie elsewhere, or turned.
+        # `tensor.data = ...` does not count as a write, but changes the address or the strides.
         moved = [leaf.data_ptr() for leaf in self.leaves] != self.addresses
         return not moved and [leaf.is_contiguous() for leaf in self.leaves] == self.views.contiguous
 
 
-class Forks:
-    """The states that a step has handed out."""
+class CopiedStates:
+    """The states that a step has returned, with the buffers that they are views of."""
 
     def __init__(self) -> None:
         self._views: dict[object, _Views | None] = {}
-        self._handed: Any = WeakIdKeyDictionary()
+        self._returned: Any = WeakIdKeyDictionary()
 
-    def of_live(self, store: DonatedBuffers) -> DonatedBuffers | None:
-        """A store in memory of its own of a live state, which stays as it is; None where that cannot be told."""
+    def copy_live(self, store: DonatedBuffers) -> DonatedBuffers | None:
+        """Copy the store of a live state; return None if its leaves are not views of its buffers."""
         views = self._views_of(store)
         if views is None:
             return None
-        return _forked(store, views, store.named.key, store.hosts[0].left)
+        return _copy_store(store, views, store.named.key, store.hosts[0].left)
 
-    def of(self, state: TrainState) -> DonatedBuffers | None:
-        """The same of a state that was handed out; None of any other."""
+    def copy(self, state: TrainState) -> DonatedBuffers | None:
+        """Copy the store of a returned state; return None for any other state."""
         key: Any = state.key
-        found: _Handed | None = self._handed.get(key) if isinstance(key, Tensor) else None
-        if found is None or not found.is_still(state):
+        found: _Returned | None = self._returned.get(key) if isinstance(key, Tensor) else None
+        if found is None or not found.is_unmodified(state):
             return None
-        # Where it costs nothing the window is read, not remembered: the state knows better (`left.numpy()[()] = 1`).
+        # On the CPU the window's position is read again: the user may have written it (`left.numpy()[()] = 1`).
         left = None if found.store.device.type == "cpu" else found.left
-        return _forked(found.store, found.views, state.key, left)
+        return _copy_store(found.store, found.views, state.key, left)
 
-    def hand_out(self, store: DonatedBuffers) -> TrainState:
-        """The state of a store that nobody else has, as a plain TrainState."""
+    def release(self, store: DonatedBuffers) -> TrainState:
+        """Return the state of a new store as a plain TrainState, and remember it."""
         state: TrainState = store.named
         views = self._views_of(store)
         if views is None:
             return state
         leaves = store.leaves
-        if leaves is None:  # a buffer that is a leaf itself would not tell who holds it
+        if leaves is None:  # as views, never as the buffers themselves
             leaves = views.of(store.buffers)
             state = views.state(leaves, state.key)
-        bare = store.elsewhere(store.buffers, None, [])
-        with suppress(RuntimeError):  # tensors of inference mode do not count their writes
+        bare = store.with_memory(store.buffers, None, [])
+        with suppress(RuntimeError):  # inference tensors have no version counter
             known = state[_FIELDS], views.contents(state), _versions(store), [leaf.data_ptr() for leaf in leaves]
-            self._handed[state.key] = _Handed(bare, store.hosts[0].left, views, leaves, *known)
+            self._returned[state.key] = _Returned(bare, store.hosts[0].left, views, leaves, *known)
         return state
 
     def _views_of(self, store: DonatedBuffers) -> _Views | None:
@@ -137,7 +139,7 @@ class Forks:
         return self._views[known]
 
 
-def _are(found: Any, expected: Any) -> bool:
+def _are_same(found: Any, expected: Any) -> bool:
     return len(found) == len(expected) and all(map(operator.is_, found, expected))
 
 
@@ -146,54 +148,54 @@ def _content(node: Any) -> list[Any]:
 
 
 def _versions(store: DonatedBuffers) -> list[int]:
-    """How often the buffers were written to, their views included."""
+    """Version counters of the buffers; writes to views count too."""
     return [buffer._version for buffer in store.buffers]
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-def _forked(store: DonatedBuffers, views: _Views, key: Tensor, left: int | None) -> DonatedBuffers:
+def _copy_store(store: DonatedBuffers, views: _Views, key: Tensor, left: int | None) -> DonatedBuffers:
     buffers = list(store.buffers)
     for index in views.own:
         buffers[index] = buffers[index].clone()
     leaves = views.of(buffers)
     state = views.state(leaves, key.clone())
-    found = store.elsewhere(buffers, state, [HostCounters(state, left)])
-    found.leaves = leaves
-    return found
+    copy = store.with_memory(buffers, state, [HostCounters(state, left)])
+    copy.leaves = leaves
+    return copy
 
 
 # --- views ------------------------------------------------------------------------------------------------------------
 
 
 def _views(store: DonatedBuffers) -> _Views | None:
-    """Of a store's structure; None where its leaves cannot be told from its buffers."""
+    """The views of a store's structure; None if a leaf is neither a view nor a frozen buffer."""
     state: TrainState = store.named
-    nodes = _changeable(state)
+    nodes = _container_paths(state)
     leaves, treedef = tree.flatten(state)
     key = next(index for index, leaf in enumerate(leaves) if leaf is state.key)
     del leaves[key]
     held = _frozen(store, leaves)
-    inside = _inside(store, leaves, held)
+    inside = _by_buffer(store, leaves, held)
     if nodes is None or inside is None:
         return None
     runs = tuple(run for index, positions in inside.items() for run in _runs(index, positions, leaves))
     own = tuple(index for index in range(len(store.buffers)) if index not in held.values())
     contiguous = [leaf.is_contiguous() for leaf in leaves]
-    return _Views(treedef, key, runs, own, tuple(held.values()), _ordered(runs, held), contiguous, nodes)
+    return _Views(treedef, key, runs, own, tuple(held.values()), _reordering(runs, held), contiguous, nodes)
 
 
 def _frozen(store: DonatedBuffers, leaves: list[Tensor]) -> dict[int, int]:
-    """Positions of the leaves that are frozen buffers, and which. A frozen scalar lies beside other scalars in one
-    buffer, and is taken for one of them."""
+    """Positions of the frozen leaves and the indices of their buffers. A frozen scalar shares a buffer with other
+    scalars and is treated like them."""
     numbers = {id(buffer): index for index, buffer in enumerate(store.buffers)}
     frozen = {id(leaf) for leaf in store.named.frozen.values()}
     return {at: numbers[id(leaf)] for at, leaf in enumerate(leaves) if id(leaf) in frozen and id(leaf) in numbers}
 
 
-def _inside(store: DonatedBuffers, leaves: list[Tensor], held: dict[int, int]) -> dict[int, list[int]] | None:
-    """Per buffer, the positions of the other leaves, which lie in its memory; None where one does not."""
+def _by_buffer(store: DonatedBuffers, leaves: list[Tensor], held: dict[int, int]) -> dict[int, list[int]] | None:
+    """Positions of the other leaves by the buffer that contains them; None if a leaf is outside of all buffers."""
     memory = {buffer.untyped_storage().data_ptr(): index for index, buffer in enumerate(store.buffers)}
     found: dict[int, list[int]] = defaultdict(list)
     for position, leaf in enumerate(leaves):
@@ -206,14 +208,14 @@ def _inside(store: DonatedBuffers, leaves: list[Tensor], held: dict[int, int]) -
     return found
 
 
-def _ordered(runs: tuple[_Run, ...], held: dict[int, int]) -> Callable[[list[Tensor]], Any]:
+def _reordering(runs: tuple[_Run, ...], held: dict[int, int]) -> Callable[[list[Tensor]], Any]:
     order = [position for run in runs for position in run.leaves] + list(held)
-    # Which gives a tuple where it is asked for two or more: every state has .step and .updates.
+    # itemgetter returns a tuple for two or more items: every state has .step and .updates.
     return operator.itemgetter(*sorted(range(len(order)), key=order.__getitem__))
 
 
 def _runs(buffer: int, positions: list[int], leaves: list[Tensor]) -> Iterator[_Run]:
-    """The leaves in a buffer, those together that differ in their offset alone, by the same step."""
+    """Group the leaves in a buffer that differ only in their offset, by a constant step."""
     waiting = sorted(positions, key=lambda position: leaves[position].storage_offset())
     while waiting:
         first = leaves[waiting[0]]
@@ -227,7 +229,7 @@ def _runs(buffer: int, positions: list[int], leaves: list[Tensor]) -> Iterator[_
                 break
             count += 1
         shape, stride = tuple(first.shape), first.stride()
-        if count < _FEW:
+        if count < _MIN_RUN:
             count = 1
         else:
             shape, stride = (count, *shape), (step, *stride)
@@ -235,8 +237,8 @@ def _runs(buffer: int, positions: list[int], leaves: list[Tensor]) -> Iterator[_
         waiting = waiting[count:]
 
 
-def _changeable(state: TrainState) -> tuple[tuple[Any, ...], ...] | None:
-    """The paths of all dicts and lists; None where there is a node of another kind."""
+def _container_paths(state: TrainState) -> tuple[tuple[Any, ...], ...] | None:
+    """Paths of all dicts and lists; None if there is a node of another type."""
     found: list[tuple[Any, ...]] = []
 
     def walk(node: Any, path: tuple[Any, ...]) -> bool:

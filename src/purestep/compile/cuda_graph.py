@@ -1,10 +1,9 @@
-"""A donated step as one CUDA graph: a launch instead of a hundred.
+"""A donated step as one CUDA graph: one launch instead of a hundred.
 
-A CUDA graph replays kernels on the addresses that they were recorded with. The state of a donated step lies in the
-buffers of its store, which never move; a batch is copied into buffers of its own; what the step returns is copied out,
-since the next replay writes over it. The first calls run as they are: they are steps like any other, and let inductor
-tune its kernels before anything is recorded. Random numbers advance: torch hands the generator's seed and offset to
-each replay, and the host seeds it before.
+A CUDA graph replays kernels on the addresses of its recording. The buffers of a donated state never move. Each batch is
+copied into static buffers, and results are copied out, since the next replay overwrites them. The first calls run
+without a CUDA graph, so that inductor tunes its kernels before the recording. Random numbers advance: torch passes the
+generator's seed and offset to each replay, and the host seeds the generator before.
 """
 
 from __future__ import annotations
@@ -20,55 +19,55 @@ import torch
 from torch import Tensor
 
 from ..errors import StepContractError
-from .donation import DonatedBuffers, memory_of, unshared
-from .guards import alike, kinds
+from .donation import DonatedBuffers, memory_of, strided_clone
+from .guards import kinds, kinds_guard
 
 Run = Callable[[list[Tensor], list[Any]], Any]
-"""``(tensors, batch leaves) -> metrics``, as of `graphs.Graph`."""
+"""``(tensors, batch leaves) -> metrics``, like `graph_cache.Graph`."""
 
-_WARM = 2  # calls before one is recorded
-_MOST = 16  # recordings of one store: batches of more sizes than that run as they are
+_WARM = 2  # calls before the recording
+_MOST = 16  # recordings of one store; batches of further sizes run without a CUDA graph
 
 
-class _Recorded:
+class _Recording:
     """One graph on the buffers of one store, for batches of one layout."""
 
     def __init__(self, run: Run, leaves: list[Any], *, possible: bool) -> None:
-        self.run = run  # held, so that its id is no other function's
-        self.fits = alike(leaves)
+        self.run = run  # kept alive, so that no other function gets its id
+        self.fits = kinds_guard(leaves)
         self.possible = possible
         self.calls = 0
         self.leaves: list[Any] = []
-        self.memory: list[Tensor | None] = []  # of those leaves, where they are no plain arrays
+        self.memory: list[Tensor | None] = []  # of the leaves that are not contiguous
         self.outputs: Any = None
         self.graph: Any = None
 
     def record(self, run: Run, tensors: list[Tensor], leaves: list[Any], pool: Any) -> None:
-        self.leaves = [unshared(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.memory = [_not_plain(leaf) for leaf in self.leaves]
+        self.leaves = [strided_clone(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.memory = [_strided_memory(leaf) for leaf in self.leaves]
         graph, device = torch.cuda.CUDAGraph(), tensors[0].device
         with torch.cuda.device(device):  # torch records, and seeds, on the current device
             before = torch.cuda.current_stream()
             try:
-                # Recording runs nothing: the state is what it was, whatever happens here. What other threads do (a
-                # DataLoader's, pinning memory) is none of a graph's business.
+                # Recording runs no kernel, so a failure leaves the state unchanged. thread_local: other threads may
+                # call CUDA meanwhile, such as a DataLoader that pins memory.
                 with torch.cuda.graph(graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"):
                     self.outputs = run(tensors, self.leaves)
             except torch.OutOfMemoryError as error:
                 raise StepContractError(
                     f"no memory is left to record it as a CUDA graph: {str(error).splitlines()[0]}",
                     where="step",
-                    hint="a smaller batch; or cuda_graph=False: a recorded step has intermediates of its own",
+                    hint="use a smaller batch, or cuda_graph=False: a recorded step allocates its own intermediates",
                 ) from error
             except RuntimeError as error:
-                _mend(device, before, pool)
+                _reset_capture(device, before, pool)
                 raise StepContractError(
                     f"cannot be recorded as a CUDA graph: {str(error).strip().splitlines()[0]}",
                     where="step",
-                    hint="no copies to or from the host and no synchronization inside a step; or cuda_graph=False",
+                    hint="remove host copies and synchronization from the step, or set cuda_graph=False",
                 ) from error
             finally:
-                torch.cuda.set_stream(before)  # which torch leaves as it is where the end of a recording fails
+                torch.cuda.set_stream(before)  # torch does not reset it if the end of a recording fails
         self.graph = graph
 
     def replay(self, leaves: list[Any]) -> Any:
@@ -81,24 +80,23 @@ class _Recorded:
         return self.outputs
 
 
-def _not_plain(leaf: Any) -> Tensor | None:
-    """The memory of a tensor whose elements do not lie one after another: slices keep what is between them, and an
-    expanded one is written once."""
+def _strided_memory(leaf: Any) -> Tensor | None:
+    """The memory of a tensor that is not contiguous: one copy of it covers gaps and expanded dimensions."""
     return memory_of(leaf) if isinstance(leaf, Tensor) and not leaf.is_contiguous() else None
 
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One a device: cuBLAS keeps a workspace for every stream."""
+    """One stream for each device: cuBLAS allocates a workspace for every stream."""
     return torch.cuda.Stream(device)
 
 
-def _mend(device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
-    """After a recording that was broken off torch's allocator and generator wait for its end, which torch does not tell
-    them of where the end itself fails. The generator takes the end of another one for it."""
+def _reset_capture(device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
+    """Reset torch's allocator and generator after a recording that failed: torch skips this if the end of the recording
+    itself fails. The generator is reset by the end of another recording."""
     torch.cuda.set_stream(stream)
     core: Any = importlib.import_module("torch._C")
-    with suppress(RuntimeError, AttributeError):  # where torch has told them, there is no such recording
+    with suppress(RuntimeError, AttributeError):  # raised if torch did reset them
         core._cuda_endAllocateToPool(device.index, pool)
         core._cuda_releasePool(device.index, pool)
     graph = torch.cuda.CUDAGraph()
@@ -109,16 +107,16 @@ def _mend(device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
         torch.zeros((), device=device)
 
 
-class _OfStore:
-    """The recorded graphs of one store. Memory is theirs: torch gives none to a pool whose graphs are all gone."""
+class _StoreGraphs:
+    """The recorded graphs of one store, which share a memory pool."""
 
     def __init__(self) -> None:
-        self.recorded: dict[Any, _Recorded] = {}
-        self.last: dict[int, _Recorded] = {}  # of each function: what its last call has taken
+        self.recorded: dict[Any, _Recording] = {}
+        self.last: dict[int, _Recording] = {}  # recording of the last call, by id of the function
         self.pool: Any = None
 
-    def find(self, run: Run, store: DonatedBuffers, leaves: list[Any]) -> _Recorded | None:
-        """What there is of this function for these leaves, made where there is nothing yet; None beyond the limit."""
+    def find(self, run: Run, store: DonatedBuffers, leaves: list[Any]) -> _Recording | None:
+        """Return the recording of this function for these leaves, a new one if needed; None beyond the limit."""
         last = self.last.get(id(run))
         if last is not None and last.fits(*leaves):
             return last
@@ -129,33 +127,33 @@ class _OfStore:
                 return None
             tensors = [leaf for leaf in (*store.buffers, *leaves) if isinstance(leaf, Tensor)]
             possible = all(tensor.device == store.device for tensor in tensors)
-            found = self.recorded[key] = _Recorded(run, leaves, possible=possible)
+            found = self.recorded[key] = _Recording(run, leaves, possible=possible)
         self.last[id(run)] = found
         return found
 
 
-class Replays:
+class CudaGraphs:
     """The recorded graphs of one step."""
 
     def __init__(self) -> None:
-        self._of: WeakKeyDictionary[DonatedBuffers, _OfStore] = WeakKeyDictionary()
+        self._stores: WeakKeyDictionary[DonatedBuffers, _StoreGraphs] = WeakKeyDictionary()
 
     def run(self, run: Run, store: DonatedBuffers, leaves: list[Any], copied: Callable[[Any], Any]) -> Any:
-        """``run(store.buffers, leaves)``: as it is, recorded, or replayed.
+        """Call ``run(store.buffers, leaves)`` directly, record it, or replay its recording.
 
         Args:
-            run: the same object for the same graph; one for batches of several sizes is recorded for each.
-            store: whose buffers it writes.
-            leaves: of the batch. Where one is on another device than the store, the step runs as it is: a graph does
-                not read again what the host has read.
-            copied: makes what is returned independent of the next replay.
+            run: the same object for the same graph; recorded once for each batch size.
+            store: its buffers are written.
+            leaves: of the batch. If one is on another device than the store, ``run`` is called directly: a replay would
+                not read host values again.
+            copied: copies the result, which the next replay overwrites.
 
         Raises:
             StepContractError: the step cannot be recorded.
         """
-        known = self._of.get(store)
+        known = self._stores.get(store)
         if known is None:
-            known = self._of[store] = _OfStore()
+            known = self._stores[store] = _StoreGraphs()
         found = known.find(run, store, leaves)
         if found is None or not found.possible:
             return run(store.buffers, leaves)
@@ -167,6 +165,6 @@ class Replays:
             try:
                 found.record(run, store.buffers, leaves, known.pool)
             except BaseException:
-                known.pool = None  # torch may think of it as in use
+                known.pool = None  # torch may count it as in use
                 raise
         return copied(found.replay(leaves))

@@ -22,52 +22,52 @@ from .live_state import is_state, live, states
 
 
 class HostCounters:
-    """What the host keeps of one TrainState in a store, so that no step has to read it from the device."""
+    """Values of one TrainState that the host keeps, so that no step reads them from the device."""
 
     __slots__ = ("_at", "_numbers", "key", "left", "seed")
 
     def __init__(self, state: TrainState, left: int | None = None) -> None:
-        self.key = state.key  # its `_version` counts writes of others; ours go through numpy and do not count
+        self.key = state.key  # its `_version` counts other writes; ours go through numpy and do not count
         self._at, self._numbers = self.key.data_ptr(), self.key.numpy()
         self.seed = int(self._numbers[0])
-        self.left = left  # calls until the window closes, where that is known
+        self.left = left  # calls until the window closes, if known
         if left is None and not isinstance(state.accum, Empty):
             self.left = int(state.accum.left)
 
     @property
     def calls(self) -> int:
-        """Calls so far, the second number of the key."""
+        """Number of calls so far, the second number of the key."""
         return int(self._view()[1])
 
     def advance(self, calls: int = 1) -> None:
-        """One more call, or several in one."""
+        """Add to the number of calls."""
         self._view()[1] += calls
 
     def _view(self) -> Any:
-        # Of numpy's: writing it costs a twentieth of an in-place op. `share_memory_`, which sending a state to another
-        # process calls, has the key lie elsewhere.
+        # A write through numpy costs a twentieth of an in-place op. `share_memory_`, called when a state is sent to
+        # another process, moves the memory of the key.
         if self.key.data_ptr() != self._at:
             self._at, self._numbers = self.key.data_ptr(), self.key.numpy()
         return self._numbers
 
 
 class Slots(NamedTuple):
-    """How the leaves of a flat tree lie in a store's buffers."""
+    """The places of a flat tree's leaves in the buffers."""
 
     treedef: tree.TreeDef
     places: tuple[tuple[str, int], ...]  # per leaf: ("int64" | "float32" | "key" | "own" | "one", index); see `_kind`
-    identity: object  # hashed once instead of the structure; stores of one structure share it
+    identity: object  # hashed instead of the structure; shared by all buffers of one structure
 
     def gather(self, buffers: list[Tensor], keys: list[Tensor] | None = None) -> list[Tensor]:
-        """The leaves: 0-d ones are elements of one buffer a dtype. Keys belong to the host: inside a graph they
-        are zeros, and nothing may depend on them."""
+        """Return the leaves; 0-d leaves of one dtype share a buffer. Keys belong to the host: inside a graph they are
+        zeros, and nothing may depend on them."""
         count = sum(kind == "key" for kind, _ in self.places)
-        known = keys or [torch.zeros(2, dtype=torch.int64)] * count
-        source = {"int64": buffers[0].unbind(), "float32": buffers[1].unbind(), "own": buffers[2:], "key": known}
+        keys = keys or [torch.zeros(2, dtype=torch.int64)] * count
+        source = {"int64": buffers[0].unbind(), "float32": buffers[1].unbind(), "own": buffers[2:], "key": keys}
         return [source[kind][index] if kind != "one" else buffers[2 + index][0] for kind, index in self.places]
 
     def scatter(self, buffers: list[Tensor], old: list[Tensor], new: list[Tensor]) -> None:
-        """Write the leaves that changed back, in place."""
+        """Write the changed leaves to the buffers in place."""
         scalars = [
             (buffers[number], torch.stack(fresh))
             for number, kind in enumerate(("int64", "float32"))
@@ -78,27 +78,27 @@ class Slots(NamedTuple):
             for before, after, (kind, index) in zip(old, new, self.places, strict=True)
             if kind in ("own", "one") and after is not before
         ]
-        # A leaf may be another one's old value: all are taken before the first is written.
-        for buffer, after in scalars + [(buffer, apart(after, buffers)) for buffer, after in own]:
+        # A new leaf may be the old value of another: copy all of them before the first write.
+        for buffer, after in scalars + [(buffer, unaliased(after, buffers)) for buffer, after in own]:
             buffer.copy_(after)
 
 
-def apart(value: Tensor, buffers: list[Tensor]) -> Tensor:
-    """The value in memory of its own, if it may lie in one of the buffers."""
+def unaliased(value: Tensor, buffers: list[Tensor]) -> Tensor:
+    """Clone the value if it may share memory with one of the buffers."""
     if torch.compiler.is_dynamo_compiling():
-        return value.clone()  # Dynamo cannot compare memory; inductor folds the copy into what made the value
+        return value.clone()  # Dynamo cannot compare memory; inductor fuses the copy into the producer
     memory = StorageWeakRef(value.untyped_storage())
-    taken = any(StorageWeakRef(buffer.untyped_storage()) == memory for buffer in buffers)
-    return value.clone() if taken else value
+    is_shared = any(StorageWeakRef(buffer.untyped_storage()) == memory for buffer in buffers)
+    return value.clone() if is_shared else value
 
 
 def memory_of(leaf: Tensor) -> Tensor:
-    """What a tensor lies in, as a vector: slices and expanded tensors keep the strides that kernels are made for."""
+    """A tensor's memory as a vector: slices and expanded tensors keep the strides that kernels were compiled for."""
     return leaf.detach().as_strided((tensor_layout.extent(leaf),), (1,))
 
 
-def unshared(leaf: Tensor) -> Tensor:
-    """The tensor in memory of its own, of the same strides."""
+def strided_clone(leaf: Tensor) -> Tensor:
+    """Clone a tensor with its strides."""
     return memory_of(leaf).clone().as_strided(leaf.shape, leaf.stride(), 0)
 
 
@@ -124,25 +124,25 @@ def check_tensors(leaves: list[Any]) -> None:
             raise StateError(
                 f"a {type(leaf).__name__} is no tensor",
                 where="state",
-                hint="torch.tensor(value): state is tensors only",
+                hint="pass torch.tensor(value): a state holds tensors only",
             )
 
 
 def _kind(leaf: Tensor) -> str:
     if leaf.dim() == 0 and leaf.dtype in (torch.int64, torch.float32):
         return str(leaf.dtype).removeprefix("torch.")
-    # Dynamo takes a 0-d float64 for a number of Python's and loses what is written into it: it lies in a vector of one.
+    # Dynamo treats a 0-d float64 as a Python number and loses writes to it: store it in a vector of length one.
     return "one" if leaf.dim() == 0 and leaf.dtype == torch.float64 else "own"
 
 
 @functools.lru_cache(maxsize=64)
 def key_positions(treedef: tree.TreeDef) -> frozenset[int]:
-    """Which leaves of trees of a structure are the keys of TrainStates; the same tensor may be a leaf elsewhere too."""
+    """Positions of the TrainStates' keys among the leaves of a structure; the same tensor may be another leaf too."""
     return frozenset(int(cast(Any, part.key)) for part in states(treespec.of(treedef)))
 
 
 class DonatedBuffers:
-    """Static buffers, the named tree over them, and the generation."""
+    """Static buffers (a "store"), the named tree of views of them, and the generation."""
 
     def __init__(
         self,
@@ -154,43 +154,43 @@ class DonatedBuffers:
         frozen: bool = True,
     ) -> None:
         self.layout = layout
-        self.layouts = layouts  # of all compiled steps that take a state as it lies here
+        self.layouts = layouts  # of the compiled steps that share this layout
         flat = state if layout is None else packed.pack(layout, state)
         assert flat is not None
         self.slots = place(flat)
         leaves = tree.leaves(flat)
-        given = _shared(leaves) if adopt else {id(leaf) for leaf in tree.leaves(state)}
-        # Never written by a program's step, so the caller's tensors serve as they are: a frozen backbone is not held
-        # twice. A step of one's own may write them.
-        callers = _frozen(flat) if frozen else set[int]()
-        given -= callers
-        self.holds_callers = bool(callers)
-        self.buffers = self._fill(leaves, copied=given)
-        self.kinds: tuple[Any, ...] = ()  # of the buffers, as graphs were made for them; see `graphs.kinds`
-        keys = [found.key.to("cpu", copy=True) for found in states(flat)]
+        copied = _unwritable(leaves) if adopt else {id(leaf) for leaf in tree.leaves(state)}
+        # A program's step never writes frozen leaves, so they are not copied: one copy of a frozen backbone is enough.
+        # A user-defined step may write them.
+        not_copied = _frozen(flat) if frozen else set[int]()
+        copied -= not_copied
+        self.holds_callers = bool(not_copied)  # some buffers are tensors of the caller
+        self.buffers = self._fill(leaves, copied=copied)
+        self.kinds: tuple[Any, ...] = ()  # of the buffers, as graphs expect them; see `guards.kinds`
+        keys = [part.key.to("cpu", copy=True) for part in states(flat)]
         whole = tree.unflatten(self.slots.treedef, self.slots.gather(self.buffers, keys))
         self.named = whole if layout is None else packed.unpack(layout, whole)
-        self.hosts = [HostCounters(found) for found in states(self.named)]
+        self.hosts = [HostCounters(part) for part in states(self.named)]
         self.device = self.buffers[0].device
         self.generation = 0
-        self.calls = 0  # a generation may be several
-        self.failed = False  # the last call was broken off
-        self.leaves: list[Tensor] | None = None  # of the state, without its key, where they are at hand
-        self.parts = [tuple(found) for found in states(self.named)]
+        self.calls = 0  # one generation may take several calls
+        self.failed = False  # the last call was interrupted
+        self.leaves: list[Tensor] | None = None  # of the state, without its key, if already computed
+        self.parts = [tuple(part) for part in states(self.named)]
         self.single = isinstance(self.named, TrainState)  # else a tree of several
-        self.is_read = adopt  # by somebody, who may give a part of it back as a batch
-        self.shown: list[tuple[Any, Any]] | None = None  # its dicts and lists, read by somebody, and what is in them
-        self.memory: set[int] | None = None  # addresses of its buffers, asked for where something may lie there
+        self.is_read = adopt  # the caller has read the state, and may pass a part of it as a batch
+        self.exposed: list[tuple[Any, Any]] | None = None  # dicts and lists that the caller has read, and their copies
+        self.memory: set[int] | None = None  # addresses of the buffers; computed lazily
 
     def _fill(self, leaves: list[Tensor], *, copied: set[int]) -> list[Tensor]:
         chosen: dict[str, list[Tensor]] = {"int64": [], "float32": [], "own": [], "key": []}
         device = tree.device(leaves)
         for leaf, (kind, _) in zip(leaves, self.slots.places, strict=True):
             if kind in ("own", "one"):
-                # What is put off, a conjugation or a sign, a copy has in its memory; compiled code reads that alone.
-                put_off = leaf.is_conj() or leaf.is_neg()
-                mine = leaf.detach().clone() if id(leaf) in copied or put_off else leaf
-                chosen["own"].append(mine if kind == "own" else mine.detach().reshape(1))
+                # Compiled code reads raw memory: copying materializes lazy conj and neg views.
+                is_lazy = leaf.is_conj() or leaf.is_neg()
+                buffer = leaf.detach().clone() if id(leaf) in copied or is_lazy else leaf
+                chosen["own"].append(buffer if kind == "own" else buffer.detach().reshape(1))
             else:
                 chosen[kind].append(leaf)
         return [
@@ -200,47 +200,47 @@ class DonatedBuffers:
         ]
 
     def live(self) -> Tree:
-        """The state of this generation, to give to the user."""
+        """Return the state of this generation, for the user."""
         if self.single:
             return live(self, 0)
         count = iter(range(len(self.hosts)))
         return tree.map(lambda node: live(self, next(count)) if is_state(node) else node, self.named, is_leaf=is_state)
 
-    def elsewhere(self, buffers: list[Tensor], named: Any, hosts: list[HostCounters]) -> DonatedBuffers:
-        """A store of the same structure over other memory, of a single state."""
+    def with_memory(self, buffers: list[Tensor], named: Any, hosts: list[HostCounters]) -> DonatedBuffers:
+        """Return a store of the same structure over other buffers, for a single state."""
         other = object.__new__(DonatedBuffers)
         vars(other).update(vars(self))
         other.buffers, other.named, other.hosts, other.parts = buffers, named, hosts, [named]
         other.generation, other.calls, other.failed, other.is_read = 0, 0, False, False
-        other.leaves = other.shown = other.memory = None
+        other.leaves = other.exposed = other.memory = None
         return other
 
-    def show(self) -> None:
-        """Somebody reads the state, and may put another tensor into a dict of it."""
-        if self.shown is None:
-            self.shown = [(node, node.copy()) for node in treespec.containers(self.parts)]
+    def expose(self) -> None:
+        """Remember the contents of dicts and lists, because the caller reads them and may modify them."""
+        if self.exposed is None:
+            self.exposed = [(node, node.copy()) for node in treespec.containers(self.parts)]
 
-    def is_as_shown(self) -> bool:
-        """Whether no leaf has been put in, or taken out. Asks nothing of a state that nobody has read."""
+    def is_unmodified(self) -> bool:
+        """Whether the dicts and lists that the caller has read still have the same leaves."""
         try:
-            return all(node == held for node, held in self.shown or ())  # what is the same object is not compared
-        except Exception:  # of two tensors that are compared
+            return all(node == copy for node, copy in self.exposed or ())  # identical objects are not compared
+        except Exception:  # from comparing two tensors
             return False
 
     def check(self, kinds: tuple[Any, ...]) -> None:
-        """Raise StateError where a tensor of a state has been given memory of another layout (``tensor.data = ...``):
-        compiled code would write where there is nothing."""
+        """Raise StateError if a tensor of the state has memory of another layout since ``tensor.data = ...``: compiled
+        code would write out of bounds."""
         for was, now in zip(self.kinds, kinds, strict=True):
             if was != now:
                 raise StateError(
                     f"a tensor of the state, {list(was[0])} {was[2]} of strides {was[1]}, has become {list(now[0])} "
                     f"{now[2]} of strides {now[1]}",
                     where="state",
-                    hint="state._replace(...) with the new tensor, or tensor.copy_(...) into the one that is there",
+                    hint="call state._replace(...) with the new tensor, or tensor.copy_(...) to write the old one",
                 )
 
-    def beside(self, leaves: list[Any]) -> list[Any]:
-        """What a step is given besides the state; a part of that very state, which the step writes, as a copy."""
+    def without_aliases(self, leaves: list[Any]) -> list[Any]:
+        """Clone the batch leaves that share memory with the state, which the step writes."""
         if self.memory is None:
             self.memory = {buffer.untyped_storage().data_ptr() for buffer in self.buffers if buffer.numel()}
         memory = self.memory
@@ -249,34 +249,34 @@ class DonatedBuffers:
             dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
             return dense and leaf.untyped_storage().data_ptr() in memory
 
-        return [unshared(leaf) if is_part(leaf) else leaf for leaf in leaves]
+        return [strided_clone(leaf) if is_part(leaf) else leaf for leaf in leaves]
 
     def begin(self) -> None:
-        """A call is made: whatever becomes of it (Ctrl-C comes at any line), the state that went in is dead."""
+        """Invalidate the input state before a call, since Ctrl-C can interrupt the call at any line."""
         self.failed = True
         self.generation += 1
 
     def undo(self) -> None:
-        """The call has ended before it wrote anything."""
+        """Revert `begin` after a call that failed before it wrote anything."""
         self.generation -= 1
         self.failed = False
 
     def end(self, calls: int = 1) -> None:
-        """The call has been made: every key has moved."""
+        """Count a completed call and advance every key."""
         self.calls += calls
         for host in self.hosts:
             host.advance(calls)
         self.failed = False
 
-    def fate(self, index: int, generation: int, calls: int) -> str:
-        """What became of the state of an earlier generation."""
-        told = f"donated at step {self.hosts[index].calls - (self.calls - calls) + 1}"
-        last = self.failed and generation == self.generation - 1
-        return f"{told}, which failed and may have written half of it" if last else told
+    def donation_message(self, index: int, generation: int, calls: int) -> str:
+        """The error text for a state of an earlier generation."""
+        message = f"donated at step {self.hosts[index].calls - (self.calls - calls) + 1}"
+        is_last = self.failed and generation == self.generation - 1
+        return f"{message}, which failed and may have written half of it" if is_last else message
 
 
 def overlaps(leaf: Tensor) -> bool:
-    """Whether two indices of a tensor are one place in memory, as in `expand`: writing in place is an error there."""
+    """Whether two indices of a tensor share an address, as after `expand`: in-place writes raise for such a tensor."""
     extent = 1
     for stride, size in sorted((stride, size) for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
         if size > 1 and stride < extent:
@@ -285,16 +285,16 @@ def overlaps(leaf: Tensor) -> bool:
     return False
 
 
-def _shared(leaves: list[Tensor]) -> set[int]:
-    """Leaves that cannot be written where they are: a target network may start as the very weights."""
-    found, taken = set[int](), set[int]()
+def _unwritable(leaves: list[Tensor]) -> set[int]:
+    """Ids of leaves that need a copy to be written: a target network may share the memory of the weights."""
+    found, used = set[int](), set[int]()
     for leaf in leaves:
         memory = leaf.untyped_storage().data_ptr()
-        if memory in taken or overlaps(leaf):
+        if memory in used or overlaps(leaf):
             found.add(id(leaf))
-        taken.add(memory)
+        used.add(memory)
     return found
 
 
 def _frozen(state: Tree) -> set[int]:
-    return {id(value) for found in states(state) for value in found.frozen.values()}
+    return {id(value) for part in states(state) for value in part.frozen.values()}

@@ -1,4 +1,4 @@
-"""Sizes of batches: which dimensions vary, and tensors that stand for any size of them."""
+"""Batch sizes: which dimensions vary, and fake tensors with symbolic sizes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 Shapes: TypeAlias = list["tuple[int, ...] | None"]
-"""A batch's shapes, one a leaf; None where a leaf is no tensor."""
+"""The shape of each leaf of a batch; None for a leaf that is no tensor."""
 
 Varying: TypeAlias = "list[tuple[bool, ...]]"
 """Which dimensions of each leaf vary; empty for a leaf that is no tensor."""
 
 
 def shapes(leaves: Sequence[Any]) -> Shapes:
-    """Of the leaves of one batch."""
+    """The shapes of a batch's leaves."""
     return [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
 
 
@@ -36,11 +36,11 @@ def varying(seen: Sequence[Shapes]) -> Varying:
 
 
 def example(leaves: list[Any], seen: Sequence[Shapes], varying: Varying) -> list[Any] | None:
-    """A batch whose varying dimensions are at least 2, since torch takes 0 and 1 for constants.
+    """Return a batch whose varying dimensions are at least 2, since torch specializes sizes 0 and 1.
 
     Returns:
-        The leaves themselves where they are such a batch, else empty tensors of the shapes of one that was seen; None
-        where none was.
+        The leaves themselves if they qualify, else zeros of the shapes of a seen batch that does; None if there is
+        none.
     """
     for given in (shapes(leaves), *reversed(seen)):
         moving = [itertools.compress(shape or (), dims) for shape, dims in zip(given, varying, strict=True)]
@@ -50,12 +50,12 @@ def example(leaves: list[Any], seen: Sequence[Shapes], varying: Varying) -> list
 
 
 def like(leaves: list[Any], given: Shapes) -> list[Any]:
-    """The batch with tensors of zeros, of these shapes, in place of its own."""
+    """Replace the tensors of a batch by zeros of these shapes."""
     return [leaf if shape is None else leaf.new_zeros(shape) for leaf, shape in zip(leaves, given, strict=True)]
 
 
 def mark(leaves: list[Any], varying: Varying) -> None:
-    """Tell Dynamo which sizes of a batch vary, so that its next graph serves all of them."""
+    """Mark the varying sizes of a batch for Dynamo, so that its next graph accepts all of them."""
     dynamo: Any = importlib.import_module("torch._dynamo")
     for leaf, dims in zip(leaves, varying, strict=True):
         for dim in (dim for dim, moves in enumerate(dims) if moves):
@@ -63,7 +63,7 @@ def mark(leaves: list[Any], varying: Varying) -> None:
 
 
 class Symbols:
-    """Fake tensors with symbols for the sizes that vary, and what a graph made with them takes for granted.
+    """Fake tensors with symbols for the varying sizes, and the guards that a trace with them produces.
 
     Args:
         inputs: tensors whose every size is constant.
@@ -72,7 +72,7 @@ class Symbols:
     """
 
     def __init__(self, inputs: Sequence[Tensor], leaves: Sequence[Tensor], dims: Varying) -> None:
-        # Where torch keeps what its own compilers begin with; exported programs are made of the same pieces.
+        # Private modules, which torch.export uses in the same way.
         from torch._dynamo.source import LocalSource
         from torch._subclasses import FakeTensorMode
         from torch.fx.experimental import symbolic_shapes as shapes_
@@ -89,7 +89,7 @@ class Symbols:
         self.fakes: list[Tensor] = [*constant, *self._leaves]
 
     def vary(self) -> bool:
-        """Whether a size that varies is still a symbol: code that needs a number makes it one number for good."""
+        """Whether a varying size is still a symbol: code that needs a number specializes it."""
         return any(
             isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
             for leaf in self._leaves
@@ -97,7 +97,7 @@ class Symbols:
         )
 
     def fits(self) -> Callable[[list[Tensor]], bool]:
-        """Asks of tensors of a batch whether the graph serves them; to be called once the graph is compiled."""
+        """Return a check of whether the graph accepts a batch's tensors; call this after the graph was compiled."""
         guards, evaluate = self._env.produce_guards_expression(self._leaves, ignore_static=False), self._env
         if not guards:
             return lambda leaves: True

@@ -1,9 +1,8 @@
-"""Losses and metrics of a forward pass, computed before the backward pass.
+"""Losses and metrics, computed before the backward pass.
 
-A loss is a sum over logits that is read when the step is through, beside the norm of the gradients. Inductor fuses the
-sum with what reads it, and the logits, often the largest tensor of all, live until then. Here the sum moves to where
-its inputs are computed, and what the backward pass makes of the logits waits for it: so their gradient may be written
-over them.
+A loss is a sum over logits that is read at the end of a step. Inductor fuses the sum with its readers, so the logits,
+often the largest tensor, stay in memory until then. Here the sum moves to where its inputs are computed, and the
+backward pass of the logits waits for it, so that their gradient can be written over them.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
 _LARGE = 1 << 16
-"""Elements from which on it matters how long a tensor lives. Below, one kernel more costs more than it saves."""
+"""Minimal number of elements for which a shorter lifetime is worth an extra kernel."""
 
 
 @library.custom_op("purestep::after", mutates_args=(), schema="(Tensor value, Tensor first) -> Tensor")
 def after(value: Tensor, first: Tensor) -> Tensor:
-    """The value, which inductor computes once ``first`` is there."""
+    """The value; inductor computes it after ``first``."""
     return value.clone()
 
 
@@ -38,14 +37,14 @@ def _(value: Tensor, first: Tensor) -> Tensor:
 
 @functools.cache
 def register() -> None:
-    """Let inductor leave that operator out, and keep the order. Loads it."""
+    """Register the lowering of `after`: no copy, only a dependency. Loads inductor."""
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
 
     def lowered(value: Any, first: Any) -> Any:
         value.realize()
         first.realize()
-        operation = getattr(value.data.data, "operation_name", None)  # none of an input, which is there anyway
+        operation = getattr(value.data.data, "operation_name", None)  # an input has no operation
         if operation is not None:
             V.graph.additional_buffer_deps[operation].add(first.get_name())
         return value
@@ -55,8 +54,8 @@ def register() -> None:
 
 
 def early(graph: Graph) -> None:
-    """Compute every scalar that is made of a large tensor, and read only when all others have read that tensor, before
-    the last of them does.
+    """Move each scalar that is reduced from a large tensor, and read only after the tensor's other readers, before the
+    last of those.
 
     Args:
         graph: changed.
@@ -64,8 +63,8 @@ def early(graph: Graph) -> None:
     at = {each: index for index, each in enumerate(graph.nodes)}
     for node in filter(_is_reduction, list(graph.nodes)):
         large = [each for each in _needed(node) if each.op == "call_function" and _size(each) >= _LARGE]
-        # Computed of the large tensors, and kept in memory for a product or as a result.
-        kept = [each for each in _made_of(large) if _is_kept(each)]
+        # Computed from the large tensors, and stored for a matrix product or as a result.
+        kept = [each for each in _derived(large) if _is_stored(each)]
         if not kept:
             continue
         last = max(at[each] for each in kept)
@@ -77,7 +76,7 @@ def early(graph: Graph) -> None:
             continue
         first = min(kept, key=lambda each: at[each])
         moved = [each for each in (*behind, node) if at[each] > at[first]]
-        if not all(_is_computed_anew(each) or _is_a_loop(each) for each in moved):
+        if not all(_is_fused(each) or _is_a_loop(each) for each in moved):
             continue
         for each in sorted(moved, key=lambda each: at[each]):
             first.prepend(each)
@@ -87,7 +86,7 @@ def early(graph: Graph) -> None:
 
 
 def _put_after(graph: Graph, node: Node, first: Node) -> None:
-    """``node``, whose readers wait for ``first``, which stands before it."""
+    """Make the readers of ``node`` wait for ``first``, an earlier node."""
     with graph.inserting_after(node):
         made = graph.call_function(torch.ops.purestep.after.default, (node, first))
     made.meta.update(node.meta)
@@ -95,7 +94,7 @@ def _put_after(graph: Graph, node: Node, first: Node) -> None:
 
 
 def _size(node: Any) -> int:
-    """Elements of a node's tensor; 0 of what is none, or has sizes that are not known."""
+    """Number of elements of a node's tensor; 0 if it is no tensor or has symbolic sizes."""
     value = node.meta.get("val")
     sizes: Any = value.shape if isinstance(value, Tensor) else ("none",)
     if not all(isinstance(size, int) for size in sizes):
@@ -104,21 +103,21 @@ def _size(node: Any) -> int:
 
 
 def _is_reduction(node: Any) -> bool:
-    """Whether a node makes one number of many."""
+    """Whether a node reduces many elements to one."""
     if node.op != "call_function" or _size(node) != 1 or aliasing.is_view(node) or aliasing.name_of(node) == "getitem":
         return False
     return any(_size(source) > 1 for source in node.all_input_nodes)
 
 
 def _needed(node: Node) -> set[Node]:
-    """What is in memory for the loop of a reduction."""
+    """The stored tensors that the loop of a reduction reads."""
     seen, needed, waiting = {node}, set["Node"](), list(node.all_input_nodes)
     while waiting:
         one = waiting.pop()
         if one in seen:
             continue
         seen.add(one)
-        if _is_computed_anew(one):
+        if _is_fused(one):
             waiting += one.all_input_nodes
         else:
             needed.add(one)
@@ -129,8 +128,8 @@ _INDEXING = {"gather", "index", "embedding", "slice", "select", "cat", "constant
 _COPYING = {"_to_copy", "clone", "convert_element_type", "full", "scalar_tensor", "full_like", "arange"}
 
 
-def _is_computed_anew(node: Any) -> bool:
-    """Whether inductor computes an operator where it is read."""
+def _is_fused(node: Any) -> bool:
+    """Whether inductor fuses an operator into its readers."""
     if node.op != "call_function":
         return False
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -138,7 +137,7 @@ def _is_computed_anew(node: Any) -> bool:
 
 
 def _ancestors(node: Node) -> set[Node]:
-    """All that a node is computed of."""
+    """All nodes that a node depends on."""
     found, waiting = set["Node"](), [node]
     while waiting:
         for one in waiting.pop().all_input_nodes:
@@ -148,19 +147,19 @@ def _ancestors(node: Node) -> set[Node]:
     return found
 
 
-def _made_of(large: list[Node]) -> list[Node]:
-    """Large tensors that are computed of these, number by number."""
+def _derived(large: list[Node]) -> list[Node]:
+    """Large tensors that are computed elementwise from these."""
     found, waiting = dict["Node", None](), list(large)
     while waiting:
         for user in waiting.pop().users:
-            if user not in found and _is_computed_anew(user) and _size(user) >= _LARGE:
+            if user not in found and _is_fused(user) and _size(user) >= _LARGE:
                 found[user] = None
                 waiting.append(user)
     return list(found)
 
 
-def _is_kept(node: Node) -> bool:
-    """Whether a tensor lies in memory: an operator of another kind than a loop reads it, as it is or as a view."""
+def _is_stored(node: Node) -> bool:
+    """Whether a tensor is stored: an operator that is not a loop reads it, directly or through a view."""
     if aliasing.is_view(node):
         return False
     waiting = list(node.users)
@@ -168,13 +167,13 @@ def _is_kept(node: Node) -> bool:
         user = waiting.pop()
         if aliasing.is_view(user):
             waiting += user.users
-        elif not _is_computed_anew(user) and not _is_a_loop(user):
+        elif not _is_fused(user) and not _is_a_loop(user):
             return True
     return False
 
 
 def _is_a_loop(node: Any) -> bool:
-    """Whether an operator is a reduction, which reads what it is made of in its loop."""
+    """Whether an operator is a reduction, which computes its inputs in its loop."""
     return torch.Tag.reduction in getattr(node.target, "tags", ()) or aliasing.name_of(node) in _REDUCING
 
 
@@ -182,7 +181,7 @@ _REDUCING = {"sum", "mean", "amax", "amin", "argmax", "argmin", "prod", "any", "
 
 
 def _readers(node: Node, last: int, at: dict[Any, int]) -> Iterator[Node]:
-    """What reads a number, or numbers that are made of it up to ``last``."""
+    """The readers of a scalar, or of scalars that are computed from it up to ``last``."""
     seen, waiting = {node}, [node]
     while waiting:
         for user in waiting.pop().users:

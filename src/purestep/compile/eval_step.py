@@ -19,7 +19,7 @@ from .outputs import unstacked
 
 
 class CompiledEval:
-    """A compiled eval_step: ``(state, batch, *context, index=0) -> metrics``; ``eager`` is the step itself."""
+    """A compiled eval_step: ``(state, batch, *context, index=0) -> metrics``; ``eager`` is the original function."""
 
     def __init__(self, step: Callable[..., Metrics], options: Options) -> None:
         self.eager = step
@@ -31,7 +31,7 @@ class CompiledEval:
         return self._graphs.count
 
     def __call__(self, state: Any, *batch: Any, index: int = 0) -> Metrics:
-        if tracing.in_graph():  # of a step that calls this one
+        if tracing.in_graph():  # called by a step that is being captured
             return self.eager(state, *batch)
         check_untransformed()
         given = live_state.plain(state)
@@ -39,7 +39,7 @@ class CompiledEval:
         old, state_def = tree.flatten(_without_optimizer(given))
         keys = donation.key_positions(state_def)
         inputs = [leaf for index, leaf in enumerate(old) if index not in keys]
-        if live_state.store_of(state) is None:  # whose memory is what compiled code reads
+        if live_state.store_of(state) is None:  # a live state's memory needs no conversion
             inputs = [resolved(leaf) for leaf in inputs]
         places = [index in keys for index in range(len(old))]
         leaves, treedef = batch_leaves(batch)
@@ -63,7 +63,7 @@ class CompiledEval:
 
 
 def _without_optimizer(state: Any) -> Any:
-    # What evaluation does not read need not cross into the graph.
+    # Evaluation does not read these fields, so they are no inputs of the graph.
     if not isinstance(state, TrainState):
         return state
     return state._replace(opt_state=Empty(), ema=Empty(), scaler=Empty(), accum=Empty(), halted=Empty())

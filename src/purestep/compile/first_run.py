@@ -1,8 +1,7 @@
-"""The first run of a graph on a GPU, which is still part of compiling it.
+"""The first run of a graph on a GPU, which is part of its compilation.
 
-Triton's kernels are tuned and launched for the first time there, so that a compiler's error may come when some of the
-state has been written. Until a graph has run once, the tensors that it works on are copied to the host, and put back
-where it fails.
+It tunes and launches Triton's kernels, so a compiler error may be raised after a part of the state was written. Before
+this run the graph's tensors are copied to the host; if the run fails, they are restored.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from ..errors import PurestepError
 from .capture import Uncaptured, stopped
 
 Run = Callable[[list[Tensor], list[Any]], Any]
-"""``(tensors, batch leaves) -> what the core returns``, as of `graphs.Graph`."""
+"""``(tensors, batch leaves) -> result of the core``, like `graph_cache.Graph`."""
 
 
 def guarded(run: Run, tensors: list[Tensor]) -> Run:
-    """``run``, whose first call changes nothing where it fails.
+    """Wrap ``run`` to restore the tensors if its first call fails.
 
     Args:
         run: of a new graph.
-        tensors: what the graph is made for. On the CPU, where all code is compiled before it runs, ``run`` itself;
-            on meta too, where nothing runs.
+        tensors: of the state. On the CPU, which compiles all code before it runs, and on meta, ``run`` is returned
+            unchanged.
 
     Raises:
-        Uncaptured: from the call: the first run failed, for another reason than a lack of memory or Dynamo's.
+        Uncaptured: from the call: the first run failed, and neither for lack of memory nor in Dynamo.
     """
     return _guarded(run) if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors) else run
 
@@ -47,14 +46,14 @@ def _guarded(run: Run) -> Run:
         except Exception as error:
             try:
                 _put_back(tensors, before)
-            except RuntimeError:  # of a device that has failed altogether
+            except RuntimeError:  # the device has failed
                 raise error from None
             if isinstance(error, PurestepError | torch.OutOfMemoryError) or stopped(error):
                 raise
             raise Uncaptured(
                 f"the compiled step fails at its first run: {type(error).__name__}: {first_line(error)}",
                 where="step",
-                hint="the step itself, which runs in eager mode; in fit, compile=False",
+                hint="call the step itself, which runs in eager mode; in fit, set compile=False",
             ) from error
         has_run = True
         return found
@@ -69,5 +68,5 @@ def _put_back(tensors: list[Tensor], before: list[Tensor]) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, or its class where it has none."""
+    """The first line of an error's text, or its class name if the text is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,18 +1,18 @@
-"""Memory formats that a trace has wrong: its fake tensors are laid out like torch's results, but for some operators.
+"""Corrections of memory formats: for some operators, the fake results in a trace have another layout than real ones.
 
-`RESULTS` are those (torch 2.13, on the CPU) whose results have another layout than the fake ones. What is drawn like
-such a result (dropout after `roll`) would be drawn in another order; `draws.AsInEager` calls these rules.
+`RESULTS` has rules for those operators (torch 2.13, on the CPU). A random tensor like such a result (dropout after
+`roll`) would be filled in another order; `random_ops.AsInEager` applies the rules.
 
-`settled` is for a graph whose operators run one by one (`backend="aot_eager"`). Two of them fail on some formats, and
-inductor writes its own code for both:
+`fix_layouts` is for a graph whose operators run one by one (`backend="aot_eager"`). Two of them fail for some formats;
+inductor generates its own code for both:
 
-- `native_group_norm` refuses a tensor that is not contiguous in the format that its strides suggest. Eager mode copies
-  it before the call. A trace leaves that copy out where a fake tensor is contiguous, and the strides of a fake tensor
-  are not always those of the real one (a sum of two pictures, in a batch of one).
-- `native_batch_norm_backward` reads two contiguous tensors in the order of the first, also where the other one is
-  contiguous in another format: its gradients are wrong. That takes a dimension of size one (channels last
-  ``(4, 6, 2, 1)`` with strides ``(12, 1, 6, 1)``: torch's `suggest_memory_format` says that it is not). The eager step
-  calls this operator too, as does a loop by hand: there, the layout is the model's.
+- `native_group_norm` rejects a tensor that is not contiguous in the format that its strides suggest. Eager mode copies
+  it before the call. A trace omits that copy if the fake tensor is contiguous, but the strides of a fake tensor may
+  differ from those of the real one (a sum of two images, in a batch of one).
+- `native_batch_norm_backward` reads two contiguous tensors in the order of the first, even if the other one is
+  contiguous in another format: its gradients are wrong. This needs a dimension of size one (channels last
+  ``(4, 6, 2, 1)`` with strides ``(12, 1, 6, 1)``, which torch's `suggest_memory_format` does not recognize). The eager
+  step calls this operator too, as does a training loop in plain torch, with the layouts of the model.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import pure
 _aten: Any = torch.ops.aten
 
 
-def settled(graph: GraphModule) -> GraphModule:
-    """The graph, with the inputs of these operators laid out as they need it when the graph runs.
+def fix_layouts(graph: GraphModule) -> GraphModule:
+    """Convert the inputs of these operators at run time to the layouts that they need.
 
     Args:
         graph: changed.
@@ -49,10 +49,10 @@ def settled(graph: GraphModule) -> GraphModule:
 
 
 def as_suggested(value: Tensor, like: Tensor | None = None) -> Tensor:
-    """The tensor, contiguous in the format that its strides suggest, or those of ``like``; a copy if it is not.
+    """Make a tensor contiguous in the format that its strides, or those of ``like``, suggest.
 
     Args:
-        value: of any layout, ``(N, C, *)``; on another device than the CPU it is returned as it is.
+        value: of any layout, ``(N, C, *)``; on another device than the CPU it is returned unchanged.
         like: of the same shape.
 
     Example:
@@ -80,7 +80,7 @@ def is_contiguous(value: Tensor) -> bool:
 
 
 def as_other(value: Tensor, other: Tensor) -> Tensor:
-    """The tensor in the memory format that the other one has; a copy where the two may be read in another order.
+    """Copy a tensor to the memory format of another one, unless both are certainly read in the same order.
 
     Args:
         value: of any layout, ``(N, C, *)``.
@@ -91,7 +91,7 @@ def as_other(value: Tensor, other: Tensor) -> Tensor:
         >>> turned.stride(), as_other(turned, torch.ones(4, 6, 2, 1)).stride()
         ((12, 1, 6, 1), (12, 2, 1, 1))
     """
-    if 1 not in value.shape or value.device.type != "cpu":  # no format but one fits the strides
+    if 1 not in value.shape or value.device.type != "cpu":  # the strides fit only one format
         return value
     if other.is_contiguous():
         return value.contiguous()
@@ -106,18 +106,18 @@ def _channels_last(value: Tensor) -> Any:
 
 
 def _normalized(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The first result is contiguous in some format, where torch's own word is the input's layout."""
+    """The first result is contiguous in some format; the fake one has the input's layout."""
     made, *statistics = func(*args, **kwargs)
     return made if is_contiguous(args[0]) else as_suggested(made, args[0]), *statistics
 
 
 def _rows_first(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Contiguous, where torch's own word is the input's layout."""
+    """The results are contiguous; the fake ones have the input's layout."""
     return tree_map_only(Tensor, Tensor.contiguous, func(*args, **kwargs))
 
 
 def _in_its_format(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """In the input's memory format, where torch's own word is that it is contiguous."""
+    """The result has the input's memory format; the fake one is contiguous."""
     return as_suggested(func(*args, **kwargs), args[0])
 
 
@@ -126,7 +126,7 @@ RESULTS: dict[Any, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]] = {
     _aten.log_sigmoid_forward.default: _rows_first,
     **dict.fromkeys((_aten.roll.default, _aten.channel_shuffle.default), _in_its_format),
 }
-"""Operators -> ``(operator, args, kwargs) -> results``, laid out as they are on the CPU."""
+"""Operator -> ``(operator, args, kwargs) -> results`` with the layouts that the CPU kernels return."""
 
 
 def _replace(graph: GraphModule, node: Any, index: int, function: Any, *given: Any) -> None:

@@ -1,4 +1,4 @@
-"""Changes to a traced graph before it is compiled, and what is asked of one."""
+"""Rewrites of a traced graph before it is compiled, and queries about a graph."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import pure
     from torch.fx import GraphModule
 
 ONE_DTYPE = (
-    'model.float() before ps.program and batches of float32; or ps.program(..., precision="64-true"), which casts both'
+    'call model.float() before ps.program and pass float32 batches, or set ps.program(..., precision="64-true"), which '
+    "casts both"
 )
-"""The cure of weights and batches that do not fit."""
+"""The cure for weights and batches of different dtypes."""
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 
 
 def finished(graph: GraphModule) -> GraphModule:
-    """What is compiled.
+    """Check a graph and rewrite it for the compiler.
 
     Raises:
-        StepContractError: a product of two dtypes, which torch refuses when it is computed, and fake tensors let pass;
-            random numbers that a function of `torch.cond` or its kind draws.
+        StepContractError: a matrix product of two dtypes, which fake tensors accept but torch rejects at run time;
+            random numbers drawn in a function of `torch.cond` and the like.
     """
     if any(map(draws, control_flow.inner(graph))):
         raise StepContractError(
@@ -49,17 +50,17 @@ def finished(graph: GraphModule) -> GraphModule:
                 where="step",
                 hint=ONE_DTYPE,
             )
-    _permutations_apart(graph)
-    return _scalars_apart(graph) if _OFFSETS_STAY else graph
+    _copy_permutations(graph)
+    return _materialize_scalars(graph) if _OFFSETS_STAY else graph
 
 
 def copied(leaf: Tensor) -> Tensor:
-    """A copy of a batch's tensor at the beginning of a graph; see `without_copies`."""
-    return leaf.clone(memory_format=torch.preserve_format)  # which nobody else spells out
+    """Copy a batch's tensor at the beginning of a graph; see `without_copies`."""
+    return leaf.clone(memory_format=torch.preserve_format)  # the explicit argument marks our copies
 
 
 def without_copies(graph: GraphModule) -> GraphModule:
-    """The graph with inputs in place of those of their copies (`copied`) that nothing writes, nor a view of them."""
+    """Remove copies of inputs (`copied`) that are never written, neither directly nor through a view."""
     base, written = dict[Any, Any](), set[Any]()
     for node in graph.graph.nodes:
         schema = getattr(node.target, "_schema", None)
@@ -79,9 +80,9 @@ def without_copies(graph: GraphModule) -> GraphModule:
     return graph
 
 
-def _permutations_apart(graph: GraphModule) -> None:
-    """A permutation as an index behind a copy: inductor has a pattern for `x[torch.randperm(n)]`, and fails where it is
-    met (torch 2.13: "Not all inputs to pattern found")."""
+def _copy_permutations(graph: GraphModule) -> None:
+    """Insert a copy after `torch.randperm`: inductor's pattern for `x[torch.randperm(n)]` fails (torch 2.13: "Not all
+    inputs to pattern found")."""
     for node in list(graph.graph.nodes):
         if aliasing.name_of(node) != "randperm":
             continue
@@ -92,23 +93,23 @@ def _permutations_apart(graph: GraphModule) -> None:
 
 
 _OFFSETS_STAY = TorchVersion(torch.__version__) >= TorchVersion("2.13")
-"""Inductor of torch 2.11 folds ``1 * view``, and loses the view's offset where another one is taken of it: in a step
-with a loss scale, the learning rate beside it was read."""
+"""Inductor of torch 2.11 folds ``1 * view`` and loses the view's offset if another view is taken of it: a step with a
+loss scale read the adjacent learning rate instead."""
 
 
 def views_allowed(graph: GraphModule) -> GraphModule:
-    """Views as reshapes: an operation before one may come out in another layout when it is compiled."""
+    """Replace views by reshapes: the compiler may change the layout of their input."""
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
     return graph
 
 
-def _scalars_apart(graph: GraphModule) -> GraphModule:
-    """Keep every scalar that a larger tensor is computed with in memory of its own.
+def _materialize_scalars(graph: GraphModule) -> GraphModule:
+    """Materialize every computed scalar that larger tensors read.
 
-    Inductor computes a 0-d expression anew wherever it is read: a bias correction once for every few parameters. A view
-    by strides needs memory to look at, so it makes inductor compute the scalar once.
+    Inductor recomputes a 0-d expression in each kernel that reads it: a bias correction once for every few parameters.
+    A strided view needs memory, so it makes inductor compute the scalar once.
     """
     for node in list(graph.graph.nodes):
         if not _is_computed(node) or not _is_scalar(node):
@@ -117,36 +118,36 @@ def _scalars_apart(graph: GraphModule) -> GraphModule:
         if not readers:
             continue
         with graph.graph.inserting_after(node):
-            apart = graph.graph.call_function(torch.ops.aten.as_strided.default, (node, [], []))
-        apart.meta.update(node.meta)
+            view = graph.graph.call_function(torch.ops.aten.as_strided.default, (node, [], []))
+        view.meta.update(node.meta)
         for reader in readers:
-            reader.replace_input_with(node, apart)
+            reader.replace_input_with(node, view)
     graph.recompile()
     return graph
 
 
 def _is_computed(node: Any) -> bool:
-    """Whether a node makes memory of its own: a view has it already, at an offset that a second view would lose.
+    """Whether a node computes a new tensor; a view has an offset that a second view would lose.
 
-    So has a copy: inductor takes the original where it can.
+    Copies do not count: inductor reads the original instead.
     """
     copied = node.target in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
-    return not copied and not getattr(node.target, "is_view", True)  # getitem, without is_view, takes one of several
+    return not copied and not getattr(node.target, "is_view", True)  # getitem has no is_view
 
 
 def _is_scalar(node: Any) -> bool:
     value = node.meta.get("val")
-    # On a GPU a scalar is cheaper computed in every thread than in a kernel of its own.
+    # On a GPU computing a scalar in every thread is cheaper than a separate kernel.
     return isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu"
 
 
 def is_functional(graph: GraphModule) -> bool:
-    """Whether inputs are all that is written, each once, and not read after, not through an earlier view either."""
-    written, of = set[Any](), dict[Any, Any]()  # view -> what it shows
+    """Whether a graph writes only inputs, each once, and never reads them afterwards, not even through a view."""
+    written, base = set[Any](), dict[Any, Any]()  # base: view -> the tensor that it views
     for node in graph.graph.nodes:
         if node.op != "call_function":
             continue
-        if any(of.get(source, source) in written for source in node.all_input_nodes):
+        if any(base.get(source, source) in written for source in node.all_input_nodes):
             return False
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
@@ -154,13 +155,13 @@ def is_functional(graph: GraphModule) -> bool:
                 return False
             written |= {node, node.args[0]}
         elif node.target is operator.getitem or aliasing.is_view(node):
-            of[node] = of.get(node.args[0], node.args[0])
+            base[node] = base.get(node.args[0], node.args[0])
     return True
 
 
 def writing_last(graph: GraphModule) -> GraphModule:
-    """The graph with every write at its end: inductor reads a view, or what it takes for one, where it is used."""
-    aliasing.apart(graph.graph)
+    """Move every write to the end of the graph: inductor reads views, and copies that it removed, at their use."""
+    aliasing.separate_sources(graph.graph)
     last = output(graph)
     for node in aliasing.writes(graph.graph):
         last.prepend(node)
@@ -178,12 +179,12 @@ def is_draw(node: Any) -> bool:
 
 
 def as_laid_out(graph: GraphModule) -> GraphModule:
-    """The graph, whose results inductor shall lay out as they are here."""
+    """Mark the results so that inductor keeps their layouts."""
     found = output(graph)
     found.meta["user_visible_output_idxs"] = list(range(len(found.args[0])))
     return graph
 
 
 def output(graph: GraphModule) -> Any:
-    """The node of what the graph returns."""
+    """The output node of a graph."""
     return next(node for node in reversed(graph.graph.nodes) if node.op == "output")

@@ -1,4 +1,4 @@
-"""The graphs of one step: which there are, and how a new one is made."""
+"""The graphs of one step: lookup by inputs, and compilation of new ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .. import rng, tree
 from ..errors import PurestepError
 from ..step import NoSetupContext
 from . import capture, captured_values, donation, dynamic_shapes, fx_passes
-from .compile_lock import alone
+from .compile_lock import exclusive
 from .first_run import first_line, guarded
 from .guards import check_layouts, kinds, ranks
 from .outputs import builder, numbers
 
 
 class Options(NamedTuple):
-    """How graphs are made."""
+    """Settings of the compilation."""
 
     capture: str
     backend: Any
@@ -30,57 +30,58 @@ class Options(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """One compiled graph: ``(tensors, batch leaves) -> what the core returns``."""
+    """One compiled graph: ``(tensors, batch leaves) -> result of the core``."""
 
     run: Callable[[list[Tensor], list[Any]], Any]
     draws: bool
 
 
-class _AllSizes(NamedTuple):
+class _GeneralGraph(NamedTuple):
     """One graph for batches of many sizes."""
 
     graph: Graph
-    fits: Callable[[list[Tensor], list[Any]], bool]  # (state's tensors, batch leaves) -> whether it serves them
+    fits: Callable[[list[Tensor], list[Any]], bool]  # (state's tensors, batch leaves) -> the graph accepts them
 
 
 class _Family:
-    """Batches of one structure, whatever their sizes."""
+    """Batches of one structure and any size."""
 
     def __init__(self) -> None:
         self.seen: list[dynamic_shapes.Shapes] = []
-        self.exact: list[Any] = []  # keys of graphs of one size, the oldest first
-        self.general: list[_AllSizes] = []
-        self.tried: dynamic_shapes.Varying | None = None  # the dimensions of the last attempt at a graph for all sizes
+        self.exact: list[Any] = []  # keys of graphs for one size, oldest first
+        self.general: list[_GeneralGraph] = []
+        self.tried: dynamic_shapes.Varying | None = None  # dynamic dimensions of the last attempt
         self.tries = 0
 
 
-_MOST = 64
-"""Graphs of one size each that a family keeps; the oldest one goes when another is made."""
+_MAX_EXACT = 64
+"""Maximal number of graphs for one size each in a family; the oldest is evicted."""
 
-_GENERAL = 4
-"""Attempts at a graph for many sizes, of each remainder by the number of micro-batches, say."""
+_MAX_GENERAL = 4
+"""Maximal number of graphs for many sizes in a family: one for each remainder modulo the micro-batches, for example."""
 
 
 class Graphs:
-    """The graphs of one step, by structure and by the shapes of the batch.
+    """The graphs of one step, by structure and shapes of the batch.
 
-    The first two sizes of a batch (an epoch's batches, and its last one) get a graph each. The third size makes one
-    graph for every size; another one is made when another dimension begins to vary, or for sizes that its guards
-    refuse. Sizes that none of `_GENERAL` such graphs serves get a graph each, at most `_MOST` at a time.
+    The first two batch sizes (an epoch's batches, and its last one) get a graph each. The third size compiles a general
+    graph for every size. Another general graph is compiled when another dimension begins to vary, or for sizes that the
+    guards reject. Sizes that none of at most `_MAX_GENERAL` such graphs accepts get a graph each, at most `_MAX_EXACT`
+    at a time.
     """
 
     def __init__(self, options: Options, step: Callable[..., Any]) -> None:
         self.options = options
         self.count = 0
-        self._settings, self._outside = captured_values.Surroundings(), captured_values.Outside(step)
+        self._settings, self._captured = captured_values.TorchSettings(), captured_values.CapturedValues(step)
         self._around: tuple[str, str] = "", ""
         self.slots: dict[Any, donation.Slots] = {}
         self._exact: dict[Any, Graph] = {}
         self._families: dict[Any, _Family] = {}  # structure, dtypes and ranks -> the sizes met
 
     def surroundings(self) -> tuple[str, str]:
-        """What a graph depends on besides its arguments; the same object as long as nothing changes."""
-        settings, values = self._settings(), self._outside()
+        """Everything that a graph depends on besides its arguments; the same object until something changes."""
+        settings, values = self._settings(), self._captured()
         around = self._around
         if around[0] is not settings or around[1] is not values:
             around = self._around = settings, values
@@ -89,115 +90,118 @@ class Graphs:
     def find(
         self, structure: Any, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Callable[..., Any]]
     ) -> Graph:
-        """The graph for these inputs, compiled when there is none yet.
+        """Return the graph for these inputs; compile it if there is none yet.
 
         Args:
-            structure: everything else that a graph depends on, the shapes of ``tensors`` included.
+            structure: the other dependencies of a graph, including the shapes of ``tensors``.
             leaves: of the batch.
-            tensors: the state's.
-            build: makes the function to compile.
+            tensors: of the state.
+            build: returns the function to compile.
         """
         exact = ((structure, self.surroundings()), kinds(leaves))
         known = self._exact.get(exact)
         if known is not None:
             return known
         family = self._families.setdefault((exact[0], ranks(leaves)), _Family())
-        known = self._served(exact, family, tensors, leaves)
+        known = self._find_general(exact, family, tensors, leaves)
         if known is not None:
             return known
-        with alone():  # another thread may have made it by now
-            known = self._exact.get(exact) or self._served(exact, family, tensors, leaves)
+        with exclusive():  # another thread may have compiled it in the meantime
+            known = self._exact.get(exact) or self._find_general(exact, family, tensors, leaves)
             if known is None:
-                known = self._new(exact, family, leaves, tensors, build)
-                self._outside.settle()
+                known = self._compile(exact, family, leaves, tensors, build)
+                self._captured.mark_compiled()
             return known
 
-    def _served(self, exact: Any, family: _Family, tensors: list[Tensor], leaves: list[Any]) -> Graph | None:
+    def _find_general(self, exact: Any, family: _Family, tensors: list[Tensor], leaves: list[Any]) -> Graph | None:
         general = next((each for each in family.general if each.fits(tensors, leaves)), None)
         if general is None:
             return None
         self._exact[exact] = general.graph
         return general.graph
 
-    def _new(
+    def _compile(
         self, exact: Any, family: _Family, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]
     ) -> Graph:
         shapes = dynamic_shapes.shapes(leaves)
         varying = dynamic_shapes.varying([*family.seen, shapes])
         example = dynamic_shapes.example(leaves, family.seen, varying) if len(family.seen) >= 2 else None
-        # Another one where another dimension varies, or for sizes that the ones there are do not serve.
-        is_more = example is leaves and family.general and family.tries < _GENERAL
+        # Try again if another dimension varies, or for sizes that the existing graphs reject.
+        is_more = example is leaves and family.general and family.tries < _MAX_GENERAL
         is_tried = example is not None and (varying != family.tried or is_more)
-        general = self._for_all_sizes(build(), example, tensors, family.seen, varying) if example and is_tried else None
+        general = (
+            self._compile_general(build(), example, tensors, family.seen, varying) if example and is_tried else None
+        )
         if general is not None and general.fits(tensors, leaves):
             graph = general.graph
         else:
-            graph = self._make(build(), leaves, tensors)
+            graph = self._compile_exact(build(), leaves, tensors)
             family.exact.append(exact)
-        # Here it is known that the batch can be trained on: one that cannot is no size, and says nothing of others.
+        # Record the size only now: a batch that cannot be trained on must not count.
         self._exact[exact] = graph
-        family.seen = [*family.seen, shapes][-_MOST:]
+        family.seen = [*family.seen, shapes][-_MAX_EXACT:]
         if general is not None:
             family.general = [general, *family.general]
         if is_tried:
             family.tried, family.tries = varying, family.tries + 1
         if is_tried and general is None and not family.general:
             warnings.warn(
-                f"{len(family.seen)} sizes of batches, and no one graph serves them all: each size is compiled for "
-                "itself (cure: pad the batches to a few sizes)",
+                f"{len(family.seen)} batch sizes, and no single graph accepts them all: each size is compiled "
+                "separately (cure: pad the batches to a few sizes)",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        if len(family.exact) > _MOST:
+        if len(family.exact) > _MAX_EXACT:
             self._exact.pop(family.exact.pop(0), None)
         return graph
 
-    def _make(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
+    def _compile_exact(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
         check_layouts(leaves)
         self.count += 1
         if self.options.capture != "dynamo":
             return self._traced(core, leaves, tensors)
         graph = self._dynamo(core, tensors, leaves)
-        # Of what an operator itself refuses (shapes that do not fit), torch says all there is to say.
-        told, but = "torch.compile cannot capture it", "TorchRuntimeError"
-        return graph._replace(run=_or_refuse(graph.run, told, hint="capture='trace'", but=but))
+        # TorchRuntimeError, from an operator (shapes that do not fit), explains itself.
+        message = "torch.compile cannot capture it"
+        run = _with_capture_error(graph.run, message, hint="pass capture='trace'", ignored="TorchRuntimeError")
+        return graph._replace(run=run)
 
-    def _for_all_sizes(
+    def _compile_general(
         self,
         core: Any,
         example: list[Any],
         tensors: list[Tensor],
         seen: list[dynamic_shapes.Shapes],
         varying: dynamic_shapes.Varying,
-    ) -> _AllSizes | None:
-        """One graph for batches of any size; None where there is none. The traced one has the draws of an eager step,
-        and its guards are known; Dynamo's may specialize without a word, so it is tried on a second size."""
+    ) -> _GeneralGraph | None:
+        """Compile one graph for batches of any size; return None if that fails. A traced graph draws like the eager
+        step and has known guards. Dynamo's may specialize silently, so it is tried on a second size."""
         if self.options.backend == "inductor":
             check_layouts(example)
         if self.options.capture != "dynamo":
             try:
-                made = self._traced_for_all(core, example, tensors, varying)
-            except Exception:  # the size of a tensor as a number of Python's, a branch on a value: Dynamo may know
+                made = self._trace_general(core, example, tensors, varying)
+            except Exception:  # a size as a Python number, a branch on a value: Dynamo may support it
                 made = None
             if made is not None:
                 return made
         dynamic_shapes.mark(example, varying)
         graph = self._dynamo(core, tensors, example)
         try:
-            _try_out(graph, tensors, example)
-        except Exception:  # whatever stops Dynamo: a graph a size does the same work
+            _run_on_copies(graph, tensors, example)
+        except Exception:  # a graph for each size does the same work
             return None
-        graph = graph._replace(run=_checked(graph.run, core))
+        graph = graph._replace(run=_with_step_checks(graph.run, core))
         other = next(shapes for shapes in seen if shapes != dynamic_shapes.shapes(example))
         if not _serves(graph, tensors, dynamic_shapes.like(example, other)):
             return None
         self.count += 1
-        return _AllSizes(graph, functools.partial(_serves, graph))
+        return _GeneralGraph(graph, functools.partial(_serves, graph))
 
-    def _traced_for_all(
+    def _trace_general(
         self, core: Any, example: list[Any], tensors: list[Tensor], varying: dynamic_shapes.Varying
-    ) -> _AllSizes | None:
-        flat, where, found = _flat(core, example, len(tensors))
+    ) -> _GeneralGraph | None:
+        flat, where, found = _flatten_core(core, example, len(tensors))
         made = capture.trace_sizes(
             flat,
             tensors,
@@ -210,52 +214,52 @@ class Graphs:
             return None
         run, draws, fits = made
         self.count += 1
-        graph = Graph(guarded(_caller(run, where, len(example), *found), tensors), draws)
-        return _AllSizes(graph, lambda _, batch: fits([batch[index] for index in where]))
+        graph = Graph(guarded(_returning_tree(run, where, len(example), *found), tensors), draws)
+        return _GeneralGraph(graph, lambda _, batch: fits([batch[index] for index in where]))
 
     def _traced(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
-        flat, where, found = _flat(core, leaves, len(tensors))
+        flat, where, found = _flatten_core(core, leaves, len(tensors))
         try:
             inputs = [*tensors, *(leaves[index] for index in where)]
             run, draws = capture.trace(flat, inputs, backend=self.options.backend, options=self.options.options)
         except Exception as error:
-            # What is wrong with the step itself is wrong with Dynamo too, and the trace says it better.
+            # An error of the step itself would fail under Dynamo too, and the trace reports it better.
             for_dynamo = capture.DataDependent, NoSetupContext
             broken = isinstance(error, PurestepError | MemoryError) and not isinstance(error, for_dynamo)
             if broken or self.options.capture == "trace":
-                raise capture.refused(error, core, tensors, leaves) from error.__cause__
-            return self._untraced(core, leaves, tensors, error)
-        return Graph(guarded(_caller(run, where, len(leaves), *found), tensors), draws)
+                raise capture.capture_error(error, core, tensors, leaves) from error.__cause__
+            return self._dynamo_instead(core, leaves, tensors, error)
+        return Graph(guarded(_returning_tree(run, where, len(leaves), *found), tensors), draws)
 
-    def _untraced(self, core: Any, leaves: list[Any], tensors: list[Tensor], cause: Exception) -> Graph:
-        """Dynamo's graph; where it cannot capture the step either, the error that the trace met."""
+    def _dynamo_instead(self, core: Any, leaves: list[Any], tensors: list[Tensor], cause: Exception) -> Graph:
+        """Compile with Dynamo; if that fails too, raise the error of the trace."""
         graph = self._dynamo(core, tensors, leaves)
         try:
-            # What is wrong with the batch shows now, on copies: the state that went in lives on.
-            _try_out(graph, tensors, leaves)
+            # Run on copies: an error in the batch is raised here, and the input state stays valid.
+            _run_on_copies(graph, tensors, leaves)
         except Exception as error:
             if capture.stopped(error):
                 cause.add_note(
                     f"torch.compile cannot capture it either: {first_line(error)} "
-                    "(cure: the step itself, which runs in eager mode)"
+                    "(cure: call the step itself, which runs in eager mode)"
                 )
-                raise capture.refused(cause, core, tensors, leaves) from error
+                raise capture.capture_error(cause, core, tensors, leaves) from error
             raise
-        return graph._replace(run=_or_tell(graph.run, first_line(cause)))
+        return graph._replace(run=_with_recapture_error(graph.run, first_line(cause)))
 
     def _dynamo(self, core: Any, tensors: list[Tensor], leaves: list[Any]) -> Graph:
-        # Dynamo checks nothing of the contract, nor does it see what a loss reaches; a run on fake tensors does.
-        capture.rehearse(core, tensors, leaves)
+        # Dynamo skips the contract and the check of which parameters the loss reaches; a run on fake tensors does both.
+        capture.dry_run(core, tensors, leaves)
         run = capture.dynamo(core, backend=self.options.backend, options=self.options.options)
         return Graph(guarded(run, tensors), draws=True)
 
 
-def _flat(core: Any, leaves: list[Any], count: int) -> tuple[capture.Flat, list[int], list[Any]]:
-    """The core as a function of tensors alone, ``count`` of the state and those of the batch, which returns a list.
+def _flatten_core(core: Any, leaves: list[Any], count: int) -> tuple[capture.Flat, list[int], list[Any]]:
+    """Convert the core to a function of tensors (``count`` of the state, then those of the batch) that returns a list.
 
     Returns:
-        That function; where in the batch its tensors are; and, filled by a call of it, the structure of what the core
-        returns, and which leaves of that are stacked in one vector.
+        The function; the positions of tensors in the batch; and a list that a call of the function fills with the
+        structure of the core's result and the flags of its leaves that are stacked in one vector.
     """
     where = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     found: list[Any] = []
@@ -263,7 +267,7 @@ def _flat(core: Any, leaves: list[Any], count: int) -> tuple[capture.Flat, list[
     def flat(*inputs: Tensor) -> list[Tensor]:
         batch = list(leaves)
         for index, leaf in zip(where, inputs[count:], strict=True):
-            batch[index] = fx_passes.copied(leaf)  # a model may write its input; the batch stays what it was
+            batch[index] = fx_passes.copied(leaf)  # a model may write its input in place
         outputs, treedef = tree.flatten(core(list(inputs[:count]), batch))
         stacked = numbers(outputs)
         found[:] = [treedef, stacked]
@@ -275,40 +279,40 @@ def _flat(core: Any, leaves: list[Any], count: int) -> tuple[capture.Flat, list[
 
 
 def _serves(graph: Graph, tensors: list[Tensor], leaves: list[Any]) -> bool:
-    """Whether Dynamo's graph takes a batch of this size as it is; tried on copies."""
+    """Whether Dynamo's graph accepts a batch of this size without a recompile; tried on copies."""
     dynamo: Any = importlib.import_module("torch._dynamo")
     with dynamo.config.patch(error_on_recompile=True):
         try:
-            _try_out(graph, tensors, leaves)
-        except Exception:  # Dynamo's word that it would compile again, or an error of the step's own: its graph says it
+            _run_on_copies(graph, tensors, leaves)
+        except Exception:  # Dynamo would recompile, or the step fails: its own graph will raise that error
             return False
     return True
 
 
-def _checked(run: Callable[..., Any], core: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, and where Dynamo stops at a check of the step's (a batch too short for its parts), what that says."""
+def _with_step_checks(run: Callable[..., Any], core: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``run``: if Dynamo fails at a check of the step (a batch too short to split), raise that error."""
 
     def call(tensors: list[Tensor], leaves: list[Any]) -> Any:
         try:
             return run(tensors, leaves)
         except Exception as error:
             if capture.stopped(error):
-                capture.rehearse(core, tensors, leaves)
+                capture.dry_run(core, tensors, leaves)
             raise
 
     return call
 
 
-def _try_out(graph: Graph, tensors: list[Tensor], leaves: list[Any]) -> None:
-    """A call on copies, so that nothing of the caller's is written, nor is a generator moved."""
+def _run_on_copies(graph: Graph, tensors: list[Tensor], leaves: list[Any]) -> None:
+    """Call the graph on copies: neither the caller's tensors nor the generators change."""
     with rng.scoped(0, tree.device(tensors)):
         graph.run([tensor.clone() for tensor in tensors], leaves)
 
 
-def _caller(
+def _returning_tree(
     run: Callable[[list[Tensor]], Any], where: list[int], count: int, treedef: tree.TreeDef, stacked: list[bool]
 ) -> Callable[[list[Tensor], list[Any]], Any]:
-    """What a traced graph returns as a tree: scalars come in one vector, apart from the rest."""
+    """Wrap a traced graph: rebuild the result's tree from one vector of scalars and the other tensors."""
     all_tensors, build = len(where) == count, builder(treedef, stacked)
 
     def call(tensors: list[Tensor], batch: list[Any]) -> Any:
@@ -316,47 +320,49 @@ def _caller(
         try:
             outputs = run([*tensors, *inputs])
         except RuntimeError as error:
-            if told := _in_words(str(error)):
-                error.add_note(told)
+            if note := _explanation(str(error)):
+                error.add_note(note)
             raise
         return build(outputs)
 
     return call
 
 
-def _in_words(native: str) -> str:
-    """What an error of inductor's code comes from; nothing of other errors, which say it themselves."""
+def _explanation(native: str) -> str:
+    """The cause of an error raised by inductor's code; empty for other errors, which explain themselves."""
     if "index out of bounds" in native:
         return (
-            "an index is outside of what it points into: a class in the targets, a token, or a position (cure: as many "
-            "outputs, or rows of the embedding, as the data has; the same call in eager mode names the operation)"
+            "an index is out of range: a class in the targets, a token, or a position (cure: give the model as many "
+            "outputs, or embedding rows, as the data has; the same call in eager mode names the operation)"
         )
     if "API call failed" in native:
-        return "compiled code knows no more; the same call in eager mode, of the step itself, names the operation"
+        return "call the step itself, in eager mode, with the same arguments: its error names the operation"
     return ""
 
 
-def _or_tell(run: Callable[..., Any], met: str) -> Callable[..., Any]:
-    """``run``, and when Dynamo has to capture the step anew and cannot, an error that says what a trace met. Only its
-    text is kept: an error holds all that was in use when it was raised, the state and the batch among it."""
-    told = "torch.compile, which had captured the step, cannot any longer"
-    return _or_refuse(run, told, met=f"; a trace meets: {met}", hint="the step itself, which runs in eager mode")
+def _with_recapture_error(run: Callable[..., Any], met: str) -> Callable[..., Any]:
+    """Wrap ``run``: if Dynamo fails to recapture the step, raise an error that quotes the trace's error. ``met`` is its
+    text, since the exception would keep the state and the batch alive."""
+    message, hint = "torch.compile fails to recapture the step", "call the step itself, which runs in eager mode"
+    return _with_capture_error(run, message, met=f"; a trace fails with: {met}", hint=hint)
 
 
-_LOOKS = ("data-dependent", "Data dependent", "Data-dependent", "Dynamic shape operator", "Dynamic slicing")
-"""What Dynamo says of a look at a value, which a trace does not have either."""
+_VALUE_READS = ("data-dependent", "Data dependent", "Data-dependent", "Dynamic shape operator", "Dynamic slicing")
+"""Parts of Dynamo's errors about reading the value of a tensor."""
 
 
-def _or_refuse(run: Callable[..., Any], told: str, *, hint: str, met: str = "", but: str = "") -> Callable[..., Any]:
-    """``run``, and what Dynamo cannot capture as a StepContractError; torch's error ``but`` stays what it is."""
+def _with_capture_error(
+    run: Callable[..., Any], message: str, *, hint: str, met: str = "", ignored: str = ""
+) -> Callable[..., Any]:
+    """Wrap ``run``: convert Dynamo's capture errors to Uncaptured, except errors of the class named ``ignored``."""
 
     def call(*inputs: Any) -> Any:
         try:
             return run(*inputs)
         except Exception as error:
-            if capture.stopped(error) and type(error).__name__ != but:
-                cure = capture.LOOKS_CURE if any(words in str(error) for words in _LOOKS) else hint
-                raise capture.Uncaptured(f"{told}: {first_line(error)}{met}", where="step", hint=cure) from error
+            if capture.stopped(error) and type(error).__name__ != ignored:
+                cure = capture.VALUE_READ_CURE if any(words in str(error) for words in _VALUE_READS) else hint
+                raise capture.Uncaptured(f"{message}: {first_line(error)}{met}", where="step", hint=cure) from error
             raise
 
     return call

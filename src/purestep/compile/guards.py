@@ -1,4 +1,4 @@
-"""The inputs of a graph: which it depends on, how they are compared at a call, and what none may be."""
+"""Guards on the inputs of a graph: what it depends on, the comparison at a call, and inputs that no graph takes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def check_untransformed() -> None:
         raise StepContractError(
             "a compiled step is called inside torch.func.vmap, grad or another transform",
             where="compile_step",
-            hint="outside of it; a step of one's own that uses transforms inside itself can be compiled",
+            hint="call it outside of the transform; a step that uses transforms internally can be compiled",
         )
 
 
 class Text:
-    """Stands for text of a batch inside a graph, which cannot hold it: using it is an error."""
+    """Placeholder inside a graph for text of a batch: any use raises StepContractError."""
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise StepContractError(
             "the step reads text of the batch, which no compiled graph can hold",
             where="batch",
-            hint="turn it into tensors in the loader, or leave it out: ps.supervised(..., prepare=...)",
+            hint="convert it to tensors in the loader, or remove it: ps.supervised(..., prepare=...)",
         )
 
     __len__ = __iter__ = __getitem__ = __contains__ = __add__ = __str__ = __bool__ = __getattr__ = _refuse
@@ -41,25 +41,25 @@ TEXT = Text()
 
 
 def without_text(leaves: list[Any]) -> list[Any]:
-    """The leaves of a batch with text replaced: its value must not select a graph."""
+    """Replace text in the leaves of a batch: its value must not select a graph."""
     if any(isinstance(leaf, str | bytes) for leaf in leaves):
         return [TEXT if isinstance(leaf, str | bytes) else leaf for leaf in leaves]
     return leaves
 
 
 def resolved(leaf: Any) -> Any:
-    """The leaf with a conjugation or negation that torch has put off: compiled code reads memory as it is."""
+    """Materialize lazy conj and neg views: compiled code reads raw memory."""
     if isinstance(leaf, Tensor) and (leaf.is_neg() or leaf.is_conj()):
         return leaf.resolve_conj().resolve_neg()
     return leaf
 
 
 def kinds(leaves: list[Any]) -> tuple[Any, ...]:
-    """What a compiled graph depends on: layout, dtype and device of tensors, the value of anything else.
+    """Return what a compiled graph depends on: shape, strides, dtype and device of tensors, the value of anything else.
 
     Raises:
-        Uncaptured: a sparse or nested tensor, which no graph takes.
-        StepContractError: an object that no graph can hold.
+        Uncaptured: a leaf is a sparse or nested tensor.
+        StepContractError: a leaf is an object that no graph can hold.
     """
     try:
         return tuple(
@@ -71,15 +71,15 @@ def kinds(leaves: list[Any]) -> tuple[Any, ...]:
 
 
 def ranks(leaves: list[Any]) -> tuple[Any, ...]:
-    """The same with every size left open."""
+    """The same without sizes and strides."""
     return tuple((x.dtype, x.device, x.dim()) if isinstance(x, Tensor) else _constant(x) for x in leaves)
 
 
 def check_layouts(leaves: list[Any]) -> None:
-    """Nothing, where all tensors are dense.
+    """Check that all tensors are dense.
 
     Raises:
-        Uncaptured: a sparse, nested or quantized one.
+        Uncaptured: one is sparse, nested or quantized.
     """
     for leaf in leaves:
         if isinstance(leaf, Tensor) and not tensor_layout.is_dense(leaf):
@@ -87,37 +87,38 @@ def check_layouts(leaves: list[Any]) -> None:
             raise capture.Uncaptured(
                 f"a {tensor_layout.layout_name(leaf)} tensor in the batch, which no compiled graph takes",
                 where="batch",
-                hint=f"{cure} in the loader, or the step in eager mode (compile=False)",
+                hint=f"call {cure} in the loader, or run the step in eager mode (compile=False)",
             )
 
 
 def _constant(value: Any) -> Any:
-    """What tells one value from another: 1, 1.0 and True are equal, as are 0.0 and -0.0, and give other results."""
+    """A key that distinguishes values: 1, 1.0 and True are equal, as are 0.0 and -0.0, but give different results."""
     if value is TEXT:
-        return Text  # which can neither be hashed nor compared
+        return Text  # TEXT itself cannot be hashed or compared
     if isinstance(value, float | complex):
         return type(value), repr(value)
     try:
         hash(value)
     except TypeError as error:
-        hint = "tensors: torch.as_tensor(array), or ps.to_device(batch, state)"
-        raise _unheld(value, hint) from error
+        hint = "pass tensors: torch.as_tensor(array), or ps.to_device(batch, state)"
+        raise _not_constant(value, hint) from error
     if type(value).__hash__ is object.__hash__ and not callable(value) and hasattr(value, "__dict__"):
-        # One batch's object would be a constant of the graph, and each batch have a graph.
-        raise _unheld(value, "a dataclass, a namespace or an object of tensors and numbers alone, or the step in eager")
+        # The object would be a constant of the graph, so that each batch would compile a new graph.
+        hint = "pass a dataclass, a namespace or an object of tensors and numbers, or run the step in eager mode"
+        raise _not_constant(value, hint)
     return type(value), value
 
 
-def _unheld(value: Any, hint: str) -> capture.Uncaptured:
+def _not_constant(value: Any, hint: str) -> capture.Uncaptured:
     found = f"a {type(value).__name__} in the batch, which no compiled graph can hold"
     return capture.Uncaptured(found, where="batch", hint=hint)
 
 
-def alike(leaves: list[Any]) -> Callable[..., bool]:
-    """Asks of as many other leaves, one argument each, whether they are tensors of the same `kinds`; for every step.
+def kinds_guard(leaves: list[Any]) -> Callable[..., bool]:
+    """Return a fast check ``(*leaves) -> bool``: these are tensors of the same `kinds`.
 
-    `tensor_layout.layout_guard` also distinguishes tensors that `kinds` does not: those that require gradients or are
-    in inference mode. The caller then looks for a graph by `kinds`.
+    `tensor_layout.layout_guard` is stricter than `kinds` (it also compares requires_grad and inference mode): if the
+    check fails, look the graph up by `kinds`.
     """
     return tensor_layout.layout_guard(leaves) or functools.partial(_same_kinds, kinds(leaves))
 

@@ -1,7 +1,7 @@
-"""The state of a donated step: a TrainState that knows whether its memory has been given away.
+"""The state of a donated step: a TrainState in buffers that the next call overwrites.
 
-Each call of a donated step starts a new generation of its buffers (`donation.py`); reading a `LiveState` of an older
-one raises StateError.
+Each call of a donated step starts a new generation of its buffers (`donation.DonatedBuffers`, here a "store"). Reading
+a `LiveState` of an older generation raises StateError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_state(node: Any) -> bool:
 
 
 def plain(state: Tree) -> Tree:
-    """The tree with plain TrainStates where it has live ones."""
+    """Convert the live states of a tree to plain TrainStates."""
     return tree.map(lambda node: TrainState(*node) if is_state(node) else node, state, is_leaf=is_state)
 
 
@@ -38,9 +38,9 @@ def states(state: Tree) -> list[TrainState]:
 
 
 class LiveState(TrainState):
-    """A TrainState in a store's memory. Reading one whose memory has been donated raises StateError.
+    """A TrainState in donated buffers. Reading one after its donation raises StateError.
 
-    `_replace`, `view`, `clone`, copy and pickle give a plain TrainState.
+    `_replace`, `view`, `clone`, copy and pickle return a plain TrainState.
     """
 
     live_store: DonatedBuffers | None = None
@@ -48,23 +48,23 @@ class LiveState(TrainState):
     live_calls: int = 0
     live_index: int = 0
 
-    def alive(self) -> None:
-        """Raise StateError if this state's memory has been given away."""
+    def check_alive(self) -> None:
+        """Raise StateError if this state has been donated."""
         store = self.live_store
         if store is not None and store.generation != self.live_generation:
             raise StateError(
-                store.fate(self.live_index, self.live_generation, self.live_calls),
+                store.donation_message(self.live_index, self.live_generation, self.live_calls),
                 where="state",
-                hint="go on with the state that the step returned, ps.clone(state) before the call, or donate=False",
+                hint="use the state that the step returned, call ps.clone(state) before the step, or set donate=False",
             )
 
     def item(self, index: int) -> Any:
-        self.alive()
+        self.check_alive()
         found, store = tuple.__getitem__(self, index), self.live_store
         if store is not None:
             store.is_read = True
             if type(found) is not Tensor:
-                store.show()
+                store.expose()
         return found
 
     def __iter__(self) -> Iterator[Any]:
@@ -81,7 +81,7 @@ class LiveState(TrainState):
     def _replace(self, **fields: Any) -> TrainState:  # pyright: ignore[reportIncompatibleMethodOverride]  # plain, see above
         return TrainState(*self)._replace(**fields)
 
-    def _asdict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]  # checks that it lives
+    def _asdict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]  # checks for donation
         return TrainState(*self)._asdict()
 
     def __eq__(self, other: object) -> bool:
@@ -112,7 +112,7 @@ tree.register(LiveState, lambda state: tuple(state), TrainState)
 
 
 def live(store: DonatedBuffers, index: int) -> LiveState:
-    """The state of a store's present generation; ``index``: which of its TrainStates."""
+    """Return the state of a store's current generation; ``index`` selects one of its TrainStates."""
     state = tuple.__new__(LiveState, store.parts[index])
     state.live_store = store
     state.live_generation = store.generation
@@ -125,7 +125,7 @@ def live(store: DonatedBuffers, index: int) -> LiveState:
 
 
 def store_of(state: Tree) -> DonatedBuffers | None:
-    """The store that a whole tree of live states of one generation stands in, if it does."""
+    """The store of a tree of live states, if it contains all states of exactly one store; else None."""
     if isinstance(state, LiveState):
         return state.live_store
     if isinstance(state, Tensor) or not isinstance(state, tuple | dict | list):
@@ -138,33 +138,33 @@ def store_of(state: Tree) -> DonatedBuffers | None:
     return store if whole and all(part.live_store is store for part in found) else None
 
 
-def stands(state: Tree, store: DonatedBuffers) -> bool:
-    """Whether a tree of live states of a store has the store's other leaves too, and nothing else."""
+def is_whole(state: Tree, store: DonatedBuffers) -> bool:
+    """Whether a tree of live states of a store has exactly the store's other leaves too."""
     if isinstance(state, LiveState):
         return True
     if type(state) is type(store.named) and isinstance(state, tuple) and all(map(is_state, state)):
-        return len(state) == len(store.named)  # nothing but states, which are known to be the store's
-    (given, leaves), (known, own) = _beside_states(state), _beside_states(store.named)
+        return len(state) == len(store.named)  # only states, which belong to the store
+    (given, leaves), (known, own) = _without_states(state), _without_states(store.named)
     return given == known and all(map(operator.is_, leaves, own))
 
 
-def _beside_states(state: Tree) -> tuple[tree.TreeDef, list[Any]]:
-    """The structure of a tree, its TrainStates without leaves, and its other leaves."""
+def _without_states(state: Tree) -> tuple[tree.TreeDef, list[Any]]:
+    """The structure of a tree without the leaves of its TrainStates, and the other leaves."""
     leaves, treedef = tree.flatten(tree.map(lambda node: None if is_state(node) else node, state, is_leaf=is_state))
     return treedef, leaves
 
 
 def check_alive(state: Tree) -> None:
-    """Raise the StateError of a donated state."""
+    """Raise StateError if a state of the tree has been donated."""
     if type(state) is LiveState:
-        return state.alive()
+        return state.check_alive()
     for found in states(state):
         if isinstance(found, LiveState):
-            found.alive()
+            found.check_alive()
 
 
 def is_alive(state: Tree) -> bool:
-    """Whether a state can still be read."""
+    """Whether a state can be read: it has not been donated."""
     try:
         check_alive(state)
     except StateError:
@@ -173,8 +173,8 @@ def is_alive(state: Tree) -> bool:
 
 
 def memory(state: Tree) -> list[Any]:
-    """What counts every write into a state: the few tensors that a live one lies in, or its leaves. Of a live one that
-    has been donated: nothing."""
+    """Tensors whose version counters cover every write into a state: the buffers of a live state, else the leaves; none
+    if the state has been donated."""
     store = store_of(state)
     if store is None:
         return tree.leaves(state)

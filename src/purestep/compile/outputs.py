@@ -1,4 +1,4 @@
-"""How a graph returns a tree: scalars as one vector, since a small step spends a tenth of its time on a tensor each."""
+"""Results of a graph: scalars come in one vector, since a tensor for each takes a tenth of a small step's time."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from ..types import Mean, Metrics
 
 
 class Stacked(NamedTuple):
-    """Metrics as a graph returns them, in one vector: to a small step, a tensor a number is a tenth of its time."""
+    """Metrics as one vector, as the graph returns them."""
 
     numbers: Tensor  # shape=(n,), float32
-    columns: tuple[tuple[str, int, int], ...]  # name, where its total and its weight are; one object for all calls
+    columns: tuple[tuple[str, int, int], ...]  # (name, index of total, index of weight); the same object at every call
 
     def metrics(self) -> Metrics:
-        """The same as a dict of Means."""
-        values, make = self.numbers.unbind(), tuple.__new__  # half the time of calling Mean
+        """Convert to a dict of Means."""
+        values, make = self.numbers.unbind(), tuple.__new__  # twice as fast as calling Mean
         return {name: make(Mean, (values[total], values[weight])) for name, total, weight in self.columns}
 
 
 def unstacked(metrics: Metrics | Stacked) -> Metrics:
-    """A dict of Means, whichever it is."""
+    """Convert `Stacked` metrics to a dict of Means; return a dict unchanged."""
     return metrics.metrics() if type(metrics) is Stacked else cast(Metrics, metrics)
 
 
 def numbers(outputs: list[Tensor]) -> list[bool]:
-    """Which outputs go into the one vector: 0-d float32, on the device of the first such."""
-    found = [leaf.dim() == 0 and leaf.dtype == torch.float32 for leaf in outputs]
-    device = next((leaf.device for leaf, one in zip(outputs, found, strict=True) if one), None)
-    return [one and leaf.device == device for leaf, one in zip(outputs, found, strict=True)]
+    """Whether each output goes into the vector: 0-d float32, on the device of the first such output."""
+    scalar = [leaf.dim() == 0 and leaf.dtype == torch.float32 for leaf in outputs]
+    device = next((leaf.device for leaf, one in zip(outputs, scalar, strict=True) if one), None)
+    return [one and leaf.device == device for leaf, one in zip(outputs, scalar, strict=True)]
 
 
 def builder(treedef: tree.TreeDef, stacked: list[bool]) -> Callable[[Any], Any]:
-    """From what a graph returns to the tree."""
+    """Return a function from a graph's outputs to the tree."""
     if not any(stacked):
         return lambda outputs: tree.unflatten(treedef, list(outputs))
     if all(stacked):
@@ -54,7 +54,7 @@ def builder(treedef: tree.TreeDef, stacked: list[bool]) -> Callable[[Any], Any]:
 
 
 def _columns(positions: Any) -> tuple[tuple[str, int, int], ...] | None:
-    """Name and positions of every metric, where the tree is a dict of Means and nothing else."""
+    """Name and positions of every metric if the tree is a dict of Means, else None."""
     if type(positions) is not dict or not all(type(mean) is Mean for mean in positions.values()):
         return None
     return tuple((name, mean[0], mean[1]) for name, mean in positions.items())

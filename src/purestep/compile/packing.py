@@ -1,4 +1,4 @@
-"""Which parameters share a flat buffer in a compiled step."""
+"""Assignment of parameters to flat buffers in a compiled step."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ..types import Labels, Params, TrainState
 
 
 class Layouts:
-    """The layouts of a program's states, for all compiled steps of it.
+    """The layouts of a program's states, shared by all of its compiled steps.
 
-    Parameters share a buffer that the transform treats alike, and of which in every step so far, and in the updates
-    that the state has behind it, either all have had a gradient or none has.
+    Parameters share a buffer if the transform treats them alike and if, in every step so far and in the updates that
+    the state records, either all of them had a gradient or none.
     """
 
     def __init__(self, labels: Callable[[Params], Labels] | None) -> None:
         self._labels = labels  # None: states keep their tree
-        self._apart: list[frozenset[str]] = []
+        self._split: list[frozenset[str]] = []
         self._known: dict[Any, packed.Layout | None] = {}
 
     def of(self, state: Any) -> packed.Layout | None:
-        """The layout of a state; None where it keeps its tree."""
+        """The layout of a state; None if it keeps its tree."""
         if self._labels is None or not isinstance(state, TrainState):
             return None
         missed = packed.missed(state)
@@ -30,20 +30,20 @@ class Layouts:
         if key not in self._known:
             labels = self._labels(state.params)
             own: Labels = {
-                n: (label, missed.get(n), tuple(n in part for part in self._apart)) for n, label in labels.items()
+                n: (label, missed.get(n), tuple(n in part for part in self._split)) for n, label in labels.items()
             }
             found = packed.layout(state.params, own)
             self._known[key] = found if packed.pack(found, state) is not None else None
         return self._known[key]
 
     def split(self, names: frozenset[str]) -> bool:
-        """Keep these parameters in buffers of their own; False where they have been."""
-        if names in self._apart:
+        """Put these parameters into separate buffers; return False if they already are."""
+        if names in self._split:
             return False
-        self._apart.append(names)
+        self._split.append(names)
         self._known.clear()
         return True
 
     def known(self, layout: packed.Layout | None) -> bool:
-        """Whether a state lies in one of these layouts."""
+        """Whether a layout is one of these."""
         return any(layout is found for found in self._known.values())

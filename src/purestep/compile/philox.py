@@ -1,10 +1,9 @@
-"""The random state that a fused attention kernel returns, kept out of inductor's memory planning.
+"""The random state of fused attention kernels, excluded from inductor's memory planning.
 
-With dropout, such a kernel returns the Philox seed and offset of its mask for the backward pass. Their fake tensors lie
-on the GPU. Outside of a CUDA graph's capture the memory-efficient kernel returns them on the CPU. Inductor goes by the
-fake ones: where the forward and the backward pass are one graph, it gives their memory to a counter that a Triton
-kernel writes, and the launch fails. Here they go through an operator that copies nothing and whose lowering names the
-buffer as one that is never reused. Loads inductor where that is registered.
+With dropout, such a kernel returns the Philox seed and offset of its mask for the backward pass. Their fake tensors are
+on the GPU, but outside of a CUDA graph's capture the memory-efficient kernel returns them on the CPU. If the forward
+and the backward pass are one graph, inductor reuses this memory for a counter that a Triton kernel writes, and the
+launch fails. Here the state passes through an operator without a copy, whose lowering marks the buffer as never reused.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NAMES = ("philox", "rng_state", "unused")  # returns of torch's attention opera
 
 @library.custom_op("purestep::kept_apart", mutates_args=(), schema="(Tensor value) -> Tensor")
 def kept_apart(value: Tensor) -> Tensor:
-    """The value; inductor uses its memory for nothing else."""
+    """The value; inductor does not reuse its memory."""
     return value.clone()
 
 
@@ -35,7 +34,7 @@ def _(value: Tensor) -> Tensor:
 
 @functools.cache
 def register() -> None:
-    """Let inductor leave that operator out, and the memory behind it alone."""
+    """Register the lowering of `kept_apart`. Loads inductor."""
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
 
@@ -48,8 +47,8 @@ def register() -> None:
     decorator(lowered)
 
 
-def held(graph: Graph) -> None:
-    """Put that operator behind every random state that an operator returns and another one reads.
+def protect(graph: Graph) -> None:
+    """Insert `kept_apart` after every random state that one operator returns and another reads.
 
     Args:
         graph: changed.
@@ -60,10 +59,10 @@ def held(graph: Graph) -> None:
         made, at = node.args
         schema = getattr(made.target, "_schema", None)
         returns: Any = schema.returns if schema is not None else ()
-        # An operator that returns a list of tensors has one return for all of them.
+        # The schema has a single return for a list of tensors.
         if at >= len(returns) or not any(name in (returns[at].name or "") for name in _NAMES):
             continue
         with graph.inserting_after(node):
-            apart = graph.call_function(torch.ops.purestep.kept_apart.default, (node,))
-        apart.meta.update(node.meta)
-        node.replace_all_uses_with(apart, delete_user_cb=functools.partial(operator.is_not, apart))
+            kept = graph.call_function(torch.ops.purestep.kept_apart.default, (node,))
+        kept.meta.update(node.meta)
+        node.replace_all_uses_with(kept, delete_user_cb=functools.partial(operator.is_not, kept))

@@ -1,13 +1,13 @@
-"""Whether a step rounds numbers by casts there and back, which inductor leaves out unless it is asked not to.
+"""Detection of round-trip casts (to a low precision and back), which inductor removes by default.
 
-``x.bfloat16().float()`` simulates a low precision in a higher one. Inductor computes in float32 what is bfloat16
-between two loads, so the two casts together do nothing. Its setting `emulate_precision_casts` keeps every cast, and
-rounds the result of every low-precision operator that the trace has marked. It costs 10 to 40 % of a step in bfloat16
-(a GPT, an MLP; on the CPU): it is set for graphs alone that cast down, and up again with nothing but elementwise
-operators, views and copies between. In a mixed precision what is cast down goes into a product.
+``x.bfloat16().float()`` simulates a low precision in a higher one. Inductor computes bfloat16 values in float32 between
+two loads, so the two casts cancel. Its setting `emulate_precision_casts` keeps every cast, and rounds the result of
+every low-precision operator that the trace has marked. It costs 10 to 40 % of a step in bfloat16 (a GPT, an MLP; on the
+CPU), so it is set only for graphs that cast down and up again with only elementwise operators, views and copies in
+between. In mixed precision the casts feed matrix products.
 
-What stays different, by a unit in the last place: a sum of a bfloat16 tensor and a Python number, which eager mode
-rounds to bfloat16 first, and inductor does not.
+One difference of a unit in the last place remains: in a sum of a bfloat16 tensor and a Python number, eager mode first
+rounds the number to bfloat16, and inductor does not.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _LOW = {
     *(torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
 }
-"""Dtypes whose numbers inductor computes in float32."""
+"""Dtypes that inductor computes in float32."""
 
-_NUMBER_BY_NUMBER = {
+_ELEMENTWISE = {
     *("clone", "_to_copy", "copy", "contiguous", "_unsafe_view", "repeat", "expand_copy", "view_copy", "permute_copy"),
     *("cat", "stack", "flip", "roll", "tril", "triu", "where", "masked_fill", "take", "gather", "scatter", "embedding"),
     *("index", "index_select", "index_put", "select_scatter", "slice_scatter", "select_backward", "slice_backward"),
@@ -40,28 +40,28 @@ _NUMBER_BY_NUMBER = {
     *("hardsigmoid_backward", "hardtanh_backward", "elu_backward", "softplus_backward", "mish_backward"),
     *("glu_backward", "softshrink_backward", "hardshrink_backward", "log_sigmoid_backward"),
 }
-"""Elementwise operators and copies without torch's tag for elementwise ones, in place or not."""
+"""Elementwise operators and copies, in place or not, that lack torch's tag for pointwise operators."""
 
 OPTION = "emulate_precision_casts"
 
 _MARK = "low_precision_pointwise_barrier"
-"""What a trace under `emulate_precision_casts` writes on nodes, and inductor rounds by, whatever is set by then."""
+"""The node metadata that a trace under `emulate_precision_casts` sets; inductor rounds by it whatever its settings."""
 
 
 def options(rounds: bool) -> dict[str, Any]:
-    """Inductor's configuration for a graph that does or does not."""
+    """Inductor's configuration for a graph that has round-trip casts (``rounds``) or has none."""
     return {OPTION: True} if rounds else {}
 
 
 def unmark(graph: GraphModule) -> None:
-    """Let inductor round where it likes to, in a graph that does not round."""
+    """Remove the marks from a graph without round-trip casts."""
     for node in graph.graph.nodes:
         node.meta.pop(_MARK, None)
 
 
 def marking(graph: GraphModule) -> Callable[..., Any]:
-    """A function that runs a graph, whose trace has the marks of this graph: a trace marks by its own operators, which
-    are parts of those of the step here."""
+    """Return a function that runs a graph, and whose trace keeps this graph's marks: a new trace would mark the
+    decomposed operators instead of the step's."""
     from torch.fx import Interpreter
     from torch.fx.traceback import preserve_node_meta
 
@@ -73,25 +73,25 @@ def marking(graph: GraphModule) -> Callable[..., Any]:
 
 
 class Casts(Mode):
-    """Sees the operators that run inside; ``seen`` says whether some value was cast down, and up again."""
+    """Mode that records in ``seen`` whether some value was cast to a low precision and back."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = False
-        self._rounded: dict[int, Any] = {}  # memory of what was cast down, or computed from such elementwise
+        self._rounded: dict[int, Any] = {}  # storages of values cast down, or computed elementwise from such
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        is_operator = isinstance(func, OpOverload)  # not one that takes functions
+        is_operator = isinstance(func, OpOverload)  # not a higher-order operator
         if is_operator and not self.seen and isinstance(made, Tensor) and made.is_floating_point():
-            self._look(func, list(_tensors(args)), made)
+            self._inspect(func, list(_tensors(args)), made)
         return made
 
-    def _look(self, func: Any, given: list[Tensor], made: Tensor) -> None:
+    def _inspect(self, func: Any, given: list[Tensor], made: Tensor) -> None:
         low = made.dtype in _LOW
         name = func._overloadpacket.__name__.removesuffix("_")
-        if torch.Tag.pointwise not in func.tags and name not in _NUMBER_BY_NUMBER:
-            return  # views share the memory of what they show
+        if torch.Tag.pointwise not in func.tags and name not in _ELEMENTWISE:
+            return  # a view shares the storage of its base
         if any(self._is_rounded(leaf) and (not low or leaf.dtype != made.dtype) for leaf in given):
             self.seen = True
         is_cast = low and any(leaf.is_floating_point() and _digits(leaf) > _digits(made) for leaf in given)

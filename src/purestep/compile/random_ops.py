@@ -1,14 +1,14 @@
-"""Random numbers of a compiled step on the CPU: those of the eager step, in its layouts, in its order.
+"""Random numbers of a compiled step on the CPU: the same as in eager mode, in layout and order.
 
-Torch fills a tensor in the order of its memory, so the layout is part of what is drawn. Inductor lays tensors out as
-their readers like it, leaves out what nobody reads, writes some draws as other arithmetic, and may read a tensor that
-is filled in place before it is filled. Here a dispatch mode replaces each draw of a trace by an operator of purestep,
-which writes nothing in place, names its strides, and is never dropped:
+Torch fills a tensor in memory order, so the numbers depend on its layout. Inductor chooses layouts for the readers,
+removes unread tensors, rewrites some random operators, and may read a tensor before it is filled in place. Here a
+dispatch mode replaces each random operator of a trace by one of purestep, which writes nothing in place, has explicit
+strides, and is never removed:
 
-- ``drawn``: a new tensor, filled by one of torch's in-place operators with numbers for arguments.
-- ``coins``: the same with a tensor of chances.
-- ``multinomial``, ``poisson`` and the like: torch's own, which inductor calls as they are.
-- ``laid``: what they are given, in eager mode's layout.
+- ``drawn``: a new tensor, filled by an in-place operator of torch with numeric arguments.
+- ``coins``: a new tensor, filled by Bernoulli draws with a tensor of probabilities.
+- ``multinomial``, ``poisson`` and the like: torch's operators, which inductor calls directly.
+- ``laid``: a copy of their arguments in eager mode's layout.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _FILLS = {
         getattr(_aten.random_, "from"),
     )
 }
-"""Operators that fill a tensor, with numbers for arguments."""
+"""In-place operators that fill a tensor, with numeric arguments."""
 
 
 def _like_first(value: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Contiguous: torch's own word for some of them says otherwise."""
+    """A contiguous result; torch's fake result has another layout for some operators."""
     return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 
@@ -75,46 +75,48 @@ _SAMPLERS: dict[Any, Any] = {
     _aten.rrelu_with_noise_functional.default: _rectified_like,
     _aten.randperm.default: _aten.randperm.default,
 }
-"""Operators that draw by tensors, or one permutation -> what they make, without numbers."""
+"""Random operators with tensor arguments, and `randperm` -> their fake implementation."""
 
 
-def _filled(
+def _drawn_impl(
     fill: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, numbers: Sequence[Any]
 ) -> Tensor:
     return _FILLS[fill](torch.empty_strided(size, stride, dtype=dtype, device="cpu"), *numbers)
 
 
-def _empty(fill: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, numbers: Sequence[Any]) -> Tensor:
+def _drawn_fake(
+    fill: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, numbers: Sequence[Any]
+) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 
-def _tossed(chances: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _coins_impl(chances: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=chances.device).bernoulli_(chances)
 
 
-def _untossed(chances: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _coins_fake(chances: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=chances.device)
 
 
-def _laid(value: Tensor, stride: Sequence[int]) -> Tensor:
+def _laid_impl(value: Tensor, stride: Sequence[int]) -> Tensor:
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _laid_empty(value: Tensor, stride: Sequence[int]) -> Tensor:
+def _laid_fake(value: Tensor, stride: Sequence[int]) -> Tensor:
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
 
 
-def _define(name: str, does: Callable[..., Any], makes: Callable[..., Any]) -> None:
-    _LIBRARY.impl(name, does, "CompositeExplicitAutograd")
-    library.register_fake(f"purestep::{name}", makes, lib=_LIBRARY)
+def _define(name: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    _LIBRARY.impl(name, impl, "CompositeExplicitAutograd")
+    library.register_fake(f"purestep::{name}", fake, lib=_LIBRARY)
 
 
-_define("drawn", _filled, _empty)
-_define("coins", _tossed, _untossed)
-_define("laid", _laid, _laid_empty)
+_define("drawn", _drawn_impl, _drawn_fake)
+_define("coins", _coins_impl, _coins_fake)
+_define("laid", _laid_impl, _laid_fake)
 
 _MIRRORS: dict[Any, Any] = {}
-"""Operators of torch -> purestep's."""
+"""Operators of torch -> those of purestep."""
 
 for _operator, _makes in _SAMPLERS.items():
     _name = _operator._schema.name.removeprefix("aten::")
@@ -125,15 +127,15 @@ for _operator, _makes in _SAMPLERS.items():
     _MIRRORS[_operator] = getattr(getattr(_own, _name), _overload or "default")
 
 for _operator in (_own.drawn.default, _own.coins.default, *_MIRRORS.values()):
-    torch.fx.has_side_effect(_operator)  # the generator moves, whether or not its numbers are read
+    torch.fx.has_side_effect(_operator)  # the generator advances even if the numbers are unread
 
 
 # --- in a trace -------------------------------------------------------------------------------------------------------
 
 
 class AsInEager(Mode):
-    """Replaces draws on the CPU by operators that inductor leaves as they are. Others, and draws from a generator of
-    the caller's, are left alone."""
+    """Mode that replaces random operators on the CPU by operators that inductor does not change. Draws on other devices
+    or from an explicit generator are unchanged."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -151,7 +153,7 @@ def _on_cpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """A fill's arguments after the tensor; None where one is left open."""
+    """The arguments of an in-place fill after the tensor; None if one has no value."""
     found = list[Any]()
     for at, argument in enumerate(func._schema.arguments[1:], 1):
         if argument.name != "generator":
@@ -171,13 +173,13 @@ def _drawn(fill: Any, like: Tensor, numbers: Sequence[Any]) -> Tensor:
 
 
 def _new(empty: Any, fill: Any, numbers: Callable[..., Sequence[Any]], given: int) -> Callable[..., Any]:
-    """A rule for an operator that makes a tensor, then fills it.
+    """Return a rule for an operator that allocates a tensor and fills it.
 
     Args:
-        empty: makes the tensor, of the arguments at the end and those by name.
-        fill: fills it.
-        numbers: what with, of the others.
-        given: how many of those there are; the tensor to be like comes before.
+        empty: allocates the tensor from the last arguments and the keyword arguments.
+        fill: the in-place operator.
+        numbers: converts the operator's numeric arguments to those of ``fill``.
+        given: the number of numeric arguments; for ``empty_like`` the tensor comes before them.
     """
 
     def rule(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -201,7 +203,7 @@ def _coins(like: Tensor, chances: Tensor) -> Tensor:
 
 
 def _normal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Of a mean or a deviation that is a tensor: contiguous, whatever that is."""
+    """The rule for a tensor as mean or deviation: the result is contiguous whatever their layouts."""
     mean, deviation = (*args, *(argument.default_value for argument in func._schema.arguments[len(args) : 2]))
     tensors = [leaf for leaf in (mean, deviation) if isinstance(leaf, Tensor)]
     like = torch.empty(torch.broadcast_shapes(*(leaf.shape for leaf in tensors)), dtype=tensors[0].dtype, device="cpu")
@@ -222,12 +224,12 @@ def _rectified(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         return func(*args, **kwargs)
     made, drawn = _sampled(_aten.rrelu_with_noise_functional.default, (value, noise, lower, upper, True), {})
     noise.copy_(drawn)
-    # The operator that returns its noise lays the result out like the input; this one makes it contiguous.
+    # The functional operator keeps the input's layout; this one returns a contiguous result.
     return value.copy_(made) if func is _aten.rrelu_with_noise_.default else made.contiguous()
 
 
 def _native_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Of torch's decompositions: eager mode has another operator on the CPU."""
+    """The rule for an operator that only torch's decompositions use on the CPU."""
     value, rate, training = args
     if not training or rate == 0 or rate == 1:
         return func(*args, **kwargs)
@@ -265,7 +267,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 @functools.cache
 def register() -> None:
-    """Let inductor call these operators. Loads it."""
+    """Register the lowerings of these operators. Loads inductor."""
     from torch._inductor import ir, lowering
 
     kinds, lowerings = ir, lowering
@@ -288,7 +290,7 @@ def register() -> None:
         def lowered(*args: Any, **kwargs: Any) -> Any:
             made = kept.create(operator, *args, **kwargs)
             results = list(made) if isinstance(made, list | tuple) else [made]
-            for result in results:  # the next draw waits for it: without it, it would not wait
+            for result in results:  # orders the next draw after this one
                 result.has_side_effects = lambda: True
             boxes = tuple(map(kinds.TensorBox.create, results))
             return boxes if isinstance(made, list | tuple) else boxes[0]
@@ -300,7 +302,7 @@ def register() -> None:
     table(_own.coins.default, type_promotion_kind=None)(coins)
     table(_own.laid.default, type_promotion_kind=None)(laid)
     for operator, mirror in _MIRRORS.items():
-        # Where torch's own word of a layout is wrong, inductor would check results by it.
+        # Call our operator if torch's fake layout is wrong: inductor checks results against it.
         called = operator if _SAMPLERS[operator] is operator else mirror
         table(mirror, type_promotion_kind=None)(sampler(called))
 
@@ -312,7 +314,7 @@ def _kept_class() -> Any:
     base: Any = ir.FallbackKernel
 
     class Kept(base):
-        """A call of torch's operator, whether or not its results are read."""
+        """A call of torch's operator that inductor keeps even if its results are unread."""
 
         def has_side_effects(self) -> bool:
             return True
@@ -328,12 +330,12 @@ def _call_class() -> Any:
     base: Any = ir.ExternKernelOut
 
     class Fill(base):
-        """A new buffer, filled by an operator of torch's."""
+        """A new buffer, filled by an operator of torch."""
 
         def codegen(self, wrapper: Any) -> None:
             name, fill, numbers = self.get_name(), self.op_overload, self.constant_args
             graph: Any = V.graph
-            is_unread = name in graph.removed_buffers  # whose memory inductor has left out
+            is_unread = name in graph.removed_buffers  # inductor has removed its allocation
             if is_unread:
                 graph.removed_buffers.discard(name)
                 wrapper.codegen_allocation(self)
@@ -355,8 +357,8 @@ def _call_class() -> Any:
 
 
 def _in_cpp(name: str, fill: Any, given: Sequence[str], numbers: Sequence[Any]) -> list[str]:
-    """A call of the operator. Only those for coins have a function in inductor's C interface; others are looked up by
-    name, with arguments in words of 64 bits."""
+    """C++ lines that call the operator. Only the Bernoulli operators have a function in inductor's C interface; others
+    go through the dispatcher by name, with arguments as 64-bit words."""
     if fill in (_aten.bernoulli_.float, _aten.bernoulli_.Tensor):
         function = f"aoti_torch_cpu_bernoulli__{fill._schema.overload_name}"
         (chance,) = given or [repr(float(numbers[0]))]

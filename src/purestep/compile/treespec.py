@@ -1,4 +1,4 @@
-"""Trees taken apart and put together inside a graph, in plain Python: Dynamo reads no structure made outside of it."""
+"""Flatten and unflatten trees in plain Python inside a graph: Dynamo cannot read a structure from outside of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..types import Tree
 
 
 def of(treedef: tree.TreeDef) -> Tree:
-    """The tree of that structure whose leaves are their own positions, as text: Dynamo takes numbers that differ
-    between two graphs for variables."""
+    """Return the tree of a structure whose leaves are their positions, as text: Dynamo would turn numbers that differ
+    between two graphs into variables."""
     return tree.unflatten(treedef, [str(index) for index in range(treedef.num_leaves)])
 
 
 def fill(skeleton: Tree, children: Sequence[Any]) -> Tree:
-    """`tree.unflatten`, for inside a graph.
+    """Unflatten inside a graph, like `tree.unflatten`.
 
     Args:
         skeleton: from `of`.
@@ -35,7 +35,7 @@ def fill(skeleton: Tree, children: Sequence[Any]) -> Tree:
 
 
 def _of_kind(node: Any, items: dict[Any, Any]) -> dict[Any, Any]:
-    # Of an OrderedDict the leaves come in the order of its keys, of others in sorted order.
+    # The leaves of an OrderedDict are in the order of its keys, those of other dicts in sorted order.
     if isinstance(node, OrderedDict):
         return OrderedDict(items)
     if isinstance(node, defaultdict):
@@ -44,7 +44,7 @@ def _of_kind(node: Any, items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def collect(skeleton: Tree, found: Tree) -> list[Any]:
-    """`tree.leaves` of a tree of that structure, for inside a graph; the inverse of `fill`."""
+    """Flatten inside a graph, like `tree.leaves`; the inverse of `fill`."""
     return [leaf for _, leaf in sorted(_numbered(skeleton, found), key=lambda pair: pair[0])]
 
 
@@ -61,7 +61,7 @@ def _numbered(skeleton: Tree, found: Tree) -> list[tuple[int, Any]]:
 
 
 def containers(node: Any) -> list[Any]:
-    """Everything in a tree that can be written to and is no tensor."""
+    """All mutable containers of a tree: dicts, lists and deques."""
     if isinstance(node, dict):
         named = cast(dict[Any, Any], node)
         return [named, *(found for child in named.values() for found in containers(child))]

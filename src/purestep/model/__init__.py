@@ -1,9 +1,9 @@
 """A module as a pure function of its tensors.
 
-functional   the call: parameters and buffers in, outputs and new buffers out
-template     the module without its weights, which a program keeps
-dropout      dropout that draws the same numbers under `torch.func` as without
-write_check  forward passes must not write weights, nor buffers that no state keeps
+functional   the pure call: parameters and buffers in, outputs and new buffers out
+template     the weightless copy of a module that a program holds, and checks of the module
+dropout      dropout with the same masks under `torch.func` as in eager mode
+write_check  checks that a forward pass writes no weights, and only buffers that a state holds
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Dropout that draws the same numbers under `torch.func` as without.
+"""Dropout with the same masks under `torch.func` as in eager mode.
 
-Torch's dropout makes its mask like the input, in the input's layout, and fills it in the order of memory. Under a
-transform of `torch.func` it makes the mask contiguous: of a transposed input other numbers are dropped out. A gradient
-by `torch.func.grad` then differs from the one by `torch.autograd.grad`.
+Torch's dropout allocates its mask in the input's layout and fills it in memory order. Under a transform of `torch.func`
+the mask is contiguous, so for a transposed input other elements are dropped, and the gradient of `torch.func.grad`
+differs from that of `torch.autograd.grad`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .. import tracing
 _ALPHA = 1.7580993408473766
 
 
-class AsWithout(TorchFunctionMode):
-    """Inside, dropout on the CPU makes its mask in the input's layout, under transforms too; not what is mapped.
+class EagerMasks(TorchFunctionMode):
+    """Mode in which dropout on the CPU allocates its mask in the input's layout under transforms too, except vmap.
 
     Example:
         >>> def dropped(x):
@@ -30,14 +30,14 @@ class AsWithout(TorchFunctionMode):
         >>> _ = torch.manual_seed(0)
         >>> expected, = torch.autograd.grad(dropped(x), x)
         >>> _ = torch.manual_seed(0)
-        >>> with AsWithout():
+        >>> with EagerMasks():
         ...     bool((torch.func.grad(dropped)(x) == expected).all())
         True
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():  # what it has in place of some of torch's functions has no hash
+        if torch.compiler.is_dynamo_compiling():  # some of its stand-ins for functions cannot be hashed
             rule = next((rule for known, rule in _RULES.items() if func is known), None)
         else:
             rule = _RULES.get(func)
@@ -45,7 +45,7 @@ class AsWithout(TorchFunctionMode):
 
 
 def _rule(drop: Callable[[Tensor, float], Tensor], training: bool = True, written: bool = False) -> Any:
-    """What a function of torch's does with its arguments; the names are those of its signature."""
+    """Return a replacement for a dropout function of torch, with the same parameter names."""
 
     def rule(
         func: Any,
@@ -56,7 +56,7 @@ def _rule(drop: Callable[[Tensor, float], Tensor], training: bool = True, writte
         **more: Any,
     ) -> Tensor:
         train = bool(more.get("train", training))
-        if not train or not _is_taken(input, p):
+        if not train or not _is_replaced(input, p):
             given = {} if func in _PLAIN else {"inplace": inplace}
             return func(input, p, train, **given)
         dropped = drop(input, p)
@@ -65,27 +65,27 @@ def _rule(drop: Callable[[Tensor, float], Tensor], training: bool = True, writte
     return rule
 
 
-def _is_taken(value: Any, rate: Any) -> bool:
+def _is_replaced(value: Any, rate: Any) -> bool:
     plain = isinstance(value, Tensor) and isinstance(rate, float) and 0 < rate < 1
     if not plain or value.device.type != "cpu" or 0 in value.shape:
         return False
-    return torch.compiler.is_compiling() or not tracing.is_mapped(value)  # Dynamo cannot ask
+    return torch.compiler.is_compiling() or not tracing.is_mapped(value)  # Dynamo cannot trace `mapped`
 
 
 def _dropped(value: Tensor, rate: float) -> Tensor:
-    """As `at::dropout` computes it."""
+    """The formula of `at::dropout`."""
     return value * torch.empty_like(value).bernoulli_(1 - rate).div_(1 - rate)
 
 
 def _alpha_dropped(value: Tensor, rate: float) -> Tensor:
-    """As `at::alpha_dropout` computes it."""
+    """The formula of `at::alpha_dropout`."""
     kept = torch.empty_like(value).bernoulli_(1 - rate)
     scale = 1 / math.sqrt((_ALPHA**2 * rate + 1) * (1 - rate))
     shift = kept.add(-1).mul_(_ALPHA * scale).add_(_ALPHA * scale * rate)
     return (value * kept.mul_(scale)).add_(shift)
 
 
-_torch: Any = torch  # its stubs leave some of these out
+_torch: Any = torch  # its stubs lack some of these functions
 _PLAIN = (_torch.dropout, _torch.dropout_, _torch.alpha_dropout, _torch.alpha_dropout_)
 
 _RULES: dict[Any, Callable[..., Tensor]] = {

@@ -1,8 +1,8 @@
-"""A module as a pure function of its tensors: the only place that calls `torch.func.functional_call`.
+"""A module as a pure function of its tensors: the only module that calls `torch.func.functional_call`.
 
-`Template` keeps hollow copies of a module (parameters and buffers on the meta device, one copy in train mode and one in
-eval mode, since the mode is a flag of the module), so that no second copy of the weights exists and the user's module
-is never touched. `bind` makes the pure call that an objective is given.
+`Template` holds weightless copies of a module (parameters and buffers on the meta device), one in train mode and one in
+eval mode, since the mode is a flag of the module. So the weights exist once, and the user's module never changes.
+`bind` builds the pure call that an objective gets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .. import tree
 from ..errors import ConfigError, StateError, StepContractError
 from ..types import Params
 from . import write_check
-from .template import Named, check, empty, hollow, overlaps, uncompiled, without_weights
+from .template import Named, check, copy_structure, none_buffers, overlaps, uncompiled, weightless_copy
 
 _Found = TypeVar("_Found")
 _Result = TypeVar("_Result")
@@ -29,20 +29,20 @@ OBJECTIVE = "objective."  # prefix of the names of an objective's own parameters
 
 
 class Names(NamedTuple):
-    """The names a module's tensors go by, all static."""
+    """Names of a module's tensors, all static."""
 
     params: tuple[str, ...]  # trained
     frozen: tuple[str, ...]  # requires_grad=False
     buffers: tuple[str, ...]
     persistent: frozenset[str]  # buffers that a state_dict holds
-    ties: dict[str, str]  # alias -> the name it goes by here, as a state_dict has it
-    aliases: dict[str, str]  # the same, of those that are attributes of their own and so must be set in every call
-    shared: tuple[str, ...]  # buffers that lie in the memory of another tensor, which a state keeps apart
+    ties: dict[str, str]  # alias, as in a state_dict -> name in `params`, `frozen` or `buffers`
+    aliases: dict[str, str]  # the ties that are separate attributes, which every call must set
+    shared: tuple[str, ...]  # buffers that share memory with another tensor; a state holds them separately
     empty: tuple[str, ...]  # buffers registered as None, which a state does not hold
 
 
 class Template(NamedTuple):
-    """Hollow modules to run, and the names of what they need."""
+    """Weightless modules in train and eval mode, and the names of their tensors."""
 
     train: nn.Module
     eval: nn.Module
@@ -52,8 +52,8 @@ class Template(NamedTuple):
 class Bound:
     """The pure call of a module: ``model(...)``, ``model.call("encode", x)``, ``model.params``, ``model.training``.
 
-    Weights are those it was bound to; buffers that a forward pass writes are replaced in ``buffers`` of this object, so
-    that a second call sees what the first one left.
+    Its weights are fixed. Buffers that a forward pass writes are replaced in ``buffers`` of this object, so a second
+    call uses the buffers of the first.
     """
 
     __slots__ = ("_held", "_module", "_names", "_tensors", "buffers", "frozen", "params", "training", "values")
@@ -71,19 +71,19 @@ class Bound:
 
     @property
     def module(self) -> nn.Module:
-        """The hollow module, to read its configuration from."""
+        """The weightless module, to read its configuration."""
         return cast(nn.Module, self._module.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("model", "__call__", args, kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Another method of the module than its forward, or a submodule of it, with the same weights.
+        """Call a method of the module other than forward, or a submodule, with the same weights.
 
         Args:
-            method: its name; of a submodule as torch has it (``"encoder.layers.0"``).
+            method: its name, or the dotted name of a submodule (``"encoder.layers.0"``).
             args: of the method.
-            kwargs: the same.
+            kwargs: of the method.
 
         Example:
             >>> import torch
@@ -106,21 +106,20 @@ class Bound:
             group = next(each for each in ("params", "frozen", "buffers") if name in getattr(self._names, each))
             return f"model.{group}[{name!r}]"
         if callable(found):
-            return f"model.call({name!r}, ...), which has the weights; model.module.{name} has none"
+            return f"call model.call({name!r}, ...), which has the weights; model.module.{name} has none"
         if any(isinstance(leaf, Tensor) for leaf in tree.leaves(found)):
-            return f"return it from forward, or from a method that model.call runs: a pure call leaves no {name} behind"
+            return f"return it from forward, or from a method for model.call: a pure call does not store {name}"
         return "" if found is None else f"model.module.{name}"
 
     def objective(self, *args: Any, **kwargs: Any) -> Any:
-        """The objective's own module (a criterion with parameters or buffers)."""
+        """Call the objective's module (a criterion with parameters or buffers)."""
         return self._run("objective", "__call__", args, kwargs)
 
     def hold(self, forward: Callable[[], _Found], backward: Callable[[_Found], _Result]) -> _Result:
-        """``backward(forward())`` with the weights in the module until both are done.
+        """Return ``backward(forward())`` with the weights in the module during both.
 
-        Activation checkpointing runs parts of the forward pass again during the backward pass, where a single call's
-        weights would be gone. Those parts find the buffers as they were before the forward pass, and what they write
-        into them is dropped.
+        Activation checkpointing repeats parts of the forward pass during the backward pass, which needs the weights.
+        The repeated parts read the buffers as they were before the forward pass; their writes to buffers are dropped.
         """
         before = {name: buffer.clone() for name, buffer in self.buffers.items()}
 
@@ -142,7 +141,7 @@ class Bound:
 
     def _with_weights(self, run: Callable[[], _Result]) -> _Result:
         given = self._named()
-        found = dict(given)  # functional_call leaves in it what is in the module in the end
+        found = dict(given)  # functional_call updates this dict in place
         result = functional_call(self._module, found, (run,), tie_weights=False)
         if not torch.compiler.is_dynamo_compiling():
             weights = set(map(id, self._tensors.values()))
@@ -153,7 +152,7 @@ class Bound:
 
     def _named(self) -> Params:
         tensors = {**self._tensors, **{_inner(name): buffer for name, buffer in self.buffers.items()}}
-        # Ties are known, so that functional_call need not look for them in every call.
+        # Set aliases here: functional_call would search for ties in every call.
         return tensors | {_inner(alias): tensors[_inner(name)] for alias, name in self._names.aliases.items()}
 
     def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,10 +165,10 @@ class Bound:
                 cure = f"add a method that returns it: def read_{method.rpartition('.')[2]}(self, ...)"
                 raise StepContractError(f"is a {type(found).__name__}, not a method", where=method, hint=cure)
             output = found(*args, **kwargs)
-            # Read here, while the tensors are swapped in: a buffer may have been assigned anew instead of written to.
+            # Read them before functional_call restores the module: the forward pass may have assigned new buffers.
             written = {name: _attribute(self._module, _inner(name)) for name in self._names.buffers}
-            write_check.check_apart(shared, self.buffers, written)
-            write_check.check_empty({name: _place(self._module, _inner(name)) for name in self._names.empty})
+            write_check.check_aliased_buffers(shared, self.buffers, written)
+            write_check.check_none_buffers({name: _place(self._module, _inner(name)) for name in self._names.empty})
             return output, written
 
         if self._held:
@@ -184,7 +183,7 @@ class Bound:
 
 
 class _Dispatch(nn.Module):
-    """Model and objective under one roof, so that one functional_call reaches any method of either."""
+    """Parent of the model and the objective, so that one functional_call can run any method of either."""
 
     def __init__(self, model: nn.Module, objective: nn.Module | None) -> None:
         super().__init__()
@@ -197,21 +196,21 @@ class _Dispatch(nn.Module):
 
 
 def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval: Iterable[str] = ()) -> Template:
-    """Hollow copies of ``module`` (and of an objective's own module) and the names of their tensors.
+    """Build weightless copies of ``module`` (and of an objective's module), with the names of their tensors.
 
     Args:
         module: any `nn.Module`; it is not changed.
-        objective: a criterion with parameters or buffers, reached under ``objective.`` names.
+        objective: a criterion with parameters or buffers, which get names with the prefix ``objective.``.
         keep_eval: glob patterns of submodule names that stay in eval mode while training (``"backbone.*"``).
 
     Raises:
-        StateError: parameters that are integer, complex or lazy, or a module that cannot be copied.
-        ConfigError: a pattern of ``keep_eval`` that matches no submodule.
+        StateError: a parameter is integer, complex or lazy, or the module cannot be copied.
+        ConfigError: a pattern of ``keep_eval`` matches no submodule.
     """
     module, objective = uncompiled(module), None if objective is None else uncompiled(objective)
     names = _names(module, objective)
-    train = _Dispatch(hollow(module), None if objective is None else hollow(objective))
-    evaluation = without_weights(train)  # which has been looked at
+    train = _Dispatch(weightless_copy(module), None if objective is None else weightless_copy(objective))
+    evaluation = copy_structure(train)  # `train` has passed the checks
     train.train()
     evaluation.eval()
     _keep_eval(train.model, keep_eval)
@@ -221,13 +220,13 @@ def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval
 def bind(
     template: Template, params: Params, frozen: Params | None = None, buffers: Params | None = None, train: bool = False
 ) -> Bound:
-    """The pure call with these weights. Buffers are copied: what a forward pass writes never reaches the caller."""
+    """Return the pure call with these weights. Buffers are copied, so a forward pass does not change the caller's."""
     private = {name: buffer.clone() for name, buffer in (buffers or {}).items()}
     return Bound(template, params, frozen or {}, private, train=train)
 
 
 def tensors(module: nn.Module, objective: nn.Module | None = None) -> tuple[Params, Params, Params]:
-    """``(params, frozen, buffers)`` of a module as they are now, by name, tied ones once, not copied."""
+    """Return the current ``(params, frozen, buffers)`` of a module by name, each tied tensor once, without copies."""
     module, objective = uncompiled(module), None if objective is None else uncompiled(objective)
     params: Params = {}
     frozen: Params = {}
@@ -253,7 +252,7 @@ def _modules(module: nn.Module, objective: nn.Module | None) -> list[tuple[str, 
 
 
 def _first(named: Named) -> dict[str, Tensor]:
-    """Each tensor once, under its first name."""
+    """Each tensor under its first name only."""
     ties = _ties(named)
     return {name: value for name, value in named if name not in ties}
 
@@ -264,11 +263,11 @@ def _ties(named: Named) -> dict[str, str]:
 
 
 def _names(module: nn.Module, objective: nn.Module | None) -> Names:
-    taken = [name for name, _ in (*_parameters(module, None), *_buffers(module, None)) if name.startswith(OBJECTIVE)]
-    if taken:
+    reserved = [name for name, _ in (*_parameters(module, None), *_buffers(module, None)) if name.startswith(OBJECTIVE)]
+    if reserved:
         raise StateError(
             "the name is reserved for the objective's own tensors",
-            where=taken[0],
+            where=reserved[0],
             hint="rename the submodule 'objective'",
         )
     parameters, buffers = _parameters(module, objective), _buffers(module, objective)
@@ -280,7 +279,7 @@ def _names(module: nn.Module, objective: nn.Module | None) -> Names:
         raise StateError(
             "the module has no parameter with requires_grad=True",
             where=type(module).__name__,
-            hint="module.requires_grad_(True), or there is nothing to train",
+            hint="call module.requires_grad_(True)",
         )
     frozen = tuple(name for name, parameter in found.items() if not parameter.requires_grad)
     persistent = _persistent(module, objective)
@@ -289,12 +288,12 @@ def _names(module: nn.Module, objective: nn.Module | None) -> Names:
     kept = tuple(_first(buffers))
     together = {name for pair in overlaps(dict(parameters), dict(buffers)) for name in pair}
     shared = tuple(name for name in kept if name in together)
-    attributes, nothing = _attributes(module, objective, ties), empty(modules)
+    attributes, nothing = _attributes(module, objective, ties), none_buffers(modules)
     return Names(params, frozen, kept, persistent, saved, attributes, shared, nothing)
 
 
 def _attributes(module: nn.Module, objective: nn.Module | None, ties: dict[str, str]) -> dict[str, str]:
-    """Ties without those of a module that is used twice: its one attribute is set under its first name."""
+    """Ties without those of a module that is used twice: its only attribute is set under its first name."""
     seen: set[tuple[int, str]] = set()
     found: dict[str, str] = {}
     for name, _ in (*_parameters(module, objective), *_buffers(module, objective)):
@@ -317,8 +316,7 @@ def _persistent(module: nn.Module, objective: nn.Module | None) -> frozenset[str
 
 
 def _saved_buffers(owner: nn.Module) -> set[str]:
-    # torch tells which buffers a state_dict leaves out only by leaving them out. `state_dict` of the module alone would
-    # copy nothing, but runs hooks; the names of one module's own buffers do not.
+    # `_save_to_state_dict` shows which buffers are persistent; unlike `state_dict` it runs no hooks.
     kept: dict[str, Any] = {}
     nn.Module._save_to_state_dict(owner, kept, "", keep_vars=True)  # pyright: ignore[reportPrivateUsage]  # see above
     return set(kept) & {name for name, _ in owner.named_buffers(recurse=False, remove_duplicate=False)}
@@ -329,7 +327,7 @@ def _keep_eval(module: nn.Module, patterns: Iterable[str]) -> None:
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         matched = [name for name in known if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
         if not matched:
-            raise ConfigError(f"{pattern!r} matches no submodule", where="keep_eval", hint=f"one of {known}")
+            raise ConfigError(f"{pattern!r} matches no submodule", where="keep_eval", hint=f"use one of {known}")
         for name in matched:
             module.get_submodule(name).eval()
 

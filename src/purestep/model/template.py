@@ -1,4 +1,4 @@
-"""A module without its weights, to be run with those of a state, and what such a copy cannot be made of."""
+"""The weightless copy of a module, which runs with the weights of a state, and checks of what cannot be copied."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from .. import tensor_layout
 from ..errors import StateError, StepContractError
 
 Named = Iterable[tuple[str, Tensor]]
-"""Of every name a tensor goes by, tied ones under each."""
+"""(name, tensor) pairs, including tied aliases."""
 
 
 _WRAPPED = "_orig_mod"
-"""The attribute under which `torch.compile` keeps the module that it was given, and the prefix of its names."""
+"""The attribute in which `torch.compile` stores the original module; it prefixes the names of parameters."""
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module without the wrappers of `torch.compile`: a step is compiled whole, and its names are the model's.
+    """Remove the wrappers of `torch.compile` from a module: a step is compiled as a whole, with the model's names.
 
     Returns:
-        The module itself where no part of it is wrapped; else a copy of its structure with the same parameters and
-        buffers. `module.compile()` wraps nothing: copies leave it out.
+        The module itself if no part is wrapped; otherwise a copy of its structure with the same parameters and buffers.
+        `module.compile()` adds no wrapper, and copies drop its effect.
     """
     wrapped = [part for part in module.modules() if isinstance(getattr(part, _WRAPPED, None), nn.Module)]
     if not wrapped:
         return module
     memo: dict[int, Any] = {id(each): each for each in (*module.parameters(), *module.buffers())}
-    for part in reversed(wrapped):  # the innermost first: one inside another is copied with it
+    for part in reversed(wrapped):  # innermost first: the copy of an outer one contains it
         memo[id(part)] = _copied(getattr(part, _WRAPPED), memo)
     return _copied(module, memo)
 
@@ -50,33 +50,33 @@ def _copied(module: Any, memo: dict[int, Any]) -> Any:
         ) from error
 
 
-def hollow(module: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers have no memory; ties are kept.
+def weightless_copy(module: nn.Module) -> nn.Module:
+    """Copy a module with parameters and buffers on the meta device; ties are kept.
 
     Raises:
-        StateError: what cannot be copied; an attribute that leads to other weights than those of a state.
+        StateError: the module cannot be copied, or an attribute refers to weights that a state does not replace.
     """
-    made = without_weights(module)
+    made = copy_structure(module)
     kept = set(map(id, module.modules()))
     for name, part in made.named_modules():
         if id(part) in kept:
             raise StateError(
-                "is no copy: its __deepcopy__ returns the module itself, which a step would put into another mode",
+                "is no copy: its __deepcopy__ returns the module itself, whose mode a step would change",
                 where=name or type(part).__name__,
-                hint="no __deepcopy__, or one that makes a new module",
+                hint="remove __deepcopy__, or return a new module from it",
             )
     _check_attributes(module, made)
     for name, part in made.named_modules():
-        part._apply = functools.partial(_applied, part, name)  # pyright: ignore[reportPrivateUsage]  # all of .to, .half
+        part._apply = functools.partial(_checked_apply, part, name)  # pyright: ignore[reportPrivateUsage]  # all of .to, .half
         if isinstance(part, nn.RNNBase):
-            part.flatten_parameters = _left_where_they_are
+            part.flatten_parameters = _skip_flatten
     return made
 
 
-def without_weights(module: nn.Module) -> nn.Module:
-    """The copy alone: of a hollow module, which has been looked at, another one."""
-    # Seeding deepcopy's memo with meta tensors copies the structure without the weights, and keeps ties. Nor is a class
-    # of tensors asked for a copy of its own, which not every one can make.
+def copy_structure(module: nn.Module) -> nn.Module:
+    """Copy a module to the meta device without the checks of `weightless_copy`."""
+    # With meta tensors in its memo, deepcopy copies the structure without the weights, keeps ties, and never calls a
+    # tensor subclass's own __deepcopy__, which may fail.
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
@@ -85,19 +85,19 @@ def without_weights(module: nn.Module) -> nn.Module:
     return _copied(module, memo)
 
 
-def _left_where_they_are() -> None:
-    """On CUDA each call of an LSTM or GRU would move the weights of the state into memory of its own."""
+def _skip_flatten() -> None:
+    """Replaces `flatten_parameters`: on CUDA each call of an LSTM or GRU would copy the weights of the state."""
 
 
-def _applied(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``module.to(...)`` and the like in a forward pass: a module that is there already stays, as in torch."""
+def _checked_apply(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Replaces ``module._apply``: ``module.to(...)`` in a forward pass raises unless it changes nothing."""
     tensors = {**dict(module.named_parameters(recurse=recurse)), **dict(module.named_buffers(recurse=recurse))}
     for inner, tensor in tensors.items():
         if fn(tensor) is not tensor:
             raise StepContractError(
                 f"the forward pass moves this tensor of {tensor.dtype} on {tensor.device} to another dtype or device",
                 where=f"{name}.{inner}" if name else inner,
-                hint="cast what the layer is given (x.to(weight.dtype)), or move the module before ps.program",
+                hint="cast the layer's input (x.to(weight.dtype)), or move the module before ps.program",
             )
     return module
 
@@ -105,26 +105,26 @@ def _applied(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor], recur
 # --- attributes -------------------------------------------------------------------------------------------------------
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-_PLAIN = (str, int, float, bool, bytes, type(None))  # lead nowhere; a vocabulary has many
+_PLAIN = (str, int, float, bool, bytes, type(None))  # contain no tensors; skipped for speed (a vocabulary has many)
 
 
 def _check_attributes(module: nn.Module, made: nn.Module) -> None:
-    """Raise StateError for an attribute that holds a weight beside the registered one, which a state does not reach, or
-    that leads back to the original: `copy.deepcopy` copies no functions."""
+    """Raise StateError for an attribute that holds a second reference to a registered weight, which a state does not
+    replace, or that refers to the original module: `copy.deepcopy` does not copy functions."""
     tensors = {id(each): "a weight that is registered too" for each in (*made.parameters(), *made.buffers())}
     parts = [*module.modules(), *module.parameters(), *module.buffers()]
-    wrong = dict.fromkeys(map(id, parts), "the module itself, whose weights stay what they are") | tensors
+    wrong = dict.fromkeys(map(id, parts), "the original module, whose weights never change") | tensors
     seen: set[int] = set()
     for name, part in made.named_modules():
         left = _REGISTERED if not isinstance(part, nn.RNNBase) else (*_REGISTERED, "_flat_weights")  # set with weights
         for attribute, value in vars(part).items():
-            found = None if attribute in left else _leads_to(value, wrong, seen)
+            found = None if attribute in left else _reachable_weight(value, wrong, seen)
             if found is not None:
                 where = f"{name}.{attribute}" if name else attribute
-                raise StateError(f"leads to {found}", where=where, hint="a method of the module, which uses self")
+                raise StateError(f"refers to {found}", where=where, hint="use a method of the module, with self")
 
 
-def _leads_to(value: Any, wrong: dict[int, str], seen: set[int]) -> str | None:
+def _reachable_weight(value: Any, wrong: dict[int, str], seen: set[int]) -> str | None:
     if type(value) in _PLAIN:
         return None
     if id(value) in wrong:
@@ -132,12 +132,12 @@ def _leads_to(value: Any, wrong: dict[int, str], seen: set[int]) -> str | None:
     if id(value) in seen:
         return None
     seen.add(id(value))
-    found = (_leads_to(inside, wrong, seen) for inside in _inside(value))
+    found = (_reachable_weight(inside, wrong, seen) for inside in _contents(value))
     return next((each for each in found if each is not None), None)
 
 
-def _inside(value: Any) -> Iterator[Any]:
-    """What a container holds, or a function closes over."""
+def _contents(value: Any) -> Iterator[Any]:
+    """The contents of a container, or the defaults and closure of a function."""
     if isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, list | tuple | set):
@@ -151,7 +151,7 @@ def _inside(value: Any) -> Iterator[Any]:
         for cell in value.__closure__ or ():
             try:
                 yield cell.cell_contents
-            except ValueError:  # not filled yet
+            except ValueError:  # an empty cell
                 continue
 
 
@@ -159,7 +159,7 @@ def _inside(value: Any) -> Iterator[Any]:
 
 
 def check(modules: Iterable[tuple[str, nn.Module]], parameters: Named, buffers: Named) -> None:
-    """Raise StateError for what no step can train as torch would; all are given by the names that users know."""
+    """Raise StateError for modules and tensors that a pure step cannot train like torch; names are the user's."""
     for name, value in (*parameters, *buffers):
         _check_tensor(name, value)
     _check_memory(dict(parameters), dict(buffers))
@@ -172,52 +172,53 @@ def _check_tensor(name: str, value: Tensor) -> None:
     if nn.parameter.is_lazy(value):
         raise StateError("is lazy and has no shape yet", where=name, hint="run one forward pass before ps.program")
     if value.requires_grad and (value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None)):
-        hint = "optim.masked, or optim.stateless(f) in the chain, for what the hook does to gradients"
+        hint = "replace the hook: use optim.masked, or optim.stateless(f) in the chain"
         raise StateError("has a hook on its gradient, which a pure step does not call", where=name, hint=hint)
     if value.is_floating_point() or not isinstance(value, nn.Parameter):
         return
-    cure = f"module.register_buffer({name.rpartition('.')[2]!r}, ...) for what is not trained"
+    cure = f"call module.register_buffer({name.rpartition('.')[2]!r}, ...) for a tensor that is not trained"
     if value.is_complex():
         cure = "hold real and imaginary part as one real parameter and use torch.view_as_complex in forward"
     raise StateError(f"is a parameter of dtype {value.dtype}; floating point is needed", where=name, hint=cure)
 
 
 def _check_memory(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
-    """A trained weight that is another tensor too, without being the same object, would come apart from it."""
+    """Raise StateError for a trained weight that shares memory with another tensor object: training would separate
+    them."""
     for first, second in overlaps(parameters, buffers):
         if any(name in parameters and parameters[name].requires_grad for name in (first, second)):
             raise StateError(
-                f"lies in the memory of {first}, which is a tensor of its own; trained, they would differ",
+                f"shares memory with {first}, a different tensor object; after training they would differ",
                 where=second,
-                hint="the same nn.Parameter under both names, or a property that makes the one of the other",
+                hint="register the same nn.Parameter under both names, or compute one from the other in a property",
             )
 
 
 def overlaps(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Names of two tensors that have memory in common, as a view has, without being tied: one object of one kind."""
+    """Pairs of names of tensors that share memory, such as views, but are not tied (the same object)."""
     named = {**parameters, **buffers}
     spans = sorted((start, start + _length(value), name) for name, value in named.items() if (start := _address(value)))
-    reaching: list[tuple[int, str]] = []  # ends and names of what began before and may reach this one
+    reaching: list[tuple[int, str]] = []  # (end, name) of earlier spans that may overlap this one
     for start, end, name in spans:
         reaching = [(until, other) for until, other in reaching if until > start]
         others = [other for _, other in reaching]
         if any(named[name] is named[other] and (name in parameters) == (other in parameters) for other in others):
             continue
-        yield from ((other, name) for other in others if _meet(named[other], named[name]))
+        yield from ((other, name) for other in others if _share_element(named[other], named[name]))
         reaching.append((end, name))
 
 
-def _meet(one: Tensor, other: Tensor) -> bool:
-    """Whether they share an element. Two columns of a matrix lie between each other's elements and share none."""
+def _share_element(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share an element. Two columns of a matrix interleave in memory and share none."""
     size, start = one.element_size(), min(_address(one), _address(other))
     dense = all(value.numel() * value.element_size() == _length(value) for value in (one, other))
     if dense or other.element_size() != size or (_address(one) - _address(other)) % size:
         return True
     end = max(_address(value) + _length(value) for value in (one, other))
-    taken = torch.zeros((end - start) // size, dtype=torch.bool)
+    used = torch.zeros((end - start) // size, dtype=torch.bool)
     first, second = (
-        # An expanded dimension is one element, again and again.
-        taken.as_strided(
+        # An expanded dimension repeats one element.
+        used.as_strided(
             [n if stride else 1 for n, stride in zip(value.shape, value.stride(), strict=True)],
             value.stride(),
             (_address(value) - start) // size,
@@ -228,14 +229,14 @@ def _meet(one: Tensor, other: Tensor) -> bool:
     return bool(second.any())
 
 
-def empty(modules: Iterable[tuple[str, nn.Module]]) -> tuple[str, ...]:
-    """Names of buffers registered as None that a state_dict would hold if they were filled. A mask or a table that is
-    made when it is first needed is left out of it, and is no state."""
+def none_buffers(modules: Iterable[tuple[str, nn.Module]]) -> tuple[str, ...]:
+    """Names of persistent buffers registered as None. A buffer that is not persistent (a mask or table computed at its
+    first use) is no state."""
     return tuple(
         f"{path}.{name}" if path else name
         for path, owner in modules
-        if not type(owner).__module__.startswith("torch.nn.modules.")  # norms that keep no statistics never fill them
-        for name, buffer in owner._buffers.items()  # pyright: ignore[reportPrivateUsage]  # named_buffers has no None
+        if not type(owner).__module__.startswith("torch.nn.modules.")  # norms without statistics never fill them
+        for name, buffer in owner._buffers.items()  # pyright: ignore[reportPrivateUsage]  # named_buffers skips None
         if buffer is None and name not in owner._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
     )
 
@@ -258,7 +259,7 @@ def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:
         raise StateError(
             f"max_norm={part.max_norm} writes the weights in the forward pass",
             where=name,
-            hint="max_norm=None, and torch.nn.utils.parametrize for the norm",
+            hint="set max_norm=None, and use torch.nn.utils.parametrize for the norm",
         )
     if part.sparse and part.weight.requires_grad:
-        raise StateError("sparse=True makes a sparse gradient", where=name, hint="sparse=False")
+        raise StateError("sparse=True makes a sparse gradient", where=name, hint="set sparse=False")

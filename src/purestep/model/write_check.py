@@ -1,4 +1,4 @@
-"""What a forward pass must not write: the weights of the state that was given, and what no state would keep."""
+"""Checks that a forward pass does not write weights, nor buffers in a way that a state cannot store."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..errors import StepContractError
 from ..types import Params
 
 Mark = tuple[int, int]
-"""Of a tensor: its memory, and how often it was written."""
+"""(address, version counter) of a tensor."""
 
 _COMPUTED = (
-    "w = weight.clamp(-1, 1) and compute with w, or torch.nn.utils.parametrize; "
-    "for weights that stay in bounds, optim.stateless(f) as the last part of the chain"
+    "set w = weight.clamp(-1, 1) and compute with w, or use torch.nn.utils.parametrize; "
+    "to keep weights in bounds, add optim.stateless(f) as the last part of the chain"
 )
 
 _SIZED = (
-    "register the buffer at its full size and write rows of it; where the first forward pass gives it its size (fake "
+    "register the buffer at its full size and write rows of it; if the first forward pass sets its size (fake "
     "quantization, a lazy statistic), call model(x) once in train mode before ps.program"
 )
 
 
 def marks(tensors: Params) -> dict[str, Mark]:
-    """What is looked at before and after a forward pass; in a graph nothing: that is looked at while it is made."""
+    """Marks to compare before and after a forward pass; empty under Dynamo, since a dry run has checked the step."""
     if torch.compiler.is_dynamo_compiling():
         return {}
     if tracing.transformed():
@@ -36,42 +36,42 @@ def marks(tensors: Params) -> dict[str, Mark]:
 
 def _mark(tensor: Tensor) -> Mark:
     try:
-        version = tensor._version  # pyright: ignore[reportPrivateUsage]  # torch has no other
+        version = tensor._version  # pyright: ignore[reportPrivateUsage]  # torch has no public counter
         if type(tensor) in (Tensor, nn.Parameter):
             return tensor.data_ptr(), version
-        # Fake tensors, with which a graph is made, have no address.
+        # Fake tensors, in a trace, have no address.
         return tensor.untyped_storage()._cdata, version  # pyright: ignore[reportPrivateUsage]
-    except RuntimeError:  # without memory, or not counted
+    except RuntimeError:  # no memory, or no version counter
         return 0, 0
 
 
 def check_weights(before: dict[str, Mark], weights: Params) -> None:
-    """Raise StepContractError for a weight that was written. Writes through ``weight.data`` are not counted by torch:
-    `purestep.testing.assert_pure` and fit's first batches look at the numbers."""
+    """Raise StepContractError for a weight that was written. Torch does not count writes through ``weight.data``:
+    `purestep.testing.assert_pure` and the first batches of `fit` compare values."""
     for name, after in (marks(weights) if before else {}).items():
         if after != before[name]:
-            raise _written(name, "gives other memory to" if after[0] != before[name][0] else "writes in place")
+            raise _written(name, "moves the memory of" if after[0] != before[name][0] else "writes in place")
 
 
 def assigned(name: str) -> StepContractError:
-    """The error of a weight that is another one after the forward pass."""
+    """The error for a weight that the forward pass replaced by another tensor."""
     return _written(name, "assigns another parameter to")
 
 
-def check_apart(before: dict[str, Mark], given: Params, found: Params) -> None:
-    """Raise StepContractError for a buffer that was written in place and, in the module, is a view of another."""
+def check_aliased_buffers(before: dict[str, Mark], given: Params, found: Params) -> None:
+    """Raise StepContractError for a buffer that was written in place and shares memory with another in the module."""
     for name, after in (marks({name: found[name] for name in before}) if before else {}).items():
         if found[name] is given[name] and after != before[name]:
             raise StepContractError(
-                "the forward pass writes this buffer, which lies in the memory of another tensor: "
-                "in a state they are two, and only one would change",
+                "the forward pass writes this buffer, which shares memory with another tensor: "
+                "a state holds them separately, and only one would change",
                 where=name,
-                hint="one buffer, and a property that makes the view of it",
+                hint="register one buffer, and compute its view in a property",
             )
 
 
 def check_sizes(before: Params, after: Params) -> None:
-    """Raise StepContractError for a buffer that the forward pass has given another shape or dtype, or made None."""
+    """Raise StepContractError for a buffer that changed its shape or dtype or became None."""
     for name, old in before.items():
         found: Any = after[name]
         if isinstance(found, Tensor) and found.shape == old.shape and found.dtype == old.dtype:
@@ -82,30 +82,30 @@ def check_sizes(before: Params, after: Params) -> None:
             _SIZED if resized else f"assign it as {old.dtype}: self.{name.rpartition('.')[2]} = value.to({old.dtype})"
         )
         raise StepContractError(
-            f"the forward pass turns this buffer, {list(old.shape)} {old.dtype}, into {new}: a state keeps the shape "
-            "and the dtype of every tensor",
+            f"the forward pass turns this buffer, {list(old.shape)} {old.dtype}, into {new}: shapes and dtypes of a "
+            "state must not change",
             where=name,
             hint=cure,
         )
 
 
-def check_empty(places: dict[str, tuple[nn.Module, str]]) -> None:
-    """Raise StepContractError for a buffer that was None and is none no more; ``places``: name -> owner, attribute."""
+def check_none_buffers(places: dict[str, tuple[nn.Module, str]]) -> None:
+    """Raise StepContractError for a None buffer that the forward pass filled; places: name -> (owner, attribute)."""
     for name, (owner, attribute) in places.items():
         found = getattr(owner, attribute, None)
         if found is not None:
-            setattr(owner, attribute, None)  # so that the next call finds what this one has found
+            setattr(owner, attribute, None)  # so that the next call starts from the same module
             raise StepContractError(
-                "the forward pass fills this buffer, registered as None: no state has it, so it would be lost",
+                "the forward pass fills this buffer, registered as None: no state holds it, so its value would be lost",
                 where=name,
-                hint=f"register_buffer({attribute!r}, torch.zeros({tuple(found.shape)})); "
-                "persistent=False for what every call would fill with the same",
+                hint=f"call register_buffer({attribute!r}, torch.zeros({tuple(found.shape)})); "
+                "pass persistent=False if every call fills it with the same values",
             )
 
 
 def _written(name: str, how: str) -> StepContractError:
     return StepContractError(
-        f"the forward pass {how} this weight, which is of the state that was given and stays what it is",
+        f"the forward pass {how} this weight, but the weights of the input state must not change",
         where=name.removeprefix("model."),
         hint=_COMPUTED,
     )

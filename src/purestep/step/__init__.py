@@ -1,11 +1,20 @@
-"""Train steps: the order of everything that happens between a batch and the next state.
+"""Train steps: the order of operations between a batch and the next state.
 
 private copies of buffers -> forward under the precision policy -> mean x scale -> gradients -> accumulate x weight ->
 [on the last micro-batch of a window: divide by weight and scale -> finite check -> `tx.update` (clipping is part of it)
 -> keep new or old on the finite flag -> EMA -> empty the window] -> counters, scaler.
 
-Everything is decided on the device: nothing here reads a tensor on the host, except the position in an accumulation
-window in an eager step on the CPU.
+All decisions are made on the device: the host reads no tensor, except the position in an accumulation window in an
+eager step on the CPU.
+
+program      `program`: a module, an objective and a transformation as pure steps
+spec         types that the other modules share
+init_state   `init`
+gradient     forward and backward pass: the only place that differentiates
+microbatch   splitting of a batch inside one call
+update       accumulation, the update or its rollback
+inference    `eval_step` and `bind`
+batch_copy   copies of batch leaves that a model writes in place
 """
 
 from .gradient import NoSetupContext as NoSetupContext

@@ -1,4 +1,4 @@
-"""A batch that stays what it was, whatever the model does with it."""
+"""Copies of batch leaves that the model writes in place, so that the caller's batch does not change."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..types import Batch, Loss, Objective
 
 
 def untouched(objective: Objective) -> Objective:
-    """The objective on a batch that its model may write in place, as a first layer ``nn.ReLU(inplace=True)`` does.
+    """Wrap an objective whose model may write its batch in place, as a first layer ``nn.ReLU(inplace=True)`` does.
 
-    The first call with a batch of some structure runs on copies and notes which of them the model writes; later calls
-    copy those leaves alone. Inside a graph nothing is copied here: `compile.graphs` hands a batch on as copies.
+    The first call for each batch structure runs on copies and records which of them the model writes; later calls copy
+    only those leaves. Inside a graph nothing is copied here: `compile.graph_cache` passes a copy of the batch.
     """
     known = _Written()
 
     def on_copies(model: Any, batch: Batch, *context: Any) -> Loss:
-        if torch.compiler.is_dynamo_compiling():  # the compiler drops copies that nobody writes
+        if torch.compiler.is_dynamo_compiling():  # the compiler removes copies that are not written
             return objective(model, tree.map(_copy, batch), *context)
         if tracing.in_graph():
             return objective(model, batch, *context)

@@ -1,4 +1,4 @@
-"""One call's gradients: forward pass, loss, backward pass, and their sum over micro-batches of one batch."""
+"""Gradients of one call: forward pass, loss, backward pass, and the sum over micro-batches of one batch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from .. import tracing, tree
 from ..errors import StepContractError
 from ..metrics import mean as means
 from ..metrics import merge
-from ..model import dropout, write_check
-from ..model import functional as model_
+from ..model import dropout, functional, write_check
 from ..types import Batch, Form, Loss, Mean, Metrics, Params, TrainState
 from . import microbatch
 from .spec import Micro, Spec, is_finite, last_unreached, wide
 
 OWN_METRICS = frozenset(("loss", "lr", "grad_norm", "applied", "scale"))
-"""Names of metrics that a step has itself."""
-Forward = Callable[[model_.Bound], Any]
+"""Names of the step's own metrics."""
+Forward = Callable[[functional.Bound], Any]
 """``bound model -> (mean x scale, (loss, buffers))``, to be differentiated."""
 
 
@@ -30,7 +29,7 @@ def _forward(spec: Spec, state: TrainState, batch: Batch, context: tuple[Any, ..
     device = state.step.device
     scale, values = spec.scaler.scale(state.scaler), spec.values_at(state)
 
-    def forward(bound: model_.Bound) -> tuple[Tensor, tuple[Loss, Params]]:
+    def forward(bound: functional.Bound) -> tuple[Tensor, tuple[Loss, Params]]:
         bound.values = values
         with precision_.autocast(spec.policy, device):
             loss = check_loss(spec.objective(bound, precision_.cast(spec.policy, batch), *context), device)
@@ -42,10 +41,10 @@ def _forward(spec: Spec, state: TrainState, batch: Batch, context: tuple[Any, ..
 
 
 def check_loss(loss: Any, device: torch.device) -> Loss:
-    """The objective's result with its mean at least float32 and its weight a 0-d float32 tensor on the device.
+    """Convert an objective's result: the mean to at least float32, the weight to a 0-d float32 tensor on the device.
 
     Raises:
-        StepContractError: no Loss, or a mean that is no floating scalar.
+        StepContractError: it is not a Loss, or its mean is not a floating scalar on the device.
     """
     cure = "return ps.Loss(mean, weight, metrics), or use ps.supervised"
     if not isinstance(loss, Loss):
@@ -57,13 +56,13 @@ def check_loss(loss: Any, device: torch.device) -> Loss:
         raise StepContractError(
             f"the loss has shape {list(mean.shape)} and dtype {mean.dtype}; a floating scalar is needed",
             where="objective",
-            hint='reduction="mean", or loss.mean() (loss.real for a complex one)',
+            hint='set reduction="mean", or call loss.mean() (loss.real for a complex loss)',
         )
     if mean.device != device:
         raise StepContractError(
             f"the loss is on {mean.device}, the state on {device}",
             where="objective",
-            hint="batch = ps.to_device(batch, state)",
+            hint="call batch = ps.to_device(batch, state)",
         )
     return Loss(mean.to(wide(mean.dtype)), _weight(loss.weight, device), _checked_metrics(loss.metrics, device))
 
@@ -75,14 +74,14 @@ def _weight(given: Any, device: torch.device) -> Tensor:
         raise StepContractError(
             f"the weight of the loss is {found}; a scalar is needed",
             where="objective",
-            hint="weight: what `mean` is a mean over, as a number or a 0-d tensor",
+            hint="pass the count that `mean` was divided by, as a number or a 0-d tensor",
         )
-    return _beside(weight.to(torch.float32), device)
+    return _to_device(weight.to(torch.float32), device)
 
 
-def _beside(value: Tensor, device: torch.device) -> Tensor:
-    """On the device. A number on the host goes there as the argument of a kernel: a copy would wait for the device, and
-    no CUDA graph records one.
+def _to_device(value: Tensor, device: torch.device) -> Tensor:
+    """Move a value to the device. A scalar on the host becomes the argument of a kernel: a copy would wait for the
+    device, and a CUDA graph cannot record it.
     """
     if value.device == device:
         return value
@@ -96,17 +95,17 @@ def _checked_metrics(given: Any, device: torch.device) -> Metrics:
             raise StepContractError(
                 f"is a {type(mean).__name__}, not a Mean",
                 where="metrics" + (f"/{name}" if name else ""),
-                hint="ps.Loss(mean, weight, {name: ps.metrics.as_mean(value, len(x))}), or ps.Mean(total, weight)",
+                hint="pass ps.Loss(mean, weight, {name: ps.metrics.as_mean(value, len(x))}), or ps.Mean(total, weight)",
             )
         if name in OWN_METRICS:
             raise StepContractError(
-                "the step has a metric of this name itself", where=f"metrics/{name}", hint="another name"
+                "the step itself has a metric of this name", where=f"metrics/{name}", hint="choose another name"
             )
         if str(name).endswith("]") and str(name).rpartition("[")[2][:-1].isdecimal():
             raise StepContractError(
-                "an entry of a metric that is a vector has such a name", where=f"metrics/{name}", hint="another name"
+                "entries of vector metrics have such names", where=f"metrics/{name}", hint="choose another name"
             )
-    # What a metric is beside a pair of numbers (a torchmetrics.Metric computes itself), it stays.
+    # A subclass of Mean keeps its type (a torchmetrics.Metric computes itself).
     checked = {
         n: means.with_sums(mean, *(_checked_part(n, part, device) for part in mean)) for n, mean in found.items()
     }
@@ -115,7 +114,7 @@ def _checked_metrics(given: Any, device: torch.device) -> Metrics:
             raise StepContractError(
                 f"is a Mean of a total of shape {list(total.shape)} and a weight of shape {list(weight.shape)}",
                 where=f"metrics/{name}",
-                hint="total.sum() of what is one number a row; a vector of each for one mean a class",
+                hint="pass total.sum() for one number per row, or two vectors for one mean per class",
             )
     return checked
 
@@ -124,13 +123,13 @@ def _checked_part(name: str, given: Any, device: torch.device) -> Tensor:
     if isinstance(given, int | float):
         return torch.full((), given, dtype=torch.float32, device=device)
     if not isinstance(given, Tensor):
-        hint = "ps.Mean(total, weight): two tensors, or numbers"
+        hint = "pass ps.Mean(total, weight) of two tensors or numbers"
         raise StepContractError(f"is a Mean of a {type(given).__name__}", where=f"metrics/{name}", hint=hint)
-    return _beside(given, device)
+    return _to_device(given, device)
 
 
 def _check_connected(mean: Tensor) -> None:
-    # torch.func.grad of a detached loss returns zeros without a word. Dynamo cannot ask, so fit asks before compiling.
+    # torch.func.grad of a detached loss silently returns zeros. Dynamo cannot check, so fit checks before compiling.
     if not torch.compiler.is_dynamo_compiling() and not mean.requires_grad:
         raise _not_connected()
 
@@ -139,18 +138,18 @@ def _not_connected() -> StepContractError:
     return StepContractError(
         "the loss does not depend on the parameters: every gradient would be zero",
         where="objective",
-        hint="take out .detach(), .item() or torch.no_grad() between model(...) and the loss",
+        hint="remove .detach(), .item() or torch.no_grad() between model(...) and the loss",
     )
 
 
 def _value_and_grad(
     spec: Spec, forward: Forward, state: TrainState, named: Params
 ) -> tuple[Params, Any, frozenset[str]]:
-    """Gradients by name, the forward pass's (loss, buffers), and the parameters that the loss does not reach, whose
-    gradients here are zeros."""
+    """Return the gradients by name, the forward pass's (loss, buffers), and the parameters that the loss does not reach
+    (their gradients are zeros)."""
 
-    def bind(params: Params) -> model_.Bound:
-        return model_.bind(spec.template, params, state.frozen, state.buffers, train=True)
+    def bind(params: Params) -> functional.Bound:
+        return functional.bind(spec.template, params, state.frozen, state.buffers, train=True)
 
     engine = spec.engine
     if engine == "auto":
@@ -159,11 +158,11 @@ def _value_and_grad(
 
         def differentiated(params: Params) -> tuple[Tensor, Any]:
             mean, extra = forward(bind(params))
-            if not torch.compiler.is_dynamo_compiling():  # which sees no graph of autograd's
+            if not torch.compiler.is_dynamo_compiling():  # Dynamo does not see autograd's graph
                 spec.reach.remember(_unreached(mean, params))
             return mean, extra
 
-        with nullcontext() if tracing.transformed() else dropout.AsWithout():
+        with nullcontext() if tracing.transformed() else dropout.EagerMasks():
             try:
                 grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
             except RuntimeError as error:
@@ -175,12 +174,12 @@ def _value_and_grad(
         raise StepContractError(
             'engine="autograd" inside of torch.func.vmap, grad or another transform',
             where="program",
-            hint='ps.program(..., engine="auto"), or "func"',
+            hint='pass ps.program(..., engine="auto"), or "func"',
         )
-    # Where autograd follows the state, a derivative through the step has that of its gradients in it.
+    # If autograd tracks the state, a derivative through the step includes that of its gradients.
     through = tracing.followed([*named.values(), *state.frozen.values(), *state.buffers.values()])
     with torch.enable_grad():
-        # Views, so that the gradient of this call does not go through buffers that an earlier one made of the same.
+        # Views: the gradient of this call must not pass through buffers that an earlier call computed from them.
         leaves = {
             name: value.view_as(value) if through and value.requires_grad else value.detach().requires_grad_()
             for name, value in named.items()
@@ -190,7 +189,7 @@ def _value_and_grad(
         def backward(found: tuple[Tensor, Any]) -> tuple[Any, Any]:
             tensors = list(leaves.values())
             found_ = torch.autograd.grad(found[0], tensors, create_graph=through, allow_unused=True)
-            return [_with_own(grad, leaf) for grad, leaf in zip(found_, tensors, strict=True)], found[1]
+            return [_with_accumulated(grad, leaf) for grad, leaf in zip(found_, tensors, strict=True)], found[1]
 
         found, (loss, buffers) = bound.hold(lambda: forward(bound), backward)
     if all(grad is None for grad in found):
@@ -203,27 +202,27 @@ def _value_and_grad(
 
 
 class NoSetupContext(StepContractError):
-    """An autograd.Function that torch.func does not differentiate; Dynamo does."""
+    """An autograd.Function that torch.func cannot differentiate, but Dynamo can."""
 
 
 def _without_setup() -> NoSetupContext:
     return NoSetupContext(
-        "an autograd.Function of the model has no setup_context, without which torch.func does not differentiate it",
+        "an autograd.Function of the model has no setup_context, which torch.func needs to differentiate it",
         where="program",
-        hint='ps.program(..., engine="autograd"), or "auto"; or split its forward(ctx, ...) into forward(...) and '
+        hint='pass ps.program(..., engine="autograd"), or "auto"; or split its forward(ctx, ...) into forward(...) and '
         "setup_context(ctx, inputs, output)",
     )
 
 
-def _with_own(grad: Tensor | None, leaf: Tensor) -> Tensor | None:
-    """The gradient, and what a backward pass of the model's own (of a reversible layer) has added to ``.grad``."""
+def _with_accumulated(grad: Tensor | None, leaf: Tensor) -> Tensor | None:
+    """The gradient plus ``.grad``, to which a backward call inside the model (of a reversible layer) has added."""
     if not leaf.is_leaf or leaf.grad is None:
         return grad
     return leaf.grad if grad is None else grad + leaf.grad
 
 
 def _unreached(mean: Tensor, params: Params) -> frozenset[str]:
-    """The parameters that autograd's graph of the loss does not lead to."""
+    """The parameters that are not in autograd's graph of the loss."""
     edge = torch.autograd.graph.get_gradient_edge
     wanted: dict[Any, str] = {edge(leaf).node: name for name, leaf in params.items()}
     waiting, seen = [mean.grad_fn], set[Any]()
@@ -238,7 +237,7 @@ def _unreached(mean: Tensor, params: Params) -> frozenset[str]:
 
 
 def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
-    """One forward and backward pass."""
+    """Run one forward and backward pass."""
     forward = _forward(spec, state, batch, context)
     grads, (loss, buffers), unreached = _value_and_grad(spec, forward, state, form.expand(state.params))
     write_check.check_sizes(state.buffers, buffers)
@@ -247,29 +246,31 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
     for name, value in spec.values_at(state).items():
         if name in metrics:
             raise StepContractError(
-                "a scheduled value of the program has this name, too", where=f"metrics/{name}", hint="another name"
+                "a scheduled value of the program has the same name",
+                where=f"metrics/{name}",
+                hint="choose another name",
             )
         metrics[name] = Mean(value, torch.ones_like(value))
     return Micro(form.collect(grads), loss.mean, loss.weight, buffers, metrics, unreached)
 
 
 def finite_mean(total: Tensor, weight: Tensor) -> Mean:
-    """A Mean in which what is not finite, or counts nothing, is left out: a nan must not poison an epoch's mean."""
-    told = total.float()
-    counted = is_finite(told) & (weight > 0)
-    zero = torch.zeros_like(told)
-    return Mean(torch.where(counted, told, zero), torch.where(counted, weight.float(), zero))
+    """Return a Mean without entries that are not finite or have no weight: one nan must not spoil an epoch's mean."""
+    total = total.float()
+    counted = is_finite(total) & (weight > 0)
+    zero = torch.zeros_like(total)
+    return Mean(torch.where(counted, total, zero), torch.where(counted, weight.float(), zero))
 
 
 def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
-    """The batch in ``microbatches`` parts, their gradients summed by weight, as one."""
+    """Compute the weighted mean gradient of a batch over its ``microbatches`` parts."""
     batch = tree.dicts(batch)
     if spec.microbatches == 1:
         return _micro(spec, form, state, batch, context)
     total = None
     for part in microbatch.split(batch, spec.microbatches):
         micro = _micro(spec, form, state, part, context)
-        # A part in which nothing counts may be nothing but padding.
+        # A part of weight 0 may be padding only: its buffers are dropped.
         micro = micro._replace(buffers=kept_buffers(state.buffers, micro, micro.weight != 0))
         state = state._replace(buffers=micro.buffers)
         weighted = tree.map(lambda g, w=micro.weight: times(g.to(wide(g.dtype)), w), micro.grads)
@@ -285,13 +286,13 @@ def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: 
 
 
 def kept_buffers(old: Params, micro: Micro, counted: Tensor) -> Params:
-    """What a forward pass left in the buffers, or what was in them before it."""
-    # Always copies: a forward pass may have assigned a buffer the very batch, or a view of a weight.
+    """The buffers after a forward pass if ``counted``, else the old ones."""
+    # Always copy: a forward pass may have assigned the batch, or a view of a weight, to a buffer.
     return {name: torch.where(counted, new, old[name]) for name, new in micro.buffers.items()}
 
 
 def times(grad: Tensor, weight: Tensor) -> Tensor:
-    """Gradient x weight; 0 for weight 0, since a batch without anything to count has a loss of 0/0."""
+    """Gradient x weight; 0 for weight 0, since the loss of a batch in which nothing counts is 0/0."""
     return torch.where(weight > 0, grad * weight.to(grad.dtype), torch.zeros_like(grad))
 
 

@@ -1,4 +1,4 @@
-"""What reads a state and changes nothing: eval_step and bind."""
+"""Functions that only read a state: eval_step and bind."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from .. import ema as ema_
 from .. import precision as precision_
 from .. import rng, tracing, tree
-from ..model import functional as model_
+from ..model import functional
 from ..types import Batch, Loss, Mean, Metrics, TrainState
 from .gradient import check_loss
 from .spec import Spec, drawn
 
 
 def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
-    """A program's ``eval_step``."""
+    """Build a program's ``eval_step``."""
 
     def eval_step(state: TrainState, batch: Batch, *context: Any, index: int = 0) -> Metrics:
-        """``(state, batch, *context, index=0) -> metrics`` in eval mode; what it draws depends on seed and index alone,
-        so that evaluating twice gives the same numbers and moves nothing."""
+        """``(state, batch, *context, index=0) -> metrics`` in eval mode. Random numbers depend only on seed and index:
+        a second evaluation returns the same metrics, and the state's key does not advance."""
 
         def evaluate() -> Loss:
-            bound = model_.bind(spec.template, state.params, state.frozen, state.buffers, train=False)
+            bound = functional.bind(spec.template, state.params, state.frozen, state.buffers, train=False)
             bound.values = spec.values_at(state)
             with precision_.autocast(spec.policy, state.step.device):
                 found = spec.objective(bound, precision_.cast(spec.policy, tree.dicts(batch)), *context)
@@ -44,25 +44,25 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
 
 
 def _number(state: TrainState, index: int) -> int:
-    """What an evaluation's random numbers depend on."""
+    """The seed of an evaluation's random numbers."""
     return rng.mix(int(state.key[0]), "eval", index)
 
 
 def bind_of(spec: Spec) -> Callable[..., Callable[..., Any]]:
-    """A program's ``bind``."""
+    """Build a program's ``bind``."""
 
     def bind(state: TrainState, view: str = "params", train: bool = False) -> Callable[..., Any]:
-        """A plain callable with these weights, in the program's precision.
+        """Return a plain callable with these weights, in the program's precision.
 
         Args:
             state: of this program.
             view: "params" or "ema".
-            train: run in train mode, with gradients; else in eval mode without.
+            train: run in train mode with gradients, otherwise in eval mode without.
         """
         chosen = ema_.view(state, view)
 
         def predict(*args: Any, **kwargs: Any) -> Any:
-            bound = model_.bind(spec.template, chosen.params, chosen.frozen, chosen.buffers, train=train)
+            bound = functional.bind(spec.template, chosen.params, chosen.frozen, chosen.buffers, train=train)
             args, kwargs = precision_.cast(spec.policy, (args, kwargs))
             with torch.set_grad_enabled(train), precision_.autocast(spec.policy, chosen.step.device):
                 return bound(*args, **kwargs)

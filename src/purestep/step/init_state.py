@@ -1,4 +1,4 @@
-"""The state before the first step."""
+"""`init`: the state before the first step."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from torch import Tensor, nn
 from .. import precision as precision_
 from .. import rng
 from ..errors import StateError
-from ..model import functional as model_
+from ..model import functional
 from ..types import Empty, Params, TrainState, Tree
 from .spec import Accum, Spec, wide
 
 
 def init_of(spec: Spec, module: nn.Module, own: nn.Module | None) -> Callable[..., TrainState]:
-    """A program's ``init``."""
+    """Build a program's ``init``."""
 
     def init(seed: int = 0, device: torch.device | str | None = None) -> TrainState:
-        """The state before the first step: the module's weights as they are now, on ``device``.
+        """Return the state before the first step: the module's current weights, on ``device``.
 
         Args:
             seed: of dropout and data order, an int in [-2**63, 2**63); the weights do not depend on it.
-            device: None takes the module's; `fit` moves a state on the CPU to the best device there is.
+            device: None means the module's; `fit` moves a state from the CPU to the best device.
 
         Raises:
-            ConfigError: there is no such device or seed, or it cannot compute in the program's precision.
+            ConfigError: an invalid seed or device, or the device does not support the program's precision.
         """
         target = _target(module, device)
         if target.type != "meta":
             precision_.check(spec.policy, target)
         params, frozen, buffers = (
-            _place(named, target, spec.policy.weights) for named in model_.tensors(module, objective=own)
+            _place(named, target, spec.policy.weights) for named in functional.tensors(module, objective=own)
         )
         return TrainState(
             step=_count(target),
@@ -59,7 +59,7 @@ def _target(module: nn.Module, device: torch.device | str | None) -> torch.devic
         raise StateError(
             f"parameters are on several devices: {sorted(map(str, found))}",
             where=type(module).__name__,
-            hint='program.init(device="cuda")',
+            hint='call program.init(device="cuda")',
         )
     return found.pop()
 
@@ -69,7 +69,7 @@ def _place(named: Params, device: torch.device, dtype: torch.dtype | None) -> Pa
         if value.device.type == "meta":
             raise StateError("is on the meta device and has no values", where=name, hint="load weights before init")
         wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
-        # A copy in any case: the module stays the user's. Dense layouts (channels_last) are kept.
+        # Always copy: the module belongs to the user. The copy keeps dense layouts (channels_last).
         return value.to(device=device, dtype=wanted, copy=True)
 
     return {name: leaf(name, value) for name, value in named.items()}

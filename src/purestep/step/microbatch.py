@@ -1,4 +1,4 @@
-"""The parts of a batch: rows of tensors and arrays, entries of lists that have one an example."""
+"""Splitting of a batch into micro-batches: rows of tensors and arrays, entries of lists with one for each example."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..types import Batch
 
 
 def split(batch: Batch, count: int) -> Iterator[Batch]:
-    """The batch in ``count`` parts of consecutive examples, the first of them the longer ones, as torch splits.
+    """Split a batch into ``count`` parts of consecutive examples; the first parts are the longer ones, as in torch.
 
-    Columns are split along their leading dimension. A list or tuple inside the batch that has one entry an example
+    Columns are split along their leading dimension. A list or tuple inside the batch with one entry for each example
     (names; the dicts of a detector's labels; tensors of different sizes) is split by its entries, and so is a batch
-    that is a list of such examples. What has no rows goes into every part.
+    that is a list of such examples. Values without rows go into every part.
 
     Raises:
-        DataError: there is nothing to split, or not as many rows everywhere, or too few.
+        DataError: there is nothing to split, numbers of rows differ, or there are too few rows.
     """
     rows, is_listed = _examples(batch, count)
     if rows < count:
-        hint = "drop_last=True in the loader, where it is the last one of an epoch; or fewer microbatches"
+        hint = "set drop_last=True in the loader if it is the last batch of an epoch, or use fewer microbatches"
         raise DataError(f"has {rows} rows, too few for {count} micro-batches", where="batch", hint=hint)
     bounds = [at * (rows // count) + min(at, rows % count) for at in range(count + 1)]
 
@@ -45,20 +45,20 @@ def split(batch: Batch, count: int) -> Iterator[Batch]:
 
 
 class _List(NamedTuple):
-    """A list or tuple in a batch that may have one entry an example."""
+    """A list or tuple in a batch that may have one entry for each example."""
 
     node: Any
-    rows: tuple[int, ...]  # the leading dimensions of the arrays inside, each once
-    is_of_examples: bool  # by its entries, which are no columns
+    rows: tuple[int, ...]  # distinct leading dimensions of the arrays inside
+    is_of_examples: bool  # its entries cannot be columns
 
     def is_listed(self, rows: int, *, surely: bool) -> bool:
-        """Whether it has an entry for each of so many rows. As many columns with as many rows are columns, unless
-        another list says ``surely`` that lists have entries an example."""
+        """Whether it has one entry for each of ``rows`` examples. A list of n arrays with n rows each is columns,
+        unless another list proves (``surely``) that lists have one entry for each example."""
         return len(self.node) == rows and (surely or self.is_of_examples or self.rows != (rows,))
 
 
 def _examples(batch: Batch, count: int) -> tuple[int, Callable[[Any], bool]]:
-    """How many rows there are to split, and what tells whether a node has an entry for each."""
+    """The number of rows to split, and a function that says whether a node has one entry for each row."""
     lists = list(_lists(batch, is_root=True))
     inside = {id(leaf) for one in lists for leaf in tree.leaves(one.node)}
     columns = [_rows(leaf) for leaf in tree.leaves(batch) if _has_rows(leaf) and id(leaf) not in inside]
@@ -71,7 +71,9 @@ def _examples(batch: Batch, count: int) -> tuple[int, Callable[[Any], bool]]:
     elif listed_rows:
         rows = len(lists[0].node)
     else:
-        raise DataError(f"holds no tensor to split into {count} micro-batches", where="batch", hint="microbatches=1")
+        raise DataError(
+            f"holds no tensor to split into {count} micro-batches", where="batch", hint="set microbatches=1"
+        )
     surely = any(one.rows and one.is_listed(rows, surely=False) for one in lists)
     known = {id(one.node) for one in lists if one.is_listed(rows, surely=surely)}
 
@@ -85,8 +87,8 @@ def _examples(batch: Batch, count: int) -> tuple[int, Callable[[Any], bool]]:
 
 
 def _lists(node: Any, *, is_root: bool = False) -> Iterator[_List]:
-    """The lists and tuples in a batch, from the outermost on, those in a list of examples left out. The batch itself
-    is one only if the rows in it differ: else it is a tuple of columns."""
+    """The lists and tuples in a batch, outermost first, without those inside a list of examples. The batch itself
+    counts as a list of examples only if its arrays differ in rows: otherwise it is a tuple of columns."""
     if type(node) in (list, tuple):
         entries = cast("list[Any] | tuple[Any, ...]", node)
         rows = _distinct(_rows(leaf) for leaf in tree.leaves(entries) if _has_rows(leaf))
@@ -100,7 +102,7 @@ def _lists(node: Any, *, is_root: bool = False) -> Iterator[_List]:
 
 
 def _distinct(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Each size once. In a graph for all sizes they are symbols, which are compared and cannot be hashed."""
+    """The distinct sizes. In a graph for all sizes these are symbols, which can be compared but not hashed."""
     found: list[int] = []
     for size in sizes:
         if not any(size == other for other in found):
@@ -109,8 +111,8 @@ def _distinct(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def _are_examples(entries: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether the entries are of one structure that no columns have: the same names, or tuples of one and the same
-    mixture of kinds."""
+    """Whether all entries have one structure that columns cannot have: the same names, or tuples with the same mixture
+    of types."""
     if all(batch_objects.is_named(entry) for entry in entries):
         return len({(type(entry), tuple(batch_objects.names(entry))) for entry in entries}) == 1
     if not all(isinstance(entry, list | tuple) for entry in entries):
@@ -125,12 +127,12 @@ def _kind(part: Any) -> Any:
 
 def _uneven(batch: Batch, rows: int, count: int, is_listed: Callable[[Any], bool]) -> DataError:
     sizes = {path: _rows(leaf) for path, leaf in tree.with_paths(batch, is_leaf=is_listed) if _has_rows(leaf)}
-    apart = dict((*list(sizes.items())[:1], next(item for item in sizes.items() if item[1] != rows)))
+    differing = dict((*list(sizes.items())[:1], next(item for item in sizes.items() if item[1] != rows)))
     return DataError(
-        f"{' and '.join(f'{size} rows in {path}' for path, size in apart.items())}; "
-        f"{count} micro-batches need as many in each",
+        f"{' and '.join(f'{size} rows in {path}' for path, size in differing.items())}; "
+        f"{count} micro-batches need equal numbers of rows",
         where="batch",
-        hint="pass what must not be split as context, or microbatches=1",
+        hint="pass values that must not be split as context, or set microbatches=1",
     )
 
 
@@ -139,7 +141,7 @@ def _check_splits(leaf: Tensor, count: int) -> None:
         raise DataError(
             f"holds a {tensor_layout.layout_name(leaf)} tensor, which torch does not split into {count} micro-batches",
             where="batch",
-            hint="x.to_dense() or a padded tensor in the loader, or microbatches=1",
+            hint="call x.to_dense() or pad the tensor in the loader, or set microbatches=1",
         )
 
 

@@ -1,4 +1,4 @@
-"""What the files of a step share: a program's parts, the accumulation window, one call's contribution."""
+"""Types shared by the modules of a step: a program's parts, the accumulation window, one call's contribution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .. import ema as ema_
 from .. import optim, rng
 from .. import precision as precision_
 from .. import scaler as scaler_
-from ..model import functional as model_
+from ..model import functional
 from ..optim import numerics
 from ..types import Form, Metrics, Objective, Params, TrainState
 
@@ -26,25 +26,25 @@ IDENTITY = Form(lambda stored: stored, lambda named: named)
 class Accum(NamedTuple):
     """An open accumulation window."""
 
-    left: Tensor  # shape=(), dtype=int64: micro-batches still to come; the one that finds 1 closes the window
-    weight: Tensor  # shape=(), dtype=float32: summed weight so far; nan once a loss was not finite
+    left: Tensor  # shape=(), dtype=int64: remaining micro-batches; at 1 the next one closes the window
+    weight: Tensor  # shape=(), dtype=float32: summed weight so far; nan after a loss that was not finite
     grads: Params  # name -> P, at least float32: summed weight x gradient x scale
 
 
 class Adding(Accum):
-    """A window whose next micro-batch is known to be added only. The type is the message: it selects a graph."""
+    """A window whose next micro-batch does not close it. Compiled steps select their graph by this type."""
 
     __slots__ = ()
 
 
 class Closing(Accum):
-    """A window whose next micro-batch is known to close it."""
+    """A window whose next micro-batch closes it."""
 
     __slots__ = ()
 
 
 class Micro(NamedTuple):
-    """What one call has contributed."""
+    """Gradients, loss and metrics of one micro-batch."""
 
     grads: Params  # stored form: gradient of mean x scale
     mean: Tensor  # shape=()
@@ -55,29 +55,29 @@ class Micro(NamedTuple):
 
 
 class Reach:
-    """Which parameters the loss of the last call did not reach, for those that cannot see it: Dynamo, whose captures
-    follow a run on fake tensors, and a flush, which has no loss."""
+    """The parameters that the loss of the last call did not reach. Dynamo reads this from a run on fake tensors, since
+    it cannot see autograd's graph; a flush reads it because it has no loss."""
 
     def __init__(self) -> None:
         self.unreached: frozenset[str] = frozenset()
         self.ever: frozenset[str] = frozenset()
 
     def remember(self, unreached: frozenset[str]) -> None:
-        """Of a call's loss."""
+        """Store the parameters that a call's loss did not reach."""
         if unreached != self.unreached:
             self.unreached = unreached
             self.ever |= unreached
 
 
 def last_unreached(reach: Reach) -> tuple[str, ...]:
-    """Of the last call, sorted; a constant of each graph that Dynamo makes, not a guard of it."""
+    """Unreached parameters of the last call, sorted. Dynamo takes the result as a constant, without a guard."""
     return tuple(sorted(reach.unreached))
 
 
 class Spec(NamedTuple):
-    """A program's parts, resolved."""
+    """A program's parts, with defaults resolved."""
 
-    template: model_.Template
+    template: functional.Template
     objective: Objective
     tx: optim.Transform
     policy: precision_.Policy
@@ -98,13 +98,13 @@ class Spec(NamedTuple):
 
 
 def drawn(host: host_generators.Host, call: Callable[[], _T], number: int, device: torch.device) -> _T:
-    """``call()``, whose random numbers, of torch, numpy and Python, depend on ``number`` alone.
+    """Return ``call()`` with the generators of torch, numpy and Python seeded by ``number``.
 
     Args:
-        host: whether such calls draw from numpy's and Python's generators; the first one that does is made twice.
+        host: detects draws from numpy's and Python's generators; the first such call is repeated.
         call: without other effects.
         number: from `rng.mix`.
-        device: the one that is drawn on, besides the CPU.
+        device: its generator is seeded, besides the CPU's.
     """
 
     def again() -> _T:
@@ -116,10 +116,10 @@ def drawn(host: host_generators.Host, call: Callable[[], _T], number: int, devic
 
 
 def is_finite(value: Tensor) -> Tensor:
-    """As `torch.isfinite` of a floating tensor, in two operations instead of four: nan is not below anything."""
+    """Like `torch.isfinite` for floating tensors, in two operations instead of four: nan < inf is False."""
     return value.abs() < torch.inf
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums of this dtype are kept in: at least float32."""
+    """The dtype for sums of values of ``dtype``: at least float32."""
     return torch.float32 if dtype.itemsize < 4 else dtype

@@ -1,4 +1,4 @@
-"""From gradients to the next state: accumulation, the finite check, the update and what it leaves untouched."""
+"""From gradients to the next state: accumulation, the finite check, the update or its rollback."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 def steps_of(spec: Spec, form: Form) -> Steps:
-    """A program's ``train_step`` and ``flush`` on one form of its state."""
+    """Build a program's ``train_step`` and ``flush`` for one form of its state."""
 
     def train_step(state: TrainState, batch: Batch, *context: Any) -> tuple[TrainState, Metrics]:
-        """``(state, batch, *context) -> (state, metrics)``; the state that goes in stays what it is.
+        """``(state, batch, *context) -> (state, metrics)``; the input state does not change.
 
-        It does not wait for the device. With ``accumulate``, `fit`, `run_epoch` and compiled steps count on the host
-        where the window stands. An eager call outside of them computes on a GPU both the micro-batch that adds and the
-        one that closes, and keeps one: about half as many launches again as a step without accumulation.
+        It does not wait for the device. With ``accumulate``, `fit`, `run_epoch` and compiled steps count the window's
+        position on the host. Any other eager call on a GPU computes both results, for adding and for closing, and
+        selects one: about 1.5 times the launches of a step without accumulation.
         """
-        if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # whatever was handed in
+        if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
             raise _no_state(state)
         micro = _drawing(spec.host, state, batch, lambda: gradients(spec, form, state, batch, context))
         if isinstance(state.accum, Empty):
@@ -44,7 +44,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         return _count_call(state, new), _joined(micro.metrics, metrics)
 
     def flush(state: TrainState) -> tuple[TrainState, Metrics]:
-        """Close a window that is still open, as the program's ``tail`` says."""
+        """Close an open window according to the program's ``tail``."""
         if isinstance(state.accum, Empty) or spec.tail == "carry":
             return state, {}
         accum = cast(Accum, state.accum)
@@ -56,38 +56,38 @@ def steps_of(spec: Spec, form: Form) -> Steps:
 
 
 def _joined(measured: Metrics, own: Metrics) -> Metrics:
-    """The objective's metrics and the step's own.
+    """Merge the objective's metrics with those of the step.
 
     Raises:
-        StepContractError: a name that both have: ``lr/<group>`` depends on the transformation.
+        StepContractError: both have the same name: ``lr/<group>`` depends on the transformation.
     """
     both = measured.keys() & own.keys()
     if both:
         raise StepContractError(
-            "the step has a metric of this name itself", where=f"metrics/{min(both)}", hint="another name"
+            "the step itself has a metric of this name", where=f"metrics/{min(both)}", hint="choose another name"
         )
     return {**measured, **own}
 
 
 def rate_names(state: TrainState) -> frozenset[str]:
-    """The metrics of a step that are learning rates: ``lr``, and ``lr/<group>`` where there are several groups."""
+    """Names of a step's metrics that are learning rates: ``lr``, and ``lr/<group>`` if there are several groups."""
     return frozenset(("lr", *_group_rates(_rates(state.opt_state))))
 
 
 def _no_state(found: Any) -> StateError:
-    return StateError(f"is a {type(found).__name__}", where="state", hint="train_step(state, batch), in this order")
+    return StateError(f"is a {type(found).__name__}", where="state", hint="call train_step(state, batch)")
 
 
 def _drawing(host: host_generators.Host, state: TrainState, batch: Batch, call: Callable[[], Micro]) -> Micro:
-    """A call with the random numbers of this step, unless the host has seeded for a whole graph.
+    """Make a call with the random numbers of this step, unless the host has seeded for a whole graph.
 
     Raises:
-        DataError: torch found tensors on two devices, and one of them is the batch's. Not asked before: an operation
-            may want an index on the CPU.
+        DataError: the call failed because a tensor of the batch is on another device. Not checked before the call: an
+            operation may need an index on the CPU.
     """
     if tracing.in_graph():
         return call()
-    # Of states that are mapped with a key each, all keys: their numbers are drawn together.
+    # If states are mapped with a key each, mix all keys: their numbers are drawn together.
     number = rng.mix(*tracing.unwrapped(state.key).flatten().tolist(), "step")
     try:
         return drawn(host, call, number, state.step.device)
@@ -99,31 +99,31 @@ def _drawing(host: host_generators.Host, state: TrainState, batch: Batch, call: 
         raise DataError(
             f"is not on {here}, where the state is",
             where="/".join(filter(None, ("batch", elsewhere[0]))),
-            hint="batch = ps.to_device(batch, state)",
+            hint="call batch = ps.to_device(batch, state)",
         ) from error
 
 
 def _verdict(micro: Micro) -> Tensor:
-    """The weight, nan where the loss is not finite: it carries the verdict on every loss of a window to its end."""
+    """The weight, or nan if the loss is not finite: the sum over a window is then nan at its end."""
     bad = ~is_finite(micro.mean) & (micro.weight != 0)
     return torch.where(bad, torch.full_like(micro.weight, torch.nan), micro.weight)
 
 
 def _either(condition: Tensor, new: Tree, old: Tree, *, state: TrainState) -> Tree:
-    """`tree.where`; in eager mode on the CPU, where reading the condition waits for nobody, the leaves that are chosen
-    themselves. Only those are copied that have no memory of their own: a transform may keep what it was given."""
+    """Select leaves like `tree.where`. In eager mode on the CPU, where reading the condition does not wait, selected
+    leaves are returned without a copy, unless they share memory: a transform may store its arguments."""
     if condition.device.type != "cpu" or not tracing.may_read(condition):
         return tree.where(condition, new, old)
     holds = bool(condition)
-    taken = {leaf.data_ptr() for leaf in tree.leaves(state) if type(leaf) in (Tensor, nn.Parameter)}
+    used = {leaf.data_ptr() for leaf in tree.leaves(state) if type(leaf) in (Tensor, nn.Parameter)}
 
     def chosen(n: Any, o: Any) -> Any:
         if n is o:
             return o
         if type(n) is type(o) is Tensor and n.shape == o.shape and n.dtype == o.dtype:
             found = n if holds else o
-            if found.data_ptr() not in taken and found.untyped_storage().nbytes() == found.nbytes:
-                taken.add(found.data_ptr())
+            if found.data_ptr() not in used and found.untyped_storage().nbytes() == found.nbytes:
+                used.add(found.data_ptr())
                 return found
         return torch.where(condition, n, o)
 
@@ -131,9 +131,9 @@ def _either(condition: Tensor, new: Tree, old: Tree, *, state: TrainState) -> Tr
 
 
 def _accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple[TrainState, Metrics]:
-    """Add to the window, and close it when this was its last micro-batch."""
+    """Add to the window, and close it after its last micro-batch."""
     old = cast(Accum, state.accum)
-    form.unreached(micro.unreached)  # by every micro-batch alike, so that the last one can tell
+    form.unreached(micro.unreached)  # the same check for every micro-batch
     grads = {name: total + times(micro.grads[name].to(total.dtype), micro.weight) for name, total in old.grads.items()}
     accum = Accum(old.left - 1, old.weight + _verdict(micro), grads)
     state = _with_buffers(state, micro)
@@ -141,10 +141,10 @@ def _accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tupl
         return _keep_open(state, accum)
     if isinstance(old, Closing):
         return _close(spec, form, state, accum, micro.unreached)
-    if old.left.device.type == "cpu" and tracing.may_read(old.left):  # elsewhere it would wait for the device
+    if old.left.device.type == "cpu" and tracing.may_read(old.left):  # on other devices the host would wait
         last = int(old.left) == 1
         return _close(spec, form, state, accum, micro.unreached) if last else _keep_open(state, accum)
-    # Outside of a loop the host does not know where the window stands: compute both, keep one.
+    # The window position is unknown to the host: compute both results, select one.
     opened, open_metrics = _keep_open(state, accum)
     closed, close_metrics = _close(spec, form, state, accum, micro.unreached)
     last = old.left == 1
@@ -152,7 +152,7 @@ def _accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tupl
 
 
 def _with_buffers(state: TrainState, micro: Micro) -> TrainState:
-    """The state with this micro-batch's buffers, unless it is not finite or counts nothing: then they roll back."""
+    """Set this micro-batch's buffers, unless its loss or gradients are not finite or its weight is 0."""
     if not micro.buffers:
         return state
     finite = is_finite(optim.global_norm(micro.grads)) & is_finite(micro.mean)
@@ -176,11 +176,11 @@ def _close(
     """Divide the window by its weight, apply it and empty it.
 
     Args:
-        spec: the program's.
+        spec: of the program.
         form: of the state.
         state: before the update.
-        accum: the whole window.
-        unreached: named parameters that the last loss did not reach. Where their sum is 0, none of the others has.
+        accum: the complete window.
+        unreached: named parameters that the last loss did not reach; one whose summed gradient is 0 was never reached.
     """
     stored = form.unreached(unreached)
     flags = {name: accum.grads[name].ne(0).any() for name in sorted(set(stored.values()))}
@@ -204,14 +204,16 @@ def _apply(
     buffers: Params,
     skipped: unused_parameters.Reached,
 ) -> tuple[TrainState, Metrics]:
-    """The optimizer update of one window, kept or refused as a whole.
+    """Compute the optimizer update of one window, and apply all of it or nothing.
 
     Args:
+        spec: of the program.
+        state: before the update.
         grads: stored form, mean gradient x scale.
-        weight: shape=(); 0 where there was nothing to learn from.
-        verdict: shape=(); nan where a loss was not finite.
-        buffers: as the forward pass left them, for an average of them.
-        skipped: parameters without a gradient, which stay as they are, as all that the transform keeps for them.
+        weight: shape=(); 0 if no target counts.
+        verdict: shape=(); nan if a loss was not finite.
+        buffers: after the forward pass, for their average.
+        skipped: parameters without a gradient: they and their optimizer state do not change.
     """
     scale = spec.scaler.scale(state.scaler)
     if scale is not None:
@@ -220,7 +222,7 @@ def _apply(
     nothing = weight == 0
     deltas, opt_state = _of_transform(spec.tx.update(grads, state.opt_state, state.params), state.params)
     opt_state = unused_parameters.skip(skipped, state.params, state.opt_state, opt_state)
-    finite = (is_finite(norm) & is_finite(verdict) & _held(deltas)) | nothing
+    finite = (is_finite(norm) & is_finite(verdict) & _fits_float16(deltas)) | nothing
     halted = _halted(state)
     rates = _rates(opt_state)
     usable = _all_usable(rates, finite)
@@ -243,16 +245,16 @@ def _apply(
 
 
 def _unscaled(grads: Params, scale: Tensor) -> Params:
-    """As torch's `GradScaler` does it: with an inverse that float16 could not hold, and rounded once."""
+    """Unscale like torch's `GradScaler`: multiply by the inverse in at least float32, and round once."""
     inverse = {dtype: scale.to(dtype).reciprocal() for dtype in dict.fromkeys(wide(g.dtype) for g in grads.values())}
     return {name: (g.to(wide(g.dtype)) * inverse[wide(g.dtype)]).to(g.dtype) for name, g in grads.items()}
 
 
 def _of_transform(found: Any, params: Params) -> tuple[Params, Tree]:
-    """What ``tx.update`` returned.
+    """Return the result of ``tx.update`` after a check.
 
     Raises:
-        StepContractError: it is no pair of updates, one for each parameter, and a state.
+        StepContractError: it is not a pair of updates, one for each parameter, and a state.
     """
     what = f"a {type(found).__name__}"
     if isinstance(found, tuple) and len(found) == 2:
@@ -268,27 +270,27 @@ def _of_transform(found: Any, params: Params) -> tuple[Params, Tree]:
     )
 
 
-_OVERFLOW = 65520.0  # from here on float16 rounds to infinity
+_OVERFLOW = 65520.0  # float16 rounds values from here on to infinity
 
 
-def _held(deltas: Params) -> Tensor:
-    """Whether float16 parameters can hold their update: a finite gradient over a tiny eps can be too large for them."""
+def _fits_float16(deltas: Params) -> Tensor:
+    """Whether updates of float16 parameters are in range: a finite gradient over a tiny eps can overflow."""
     half = {name: delta for name, delta in deltas.items() if delta.dtype == torch.float16 and delta.numel()}
     if not half:
         return torch.ones((), dtype=torch.bool, device=next(iter(deltas.values())).device)
-    # Not by isfinite of float16: compiled code may keep an update that is not stored in float32. nan is less than none.
+    # Not isfinite in float16: compiled code may keep the update in float32. Comparisons with nan are False.
     peaks = [delta.float().abs().amax() < _OVERFLOW for delta in half.values()]
     return torch.stack(peaks).all()
 
 
 def _all_usable(rates: dict[str, Tensor], like: Tensor) -> Tensor:
-    """Whether every learning rate can be used; a schedule may give anything, and only the device knows what."""
+    """Whether every learning rate is valid; a schedule may return any value, computed on the device."""
     found = [_usable(rate) for rate in rates.values()]
     return functools.reduce(torch.logical_and, found) if found else torch.ones_like(like)
 
 
 def _usable(rate: Tensor) -> Tensor:
-    """Whether a learning rate is in [0, inf): the root of a negative number is nan, which is below nothing."""
+    """Whether a learning rate is in [0, inf): the square root of a negative number is nan, and nan < inf is False."""
     return rate.sqrt() < torch.inf
 
 
@@ -318,13 +320,13 @@ def _update_metrics(
     }
     metrics |= {name: _reported(rate, counted) for name, rate in _group_rates(rates).items()}
     if not isinstance(state.scaler, Empty):
-        metrics["scale"] = Mean(state.scaler.scale, one)  # the scale this update was made with
+        metrics["scale"] = Mean(state.scaler.scale, one)  # the scale of this update
     return metrics
 
 
 def _reported(rate: Tensor, counted: Tensor) -> Mean:
-    """The rate of an applied update. One that cannot be used is told as a total without weight, which no mean counts,
-    so that the host can name it."""
+    """The rate of an applied update. An invalid rate becomes a total with weight 0: no mean counts it, and the host can
+    report it."""
     return Mean(torch.where(_usable(rate), rate * counted, rate), counted)
 
 
@@ -335,7 +337,7 @@ def _first_rate(rates: dict[str, Tensor], counted: Tensor) -> Mean:
 
 
 def _group_rates(rates: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``lr/<group>`` of every parameter group, where there are several."""
+    """``lr/<group>`` for every parameter group, if there are several."""
     found = {name: rate for name, rate in rates.items() if name != "learning_rate"}
     if len(found) < 2:
         return {}

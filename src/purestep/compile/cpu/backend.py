@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from .. import aliasing, backends, control_flow, early_reductions, fx_passes, precision_casts, random_ops
-from ..capture import Compiled, Flat, no_recurrent_kernel, on_threads
+from ..capture import Compiled, Flat, limit_threads, no_recurrent_kernel
 from ..compile_lock import with_compiler
 from . import attention, code_cache, embedding_grad, gemm, graph_key, launcher, offset_pointers, outline, workspace
 from .graph_key import Record
@@ -69,7 +69,7 @@ def compiled(record: Record, *, options: Mapping[str, Any] | None) -> tuple[Comp
             made = _made(record, options, is_kept=name is not None)
         code_cache.keep(name, made)
     run = made.code.run
-    return on_threads(run, made.threads) if made.threads else run, made.draws
+    return limit_threads(run, made.threads) if made.threads else run, made.draws
 
 
 def _made(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool) -> code_cache.Made:
@@ -93,7 +93,7 @@ def _made(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool) -
             precision_casts.unmark(graph)
         if control_flow.operators(graph):
             raise NotFunctional
-        with graph_key.below_autocast(), config.patch(precision_casts.options(rounds)):
+        with graph_key.autocast_disabled(), config.patch(precision_casts.options(rounds)):
             return _made_of(graph, fakes, mode, options)
 
 
@@ -129,7 +129,7 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     table: Any = select_decomp_table()
     if _is_on("embedding_grad"):
         table = embedding_grad.decompositions(table)
-    with no_recurrent_kernel(), control_flow.of_one_vector():
+    with no_recurrent_kernel(), control_flow.aliased_inputs_allowed():
         graph: GraphModule = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     graph.graph.eliminate_dead_code()
     return fx_passes.without_copies(graph)

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from ... import tensor_layout
 from ...errors import PurestepError, StepContractError
-from ..capture import below_autocast
+from ..capture import autocast_disabled
 from ..control_flow import Mode
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -206,7 +206,7 @@ class _Recorder(Mode):
 
         def call(*inputs: Tensor) -> Any:
             found = dict(zip(map(_Place, range(len(inputs))), inputs, strict=True))
-            with below_autocast():  # its casts are among the operations
+            with autocast_disabled():  # its casts are among the operations
                 for function, args, kwargs, places, strides in operations:
                     if strides is not None:
                         _lay(args[0], strides, found)
