@@ -260,13 +260,13 @@ def test_row_54_fails_where_nothing_is_saved_on_the_way_out(tmp_path: Path, monk
 def test_row_54_fails_where_an_unscored_epoch_is_taken_for_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = RUN._save_last
+    real = RUN.save_last
 
     def forgetting(run: Any) -> None:
         run.before = None
         real(run)
 
-    monkeypatch.setattr(RUN, "_save_last", forgetting)
+    monkeypatch.setattr(RUN, "save_last", forgetting)
     fails(lambda: test_row_54_a_callback_raises(events.EvalEnd, 2, 6, tmp_path))
 
 

@@ -183,9 +183,7 @@ def test_anomalies_are_found_at_once_and_named() -> None:
     skipping = mlp(nonfinite="skip")  # which is no cure where it is on
     with pytest.warns(UserWarning, match="Traceback"), pytest.raises(NonFiniteError, match=message) as caught:
         fit(skipping.init(), poisoned(4, 2), skipping, epochs=1, detect_anomaly=True)
-    assert "correct the value that is named, or detect_anomaly=False, which skips this update" in str(
-        caught.value
-    )
+    assert "correct the value that is named, or detect_anomaly=False, which skips this update" in str(caught.value)
 
     class Root(nn.Module):
         def __init__(self) -> None:
