@@ -23,7 +23,7 @@ import purestep as ps
 from purestep import events, sinks, stopping
 from purestep.errors import ConfigError, NotFound, StateError
 from purestep.loop import callbacks, policy
-from purestep.sinks import guarded, row_files
+from purestep.sinks import row_files
 from purestep.snapshot import snapshots as snapshots_
 from purestep.types import Mean, Program
 
@@ -121,9 +121,9 @@ def test_row_53_sinks_that_raise_block_or_find_the_disk_full(caplog: pytest.LogC
 def test_row_53_fails_where_a_sink_is_called_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(guarded.Guarded, "_deliver", lambda self, event: self.sink(event))
-    monkeypatch.setattr(guarded.Guarded, "_foreground", True, raising=False)
-    monkeypatch.setattr(guarded.Guarded, "__call__", lambda self, event: self.sink(event))
+    monkeypatch.setattr(sinks.Guarded, "_deliver", lambda self, event: self.sink(event))
+    monkeypatch.setattr(sinks.Guarded, "_foreground", True, raising=False)
+    monkeypatch.setattr(sinks.Guarded, "__call__", lambda self, event: self.sink(event))
     fails(lambda: test_row_53_sinks_that_raise_block_or_find_the_disk_full(caplog), OSError)
 
 

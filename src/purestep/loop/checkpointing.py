@@ -59,20 +59,20 @@ def resumed(
     Raises:
         Mismatch, NotFound, Corrupt: as `restored`; Mismatch also for another loader.
     """
-    found = restored(state, snapshots, config)
+    snapshot = restored(state, snapshots, config)
     given = _injected(state)
-    if found is None:
+    if snapshot is None:
         return state, LoopState(injected=given), False
-    origin = _origin(found) if config.resume in (None, "auto") else _absolute(config.resume)
-    if not isinstance(found.loop, Mapping) or "record" not in found.loop:
+    origin = _origin(snapshot) if config.resume in (None, "auto") else _absolute(config.resume)
+    if not isinstance(snapshot.loop, Mapping) or "record" not in snapshot.loop:
         # Saved by hand, without a loop's position. Later snapshots get later names.
-        return found.state, LoopState(calls=found.step, origin=origin, injected=given), False
-    feed.restore(found.loop["feed"])
-    loop = from_json(found.loop["record"])._replace(origin=origin)
-    log.info("resumed from step %d: epoch %d, batch %d", found.step, loop.epoch + 1, loop.batch)
-    _warn_of_another_seed(state, found.state, source=config.resume)
-    _warn_of_other_hyperparams(loop.injected, given, _injected(found.state))
-    return found.state, loop._replace(injected=given), True
+        return snapshot.state, LoopState(calls=snapshot.step, origin=origin, injected=given), False
+    feed.restore(snapshot.loop["feed"])
+    loop = from_json(snapshot.loop["record"])._replace(origin=origin)
+    log.info("resumed from step %d: epoch %d, batch %d", snapshot.step, loop.epoch + 1, loop.batch)
+    _warn_of_another_seed(state, snapshot.state, source=config.resume)
+    _warn_of_other_hyperparams(loop.injected, given, _injected(snapshot.state))
+    return snapshot.state, loop._replace(injected=given), True
 
 
 def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Snapshot | None:
@@ -96,13 +96,13 @@ def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Sna
         if snapshots is not None and source.directory == snapshots.directory:
             source = snapshots
         if snapshots is not None and source is not snapshots:
-            found = _own_newest(state, snapshots, source.directory)
-            if found is not None:
-                return found
+            snapshot = _own_newest(state, snapshots, source.directory)
+            if snapshot is not None:
+                return snapshot
     if source is None:
         return None
     try:
-        found = source.restore(state)
+        snapshot = source.restore(state)
     except Mismatch as error:
         if source is snapshots and config.resume == "auto":
             error.add_note(
@@ -117,23 +117,23 @@ def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Sna
         return None
     if source is not snapshots:
         _start_over(snapshots)
-    return found
+    return snapshot
 
 
 def _absolute(resume: str) -> str:
     return str(Path(resume).absolute())
 
 
-def _origin(found: Snapshot) -> str:
+def _origin(snapshot: Snapshot) -> str:
     """Return the directory that the snapshot's run began from; "" for a fresh start."""
-    stored = found.loop.get("record") if isinstance(found.loop, Mapping) else None
+    stored = snapshot.loop.get("record") if isinstance(snapshot.loop, Mapping) else None
     return stored.get("origin", "") if isinstance(stored, Mapping) else ""
 
 
 def _own_newest(state: Tree, snapshots: Snapshots, origin: Path) -> Snapshot | None:
     """Return the newest snapshot of the run's own directory, if that run began from ``origin``."""
     try:
-        found = snapshots.restore(state)
+        snapshot = snapshots.restore(state)
     except (Mismatch, NotFound):
         return None
     except Corrupt as error:
@@ -141,7 +141,7 @@ def _own_newest(state: Tree, snapshots: Snapshots, origin: Path) -> Snapshot | N
             raise
         log.warning("the run begins again from %s: %s", origin, error)
         return None
-    return found if _origin(found) == str(origin) else None
+    return snapshot if _origin(snapshot) == str(origin) else None
 
 
 def _start_over(snapshots: Snapshots | None) -> None:
