@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import purestep as ps
 from purestep.config import count_batches
 from purestep.data import limit, open_feed
-from purestep.loop.loop_state import Record
-from purestep.loop.policy import Plan
+from purestep.loop.loop_state import LoopState
+from purestep.loop.policy import EvalSchedule
 from purestep.stopping import EarlyStopping, start_epoch
 from purestep.validation import whole
 
@@ -44,9 +44,9 @@ def test_shares_of_batches_and_of_a_run(share: float, count: int, expected: int)
 @pytest.mark.parametrize("every", [0.29, 0.07, 0.1, 0.57, 1 / 3, 0.14])
 @pytest.mark.parametrize("length", [3, 7, 100, 300])
 def test_marks_of_an_interval(every: float, length: int) -> None:
-    plan = Plan({"val": every}, open_feed(list(range(length))), 1)
-    plan.begin(Record(), 1)
-    found = [batch for batch in range(1, length) if plan.due_inside(Record(batch=batch))]
+    schedule = EvalSchedule({"val": every}, open_feed(list(range(length))), 1)
+    schedule.begin(LoopState())
+    found = [batch for batch in range(1, length) if schedule.due_inside(LoopState(batch=batch))]
     part = Fraction(every).limit_denominator(1000)
     marks = [-(-part * n * length // 1) for n in range(1, 1000) if part * n < 1]
     assert found == sorted({int(mark) for mark in marks if mark < length})

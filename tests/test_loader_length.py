@@ -201,7 +201,7 @@ def test_a_wrong_length_is_told_and_replaced_where_fractions_hang_on_it(
     fields = {"epochs": 3, "evaluate_every": 0.5}
     result = fit(Plain(says), **fields)
     assert result.history["step"] == steps
-    told = f"evaluate_every=0.5 of epoch 1 was taken of {says} batches, and there were 5"
+    told = f"evaluate_every=0.5 of epoch 1 assumed {says} batches, but there were 5"
     assert (told in caplog.text) == (says != 5)
     for updates in (4, 5, 9):
         place, kill = tmp_path / str(updates), at(updates, lambda: signal.raise_signal(signal.SIGTERM))

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import purestep as ps
 from purestep import events, metrics, optim, schedules
 from purestep.errors import ConfigError, DataError, NonFiniteError, StateError, StepContractError
-from purestep.loop.loop_state import Record, from_json, to_json, with_row
-from purestep.loop.metric_queue import Meter, add_to
+from purestep.loop.loop_state import LoopState, from_json, to_json, with_row
+from purestep.loop.metric_queue import MetricQueue, add_to
 from purestep.loop.train_call import ready_program
 from purestep.types import Mean, Program, TrainState
 
@@ -474,12 +474,12 @@ def test_sums_are_the_same_bits_whatever_arrives_together(depth: int) -> None:
                 key = name if mean.total.numel() == 1 else f"{name}[{index}]"
                 before = expected.get(key, (0.0, 0.0))
                 expected[key] = before[0] + total.item(), before[1] + weight.item()
-    meter, found = Meter(depth), {}
+    queue, found = MetricQueue(depth), {}
     for tag, call in enumerate(calls):
-        meter.add(tag, call)
-        for rows in meter.rows(wait=False):
+        queue.add(tag, call)
+        for rows in queue.rows(wait=False):
             add_to(found, rows)
-    late = meter.rows(wait=True)
+    late = queue.rows(wait=True)
     assert [tag for rows in late for tag in rows.tags] == list(range(len(calls) - len(calls) % depth, len(calls)))
     for rows in late:
         add_to(found, rows)
@@ -517,7 +517,7 @@ def test_steps_leave_nothing_to_the_garbage_collector() -> None:
 
 
 def test_records_go_through_json() -> None:
-    record = Record(
+    loop = LoopState(
         epoch=2,
         batch=3,
         calls=9,
@@ -527,9 +527,9 @@ def test_records_go_through_json() -> None:
         last={"lr": 0.1},
         history=with_row(with_row({}, {"epoch": 1, "a": 1.0}), {"epoch": 2, "b": float("nan")}),
     )
-    stored = json.loads(json.dumps(to_json(record), allow_nan=False))
+    stored = json.loads(json.dumps(to_json(loop), allow_nan=False))
     found = from_json({**stored, "of a later version": 1})
-    assert repr(found._replace(history=dict(found.history))) == repr(record)
+    assert repr(found._replace(history=dict(found.history))) == repr(loop)
     assert found.history == {"epoch": [1, 2], "a": [1.0, None], "b": [None, None]}
     del stored["line"]  # as earlier versions wrote it
     assert repr(from_json(stored)) == repr(found._replace(line={}))

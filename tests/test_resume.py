@@ -303,7 +303,7 @@ def test_from_another_origin_a_run_is_begun(whole: Any, tmp_path: Path, caplog: 
     for step in ps.Snapshots(tmp_path / "new", writer=False).steps():
         (tmp_path / "new" / str(step) / "manifest.json").unlink()
     same(run(tmp_path / "new", resume=str(tmp_path / "b")), whole)
-    assert "the run begins anew from" in caplog.text
+    assert "the run begins again from" in caplog.text
 
 
 def test_a_snapshot_saved_by_hand_is_a_state_without_a_place(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def test_off_the_main_thread_nothing_is_set_and_that_is_said(caplog: pytest.LogC
     thread.join()
     assert seen == [before, [1]]
     assert [record.message for record in caplog.records] == [
-        "fit is not on the main thread: SIGTERM, SIGINT and SIGUSR1 are left as they are"
+        "fit is not on the main thread, so it does not handle SIGTERM, SIGINT and SIGUSR1"
     ]
 
 

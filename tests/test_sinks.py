@@ -710,7 +710,7 @@ def test_a_failing_sink_is_told_once_a_kind_and_counted(caplog: pytest.LogCaptur
     assert safe.failures == {"OSError": 4, "ValueError": 1}
     told = [record.message for record in caplog.records]
     assert [message for message in told if "disk full" in message] == [
-        "sink sink failed at Saved with OSError: disk full; training goes on, said once"
+        "sink sink failed at Saved with OSError: disk full; training goes on; this is logged once"
     ]
     assert told[-1] == "sink sink: 5 events lost in all"
     assert len(told) == 3

@@ -12,7 +12,7 @@ from faults.planting import forge
 
 import purestep as ps
 from purestep.errors import Corrupt
-from purestep.loop.loop_state import Record, from_json, to_store, with_row
+from purestep.loop.loop_state import LoopState, from_json, to_store, with_row
 from purestep.snapshot import Snapshots, Table
 from purestep.snapshot.history_rows import BLOCK, RowsFile, placed, read
 
@@ -27,7 +27,7 @@ def history(count: int, start: Any = None) -> Table:
 
 
 def saved(snapshots: Snapshots, step: int, rows: Table) -> None:
-    snapshots.save(step, STATE, loop={"record": to_store(Record(history=rows)), "feed": None})
+    snapshots.save(step, STATE, loop={"record": to_store(LoopState(history=rows)), "feed": None})
     snapshots.wait()
 
 
@@ -47,7 +47,7 @@ def test_tables_are_values() -> None:
     assert second["more"] == [None, None, None, 1.0]
     assert "more" not in first
     assert first.last("loss", 2) == [1 / 3, None]
-    assert Record().history.count == 0
+    assert LoopState().history.count == 0
 
 
 def test_a_longer_table_takes_no_more_work_than_a_row() -> None:

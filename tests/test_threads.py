@@ -246,7 +246,9 @@ SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_switches_of_the_process_are_the_same_in_all_runs(
     first: dict[str, Any], second: dict[str, Any], told: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"^fit: {told}.*thread 'the other one'.*cure: the same .* in a process\)"):
+    with pytest.raises(
+        ConfigError, match=rf"^fit: {told}.*thread 'the other one'.*cure: set the same .* in a process\)"
+    ):
         beside(lambda: fitted(shuffled, **second)(0), **first)
     fitted(shuffled, **second)(0)  # alone it may
 

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
 from purestep import schedules, tracing
-from purestep.loop import progress
+from purestep.loop import halted
 from purestep.loop.accumulation import counting
-from purestep.loop.purity_check import Looks
+from purestep.loop.purity_check import PurityCheck
 from purestep.step import Accum, update
 
 
@@ -75,7 +75,7 @@ class Branches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = self.closed = 0
         shut = SimpleNamespace(may_read=lambda value: False, unwrapped=tracing.unwrapped)
-        monkeypatch.setattr(update, "modes", shut)
+        monkeypatch.setattr(update, "tracing", shut)
         keep_open, close = update._keep_open, update._close
         monkeypatch.setattr(update, "_keep_open", lambda *given: self._count(keep_open, given, opened=1))
         monkeypatch.setattr(update, "_close", lambda *given: self._count(close, given, closed=1))
@@ -211,7 +211,7 @@ def test_looks_read_as_often_whatever_the_number_of_leaves() -> None:
     reads = list[int]()
     for layers in (2, 12):
         program = deep(layers)
-        reach: Any = Looks(program, 0, compiled=False)._reach
+        reach: Any = PurityCheck(program, 0, compiled=False)._reach
         state = program.init()
         with Counted() as counted:
             reach._collect({name: torch.ones_like(leaf) for name, leaf in state.params.items()})
@@ -228,21 +228,21 @@ def test_a_window_is_read_at_once_and_only_where_one_is_open(calls: int) -> None
     for _ in range(calls):
         state, _ = program.train_step(state, BATCH)
     with Counted() as counted:
-        progress._check_windows(state)
+        halted.check_windows(state)
     assert counted.reads == (2 if calls % 3 else 1)
     spoilt = state._replace(accum=state.accum._replace(weight=torch.full((), torch.nan)))
     with pytest.raises(ps.errors.NonFiniteError, match="accumulation window that is open"):
-        progress._check_windows(spoilt)
+        halted.check_windows(spoilt)
     grads = {name: torch.full_like(leaf, torch.inf) for name, leaf in state.accum.grads.items()}
     spoilt = state._replace(accum=state.accum._replace(weight=torch.ones(()), grads=grads))
     with pytest.raises(ps.errors.NonFiniteError, match="accumulation window that is open"):
-        progress._check_windows(spoilt)
+        halted.check_windows(spoilt)
 
 
 def test_all_flags_of_a_tree_are_read_at_once() -> None:
     state = deep(1).init()
     pair = {"one": state, "two": state._replace(halted=torch.tensor(5))}
-    assert progress.halts(pair) == [("two", 5)]
+    assert halted.halts(pair) == [("two", 5)]
 
 
 @pytest.mark.cuda

@@ -1,12 +1,12 @@
-"""What fit tells its callbacks and sinks, in this order:
+"""The events of `fit`, in their order:
 
 ``FitStart`` -> per update ``StepEnd`` and, every ``log_every`` updates, ``Logged`` -> per evaluation batch
 ``EvalStepEnd``, per evaluation ``EvalEnd`` -> ``EpochEnd`` -> ``Saved`` -> ... -> ``FitEnd``.
 
-A callback is ``f(event)``. It may return None, a new state (from events that carry one), or `Stop`; at ``EvalStepEnd``
-and ``FitEnd`` there is nothing left to steer, and what it returns is ignored. Callbacks run in the order of the list. A
-sink is a callable of events too, in a thread of its own. It sees all of them but ``StepEnd`` and ``EvalStepEnd``,
-without state and batch; what it returns is ignored, and what it raises is reported once and does not end the run.
+A callback is ``f(event)``. It may return None, a new state (from events that carry one), or `Stop`. Answers to
+``EvalStepEnd`` and ``FitEnd`` are ignored. Callbacks run in the order of the list. A sink is a callable of events too,
+and runs in its own thread. It gets all events but ``StepEnd`` and ``EvalStepEnd``, without state and batch. Its return
+value is ignored; its first error is logged and does not end the run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .types import Metrics, Tree
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Returned by a callback: end the run, for this reason. From ``FitStart`` nothing is trained, from ``StepEnd`` the
-    update is the last one; from later events the boundary that they belong to is.
+    """Ends the run, as the answer of a callback. From ``FitStart`` nothing is trained; from ``StepEnd`` this update is
+    the last one; from a later event this boundary is the last one.
 
     Example:
         >>> def at_90_percent(event):
@@ -34,11 +34,11 @@ class Stop:
 
 
 class Position(NamedTuple):
-    """Where a run is at this moment."""
+    """The present position of a run."""
 
-    loader: str  # "train", or the evaluation that is being made
+    loader: str  # "train", or the evaluation in progress
     epoch: int  # completed epochs
-    batch: int  # batches of that loader that are done, in this epoch or evaluation
+    batch: int  # completed batches of that loader, in this epoch or evaluation
 
 
 def _at_the_start() -> Position:
@@ -47,15 +47,15 @@ def _at_the_start() -> Position:
 
 @dataclass(frozen=True, slots=True)
 class FitStart:
-    """Once, after restoring. Counts are of what is already done: epochs, optimizer updates. ``position()`` may be asked
-    at any time of the run, from any thread."""
+    """Once, after restoring. ``epoch`` and ``updates`` count what is already done. ``position()`` may be called at any
+    time of the run, from any thread."""
 
     state: Tree
     epoch: int
     updates: int
-    epochs: int | None  # the limits of this run, None where there is none
+    epochs: int | None  # the limits of this run, None without one
     steps: int | None
-    batches: int | None  # micro-batches an epoch as far as len(loader) says, None where it does not
+    batches: int | None  # micro-batches per epoch by len(loader), None without a length
     directory: Path | None  # of the snapshots
     resumed: bool
     history: Mapping[str, list[Any]] = field(default_factory=dict[str, list[Any]])  # of the run so far
@@ -71,13 +71,13 @@ class StepEnd:
     batch: Any
     epoch: int  # 0-based: completed epochs
     batch_index: int  # 0-based within the epoch
-    updates: int  # with those that have been made and not been read back, which may turn out to be refused
+    updates: int  # including those whose metrics have not arrived, which the step may have refused
 
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """Every ``log_every`` updates: means since the last one, read back late so that no step waits. A run that was
-    interrupted and goes on has the values of the whole one."""
+    """Every ``log_every`` updates: means since the last one, read back late so that no step waits. An interrupted run
+    that goes on has the same values as the whole one."""
 
     epoch: int
     updates: int
@@ -99,7 +99,7 @@ class EvalStepEnd:
 
 @dataclass(frozen=True, slots=True)
 class EvalEnd:
-    """After an evaluation loader: its metrics, prefixed with its name (``val_loss``)."""
+    """After an evaluation: its metrics, with the loader's name before theirs (``val_loss``)."""
 
     loader: str
     epoch: int
@@ -117,12 +117,12 @@ class EpochEnd:
     updates: int
     record: Mapping[str, float | int | None]
     improved: bool
-    stopping: str | None  # the reason why the run ends here, if it does; not of max_time, which is looked at afterwards
+    stopping: str | None  # the reason, if the run ends here; not max_time, which is checked later
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A snapshot has been handed to the writer."""
+    """After a snapshot was handed to the writer."""
 
     step: int
     path: Path
@@ -130,7 +130,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class FitEnd:
-    """Once, whatever ended the run; ``error`` is the exception that did, if one did."""
+    """Once, whatever ended the run. ``error`` is the exception, if one did."""
 
     state: Tree
     reason: str

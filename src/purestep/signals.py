@@ -1,7 +1,7 @@
-"""What other people want of a running fit: end, end now, save.
+"""Signals to a running fit: end after this step, end at once, save.
 
-A handler only sets a flag, which the loop reads between steps; a state is never half-updated. The one exception is a
-loop that waits for its loader (`Signals.watch`): there the wait itself is broken off, since nothing is lost by it.
+A handler only sets a flag, which the loop reads between steps, so no state is half-updated. There is one exception: a
+signal interrupts the wait for a loader (`Signals.watch`), since that loses nothing.
 
 ==========  ====================================  ==============================================================
 signal      first                                 second
@@ -24,17 +24,17 @@ from typing import Any, Literal, TypeAlias, TypeVar
 T = TypeVar("T")
 Pending: TypeAlias = Literal["terminate", "interrupt", "snapshot"]
 
-TERMINATED = 128 + 15  # what a shell reports of a process that SIGTERM ended
+TERMINATED = 128 + 15  # the exit status that a shell reports after SIGTERM
 
 _MEANINGS: dict[str, Pending] = {"SIGTERM": "terminate", "SIGINT": "interrupt", "SIGUSR1": "snapshot"}
 _log = logging.getLogger("purestep")
 
 
 class Preempted(SystemExit):
-    """The run was told by SIGTERM to end. A script that does not catch it exits with status 143.
+    """Raised by `fit` after SIGTERM. A script that does not catch it exits with status 143.
 
     Args:
-        result: what fit had so far.
+        result: the `FitResult` so far.
     """
 
     def __init__(self, result: Any = None) -> None:
@@ -43,9 +43,9 @@ class Preempted(SystemExit):
 
 
 def interrupted(result: Any = None) -> KeyboardInterrupt:
-    """The KeyboardInterrupt that ends a run after Ctrl-C, with what fit had so far as its ``result``.
+    """Return the KeyboardInterrupt that ends a run after Ctrl-C; its ``result`` is the `FitResult` so far.
 
-    Not a class of its own: Python exits with status 130 for KeyboardInterrupt itself only.
+    It is no subclass: Python exits with status 130 only for KeyboardInterrupt itself.
 
     Example:
         >>> interrupted("so far").result
@@ -56,15 +56,15 @@ def interrupted(result: Any = None) -> KeyboardInterrupt:
     return error
 
 
-class _Woken(BaseException):
-    """Raised by a handler in a wait for the loader."""
+class _WaitInterrupted(BaseException):
+    """Raised by a handler to interrupt the wait for a loader."""
 
 
 class Signals:
-    """Handlers for SIGTERM, SIGINT and SIGUSR1 while a run lasts.
+    """Handlers for SIGTERM, SIGINT and SIGUSR1 during a run.
 
-    On the main thread only: elsewhere Python cannot set any, which is logged. A user's handler is called as well, after
-    the flag is set, and put back at the end. A signal that is ignored stays ignored.
+    Python can set them on the main thread only; in another thread this class sets none and logs that. It calls a user's
+    handler too, after it has set the flag, and restores it at the end. A signal that is ignored stays ignored.
 
     Example:
         >>> with Signals() as signals:
@@ -74,7 +74,7 @@ class Signals:
     """
 
     pending: Pending | None
-    """What is asked for, None most of the time. A wish to end is not replaced by one to save."""
+    """The request, None most of the time. A request to save does not replace one to end."""
 
     def __init__(self) -> None:
         self.pending = None
@@ -83,7 +83,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is not threading.main_thread():
-            _log.info("fit is not on the main thread: SIGTERM, SIGINT and SIGUSR1 are left as they are")
+            _log.info("fit is not on the main thread, so it does not handle SIGTERM, SIGINT and SIGUSR1")
             return self
         for name in _MEANINGS:
             number = getattr(signal, name, None)  # Windows has no SIGUSR1
@@ -95,28 +95,28 @@ class Signals:
 
     def __exit__(self, *error: object) -> None:
         for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._handle:  # else somebody has set another one since, to stay
+            if signal.getsignal(number) == self._handle:  # otherwise another handler was set meanwhile, which stays
                 signal.signal(number, previous)
         self._previous.clear()
 
     @property
     def leaving(self) -> bool:
-        """Whether the run is to end."""
+        """True if the run has to end."""
         return self.pending in ("terminate", "interrupt")
 
     def saved(self) -> None:
-        """The wish to save has been met; one to end stays."""
+        """Clear a request to save. A request to end stays."""
         if self.pending == "snapshot":
             self.pending = None
 
     def watch(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches, ending at once when the run is told to end while it waits for one.
+        """Yield the batches, and end at once if a request to end comes during the wait for one.
 
-        What the loader was doing is abandoned, so this is for a loop that reads ``pending`` after it. Code in C that
-        does not return to Python cannot be woken.
+        The loader's work on that batch is abandoned, so the caller must read ``pending`` afterwards. C code that does
+        not return to Python cannot be interrupted.
 
         Args:
-            batches: an iterable, run in this thread.
+            batches: an iterable, which runs in this thread.
 
         Example:
             >>> list(Signals().watch([1, 2]))
@@ -128,20 +128,20 @@ class Signals:
                 self._waiting = True
                 try:
                     if self.leaving:
-                        return  # it came between two batches
+                        return  # the request came between two batches
                     batch = next(iterator)
                 except StopIteration:
                     return
                 finally:
                     self._waiting = False
                 yield batch
-        except _Woken:
+        except _WaitInterrupted:
             return
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         meaning = _MEANINGS[signal.Signals(number).name]
         ending = self.pending in ("terminate", "interrupt")
-        # A launcher that gets Ctrl-C together with its children sends them SIGTERM afterwards: that is no second wish.
+        # A launcher that gets Ctrl-C together with its children sends them SIGTERM afterwards: no second request.
         again = ending and (meaning == self.pending or meaning == "interrupt")
         if meaning != "snapshot" or not ending:
             self.pending = meaning
@@ -151,4 +151,4 @@ class Signals:
         if again:
             raise Preempted if meaning == "terminate" else KeyboardInterrupt
         if self._waiting and meaning != "snapshot":
-            raise _Woken
+            raise _WaitInterrupted

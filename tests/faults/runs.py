@@ -19,7 +19,7 @@ from purestep.errors import PurestepError
 from purestep.types import Program
 
 fit = partial(ps.fit, progress=False)
-RUN: ModuleType = importlib.import_module("purestep.loop.trainer")
+RUN: ModuleType = importlib.import_module("purestep.loop.fit")
 
 
 def mlp(tx: optim.Transform | None = None, objective: Any = None, **options: Any) -> Program:

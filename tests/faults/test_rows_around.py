@@ -23,7 +23,7 @@ import purestep as ps
 from purestep import events, sinks, stopping
 from purestep.errors import ConfigError, NotFound, StateError
 from purestep.loop import callbacks, policy
-from purestep.sinks import guarded, row_files
+from purestep.sinks import row_files
 from purestep.snapshot import snapshots as snapshots_
 from purestep.types import Mean, Program
 
@@ -79,7 +79,7 @@ def test_row_52_fails_where_nan_is_compared(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_row_52_fails_where_the_monitor_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy.Judge, "check", lambda self, record, loaders: self)
+    monkeypatch.setattr(policy.Monitor, "check", lambda self, loop, loaders: None)
     fails(test_row_52_an_unknown_monitor_lists_what_there_is)
 
 
@@ -121,9 +121,9 @@ def test_row_53_sinks_that_raise_block_or_find_the_disk_full(caplog: pytest.LogC
 def test_row_53_fails_where_a_sink_is_called_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(guarded.Guarded, "_deliver", lambda self, event: self.sink(event))
-    monkeypatch.setattr(guarded.Guarded, "_foreground", True, raising=False)
-    monkeypatch.setattr(guarded.Guarded, "__call__", lambda self, event: self.sink(event))
+    monkeypatch.setattr(sinks.Guarded, "_deliver", lambda self, event: self.sink(event))
+    monkeypatch.setattr(sinks.Guarded, "_foreground", True, raising=False)
+    monkeypatch.setattr(sinks.Guarded, "__call__", lambda self, event: self.sink(event))
     fails(lambda: test_row_53_sinks_that_raise_block_or_find_the_disk_full(caplog), OSError)
 
 
@@ -201,7 +201,7 @@ def test_row_54_only_a_returned_state_counts() -> None:
 
     expected = fit(program.init(), batches(3), program, epochs=2)
     same(fit(program.init(), batches(3), program, epochs=2, callbacks=[at(events.StepEnd, 2, swaps)]), expected)
-    with pytest.raises(StateError, match="^params/2.bias: a callback wrote into the state that it was shown"):
+    with pytest.raises(StateError, match="^params/2.bias: a callback wrote into the state of its event"):
         fit(program.init(), batches(3), program, epochs=2, callbacks=[at(events.StepEnd, 2, writes)])
 
 
@@ -253,21 +253,20 @@ def test_row_54_fails_where_nobody_looks_whether_a_state_was_given_away(monkeypa
 
 
 def test_row_54_fails_where_nothing_is_saved_on_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RUN, "rescue", lambda error, save: None)
+    monkeypatch.setattr(RUN, "save_on_error", lambda error, save: None)
     fails(lambda: test_row_54_a_callback_raises(events.StepEnd, 5, 5, tmp_path), NotFound)
 
 
 def test_row_54_fails_where_an_unscored_epoch_is_taken_for_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = RUN.Run
-    real = run._save_what_is_done
+    real = RUN.save_last
 
-    def forgetting(self: Any) -> None:
-        self.before = None
-        real(self)
+    def forgetting(run: Any) -> None:
+        run.before = None
+        real(run)
 
-    monkeypatch.setattr(run, "_save_what_is_done", forgetting)
+    monkeypatch.setattr(RUN, "save_last", forgetting)
     fails(lambda: test_row_54_a_callback_raises(events.EvalEnd, 2, 6, tmp_path))
 
 

@@ -30,7 +30,7 @@ from purestep.data import feed as feed_
 from purestep.data import map_style, open_feed, workers
 from purestep.errors import DataError, Mismatch
 from purestep.files import lock
-from purestep.loop import checkpointing, metric_queue
+from purestep.loop import checkpointing, metric_queue, train_call
 
 NO_WORKERS, WORKERS = {}, {"num_workers": 1}
 
@@ -243,7 +243,7 @@ def test_row_31_loader_raises_at_batch_7(how: Any, tmp_path: Path) -> None:
 
 
 def test_row_31_fails_where_nothing_is_saved_on_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RUN, "rescue", lambda error, save: None)
+    monkeypatch.setattr(RUN, "save_on_error", lambda error, save: None)
     fails(lambda: test_row_31_loader_raises_at_batch_7(NO_WORKERS, tmp_path), ps.errors.NotFound)
 
 
@@ -479,7 +479,7 @@ def test_row_35_a_dataclass_of_another_dtype_at_batch_7(kind: Any) -> None:
 
 
 def test_row_35_fails_where_nobody_looks_at_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ps.loop.calling, "BatchCheck", lambda: lambda batch, record: None)
+    monkeypatch.setattr(train_call, "BatchCheck", lambda: lambda batch, loop: None)
     for fault in ("None", "a rank", "one missing"):
         raw = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)
         fails(lambda fault=fault: test_row_35_another_structure_at_batch_5(fault, False), *raw)

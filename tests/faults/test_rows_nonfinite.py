@@ -31,6 +31,9 @@ from purestep.errors import (
     WriteFailed,
 )
 from purestep.events import Logged
+from purestep.loop.halted import can_halt
+from purestep.loop.loop_state import Call, LoopState
+from purestep.loop.progress import Progress
 from purestep.types import Program, TrainState
 
 CRITERION = nn.CrossEntropyLoss()
@@ -180,7 +183,7 @@ def test_anomalies_are_found_at_once_and_named() -> None:
     skipping = mlp(nonfinite="skip")  # which is no cure where it is on
     with pytest.warns(UserWarning, match="Traceback"), pytest.raises(NonFiniteError, match=message) as caught:
         fit(skipping.init(), poisoned(4, 2), skipping, epochs=1, detect_anomaly=True)
-    assert "cure: mend what is named, or detect_anomaly=False, which leaves out this update" in str(caught.value)
+    assert "correct the value that is named, or detect_anomaly=False, which skips this update" in str(caught.value)
 
     class Root(nn.Module):
         def __init__(self) -> None:
@@ -499,12 +502,12 @@ def test_row_36_no_batch_is_held_longer_than_its_metrics_are_on_their_way() -> N
     most = 1 << 28
     for options, expected in (({}, 1), ({"nonfinite": "skip"}, 0)):
         program = mlp(**options)
-        ledger = ps.loop.ledger.Ledger(0, halts=ps.loop.ledger.can_halt(program.init()))
-        record = ps.loop.record.Record()
+        progress = Progress(0, halts=can_halt(program.init()))
+        loop = LoopState()
         large = torch.empty(most // 4 + 1, device="meta"), torch.zeros(1)
         for call in range(1, 4):
             _, metrics = program.train_step(program.init(), vector_batch())
-            ledger.add(ps.loop.ledger.Tag(call, 0, call - 1, True), metrics, record, large)
-            assert len(ledger.window(call)) == expected
-            record, _ = ledger.settle(record, program.init(), wait=False)
-            assert not ledger.window(call)
+            progress.add(Call(call, 0, call - 1, True), metrics, loop, large)
+            assert len(progress.window(call)) == expected
+            loop, _ = progress.settle(loop, program.init(), wait=False)
+            assert not progress.window(call)

@@ -17,7 +17,6 @@ from .. import packed, tensor_layout, tree
 from ..errors import StateError
 from ..types import Empty, TrainState, Tree
 from . import treespec
-from .live_state import LiveState as LiveState
 from .live_state import is_state, live, states
 
 

@@ -1,4 +1,4 @@
-"""The outer loop: `fit` and the pieces it is made of."""
+"""The outer loop: `fit`, `run_epoch` and `evaluate`."""
 
 from __future__ import annotations
 

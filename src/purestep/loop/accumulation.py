@@ -1,4 +1,4 @@
-"""Where the accumulation window of an eager step stands, counted on the host."""
+"""Count the position in the accumulation window of an eager step on the host."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ..types import Metrics, TrainState, TrainStep, Tree
 
 
 def counting(step: TrainStep) -> TrainStep:
-    """The step of a loop, which counts where the window of the state stands.
+    """Return the step for a loop, which counts the micro-batches of a window on the host.
 
-    An eager step on a GPU does not read `Accum.left`, which would wait for the device: without being told it computes
-    the micro-batch that adds and the one that closes. A compiled step counts itself, and a step that somebody has
-    wrapped may make several calls of the program's: both are returned as they are, as is a step without accumulation.
+    An eager step on a GPU does not read `Accum.left`, since that would wait for the device. Without the count it
+    computes both kinds of micro-batch, the one that adds and the one that closes the window. A compiled step counts
+    itself, and a wrapped step may call the program's several times: both are returned as they are, and so is a step
+    without accumulation.
 
     Args:
         step: ``(state, batch) -> (state, metrics)``.
@@ -26,8 +27,10 @@ def counting(step: TrainStep) -> TrainStep:
 
 
 class _Counting:
-    """A program's own train_step. Position and state go together by the tensors `left` and `halted`: any other state
-    than the one that was returned last is read, once."""
+    """A program's own train_step with a count for the state that it returned last.
+
+    The tensors `left` and `halted` identify that state. The position of any other state is read, once.
+    """
 
     def __init__(self, step: TrainStep, window: int) -> None:
         self._step = step
@@ -37,11 +40,11 @@ class _Counting:
 
     def __call__(self, state: Tree, batch: Any) -> tuple[Tree, Metrics]:
         if not isinstance(state, TrainState) or type(state.accum) is not Accum:
-            return self._step(state, batch)  # which names what is wrong
+            return self._step(state, batch)  # raises the error
         left = self._left_of(state)
         kind = Closing if left == 1 else Adding
         new, metrics = self._step(TrainState(*state)._replace(accum=kind(*state.accum)), batch)
-        # A halted state stays where it is, and this count goes on: the kind of a micro-batch means nothing to it.
+        # A halted state does not move while this count goes on: the kind of a micro-batch does not matter to it.
         self._returned, self._left = (new.accum.left, new.halted), self._window if left == 1 else left - 1
         return new, metrics
 

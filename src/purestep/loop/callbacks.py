@@ -1,4 +1,4 @@
-"""Who is told what happens: sinks and callbacks, and what callbacks answer."""
+"""Dispatch events to sinks and callbacks, and check that callbacks leave the state as it is."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from ..errors import StateError
 from ..types import Metrics, Tree
 from . import environment
 from .evaluate import Watch
-from .loop_state import Record
+from .loop_state import LoopState
 
 _log = logging.getLogger("purestep")
 
 
-class Audience:
-    """Sinks, which are told first, and callbacks, whose answers count.
+class Callbacks:
+    """The sinks of a run, which get each event first, and its callbacks, whose answers steer the run.
 
     Args:
-        callbacks: in the order in which they are called.
+        callbacks: in the order of calls.
         sinks: guarded, so that none of them raises.
     """
 
     def __init__(self, callbacks: Iterable[events.Callback], sinks: Iterable[Any]) -> None:
         self._callbacks = tuple(callbacks)
         self._sinks = tuple(sinks)
-        self._evaluation: events.Position | None = None  # where the run is, while it evaluates
+        self._evaluation: events.Position | None = None  # while the run evaluates
 
     @property
-    def listens(self) -> bool:
-        """Whether there are callbacks: only they see the events of single steps."""
+    def exist(self) -> bool:
+        """True if there are callbacks. Sinks do not get the events of single steps."""
         return bool(self._callbacks)
 
-    def tell(self, event: events.Event) -> Iterator[Any]:
-        """Tell everybody; what callbacks answer, one after the other, unless it is None."""
+    def dispatch(self, event: events.Event) -> Iterator[Any]:
+        """Call the sinks, then the callbacks: see `ask`."""
         if isinstance(event, events.EvalEnd):
             self._evaluation = None
         for sink in self._sinks:
@@ -48,39 +48,41 @@ class Audience:
         return self.ask(event)
 
     def ask(self, event: events.Event) -> Iterator[Any]:
-        """Tell the callbacks alone; each one sees what the answer of the one before led to only in later events.
+        """Call the callbacks and yield their answers that are not None.
+
+        All of them get the same event: the result of an answer shows only in later events.
 
         Raises:
-            StateError: a callback wrote into the state that it was shown.
+            StateError: a callback wrote into the state of the event.
         """
         for callback in self._callbacks:
             answer = _answer(callback, event)
             if answer is not None:
                 yield answer
 
-    def position(self, record: Record) -> events.Position:
-        """Where the run is, with that record."""
-        return self._evaluation or events.Position("train", record.epoch, record.batch)
+    def position(self, loop: LoopState) -> events.Position:
+        """Return the position of the run."""
+        return self._evaluation or events.Position("train", loop.epoch, loop.batch)
 
-    def watching(self, state: Tree, loader: str, epoch: int) -> Watch:
-        """Tells the callbacks of the batches of an evaluation, which they cannot steer."""
+    def watch(self, state: Tree, loader: str, epoch: int) -> Watch:
+        """Return a function that dispatches the batches of an evaluation. Answers are ignored."""
 
         def watch(batch: Any, metrics: Metrics, index: int) -> None:
             self._evaluation = events.Position(loader, epoch, index + 1)
-            if self.listens:
+            if self.exist:
                 for _ in self.ask(events.EvalStepEnd(state, loader, metrics, batch, index)):
                     pass
 
         return watch
 
     def end(self, event: events.FitEnd) -> None:
-        """Tell everybody the end, and close the sinks.
+        """Dispatch the end of the run to every sink and callback, and close the sinks.
 
-        Every callback hears it, whatever another one raises. What they raise does not hide the error that ended the
-        run: it is a note on it.
+        An error of a callback does not keep the event from the next one. It does not hide the error that ended the
+        run: it becomes a note on it.
 
         Raises:
-            Exception: that of a callback, where the run itself has ended well; an ExceptionGroup of several.
+            Exception: of a callback, if the run itself has ended well; an ExceptionGroup of several.
         """
         for sink in self._sinks:
             sink(event)
@@ -102,30 +104,31 @@ class Audience:
 
 
 def _answer(callback: events.Callback, event: events.Event) -> Any:
-    shown = getattr(event, "state", ())
-    memory = live_state.memory(shown)
+    state = getattr(event, "state", ())
+    memory = live_state.memory(state)
     before = [purity.version(part) for part in memory]
+    where = f"callback {_name(callback)} at {type(event).__name__}"
     try:
-        answer = environment.watched(lambda: callback(event), f"callback {_name(callback)} at {type(event).__name__}")
-        _check_untouched(shown, memory, before)
+        answer = environment.check_draws(lambda: callback(event), where)
+        _check_untouched(state, memory, before)
     except Exception as error:
-        error.add_note(f"in callback {_name(callback)} at {type(event).__name__}")
+        error.add_note(f"in {where}")
         raise
     return answer
 
 
 def _check_untouched(state: Tree, memory: list[Any], before: list[int]) -> None:
     if not memory:
-        return  # it was dead before the callback: FitEnd after a failure
-    live_state.check_alive(state)  # a callback may have given it away
+        return  # donated before the callback: FitEnd after a failure
+    live_state.check_alive(state)  # the callback may have donated it
     written = [part for part, count in zip(memory, before, strict=True) if purity.version(part) != count]
     if not written:
         return
-    # Leaves may lie together in one tensor, whose writes torch counts as one.
+    # Several leaves may lie in one tensor, for which torch counts writes.
     paths = [path for path, leaf in tree.with_paths(state) if leaf is written[0] or _is_in(leaf, written[0])]
     others = f" (or one of {len(paths) - 1} more that lie in one tensor with it)" if len(paths) > 1 else ""
     raise StateError(
-        f"a callback wrote into the state that it was shown{others}",
+        f"a callback wrote into the state of its event{others}",
         where=paths[0],
         hint="return a new one: event.state._replace(params={...})",
     )

@@ -1,7 +1,4 @@
-"""Snapshots of a run: the directory, and what is in it to go on from.
-
-Snapshots of a run: one a call, whatever made it due.
-"""
+"""Snapshots of a run: open the directory, find the state to go on from, save."""
 
 from __future__ import annotations
 
@@ -11,29 +8,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import data
-from ..compile import donation
+from .. import data, events, files
+from ..compile import states
 from ..errors import ConfigError, Corrupt, Mismatch, NotFound
 from ..optim import hyperparameters
 from ..snapshot import Snapshot, Snapshots
 from ..types import Tree
 from . import inputs
-from .loop_state import Record, from_json
+from .loop_state import Cell, LoopState, from_json, to_store
 
-if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
+if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
     from ..config import FitConfig
-from .. import events, files
-from .loop_state import Cell, to_store
 
 log = logging.getLogger("purestep")
 
 
+# --- open -------------------------------------------------------------------------------------------------------------
+
+
 def open_snapshots(snapshots: Any, config: FitConfig, feed: data.Feed) -> tuple[Snapshots | None, bool]:
-    """The snapshots to write, and whether fit opened them and so closes them.
+    """Return the snapshots to write, and True if this function opened them, so that fit closes them.
 
     Raises:
-        ConfigError: something that is neither a Snapshots nor a path.
-        DataError: a loader that a snapshot inside an epoch could not go on with.
+        ConfigError: neither a Snapshots nor a path.
+        DataError: a loader that a snapshot inside an epoch cannot resume.
         Locked, WriteFailed: the directory cannot be written.
     """
     if snapshots is None or config.fast_dev_run:
@@ -50,15 +48,42 @@ def open_snapshots(snapshots: Any, config: FitConfig, feed: data.Feed) -> tuple[
     return opened, owned
 
 
-def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Snapshot | None:
-    """The snapshot to go on from, if there is one.
+# --- restore ----------------------------------------------------------------------------------------------------------
 
-    A job that is started again by the same command, with ``resume`` a path, goes on where it was: from its own
-    directory, whose snapshots say where the run began.
+
+def resumed(
+    state: Tree, snapshots: Snapshots | None, config: FitConfig, feed: data.Feed
+) -> tuple[Tree, LoopState, bool]:
+    """Return the states to go on from, and True if they are those of an interrupted run.
+
+    Raises:
+        Mismatch, NotFound, Corrupt: as `restored`; Mismatch also for another loader.
+    """
+    snapshot = restored(state, snapshots, config)
+    given = _injected(state)
+    if snapshot is None:
+        return state, LoopState(injected=given), False
+    origin = _origin(snapshot) if config.resume in (None, "auto") else _absolute(config.resume)
+    if not isinstance(snapshot.loop, Mapping) or "record" not in snapshot.loop:
+        # Saved by hand, without a loop's position. Later snapshots get later names.
+        return snapshot.state, LoopState(calls=snapshot.step, origin=origin, injected=given), False
+    feed.restore(snapshot.loop["feed"])
+    loop = from_json(snapshot.loop["record"])._replace(origin=origin)
+    log.info("resumed from step %d: epoch %d, batch %d", snapshot.step, loop.epoch + 1, loop.batch)
+    _warn_of_another_seed(state, snapshot.state, source=config.resume)
+    _warn_of_other_hyperparams(loop.injected, given, _injected(snapshot.state))
+    return snapshot.state, loop._replace(injected=given), True
+
+
+def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Snapshot | None:
+    """Return the snapshot to go on from, if there is one.
+
+    A job that is started again with the same command and a path for ``resume`` goes on from its own directory: its
+    snapshots have the directory that the run began from.
 
     Raises:
         NotFound: ``resume`` names a path without snapshots.
-        Mismatch, Corrupt: what is there does not fit, or is damaged in every copy.
+        Mismatch, Corrupt: a snapshot that does not fit, or that is damaged in every copy.
     """
     if snapshots is not None and not config.fast_dev_run:
         snapshots.check_space(state)
@@ -67,17 +92,17 @@ def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Sna
         return None
     source = snapshots
     if config.resume != "auto":
-        source = Snapshots(_place(config.resume), writer=False)
+        source = Snapshots(_absolute(config.resume), writer=False)
         if snapshots is not None and source.directory == snapshots.directory:
             source = snapshots
         if snapshots is not None and source is not snapshots:
-            found = _gone_on(state, snapshots, source.directory)
-            if found is not None:
-                return found
+            snapshot = _own_newest(state, snapshots, source.directory)
+            if snapshot is not None:
+                return snapshot
     if source is None:
         return None
     try:
-        found = source.restore(state)
+        snapshot = source.restore(state)
     except Mismatch as error:
         if source is snapshots and config.resume == "auto":
             error.add_note(
@@ -92,69 +117,53 @@ def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Sna
         return None
     if source is not snapshots:
         _start_over(snapshots)
-    return found
+    return snapshot
 
 
-def resumed(state: Tree, snapshots: Snapshots | None, config: FitConfig, feed: data.Feed) -> tuple[Tree, Record, bool]:
-    """The state and the record to go on from, and whether they are those of a run that was stopped.
-
-    Raises:
-        Mismatch, NotFound, Corrupt: as `restored`; Mismatch also where the loader is another one.
-    """
-    found = restored(state, snapshots, config)
-    given = _injected(state)
-    if found is None:
-        return state, Record(injected=given), False
-    origin = _origin(found) if config.resume in (None, "auto") else _place(config.resume)
-    if not isinstance(found.loop, Mapping) or "record" not in found.loop:
-        # Saved by hand: a state without a loop's position. Later snapshots get later names.
-        return found.state, Record(calls=found.step, origin=origin, injected=given), False
-    feed.restore(found.loop["feed"])
-    record = from_json(found.loop["record"])._replace(origin=origin)
-    log.info("resumed from step %d: epoch %d, batch %d", found.step, record.epoch + 1, record.batch)
-    _warn_of_another_seed(state, found.state, source=config.resume)
-    _warn_of_other_hyperparams(record.injected, given, _injected(found.state))
-    return found.state, record._replace(injected=given), True
-
-
-def _place(resume: str) -> str:
+def _absolute(resume: str) -> str:
     return str(Path(resume).absolute())
 
 
-def _origin(found: Snapshot) -> str:
-    """The directory that the run of a snapshot began from; "" where it began anew."""
-    record = found.loop.get("record") if isinstance(found.loop, Mapping) else None
-    return record.get("origin", "") if isinstance(record, Mapping) else ""
+def _origin(snapshot: Snapshot) -> str:
+    """Return the directory that the snapshot's run began from; "" for a fresh start."""
+    stored = snapshot.loop.get("record") if isinstance(snapshot.loop, Mapping) else None
+    return stored.get("origin", "") if isinstance(stored, Mapping) else ""
 
 
-def _gone_on(state: Tree, snapshots: Snapshots, origin: Path) -> Snapshot | None:
-    """The newest snapshot of the run's own directory, where that run began from ``origin``."""
+def _own_newest(state: Tree, snapshots: Snapshots, origin: Path) -> Snapshot | None:
+    """Return the newest snapshot of the run's own directory, if that run began from ``origin``."""
     try:
-        found = snapshots.restore(state)
+        snapshot = snapshots.restore(state)
     except (Mismatch, NotFound):
         return None
     except Corrupt as error:
         if snapshots.strict:
             raise
-        log.warning("the run begins anew from %s: %s", origin, error)
+        log.warning("the run begins again from %s: %s", origin, error)
         return None
-    return found if _origin(found) == str(origin) else None
+    return snapshot if _origin(snapshot) == str(origin) else None
+
+
+def _start_over(snapshots: Snapshots | None) -> None:
+    """Set aside the snapshots of another run in the directory."""
+    if snapshots is not None and (aside := snapshots.start_over()):
+        log.info("fresh start: the steps %s in %s are set aside", aside, snapshots.directory)
 
 
 def _warn_of_another_seed(given: Tree, found: Tree, *, source: str | None) -> None:
     before, now = (inputs.seed_of(state) for state in (given, found))
     if before != now and source == "auto":
         log.warning(
-            "the state given has seed %d, and the run that goes on has seed %d: the snapshot's state is the one that "
-            "is trained (cure for a run of its own: another directory, or resume=None)",
+            "the state given has seed %d, and the run that goes on has seed %d: the snapshot's state is trained "
+            "(cure for a separate run: another directory, or resume=None)",
             before,
             now,
         )
 
 
 def _injected(state: Tree) -> dict[str, float]:
-    """The values of `optim.inject` that no schedule fills; of a tree, by the number of the TrainState too."""
-    parts = enumerate(donation.states(state))
+    """Return the values of `optim.inject` that are no schedules, by "index of the TrainState/name"."""
+    parts = enumerate(states(state))
     return {
         f"{index}/{name}": float(value)
         for index, part in parts
@@ -165,7 +174,7 @@ def _injected(state: Tree) -> dict[str, float]:
 def _warn_of_other_hyperparams(
     then: Mapping[str, float], given: Mapping[str, float], used: Mapping[str, float]
 ) -> None:
-    """What `optim.inject` makes of a hyperparameter is part of the state, so that a resumed run keeps it."""
+    """Warn of hyperparameters that changed: `optim.inject` stores them in the state, so a resumed run keeps them."""
     for key, value in given.items():
         name = key.partition("/")[2]
         if key in then and key in used and then[key] != value != used[key]:
@@ -177,51 +186,58 @@ def _warn_of_other_hyperparams(
             )
 
 
-def _start_over(snapshots: Snapshots | None) -> None:
-    """What is in the directory belongs to another run."""
-    if snapshots is not None and (aside := snapshots.start_over()):
-        log.info("fresh start: the steps %s in %s are set aside", aside, snapshots.directory)
+# --- save -------------------------------------------------------------------------------------------------------------
 
 
-class Saver:
-    """Writes a run's snapshots, if it has any.
+class Checkpointer:
+    """Saves the snapshots of a run: at most one per call of the step, whatever made it due.
 
     Args:
-        snapshots: None where nothing is saved.
-        feed: whose position is saved with the state.
-        saved: the call that the state comes from, where it was read from a snapshot.
+        snapshots: None to save nothing.
+        feed: its position is saved with the state.
+        saved: the call that the state was restored from, if it was.
     """
 
     def __init__(self, snapshots: Snapshots | None, feed: data.Feed, *, saved: int | None) -> None:
-        self._snapshots = snapshots
+        self.snapshots = snapshots
         self._feed = feed
         self._saved = saved
-        self._rows: dict[int, dict[str, float]] = {}  # of the last call that has one, until it is saved
+        self._rows: dict[int, dict[str, float]] = {}  # call -> its row of the history; the last one, until it is saved
 
-    def due(self, record: Record, ahead: int) -> bool:
-        """Whether the policy asks for one here; ``ahead`` updates may have been made since the record."""
-        if self._snapshots is None or self._saved == record.calls:
+    def begin(self, loop: LoopState) -> None:
+        """Let the policy count from here."""
+        if self.snapshots is not None:
+            self.snapshots.begin(updates=loop.updates, epoch=loop.epoch)
+
+    def check(self) -> None:
+        """Raise the error of the background writer, if it has failed."""
+        if self.snapshots is not None:
+            self.snapshots.check()
+
+    def is_due(self, loop: LoopState, ahead: int) -> bool:
+        """True if the policy asks for a snapshot here. ``ahead``: updates since `loop`, if all are applied."""
+        if self.snapshots is None or self._saved == loop.calls:
             return False
-        return bool(self._snapshots.due(updates=record.updates + ahead, epoch=record.epoch))
+        return bool(self.snapshots.due(updates=loop.updates + ahead, epoch=loop.epoch))
 
-    def scored(self, record: Record, row: Mapping[str, Cell]) -> None:
-        """This row of the history is that of this call. Whoever saves the call saves it too: it ranks the snapshot."""
-        self._rows = {record.calls: {name: float(value) for name, value in row.items() if value is not None}}
+    def add_row(self, loop: LoopState, row: Mapping[str, Cell]) -> None:
+        """Store the row of this call: its snapshot is ranked by it."""
+        self._rows = {loop.calls: {name: float(value) for name, value in row.items() if value is not None}}
 
-    def save(self, state: Tree, record: Record, *, ahead: int) -> events.Saved | None:
-        """Hand a snapshot to the writer, unless this call has one; that with a row knows more, and replaces it."""
-        again = self._saved == record.calls
-        metrics = self._rows.pop(record.calls, {})
-        if self._snapshots is None or (again and not metrics):
+    def save(self, state: Tree, loop: LoopState, *, ahead: int) -> events.Saved | None:
+        """Hand a snapshot to the writer, unless this call has one. A row replaces a snapshot without it."""
+        again = self._saved == loop.calls
+        metrics = self._rows.pop(loop.calls, {})
+        if self.snapshots is None or (again and not metrics):
             return None
         files.failpoint("loop.snapshot")
-        self._snapshots.due(updates=record.updates + ahead, epoch=record.epoch)  # counts from here
-        loop = {"record": to_store(record), "feed": self._feed.position(record.epoch, record.batch)}
-        self._saved = record.calls
-        self._snapshots.save(record.calls, state, loop=loop, metrics=metrics, overwrite=again)
-        return events.Saved(record.calls, self._snapshots.directory / str(record.calls))
+        self.snapshots.due(updates=loop.updates + ahead, epoch=loop.epoch)  # the policy counts from here
+        stored = {"record": to_store(loop), "feed": self._feed.position(loop.epoch, loop.batch)}
+        self._saved = loop.calls
+        self.snapshots.save(loop.calls, state, loop=stored, metrics=metrics, overwrite=again)
+        return events.Saved(loop.calls, self.snapshots.directory / str(loop.calls))
 
     def wait(self) -> None:
-        """Returns when everything is committed."""
-        if self._snapshots is not None:
-            self._snapshots.wait()
+        """Wait until every snapshot is committed."""
+        if self.snapshots is not None:
+            self.snapshots.wait()

@@ -1,5 +1,4 @@
-"""What belongs to the process and a run sets for itself: torch's switches and global generators. Runs in several
-threads of one process share them."""
+"""The environment of a run: torch's switches and global generators, which all threads of a process share."""
 
 from __future__ import annotations
 
@@ -14,22 +13,22 @@ from .. import global_rng
 from ..data import random_state
 from ..errors import ConfigError, StepContractError
 
-if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
+if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
     from ..config import FitConfig
 
 
 class _Switches(NamedTuple):
-    """How torch is set while a run lasts, by the names of the settings that set it."""
+    """Torch's switches during a run, under the names of the settings."""
 
     deterministic: bool | str
     cudnn_benchmark: bool
-    tf32: Any  # of products and of cuDNN; what torch says where it does not tell
+    tf32: Any  # of matrix products and of cuDNN; None if torch does not tell
     detect_anomaly: bool
     default_dtype: torch.dtype
 
 
 class _Active(NamedTuple):
-    """A run that has begun and not ended."""
+    """A run in progress."""
 
     thread: int
     name: str  # of the thread
@@ -38,15 +37,17 @@ class _Active(NamedTuple):
 
 _ACTIVE: list[_Active] = []
 _BACK: list[ExitStack] = []
-"""What runs that have ended leave to the last one: to set everything as it was before the first."""
+"""Restores the switches of before the first run. A run that ends while others go on leaves it to the last one."""
+_BASE: list[_Switches] = []
+"""The switches of before the first of the active runs."""
 
 
 @contextmanager
-def surroundings(config: FitConfig, device: torch.device) -> Generator[None]:
-    """Process-wide switches of a run, as they were afterwards. What is drawn outside of steps leaves no trace.
+def environment(config: FitConfig, device: torch.device) -> Generator[None]:
+    """Set the switches of a run, and restore them. Random numbers drawn outside of steps leave no trace.
 
     Raises:
-        ConfigError: a run in another thread has them set otherwise.
+        ConfigError: a run in another thread has set a switch differently.
     """
     back = ExitStack()
     thread = threading.current_thread()
@@ -75,34 +76,32 @@ def surroundings(config: FitConfig, device: torch.device) -> Generator[None]:
                     _BACK.pop().close()
 
 
-def several() -> bool:
-    """Whether runs of other threads are at work."""
-    return len(_ACTIVE) > 1 and any(run.thread != threading.get_ident() for run in _ACTIVE)
-
-
-def watched(call: Callable[[], Any], name: str) -> Any:
-    """What a call of the user's returns, which draws from the global generators where it likes while a run is alone.
+def check_draws(call: Callable[[], Any], name: str) -> Any:
+    """Call a function of the user's. It may draw from global generators only while no other thread trains.
 
     Raises:
-        StepContractError: it draws while runs of other threads are at work.
+        StepContractError: it draws while another thread trains.
     """
-    if not several():
+    if not _other_threads_train():
         return call()
     with global_rng.locked():
         before = random_state.watch()
-    found = call()
+    result = call()
     with global_rng.locked():
         drawn = before.drawn()
     if drawn:
-        told = " and ".join(f"{each}'s" for each in sorted(drawn)).replace("python's", "Python's")
+        owners = " and ".join(f"{each}'s" for each in sorted(drawn)).replace("python's", "Python's")
         raise StepContractError(
-            f"draws from {told} global generator while another thread of this process trains: the numbers depend on "
-            "that thread",
+            f"draws from {owners} global generator while another thread of this process trains, so the numbers depend "
+            "on that thread",
             where=name,
-            hint="draw inside of `with ps.rng.scoped(seed):`, or from a generator of its own; or run each fit in a "
-            "process",
+            hint="draw inside `with ps.rng.scoped(seed):`, or from a separate generator; or run each fit in a process",
         )
-    return found
+    return result
+
+
+def _other_threads_train() -> bool:
+    return len(_ACTIVE) > 1 and any(run.thread != threading.get_ident() for run in _ACTIVE)
 
 
 def _check_same(wanted: _Switches, other: _Active) -> None:
@@ -112,32 +111,28 @@ def _check_same(wanted: _Switches, other: _Active) -> None:
                 f"{field} is {ours}, and {theirs} in the run of thread {other.name!r} of this process: torch has one "
                 "for all threads",
                 where="fit",
-                hint=f"the same {field} in both, one run after the other, or each run in a process",
+                hint=f"set the same {field} in both, run them one after the other, or each in a process",
             )
 
 
 def _wanted(config: FitConfig) -> _Switches:
-    """How torch is to be set: as the config says, else as it was before the first run began."""
+    """Return the switches that the config asks for; the others as they were before the first run."""
     if _ACTIVE and not all(run.thread == threading.get_ident() for run in _ACTIVE):
-        found = _BASE[0]._replace(default_dtype=torch.get_default_dtype())
+        switches = _BASE[0]._replace(default_dtype=torch.get_default_dtype())
     else:
-        found = _found()
+        switches = _current()
         if not _ACTIVE:
-            _BASE[:] = [found]
+            _BASE[:] = [switches]
     if config.deterministic:
-        found = found._replace(deterministic=config.deterministic, cudnn_benchmark=False)
+        switches = switches._replace(deterministic=config.deterministic, cudnn_benchmark=False)
     if config.cudnn_benchmark is not None:
-        found = found._replace(cudnn_benchmark=config.cudnn_benchmark)
+        switches = switches._replace(cudnn_benchmark=config.cudnn_benchmark)
     if config.tf32 is not None:
-        found = found._replace(tf32=(config.tf32, config.tf32))
-    return found._replace(detect_anomaly=config.detect_anomaly or found.detect_anomaly)
+        switches = switches._replace(tf32=(config.tf32, config.tf32))
+    return switches._replace(detect_anomaly=config.detect_anomaly or switches.detect_anomaly)
 
 
-_BASE: list[_Switches] = []
-"""How torch was set when the first of the runs that are at work began."""
-
-
-def _found() -> _Switches:
+def _current() -> _Switches:
     deterministic: bool | str = torch.are_deterministic_algorithms_enabled()
     if deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
         deterministic = "warn"
@@ -185,11 +180,13 @@ def _cudnn_benchmark(wanted: bool) -> Generator[None]:
 def _tf32(allowed: bool) -> Generator[None]:
     try:
         matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    except RuntimeError as error:  # set by `fp32_precision`, of which torch lets nobody ask in both ways
-        found = str(error).splitlines()[0]
-        hint = "leave tf32 out: torch.backends.fp32_precision, which is set already, says it"
+    except RuntimeError as error:  # set by `fp32_precision`: torch refuses to be asked in both ways
+        reason = str(error).splitlines()[0]
+        hint = "leave tf32 out, since torch.backends.fp32_precision is set already"
         raise ConfigError(
-            f"tf32={allowed}, and torch does not tell what it is: {found}", where="fit", hint=hint
+            f"tf32={allowed}, and torch does not tell its present value: {reason}",
+            where="fit",
+            hint=hint,
         ) from error
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
     try:

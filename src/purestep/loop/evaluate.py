@@ -1,4 +1,4 @@
-"""The pieces a loop is composed of, for `fit` and for loops of one's own: `run_epoch` and `evaluate`."""
+"""`run_epoch` and `evaluate`, for `fit` and for loops of your own, and the checks of what steps take and return."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from .. import batch_objects, data, tree
 from ..errors import StepContractError
 from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
-from . import metric_queue as meter_
+from . import metric_queue
 from .accumulation import counting
+from .halted import before_halt, halt_error
 from .inputs import check_alone
-from .loop_state import Record
-from .metric_queue import Meter
-from .progress import halted, thawed
+from .loop_state import LoopState
+from .metric_queue import MetricQueue
 
 Watch = Callable[[Any, Metrics, int], None]
 
@@ -25,11 +25,11 @@ Watch = Callable[[Any, Metrics, int], None]
 def run_epoch(
     state: Tree, loader: Any, step: TrainStep, *, epoch: int = 0, start: int = 0, seed: int = 0
 ) -> tuple[Tree, Metrics]:
-    """Every batch of an epoch through a step.
+    """Call a step for every batch of an epoch.
 
     Args:
-        state: what the step takes.
-        loader: a DataLoader, a list of batches, any iterable of batches; or a `Feed`, which is left open.
+        state: the step's input.
+        loader: a DataLoader, a list of batches, any iterable of batches; or a `Feed`, which stays open.
         step: ``(state, batch) -> (state, metrics)``.
         epoch: 0-based; with ``seed`` it decides the order of a shuffling DataLoader.
         start: batches of that epoch that are done already.
@@ -40,10 +40,9 @@ def run_epoch(
 
     Raises:
         DataError: an empty loader.
-        NonFiniteError: the state has halted at a loss or gradient that is not finite; ``error.state`` is what it was
-            before.
+        NonFiniteError: the state halted at a loss or gradient that is not finite; ``error.state`` is the one before.
         RankError: more than one process.
-        StepContractError: the step returned something else than a state and a dict of Means.
+        StepContractError: the step did not return a state and a dict of Means.
 
     Example:
         >>> import torch, purestep as ps
@@ -54,29 +53,29 @@ def run_epoch(
     """
     check_alone(loader, where="train")
     feed = data.open_feed(loader, name="train", seed=seed)
-    meter, total, step = Meter(), meter_.Totals(), counting(step)
+    queue, total, step = MetricQueue(), metric_queue.Totals(), counting(step)
     try:
         for batch in data.prefetch(feed.epoch(epoch, start), data.device_of(state), name="train"):
             state, metrics = check_pair(step(state, batch))
-            meter.add(None, metrics)
-            for rows in meter.rows(wait=False):
-                meter_.add_to(total, rows)
+            queue.add(None, metrics)
+            for rows in queue.rows(wait=False):
+                metric_queue.add_to(total, rows)
     finally:
         if feed is not loader:
             feed.close()
-    for rows in meter.rows(wait=True):
-        meter_.add_to(total, rows)
-    error = halted(state)
+    for rows in queue.rows(wait=True):
+        metric_queue.add_to(total, rows)
+    error = halt_error(state)
     if error is not None:
-        error.state = thawed(state)
+        error.state = before_halt(state)
         raise error
-    return state, meter_.as_means(total, meter.kinds)
+    return state, metric_queue.as_means(total, queue.kinds)
 
 
 def evaluate(
     state: Tree, loader: Any, eval_step: EvalStep, *, watch: Watch | None = None, name: str = "evaluation"
 ) -> dict[str, float]:
-    """Weighted means of an evaluation over a loader. The state is only read.
+    """Return the weighted means of an evaluation over a loader. The state is only read.
 
     Args:
         state: to evaluate; ``ps.view(state, "ema")`` for averaged weights.
@@ -86,12 +85,12 @@ def evaluate(
         name: of the loader, for messages.
 
     Returns:
-        name -> mean, as bare names (``loss``).
+        name -> mean, without a prefix (``loss``).
 
     Raises:
         DataError: an empty loader.
         RankError: more than one process.
-        StepContractError: the step returned something else than a dict of Means.
+        StepContractError: the step did not return a dict of Means.
 
     Example:
         >>> import torch, purestep as ps
@@ -102,38 +101,38 @@ def evaluate(
     check_alone(loader, where=name)
     feed = data.open_feed(loader, name=name, repeats=True)
     try:
-        fed = data.prefetch(feed.epoch(0), data.device_of(state), name=name)
-        return scores(state, fed, eval_step, name=name, watch=watch)
+        batches = data.prefetch(feed.epoch(0), data.device_of(state), name=name)
+        return eval_means(state, batches, eval_step, name=name, watch=watch)
     finally:
         if feed is not loader:
             feed.close()
 
 
-def scores(
+def eval_means(
     state: Tree, batches: Iterable[Any], eval_step: EvalStep, *, name: str, watch: Watch | None
 ) -> dict[str, float]:
-    """The inside of `evaluate`: weighted means over batches that are on the device already."""
-    meter, total = Meter(), meter_.Totals()
+    """Do the work of `evaluate` for batches that are on the device already."""
+    queue, total = MetricQueue(), metric_queue.Totals()
     indexed = takes_index(eval_step)
     for index, batch in enumerate(batches):
         try:
-            found = eval_step(state, batch, index=index) if indexed else eval_step(state, batch)
+            result = eval_step(state, batch, index=index) if indexed else eval_step(state, batch)
         except Exception as error:
             error.add_note(f"in eval_step, {name}, batch {index + 1}")
             raise
-        metrics = check_metrics(found, where="eval_step")
-        meter.add(None, metrics)
+        metrics = check_metrics(result, where="eval_step")
+        queue.add(None, metrics)
         if watch is not None:
             watch(batch, metrics, index)
-        for rows in meter.rows(wait=False):
-            meter_.add_to(total, rows)
-    for rows in meter.rows(wait=True):
-        meter_.add_to(total, rows)
-    return meter_.means(total, meter.kinds)
+        for rows in queue.rows(wait=False):
+            metric_queue.add_to(total, rows)
+    for rows in queue.rows(wait=True):
+        metric_queue.add_to(total, rows)
+    return metric_queue.means(total, queue.kinds)
 
 
 def takes_index(eval_step: EvalStep) -> bool:
-    """Whether an eval_step wants the number of the batch."""
+    """True if an eval_step has a parameter for the number of the batch."""
     try:
         return "index" in inspect.signature(eval_step).parameters or hasattr(eval_step, "graphs")
     except (TypeError, ValueError):
@@ -141,7 +140,7 @@ def takes_index(eval_step: EvalStep) -> bool:
 
 
 def check_pair(result: Any) -> tuple[Tree, Metrics]:
-    """What a step returned, if it is a state and a dict of metrics.
+    """Return the result of a step if it is a state and a dict of metrics.
 
     Raises:
         StepContractError: it is not.
@@ -156,13 +155,13 @@ def check_pair(result: Any) -> tuple[Tree, Metrics]:
     )
 
 
-def check_metrics(found: Any, *, where: str) -> Metrics:
-    """What a step measured, if it is a dict of Means.
+def check_metrics(metrics: Any, *, where: str) -> Metrics:
+    """Return the metrics of a step if they are a dict of Means.
 
     Raises:
-        StepContractError: it is not, they are on several devices, or one has a name that is reserved.
+        StepContractError: they are not, they are on several devices, or one has a reserved name.
     """
-    wrong = {"": found} if not isinstance(found, dict) else {k: v for k, v in found.items() if not _is_mean(v)}
+    wrong = {"": metrics} if not isinstance(metrics, dict) else {k: v for k, v in metrics.items() if not _is_mean(v)}
     for name, value in wrong.items():
         kind = type(value).__name__
         if isinstance(value, Mean):
@@ -170,16 +169,16 @@ def check_metrics(found: Any, *, where: str) -> Metrics:
                 f" of a {type(value.total).__name__} and a {type(value.weight).__name__}, not two real tensors alike"
             )
         raise StepContractError(
-            f"metric {name!r} is a {kind}" if isinstance(found, dict) else f"returned a {kind}",
+            f"metric {name!r} is a {kind}" if isinstance(metrics, dict) else f"returned a {kind}",
             where=where,
             hint="{name: ps.Mean(total, weight)}, two tensors",
         )
-    if entry := next(filter(meter_.ENTRY.fullmatch, map(str, found)), None):
+    if entry := next(filter(metric_queue.ENTRY.fullmatch, map(str, metrics)), None):
         raise StepContractError(
             f"metric {entry!r} has the name of an entry of a metric that is a vector", where=where, hint="another name"
         )
-    meter_.check_devices([found], where=where)
-    return found
+    metric_queue.check_devices([metrics], where=where)
+    return metrics
 
 
 def _is_mean(value: Any) -> bool:
@@ -193,29 +192,29 @@ def _is_real(value: Any) -> bool:
 
 
 class BatchCheck:
-    """Finds a batch of another structure than the first before it reaches a step."""
+    """Checks that a batch has the structure of the first one, before it reaches a step."""
 
     def __init__(self) -> None:
         self._first: data.BatchSpec | None = None
         self._last: tuple[tree.TreeDef, list[Any]] | None = None
 
-    def __call__(self, batch: Any, record: Record) -> None:
-        """Check a batch, the next one of this record.
+    def __call__(self, batch: Any, loop: LoopState) -> None:
+        """Check the next batch of this loop state.
 
         Raises:
-            DataError: with the path and what the first batch had there.
+            DataError: with the path, and the leaf that the first batch had there.
         """
         leaves, treedef = tree.flatten(batch)
         if self._last is not None and self._last[0] == treedef and _are(leaves, self._last[1]):
             return
-        where = f"train, epoch {record.epoch + 1}, batch {record.batch + 1}"
+        where = f"train, epoch {loop.epoch + 1}, batch {loop.batch + 1}"
         spec = data.check_batch(batch, self._first, where=where)
         self._first = self._first or spec
-        self._last = treedef, _kinds(leaves)
+        self._last = treedef, [_kind(leaf) for leaf in leaves]
 
 
 def _are(leaves: list[Any], kinds: list[Any]) -> bool:
-    """Whether the leaves are of these kinds; asked at every step, so tensors are looked at without a tuple of each."""
+    """True if the leaves are of these kinds. Runs in every step, so tensors are compared without a call of `_kind`."""
     for leaf, kind in zip(leaves, kinds, strict=True):
         if type(leaf) is not Tensor:
             if _kind(leaf) != kind:
@@ -225,12 +224,8 @@ def _are(leaves: list[Any], kinds: list[Any]) -> bool:
     return True
 
 
-def _kinds(leaves: list[Any]) -> list[Any]:
-    """What must not change from batch to batch; mappings and records that are no nodes are looked into."""
-    return [_kind(leaf) for leaf in leaves]
-
-
 def _kind(leaf: Any) -> Any:
+    """Return what must not change from batch to batch. A mapping or record that is a leaf is never equal."""
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.dim(), leaf.device, leaf.layout
     return object() if isinstance(leaf, Mapping) or batch_objects.attributes(leaf) is not None else type(leaf)

@@ -1,18 +1,53 @@
-"""fit: what it is given, made ready, and one run of it."""
+"""`fit`: the outer loop.
+
+restore -> [batches -> flush -> evaluate -> history -> best and early stop -> callbacks -> snapshot -> stop?]
+
+The bracket is a boundary: the end of an epoch, or of an evaluation interval inside one. All decisions at a boundary
+depend on `LoopState` alone, which a snapshot stores with the train state, so a resumed run decides like the whole one.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
-from contextlib import ExitStack
-from typing import Any
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import data, events
+from .. import data, events, files
 from ..signals import Signals
+from ..snapshot import Snapshots
 from ..types import Program, Tree
-from . import checkpointing, environment, inputs
-from .callbacks import Audience
-from .loop_state import FitResult
-from .trainer import Run
+from . import checkpointing, environment, inputs, policy, progress, train_call
+from .callbacks import Callbacks
+from .checkpointing import Checkpointer
+from .inputs import Feeds
+from .loop_state import Cell, FitResult, cell, joined, with_row
+from .policy import EvalSchedule, limit_reached
+from .recovery import LastGood, save_on_error
+from .transitions import (
+    UNSCORED,
+    Epochs,
+    Run,
+    Services,
+    between_calls,
+    call_flush,
+    call_step,
+    dispatch,
+    due_inside,
+    end_run,
+    evaluate_loader,
+    is_cut_off,
+    replace_broken,
+    result_of,
+    save,
+    save_last,
+    settle,
+    timed_out,
+    undo_boundary,
+)
+
+if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
+    from ..config import FitConfig
 
 
 def fit(
@@ -31,43 +66,44 @@ def fit(
     Args:
         init_state: from ``program.init(seed=0)``, or any pytree of tensors that the program's step takes. It stays
             valid unless ``donate="init"``.
-        loaders: ``{"train": loader, "val": loader, ...}``, ``(train, val)``, or one alone to train on. A loader is a
+        loaders: ``{"train": loader, "val": loader, ...}``, ``(train, val)``, or one loader to train on. A loader is a
             DataLoader or any iterable of batches. Every key but "train" is evaluated and prefixes its metrics.
-        program: from `program`, or `Program(train_step)` around a step of one's own.
+        program: from `program`, or `Program(train_step)` with a step of your own.
         config: a `FitConfig`, a mapping, an object with attributes, or the path of a JSON or TOML file.
-        snapshots: a directory, or a `Snapshots` with a policy of its own, which is left open.
+        snapshots: a directory, or a `Snapshots` with its own policy, which stays open.
         callbacks: ``f(event)``, see `purestep.events`; may return None, a new state, or `Stop`.
-        sinks: where numbers go: ``[ps.sinks.jsonl("metrics.jsonl"), ...]``, and nowhere else. None: a progress display
-            (``ps.sinks.progress()``), and ``training_history.json`` beside the snapshots (``ps.sinks.history_json``).
-        fields: those of `FitConfig`: ``epochs=10, monitor="val_loss", early_stopping=5, ...``; they win over config.
-            Where they say nothing, a run goes on from the newest snapshot of its directory (``resume="auto"``), an
-            average is what is evaluated, a copy of a state on the CPU is moved to the best device there is (cuda, then
-            mps; ``device="cpu"`` stays), and steps are compiled on CUDA alone: ``help(ps.FitConfig)``. The same call
-            made again goes on where it was, also one with ``resume="old", snapshots="new"``: what has gone on from
-            "old" in "new" is not begun again.
+        sinks: the only receivers of numbers: ``[ps.sinks.jsonl("metrics.jsonl"), ...]``. None: a progress display
+            (``ps.sinks.progress()``), and ``training_history.json`` in the directory of the snapshots
+            (``ps.sinks.history_json``).
+        fields: those of `FitConfig`: ``epochs=10, monitor="val_loss", early_stopping=5, ...``; they override config.
+            By default a run goes on from the newest snapshot of its directory (``resume="auto"``), evaluates the
+            average if there is one, trains a copy of a CPU state on the best device (cuda, then mps; ``device="cpu"``
+            stays), and compiles steps on CUDA only: ``help(ps.FitConfig)``. The same call, repeated, goes on where it
+            stopped. So does one with ``resume="old", snapshots="new"``: it does not start again from "old" once "new"
+            has a snapshot.
 
-    Runs in several threads of one process give the numbers that each gives alone. Their steps and loaders take turns at
-    torch's, numpy's and Python's global generators, of which a process has one each (compiled steps that draw nothing
-    do not wait), and graphs are made while no other thread steps in eager. Torch's switches (``deterministic``,
-    ``tf32``, ``detect_anomaly``, the default dtype) belong to the process: a run that wants others than one that is at
-    work is refused, as is a callback that draws while another thread trains. A thread of one's own that draws, as
-    making a model does, takes its turn by ``with ps.rng.scoped(seed):``; without it, it draws from whatever runs at
-    that moment and changes the numbers of that. Signals end the run on the main thread alone.
+    Runs in several threads of one process give the same numbers as each gives alone. Their steps and loaders take turns
+    with the global generators of torch, numpy and Python, which the process shares (compiled steps that draw nothing do
+    not wait), and graphs are captured while no other thread runs an eager step. Torch's switches (``deterministic``,
+    ``tf32``, ``detect_anomaly``, the default dtype) belong to the process: a run that needs other ones than a running
+    one raises, and so does a callback that draws while another thread trains. Your own thread that draws, for example
+    to build a model, takes its turn with ``with ps.rng.scoped(seed):``; without it, it draws from the running step's
+    generator and changes that step's numbers. Signals end only the run on the main thread.
 
     Returns:
         `FitResult`: the last state, the history, the best epoch, the number of epochs and why it ended.
 
     Raises:
         ConfigError: settings that do not exist, contradict each other or those of a run in another thread; after an
-            epoch, a ``monitor`` that is none.
-        StateError: ``init_state``, or what a callback returned, is no state to train.
-        DataError: an empty, exhausted or failing loader; a batch of another structure than the first.
+            epoch, a ``monitor`` that is no metric.
+        StateError: ``init_state``, or the answer of a callback, is no state to train.
+        DataError: an empty, exhausted or failing loader; a batch with another structure than the first.
         NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state,
-            and `purestep.testing.replay` makes the call again from what is written beside the snapshots. With
-            ``nonfinite="skip"``: 100 updates in a row that were refused.
+            and `purestep.testing.replay` repeats the call from a file in the directory of the snapshots. With
+            ``nonfinite="skip"``: 100 refused updates in a row.
         StepContractError: the step is not pure (see `FitConfig.check_every`), or returns no state and metrics; a
             callback draws from a global generator while another thread trains.
-        SnapshotError: a snapshot that does not fit, is damaged or cannot be written; `Locked`: another run's directory.
+        SnapshotError: a snapshot does not fit, is damaged or cannot be written; `Locked`: another run's directory.
         RankError: more than one process.
         KeyboardInterrupt, SystemExit: Ctrl-C, SIGTERM (status 143); the state is saved, and ``error.result`` has it.
 
@@ -79,20 +115,184 @@ def fit(
         >>> result.epochs, result.stop_reason, len(result.history["val_loss"])
         (3, 'epochs', 3)
     """
-    resolved = inputs.settings(config, fields)
+    settings = inputs.settings(config, fields)
     ready = inputs.checked_program(program)
     given = inputs.checked_state(init_state)
     inputs.check_fits(given, ready)
-    state = inputs.placed(given, resolved.device, ready)
+    run = Run(inputs.placed(given, settings.device, ready))
+    is_callers = run.state is given
     with ExitStack() as stack:
-        stack.enter_context(environment.surroundings(resolved, data.device_of(state)))
-        feeds = inputs.open_feeds(loaders, resolved, ready, inputs.seed_of(state))
+        stack.enter_context(environment.environment(settings, data.device_of(run.state)))
+        feeds = inputs.open_feeds(loaders, settings, ready, inputs.seed_of(run.state))
         stack.callback(feeds.close)
-        store, owned = checkpointing.open_snapshots(snapshots, resolved, feeds.train)
+        store, owned = checkpointing.open_snapshots(snapshots, settings, feeds.train)
         if store is not None and owned:
             stack.callback(store.close)
-        audience = Audience(inputs.called("callbacks", callbacks), inputs.ready_sinks(sinks, store, resolved))
+        listeners = Callbacks(inputs.callables("callbacks", callbacks), inputs.ready_sinks(sinks, store, settings))
         signals = stack.enter_context(Signals())
-        run = Run(state, ready, feeds, resolved, store, audience, signals, is_callers=state is given)
-        del state  # what was moved is nobody else's: its memory is free once it has been stepped
-        return run.to_the_end()
+        return _train(run, Opened(settings, ready, feeds, store, listeners, signals, is_callers=is_callers))
+
+
+class Opened(NamedTuple):
+    """The inputs of the loop, checked and opened by `fit`."""
+
+    config: FitConfig
+    program: Program
+    feeds: Feeds
+    snapshots: Snapshots | None
+    callbacks: Callbacks
+    signals: Signals
+    is_callers: bool  # the state is the caller's own, not a moved copy
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def _train(run: Run, opened: Opened) -> FitResult:
+    """Run the loop. Do not change the order of its steps: resumed runs, callbacks and snapshots depend on it."""
+    # Restore.
+    services = run.services = _restore(run, opened)
+    config, feeds, monitor, checkpointer = services.config, services.feeds, services.monitor, services.checkpointer
+    error: BaseException | None = None
+    try:
+        with closing(Epochs(run)) as epochs:
+            checkpointer.begin(run.loop)
+            run.loop = run.loop.stopped(policy.ended_before(monitor, run.loop))
+            dispatch(run, _fit_start(run))
+            while epochs.is_open or run.loop.stop is None:
+                # Batches, up to the next boundary.
+                at_end, due = True, None  # `due`: loaders to evaluate; None: no row here
+                for batch in epochs.batches():
+                    if batch is not UNSCORED:
+                        call_step(run, batch)
+                    due = due_inside(run, epochs)
+                    if due is None:
+                        between_calls(run, epochs)
+                        if not is_cut_off(run, epochs):
+                            continue
+                        settle(run, wait=True)
+                        due = list(feeds.evaluation) if run.loop.is_ahead else None
+                    at_end = False
+                    break
+
+                # Flush: the epoch ends. A run that ends inside an epoch keeps its window open, to go on from.
+                if at_end:
+                    epochs.close()
+                    between_calls(run)  # a signal may have ended the wait for a batch
+                    call_flush(run)
+                    settle(run, wait=True)
+                    files.failpoint("loop.epoch")
+                    run.before = run.state, run.loop
+                    run.loop = run.loop.next_epoch(services.schedule.counted(run.loop))
+                    due = services.schedule.due_at_end(run.loop)
+
+                if due is not None:
+                    # Evaluate. An interrupted boundary is repeated by the resumed run, with its callbacks.
+                    before = run.loop
+                    run.before = run.before or (run.state, before)
+                    row: dict[str, Cell] = {"epoch": before.epoch + (before.batch > 0), "step": before.updates}
+                    row |= services.progress.row(dict(before.interval), before.last)
+                    for name in due:
+                        row = joined(row, evaluate_loader(run, name), loader=name)
+                        if services.signals.leaving:
+                            undo_boundary(run)
+                            between_calls(run)  # raises
+
+                    # History.
+                    loop = run.loop._replace(interval={}, history=with_row(before.history, row))
+
+                    # Best and early stop.
+                    monitor.check(loop, feeds.evaluation)
+                    run.loop = monitor.observed(loop, row)
+                    improved = monitor.improved(before, run.loop)
+                    services.last_good.keep(run.state, run.loop)
+                    if monitor.should_stop(run.loop):
+                        run.loop = run.loop.stopped("early_stopping")
+
+                    # Callbacks.
+                    shown = {name: cell(value) for name, value in row.items()}
+                    updates, reason = run.loop.updates, run.loop.stop or limit_reached(config, run.loop)
+                    dispatch(run, events.EpochEnd(run.state, run.loop.epoch, updates, shown, improved, reason))
+                    run.before = None
+
+                    # Snapshot.
+                    checkpointer.add_row(run.loop, row)
+                    is_last = run.loop.stop or limit_reached(config, run.loop)
+                    if improved or is_last or checkpointer.is_due(run.loop, services.progress.pending):
+                        save(run)
+
+                # Stop?
+                if at_end:
+                    between_calls(run)
+                    run.loop = run.loop.stopped(limit_reached(config, run.loop) or timed_out(run))
+                else:
+                    between_calls(run, epochs)
+                    if is_cut_off(run, epochs):
+                        save(run)
+                        between_calls(run)
+                        epochs.close()
+        save(run, wait=True)
+    except BaseException as caught:
+        error = caught
+        if not (services.call.broke_donation and replace_broken(run, caught)) and run.loop.calls:
+            save_on_error(caught, lambda: save_last(run))
+        raise
+    finally:
+        end_run(run, error)
+    return result_of(run)
+
+
+def _restore(run: Run, opened: Opened) -> Services:
+    """Set the values of a run to those of an interrupted one, if there is one; return the services."""
+    config, program, feeds, snapshots, callbacks, signals, is_callers = opened
+    view = inputs.view_to_evaluate(run.state, config)
+    monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
+    window = program.static.accumulate if program.static else 1
+    state, loop, resumed = checkpointing.resumed(run.state, snapshots, config, feeds.train)
+    run.state = inputs.windowed(state, window, loop.window)
+    del state
+    run.loop = monitor.resumed(loop)._replace(window=window, left=inputs.window_left(run.state, window))
+    eager = train_call.eager_program(program)
+    program = train_call.ready_program(program, run.state, config)
+    intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
+    is_saved = resumed or run.loop.calls > 0  # also by hand, without a loop state
+    start = (run.state, run.loop) if is_callers and not resumed and config.donate != "init" else None
+    services = Services(
+        config=config,
+        program=program,
+        eager=eager,
+        feeds=feeds,
+        call=train_call.train_call(eager, program, run.state, config),
+        schedule=EvalSchedule(intervals, feeds.train, window),
+        progress=progress.opened(config.log_every, run.state, run.loop),
+        monitor=monitor,
+        view=view,
+        last_good=LastGood(config.rollback, start),
+        begun=time.monotonic(),
+        checkpointer=Checkpointer(snapshots, feeds.train, saved=run.loop.calls if is_saved else None),
+        callbacks=callbacks,
+        signals=signals,
+        resumed=resumed,
+    )
+    services.last_good.keep(run.state, run.loop)
+    if snapshots is not None and monitor.metric is not None:
+        snapshots.track(monitor.metric, mode=monitor.mode)
+    return services
+
+
+def _fit_start(run: Run) -> events.FitStart:
+    services, loop = run.services, run.loop
+    snapshots, config = services.checkpointer.snapshots, services.config
+    epochs, steps = (None if limit == -1 else limit for limit in (config.epochs, config.steps))
+    return events.FitStart(
+        run.state,
+        loop.epoch,
+        loop.updates,
+        epochs,
+        steps,
+        services.feeds.train.length,
+        None if snapshots is None else snapshots.directory,
+        services.resumed,
+        dict(loop.history),
+        lambda: services.callbacks.position(run.loop),
+    )

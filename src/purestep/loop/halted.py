@@ -1,11 +1,14 @@
-"""Why a run halted: the call is made again in eager, off the step path and once, from the state that the device has
-frozen and the batches that were held; what is not finite is named, and both are written down."""
+"""States that stopped at a loss or gradient that is not finite: find them, explain the call, write it to a file.
+
+The explanation makes the call again in eager mode, once: from the state that the device froze, with the batches that
+`Progress` still holds.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,70 +16,177 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import data, tree
+from ..compile import is_state, states
 from ..diagnostics import differentiates, not_finite, replay
 from ..errors import NonFiniteError, PurestepError
 from ..snapshot import Snapshots
 from ..types import Empty, Form, Params, Program, TrainState, Tree
-from .progress import CURE, Tag
+from .loop_state import Call
 
+CURE = 'a smaller learning rate, optim.clip_by_global_norm(1.0), or ps.program(..., nonfinite="skip")'
 _SHOWN = 4  # leaves in a message
 _ITEMS = 16  # items in a message
 _log = logging.getLogger("purestep")
 
 
-def explained(
-    error: NonFiniteError, frozen: Tree, window: list[tuple[Tag, Any]], program: Program, feed: data.Feed
+# --- find -------------------------------------------------------------------------------------------------------------
+
+
+def can_halt(state: Tree) -> bool:
+    """True if a part of the tree stops at a loss or gradient that is not finite."""
+    return any(path.rpartition("/")[2] == "halted" for path in tree.paths(state))
+
+
+def halts(state: Tree) -> list[tuple[str, int]]:
+    """Return (path, call that halted it) for every halted TrainState in a tree."""
+    flags = [(path.rpartition("/"), leaf) for path, leaf in tree.with_paths(state)]
+    flags = [(path[0], leaf) for path, leaf in flags if path[2] == "halted" and leaf.dim() == 0]
+    calls = torch.stack([leaf for _, leaf in flags]).tolist() if flags else []  # one read, since each waits
+    return [(path, int(call)) for (path, _), call in zip(flags, calls, strict=True) if call]
+
+
+def _nowhere(_: int) -> str:
+    return ""
+
+
+def halt_error(state: Tree, place: Callable[[int], str] = _nowhere) -> NonFiniteError | None:
+    """Return the error of a tree with a halted state, or None. ``place(call)`` is the call's position in the data."""
+    path, call = next(iter(halts(state)), ("", 0))
+    if not call:
+        return None
+    error = NonFiniteError(
+        f"the loss or a gradient is not finite at call {call}; the state is the one before that call",
+        where=path or place(call),
+        hint=CURE,
+    )
+    error.step = call
+    return error
+
+
+def check_windows(state: Tree) -> None:
+    """Check the sums of windows that stay open. Otherwise the call that closes the window would get the blame.
+
+    Raises:
+        NonFiniteError: one is not finite.
+    """
+    part = next((part for part in states(state) if _is_spoilt(part)), None)
+    if part is not None:
+        call = int(part.step)
+        error = NonFiniteError(
+            f"the loss or a gradient is not finite in the accumulation window that is open at call {call}",
+            where="accum",
+            hint=CURE,
+        )
+        error.step = call
+        raise error
+
+
+def _is_spoilt(node: TrainState) -> bool:
+    """True if the state would halt at the end of its window. With a loss scale, the scale falls and the run goes on."""
+    halts = isinstance(node.scaler, Empty) and not isinstance(node.halted, Empty)
+    if not halts or isinstance(node.accum, Empty):
+        return False
+    window: Any = node.accum
+    weight = float(window.weight)  # nan after a loss that is not finite
+    if weight == 0:  # no window is open
+        return False
+    sums = [leaf for leaf in tree.leaves(window) if leaf.is_floating_point() or leaf.is_complex()]
+    # One read for all: each read waits for the device.
+    return weight != weight or not bool(torch.stack([leaf.isfinite().all() for leaf in sums]).all())
+
+
+def halt_spoilt(state: Tree) -> Tree:
+    """Halt every state that would halt at the end of its window, as if the last call had closed it."""
+
+    def one(node: Any) -> Any:
+        if not is_state(node) or not _is_spoilt(node):
+            return node
+        left, *sums = node.accum
+        emptied = type(node.accum)(left, *tree.map(torch.zeros_like, sums))
+        return TrainState(*node)._replace(halted=node.step.clone(), accum=emptied)
+
+    return tree.map(one, state, is_leaf=is_state)
+
+
+def before_halt(state: Tree) -> Tree:
+    """Return the tree with every halted state as it was before the call that halted it.
+
+    A halted state refuses every change but the count of calls. The host advances the key in any case.
+    """
+
+    def one(node: Any) -> Any:
+        if not is_state(node) or isinstance(node.halted, Empty) or not int(node.halted):
+            return node
+        step = node.halted - 1
+        key = torch.tensor([int(node.key[0]), int(step)], dtype=torch.int64)
+        return TrainState(*node)._replace(step=step, halted=torch.zeros_like(node.halted), key=key)
+
+    return tree.map(one, state, is_leaf=is_state)
+
+
+# --- explain ----------------------------------------------------------------------------------------------------------
+
+
+def explain(
+    error: NonFiniteError, frozen: Tree, window: list[tuple[Call, Any]], program: Program, feed: data.Feed
 ) -> NonFiniteError:
-    """The error with all that can be found out about it.
+    """Return an error that names the leaves that are not finite and the items of the batch.
 
     Args:
         error: of a halted state.
         frozen: that state, as it was before the call.
-        window: the calls of the accumulation window that led there, and their batches.
+        window: the calls of the accumulation window that led there, with their batches.
         program: not compiled.
-        feed: the batches come from it.
+        feed: the source of the batches.
     """
-    candidates = [(tag, batch) for tag, batch in window if batch is not None]
+    candidates = [(call, batch) for call, batch in window if batch is not None]
     if not isinstance(frozen, TrainState) or not candidates or error.step is None:
         return error
     frozen = TrainState(*frozen)
     end = window[-1][0]
     size = program.static.accumulate if program.static else 1
-    # A flush closes a window wherever it stands; a step closes it with its last micro-batch.
-    lefts = {tag.call: size - i if end.batch < 0 else 1 + end.call - tag.call for i, (tag, _) in enumerate(window)}
-    probes = (_probe(program, _before(frozen, end.call - tag.call, lefts[tag.call]), tag, b) for tag, b in candidates)
+    # A flush closes a window at any position, a step closes it with its last micro-batch.
+    lefts = {
+        call.number: size - i if end.batch < 0 else 1 + end.number - call.number for i, (call, _) in enumerate(window)
+    }
+    probes = (
+        _probe(program, _before(frozen, end.number - call.number, lefts[call.number]), call, batch)
+        for call, batch in candidates
+    )
     last: _Probe | None = None
     for last in probes:
         if last.leaves and not math.isfinite(last.total):
             break
     assert last is not None
-    return _told(error, last, feed.indices(last.tag.epoch, last.tag.batch))
+    return _explained(error, last, feed.indices(last.call.epoch, last.call.batch))
 
 
 class _Probe(NamedTuple):
-    """One call made again."""
+    """One call, repeated."""
 
-    tag: Tag
+    call: Call
     state: TrainState
     batch: Any
     loss: float | None
-    total: float  # the norm of the gradient, of nothing where it is not known; not finite where the loss is not
-    leaves: list[tuple[str, str]]  # the worst ones: path, what is in it
+    total: float  # norm of the gradient, 0 if there is none; the loss if that is not finite
+    leaves: list[tuple[str, str]]  # (path, problem) of the worst leaves
 
 
 def _before(frozen: TrainState, earlier: int, left: int) -> TrainState:
-    """The frozen state as it was so many calls earlier, with ``left`` calls to the end of the window, as far as
-    gradients depend on it."""
+    """Return the frozen state as it was ``earlier`` calls before, as far as gradients depend on it.
+
+    ``left`` calls remain to the end of the window.
+    """
     key = frozen.key - torch.tensor([0, earlier], dtype=torch.int64)
-    found = frozen._replace(step=frozen.step - earlier, key=key)
+    before = frozen._replace(step=frozen.step - earlier, key=key)
     if isinstance(frozen.accum, Empty):
-        return found
-    # What an earlier micro-batch has spoilt is no fault of this one.
+        return before
+    # Empty, so that an earlier micro-batch does not spoil the result of this one.
     clean = tree.map(torch.zeros_like, frozen.accum)
-    return found._replace(accum=clean._replace(left=torch.full_like(clean.left, left)))
+    return before._replace(accum=clean._replace(left=torch.full_like(clean.left, left)))
 
 
-def _probe(program: Program, state: TrainState, tag: Tag, batch: Any) -> _Probe:
+def _probe(program: Program, state: TrainState, call: Call, batch: Any) -> _Probe:
     grads: Params = {}
 
     def collect(found: Params) -> Params:
@@ -86,21 +196,21 @@ def _probe(program: Program, state: TrainState, tag: Tag, batch: Any) -> _Probe:
     static, step = program.static, program.train_step
     if static is not None and getattr(step, "static", None) is static:
         step = static.steps(Form(lambda stored: stored, collect)).train_step
-    seen = _Loss()
+    recorder = _LossRecorder()
     try:
-        with seen:
+        with recorder:
             step(state, batch)
     except Exception as error:
-        _log.info("the step that halted cannot be made again in eager: %s", error)
+        _log.info("the step that halted fails in eager mode, so it is not explained: %s", error)
     scale = 1.0 if isinstance(state.scaler, Empty) else float(state.scaler.scale)
-    loss = None if seen.value is None else seen.value / scale
+    loss = None if recorder.value is None else recorder.value / scale
     norm = math.sqrt(sum(_square(grad) for grad in grads.values()))
     total = norm if loss is None or math.isfinite(loss) else loss
-    return _Probe(tag, state, batch, loss, total, _worst(state, batch, grads))
+    return _Probe(call, state, batch, loss, total, _worst(state, batch, grads))
 
 
-class _Loss(TorchFunctionMode):
-    """Sees the first thing that is differentiated."""
+class _LossRecorder(TorchFunctionMode):
+    """Records the first tensor that is differentiated: the scaled loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,17 +224,17 @@ class _Loss(TorchFunctionMode):
 
 
 def _square(grad: Tensor) -> float:
-    # In float32, as the step takes it: it may overflow where every number is finite.
+    # In float32, as in the step: it may overflow although every element is finite.
     return float(grad.detach().float().square().sum())
 
 
 def _worst(state: TrainState, batch: Any, grads: Params) -> list[tuple[str, str]]:
-    """What is not finite, causes before effects; else the largest gradients."""
+    """Return the leaves that are not finite, causes before effects; without any, the largest gradients."""
     named = [*_named("batch", batch), *_named("params", state.params), *_named("frozen", state.frozen)]
     named += [*_named("buffers", state.buffers), *((f"gradient of {name}", grad) for name, grad in grads.items())]
-    found = [(path, text) for path, leaf in named if (text := _bad(leaf))]
-    if found:
-        return found
+    bad = [(path, text) for path, leaf in named if (text := _problem(leaf))]
+    if bad:
+        return bad
     largest = sorted(grads.items(), key=lambda pair: -_square(pair[1]))
     return [(f"gradient of {name}", f"up to {float(grad.abs().max()):.3g}") for name, grad in largest[:_SHOWN]]
 
@@ -134,28 +244,28 @@ def _named(root: str, part: Tree) -> Iterator[tuple[str, Any]]:
         yield "/".join(filter(None, (root, path))), leaf
 
 
-def _bad(leaf: Any) -> str:
-    """How much of a leaf is not finite; "" for nothing."""
+def _problem(leaf: Any) -> str:
+    """Say how many elements are not finite; "" for none."""
     count = not_finite(leaf)
     return f"{count} of {leaf.numel()} not finite" if count else ""
 
 
-def _told(error: NonFiniteError, probe: _Probe, items: list[Any] | None) -> NonFiniteError:
-    tag = probe.tag
+def _explained(error: NonFiniteError, probe: _Probe, items: list[Any] | None) -> NonFiniteError:
+    call = probe.call
     shown = ", ".join(f"{path} ({text})" for path, text in probe.leaves[:_SHOWN])
     more = f" and {len(probe.leaves) - _SHOWN} more" if len(probe.leaves) > _SHOWN else ""
     loss = "" if probe.loss is None else f"; loss {probe.loss:.6g}"
     listed = "" if items is None else f", items {_listed(items)}"
-    told = NonFiniteError(
-        f"the loss or a gradient is not finite at call {error.step}: {shown}{more}{loss}; the state is what it was "
-        "before it",
-        where=f"epoch {tag.epoch + 1}, batch {tag.batch + 1}{listed}",
+    explained = NonFiniteError(
+        f"the loss or a gradient is not finite at call {error.step}: {shown}{more}{loss}; the state is the one before "
+        "that call",
+        where=f"epoch {call.epoch + 1}, batch {call.batch + 1}{listed}",
         hint=CURE,
     )
-    told.step, told.loss, told.items = error.step, probe.loss, items
-    told.leaves = tuple(path for path, _ in probe.leaves)
-    told.state, told.batch = probe.state, probe.batch
-    return told
+    explained.step, explained.loss, explained.items = error.step, probe.loss, items
+    explained.leaves = tuple(path for path, _ in probe.leaves)
+    explained.state, explained.batch = probe.state, probe.batch
+    return explained
 
 
 def _listed(items: list[Any]) -> str:
@@ -163,8 +273,8 @@ def _listed(items: list[Any]) -> str:
     return f"[{', '.join(str(item) for item in items[:_ITEMS])}{more}]"
 
 
-def write_down(error: PurestepError, snapshots: Snapshots | None) -> None:
-    """State and batch of the error into a file beside the snapshots; one that cannot be written is a warning."""
+def write_replay_file(error: PurestepError, snapshots: Snapshots | None) -> None:
+    """Write state and batch of the error into a file in the snapshot directory. A failure to write is a warning."""
     if snapshots is None or not isinstance(error, NonFiniteError) or error.state is None:
         return
     path = snapshots.directory / "nonfinite" / f"{error.step}.safetensors"

@@ -1,17 +1,17 @@
-"""What `fit` is given, made ready: loaders, device, program, snapshots, sinks.
+"""The inputs of `fit`, checked and opened: settings, program, state, loaders, sinks.
 
-The state at the entry of a run: what cannot be trained or stored is found before the first step, all in one message.
+A state is checked before the first step, and one message names all its problems. Two leaves that share memory are an
+error: a donated step that writes one would change both, and a snapshot would untie them. A module's tied weights are
+one leaf of a state, so they are none of these.
 
-One tensor at two paths is refused as well: a step that writes into donated memory would change both, and a snapshot
-would untie them. Weights that a module ties are no such case, since a state holds them once.
-
-A run is one process: one that was started as several, or a loader for a part of the data, is refused by name.
+A run is one process. Several processes, or a loader of a part of the data, are errors.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -19,20 +19,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .. import data, sinks, tree
-from ..errors import ConfigError, DataError, StateError
+from ..compile import overlaps, plain
+from ..errors import ConfigError, DataError, RankError, StateError
 from ..precision import auto_device, usable
 from ..snapshot import Snapshots
 from ..types import Empty, Program, TrainState, Tree
 
-if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
+if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
     from ..config import FitConfig
-import os
-from collections.abc import Iterator
-
-from ..compile import overlaps, plain
-from ..errors import RankError
 
 _log = logging.getLogger("purestep")
+
+
+# --- settings, program, loaders ---------------------------------------------------------------------------------------
 
 
 class Feeds(NamedTuple):
@@ -42,40 +41,39 @@ class Feeds(NamedTuple):
     evaluation: dict[str, data.Feed]
 
     def close(self) -> None:
-        """Stop workers."""
+        """Stop the workers of all feeds."""
         for feed in (self.train, *self.evaluation.values()):
             feed.close()
 
 
 def settings(config: object, fields: Mapping[str, Any]) -> FitConfig:
-    """`config.resolve`."""
-    from .. import config as config_  # late, see above
+    """Return the settings of `config` and `fields`: see `config.resolve`."""
+    from ..config import resolve  # late, see above
 
-    return config_.resolve(config, fields)
+    return resolve(config, fields)
 
 
 def checked_program(program: Any) -> Program:
-    """The program, or what is missing.
+    """Return the program.
 
     Raises:
-        ConfigError: none was given, or something else.
+        ConfigError: it is missing, or something else.
     """
     if isinstance(program, Program):
         return program
-    found = "no program was given" if program is None else f"a {type(program).__name__} is no program"
     raise ConfigError(
-        found,
+        "no program was given" if program is None else f"a {type(program).__name__} is no program",
         where="fit",
         hint="fit(state, loaders, ps.program(model, objective, tx)), or ps.Program(train_step) for a step of your own",
     )
 
 
 def open_feeds(loaders: Any, config: FitConfig, program: Program, seed: int) -> Feeds:
-    """The feeds of a mapping of loaders, or of a (train, val) pair, with the config's limits.
+    """Open the feeds of a mapping of loaders, or of a (train, val) pair, with the config's limits.
 
     Raises:
-        ConfigError: no "train" loader, or settings that name a loader that does not exist.
-        DataError: a loader that is none, or empty.
+        ConfigError: no "train" loader, or settings that name an unknown loader.
+        DataError: an object that is no loader, or an empty loader.
         RankError: more than one process.
     """
     named = _named_loaders(loaders)
@@ -129,163 +127,24 @@ def _limited(name: str, loader: Any, config: FitConfig, seed: int) -> data.Feed:
 
 
 def _share(amount: int | float, feed: data.Feed) -> int:
-    from .. import config as config_  # late, see above
+    from ..config import count_batches  # late, see above
 
-    found = config_.count_batches(amount, feed.count(0) or feed.length, loader=feed.name)
-    if found is None:
+    count = count_batches(amount, feed.count(0) or feed.length, loader=feed.name)
+    if count is None:
         raise DataError("has no length", where=feed.name, hint="overfit_batches=10, a number of batches")
-    return found
+    return count
 
 
-def placed(state: Tree, device: str | None, program: Program) -> Tree:
-    """The state on the device of a run, and its keys on the CPU, whoever has moved them.
-
-    Args:
-        state: as it was given; it stays as it is.
-        device: where to train. None moves a copy of a state on the CPU to the best device there is, and says so; any
-            other state stays where it is.
-        program: that trains it.
-
-    Returns:
-        The very state where nothing had to move.
-
-    Raises:
-        ConfigError: a device that is not there, or that cannot compute in the program's precision.
-    """
-    here = data.device_of(state)
-    best = auto_device() if device is None and here.type == "cpu" else here
-    wanted = best if device is None else usable(device)
-    if wanted != here and program.static is not None:
-        program.static.check(wanted)
-    leaves = tree.with_paths(state)
-    try:
-        moved = [leaf.cpu() if is_key(path, leaf) else leaf.to(wanted) for path, leaf in leaves]
-    except TypeError as error:  # float64 on MPS
-        raise ConfigError(
-            f"the state cannot be moved to {wanted}: {error}", where="fit", hint='device="cpu"'
-        ) from error
-    if all(new is old for new, (_, old) in zip(moved, leaves, strict=True)):
-        return state
-    if device is None and wanted != here:
-        _log.warning('the state is on the CPU: a copy of it is trained on %s (device="cpu" trains it there)', wanted)
-    return tree.unflatten(tree.flatten(state)[1], moved)
-
-
-def seed_of(state: Tree) -> int:
-    """The seed of the first key of a state, 0 where there is none."""
-    keys = [leaf for path, leaf in tree.with_paths(state) if is_key(path, leaf)]
-    return int(keys[0][0]) if keys else 0
-
-
-def view_to_evaluate(state: Tree, config: FitConfig) -> str:
-    """ "ema" or "params".
-
-    Raises:
-        ConfigError: "ema" of a state without one.
-    """
-    has_ema = isinstance(state, TrainState) and not isinstance(state.ema, Empty)
-    if config.evaluate_on == "ema" and not has_ema:
-        raise ConfigError(
-            'evaluate_on="ema", but the state has no average', where="fit", hint="ps.program(..., ema=0.999)"
-        )
-    return config.evaluate_on or ("ema" if has_ema else "params")
-
-
-def window_left(state: Tree, window: int) -> int:
-    """Micro-batches until the open accumulation window closes."""
-    if window == 1 or not isinstance(state, TrainState):
-        return 1
-    return int(state.accum.left)
-
-
-def windowed(state: Tree, window: int, before: int) -> Tree:
-    """The state with the end of its accumulation window where this program has it.
-
-    A gradient is divided by the weight that is in its window, so that a window which was begun under another number
-    is as good as any: nothing of it is lost.
-
-    Args:
-        state: to train.
-        window: micro-batches to an update.
-        before: the same in the run that the state comes from; 0 where that is not known.
-    """
-    if window == 1 or not isinstance(state, TrainState):
-        return state
-    left = int(state.accum.left)
-    before = before or max(left, window)  # with more to come than a window has, one of another size has just begun
-    if before == window:
-        return state
-    done, rest = before - left, max(window - before + left, 1)
-    if done:
-        text = (
-            "accumulate was %d and is %d: the window that is open has %d batches in it, and is applied %d batches later"
-        )
-        _log.warning(text, before, window, done, rest)
-    return state._replace(accum=state.accum._replace(left=torch.full_like(state.accum.left, rest)))
-
-
-def checked_answer(state: Tree, answer: Tree, *, copied: bool) -> Tree:
-    """The state that a callback returned, if it is one of this run.
-
-    Args:
-        state: of the run.
-        answer: what was returned.
-        copied: steps write into the state that they are given, so they get a copy: the callback may hold its own.
-
-    Raises:
-        StateError: something else.
-    """
-    expected, found = tree.with_paths(state), _paths_of(answer)
-    same = [path for path, _ in expected] == [path for path, _ in found] and all(
-        isinstance(new, Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
-        for (_, old), (_, new) in zip(expected, found, strict=True)
-    )
-    if not same:
-        raise StateError(
-            f"a callback returned a {type(answer).__name__} that is no state of this run",
-            where="callbacks",
-            hint="return None, a state of the same structure (event.state._replace(...)), or ps.Stop(reason)",
-        )
-    return tree.clone(answer) if copied else answer
-
-
-def _paths_of(answer: Any) -> list[tuple[str, Any]]:
-    try:
-        return tree.with_paths(answer)
-    except StateError:  # it contains itself
-        return []
-
-
-def ready_sinks(given: Iterable[Any] | None, snapshots: Snapshots | None, config: FitConfig) -> list[Any]:
-    """The sinks of a run, each guarded: none of them can end it."""
-    if given is not None:
-        guarded = [sinks.guarded(sink) for sink in called("sinks", given)]
-        return [sink for sink in guarded if not (config.fast_dev_run and sink.writes_files)]
-    directory = None if snapshots is None else snapshots.directory
-    return [sinks.guarded(sink) for sink in sinks.default_sinks(directory, progress=config.progress)]
-
-
-def called(name: str, given: Any) -> list[Any]:
-    """The callbacks or sinks.
-
-    Raises:
-        ConfigError: something that is no iterable of callables.
-    """
-    listed: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else [None]
-    if not all(callable(one) for one in listed):
-        one = f"{name}=[{getattr(given, '__name__', type(given).__name__)}]" if callable(given) else f"{name}=[f, ...]"
-        raise ConfigError(f"{name} is a {type(given).__name__}, not a list of callables", where="fit", hint=one)
-    return listed
-
+# --- the state --------------------------------------------------------------------------------------------------------
 
 _CURE = "program.init(seed=0), or a tree of dicts, lists, tuples and dense tensors"
 
 
 def checked_state(state: Tree) -> Tree:
-    """The state, plain, if it is a tree of dense tensors on one device (a key may stay on the CPU).
+    """Return the plain state, if it is a tree of dense tensors on one device (a key may be on the CPU).
 
     Raises:
-        StateError: every leaf that is not, in one message; or a donated state.
+        StateError: one message for all leaves that are not; or a donated state.
     """
     _check_nodes(state)
     state = plain(state)
@@ -300,8 +159,11 @@ def checked_state(state: Tree) -> Tree:
 
 
 def check_fits(state: Tree, program: Program) -> None:
-    """Raise StateError for a TrainState that another program has made: its fields say which weights are trained,
-    whether there is an average, and whether windows are counted."""
+    """Check that a TrainState has the fields of this program.
+
+    Raises:
+        StateError: other weights are trained, or an average or an accumulation window is missing or too many.
+    """
     static = program.static
     if static is None or not isinstance(state, TrainState):
         return
@@ -315,18 +177,17 @@ def check_fits(state: Tree, program: Program) -> None:
         raise StateError(
             f"of another program: {'; '.join(wrong)}",
             where="init_state",
-            hint="program.init(); ps.load_into(model, state) before it takes weights over",
+            hint="program.init(); call ps.load_into(model, state) before it to take over weights",
         )
 
 
 def is_key(path: str, leaf: Tensor) -> bool:
-    """Whether a leaf is a random key."""
-    # A parameter may be called "key" as well.
+    """True if a leaf is a random key. A parameter may be called "key" too."""
     return path.rpartition("/")[2] == "key" and leaf.dtype == torch.int64 and leaf.shape == (2,)
 
 
 def _check_nodes(state: Tree) -> None:
-    """Flattening a tree that contains itself would not end."""
+    """Check for nodes that contain themselves: to flatten them would not end."""
     odd: list[str] = []
     try:
         leaves = list(_walk(state, "", (), odd))
@@ -338,7 +199,7 @@ def _check_nodes(state: Tree) -> None:
 
 
 def _walk(node: Any, path: str, above: tuple[int, ...], odd: list[str]) -> Iterator[tuple[str, Any]]:
-    """The leaves; into ``odd`` go nodes that contain themselves, and keys that are not equal to themselves."""
+    """Yield the leaves; append nodes that contain themselves, and keys unequal to themselves, to ``odd``."""
     if not isinstance(node, dict | list | tuple) or (isinstance(node, TrainState) and type(node) is not TrainState):
         if node is not None:
             yield path, node
@@ -356,24 +217,24 @@ def _walk(node: Any, path: str, above: tuple[int, ...], odd: list[str]) -> Itera
 
 
 def _wrong(leaves: Iterable[tuple[str, Any]]) -> list[str]:
-    found = [(path, _unfit(leaf)) for path, leaf in leaves]
-    return [f"{path}: {text}" if path else text for path, text in found if text]
+    problems = [(path, _unfit(leaf)) for path, leaf in leaves]
+    return [f"{path}: {text}" if path else text for path, text in problems if text]
 
 
 def _unfit(leaf: Any) -> str:
-    """What is wrong with a leaf, or nothing."""
+    """Say why a leaf cannot be trained or stored; "" if it can."""
     if not isinstance(leaf, Tensor):
         return f"a {type(leaf).__name__}"
     if leaf.is_nested or leaf.is_quantized or leaf.layout != torch.strided:
         kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout)[6:]
         return f"a {kind} tensor; dense ones are needed"
     if overlaps(leaf):
-        return f"several of its numbers share memory (strides {list(leaf.stride())}); .clone() makes it whole"
+        return f"several of its numbers share memory (strides {list(leaf.stride())}); .clone() copies it"
     return ""
 
 
 def _check_counters(state: Tree) -> None:
-    """What the host itself reads of a TrainState."""
+    """Check the leaves of a TrainState that the host reads."""
     shapes = {"step": (), "updates": (), "key": (2,)} if isinstance(state, TrainState) else {}
     for name, shape in shapes.items():
         leaf = getattr(state, name)
@@ -412,11 +273,157 @@ def _check_ties(leaves: list[tuple[str, Tensor]]) -> None:
         raise StateError("; ".join(wrong), where="init_state", hint="ps.clone(value) for one of them; keys without '/'")
 
 
-def check_alone(loader: Any = None, *, where: str) -> None:
-    """Nothing, where this process is the only one and the loader reads all of its data.
+def placed(state: Tree, device: str | None, program: Program) -> Tree:
+    """Return the state on the device of the run, with its keys on the CPU, even if the caller moved them.
 
     Args:
-        loader: any; one with a sampler for several processes (`num_replicas`) is one for a part.
+        state: stays as it is.
+        device: where to train. None: the best device, with a message, for a copy of a state on the CPU; the present
+            device for any other state.
+        program: of the run.
+
+    Returns:
+        The same object if nothing has to move.
+
+    Raises:
+        ConfigError: the device does not exist, or cannot compute in the program's precision.
+    """
+    here = data.device_of(state)
+    best = auto_device() if device is None and here.type == "cpu" else here
+    wanted = best if device is None else usable(device)
+    if wanted != here and program.static is not None:
+        program.static.check(wanted)
+    leaves = tree.with_paths(state)
+    try:
+        moved = [leaf.cpu() if is_key(path, leaf) else leaf.to(wanted) for path, leaf in leaves]
+    except TypeError as error:  # float64 on MPS
+        raise ConfigError(
+            f"the state cannot be moved to {wanted}: {error}", where="fit", hint='device="cpu"'
+        ) from error
+    if all(new is old for new, (_, old) in zip(moved, leaves, strict=True)):
+        return state
+    if device is None and wanted != here:
+        _log.warning('the state is on the CPU: a copy of it is trained on %s (device="cpu" trains it there)', wanted)
+    return tree.unflatten(tree.flatten(state)[1], moved)
+
+
+def seed_of(state: Tree) -> int:
+    """Return the seed of the first key of a state, 0 without one."""
+    keys = [leaf for path, leaf in tree.with_paths(state) if is_key(path, leaf)]
+    return int(keys[0][0]) if keys else 0
+
+
+def view_to_evaluate(state: Tree, config: FitConfig) -> str:
+    """Return "ema" or "params".
+
+    Raises:
+        ConfigError: "ema", and the state has no average.
+    """
+    has_ema = isinstance(state, TrainState) and not isinstance(state.ema, Empty)
+    if config.evaluate_on == "ema" and not has_ema:
+        raise ConfigError(
+            'evaluate_on="ema", but the state has no average', where="fit", hint="ps.program(..., ema=0.999)"
+        )
+    return config.evaluate_on or ("ema" if has_ema else "params")
+
+
+def window_left(state: Tree, window: int) -> int:
+    """Return the micro-batches until the accumulation window closes."""
+    if window == 1 or not isinstance(state, TrainState):
+        return 1
+    return int(state.accum.left)
+
+
+def windowed(state: Tree, window: int, before: int) -> Tree:
+    """Return the state with its open window adapted to the window of this program.
+
+    Gradients are divided by the weight in the window, so a window begun with another number of batches loses nothing.
+
+    Args:
+        state: to train.
+        window: micro-batches per update.
+        before: the same in the run that the state comes from, 0 if unknown.
+    """
+    if window == 1 or not isinstance(state, TrainState):
+        return state
+    left = int(state.accum.left)
+    before = before or max(left, window)  # more left than a window has: a larger window has just begun
+    if before == window:
+        return state
+    done, rest = before - left, max(window - before + left, 1)
+    if done:
+        text = (
+            "accumulate was %d and is %d: the window that is open has %d batches in it, and is applied %d batches later"
+        )
+        _log.warning(text, before, window, done, rest)
+    return state._replace(accum=state.accum._replace(left=torch.full_like(state.accum.left, rest)))
+
+
+def checked_answer(state: Tree, answer: Tree, *, copied: bool) -> Tree:
+    """Return the state that a callback returned, if it is one of this run.
+
+    Args:
+        state: of the run.
+        answer: of the callback.
+        copied: return a copy, since steps write into their input and the callback may keep its state.
+
+    Raises:
+        StateError: something else.
+    """
+    expected, given = tree.with_paths(state), _paths_of(answer)
+    same = [path for path, _ in expected] == [path for path, _ in given] and all(
+        isinstance(new, Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype)
+        for (_, old), (_, new) in zip(expected, given, strict=True)
+    )
+    if not same:
+        raise StateError(
+            f"a callback returned a {type(answer).__name__} that is no state of this run",
+            where="callbacks",
+            hint="return None, a state of the same structure (event.state._replace(...)), or ps.Stop(reason)",
+        )
+    return tree.clone(answer) if copied else answer
+
+
+def _paths_of(answer: Any) -> list[tuple[str, Any]]:
+    try:
+        return tree.with_paths(answer)
+    except StateError:  # it contains itself
+        return []
+
+
+# --- callbacks and sinks ----------------------------------------------------------------------------------------------
+
+
+def ready_sinks(given: Iterable[Any] | None, snapshots: Snapshots | None, config: FitConfig) -> list[Any]:
+    """Return the sinks of a run, each guarded, so that none of them can end it."""
+    if given is not None:
+        guarded = [sinks.guarded(sink) for sink in callables("sinks", given)]
+        return [sink for sink in guarded if not (config.fast_dev_run and sink.writes_files)]
+    directory = None if snapshots is None else snapshots.directory
+    return [sinks.guarded(sink) for sink in sinks.default_sinks(directory, progress=config.progress)]
+
+
+def callables(name: str, given: Any) -> list[Any]:
+    """Return the callbacks or sinks as a list.
+
+    Raises:
+        ConfigError: it is no iterable of callables.
+    """
+    listed: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else [None]
+    if not all(callable(one) for one in listed):
+        one = f"{name}=[{getattr(given, '__name__', type(given).__name__)}]" if callable(given) else f"{name}=[f, ...]"
+        raise ConfigError(f"{name} is a {type(given).__name__}, not a list of callables", where="fit", hint=one)
+    return listed
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def check_alone(loader: Any = None, *, where: str) -> None:
+    """Check that this process is the only one, and that the loader reads all of its data.
+
+    Args:
+        loader: any. A sampler for one of several processes (`num_replicas`) reads a part.
         where: the loader's name, or the function.
 
     Raises:
@@ -436,7 +443,7 @@ def check_alone(loader: Any = None, *, where: str) -> None:
                 f"its {type(part).__name__} is for process {getattr(part, 'rank', '?')} of {shares}: "
                 "several processes are not supported yet",
                 where=where,
-                hint="DataLoader(dataset, batch_size=32, shuffle=True): the order is drawn anew each epoch",
+                hint="DataLoader(dataset, batch_size=32, shuffle=True), which shuffles again in each epoch",
             )
 
 

@@ -1,4 +1,5 @@
-"""What the loop remembers: plain numbers, so that a snapshot's manifest holds all of it as JSON."""
+"""The state of the loop: plain numbers, which a snapshot's manifest stores as JSON, and the functions from one to the
+next."""
 
 from __future__ import annotations
 
@@ -15,64 +16,92 @@ from ..types import Tree
 Cell = float | int | None
 
 
-class Record(NamedTuple):
-    """The loop's position, and everything it decides from."""
+class LoopState(NamedTuple):
+    """The position of a run, and all that its decisions depend on. A snapshot stores every field but two."""
 
     epoch: int = 0  # completed epochs
-    batch: int = 0  # batches consumed in the running epoch; prefetched ones do not count
+    batch: int = 0  # batches consumed in the running epoch, without prefetched ones
     calls: int = 0  # of train_step and flush
-    updates: int = 0  # optimizer updates applied
+    left: int = 1  # micro-batches until the accumulation window closes; not stored, the train state has it
+    stop: str | None = None  # why the run ends; not stored
+    updates: int = 0  # optimizer updates applied, as far as the host has read the metrics
     interval: Mapping[str, tuple[float, float]] = MappingProxyType({})  # sums since the last row of the history
-    line: Mapping[str, tuple[float, float]] = MappingProxyType({})  # sums since the last line of the log
+    line: Mapping[str, tuple[float, float]] = MappingProxyType({})  # sums since the last log line
     last: Mapping[str, float] = MappingProxyType({})  # last learning rates
     best: stopping.Record = stopping.init()
-    best_step: int | None = None  # the snapshot that holds it
-    evaluations: int = 0  # rows with a value of the monitor, which early stopping counts
-    rollbacks: int = 0  # how often the run went back to a good state
+    best_step: int | None = None  # the snapshot of the best row
+    evaluations: int = 0  # rows with a value of the monitored metric, which early stopping counts
+    rollbacks: int = 0  # returns to a good state so far
     history: Table = Table()
-    judged: str = ""  # the monitor and its mode, of which the best is
-    window: int = 0  # batches to an update; 0: nobody has said
-    counted: int = 0  # batches of the last epoch, where its fractions were taken of another number
-    injected: Mapping[str, float] = MappingProxyType({})  # hyperparameters that `optim.inject` was called with
-    origin: str = ""  # the directory that the run began from, where that is another one than its own
+    judged: str = ""  # the monitored metric and its mode, to which `best` belongs
+    window: int = 0  # micro-batches per update; 0 if unknown
+    counted: int = 0  # batches of the last epoch, if the loader's length was wrong and fractions depend on it
+    injected: Mapping[str, float] = MappingProxyType({})  # hyperparameters that were passed to `optim.inject`
+    origin: str = ""  # the directory that the run was resumed from, if it is not the run's own
 
     @property
     def is_ahead(self) -> bool:
-        """Whether something was done since the last row of the history; a step may measure nothing."""
-        return bool(self.interval) or self.updates > self.told
+        """True if something happened since the last row of the history. A step may return no metrics."""
+        return bool(self.interval) or self.updates > self.updates_at_row
 
     @property
-    def told(self) -> int:
+    def updates_at_row(self) -> int:
         """Updates at the last row of the history."""
         return next((int(step or 0) for step in self.history.last("step", 1)), 0)
 
-    def stepped(self) -> Record:
-        """After a call with one more batch: `_replace`, which every step would wait for, in a quarter of its time."""
-        epoch, batch, calls, *rest = self
-        return self._make((epoch, batch + 1, calls + 1, *rest))
+    @property
+    def is_window_open(self) -> bool:
+        """True between two micro-batches of an accumulation window."""
+        return self.left != self.window
+
+    def stepped(self) -> LoopState:
+        """After one more batch. `_replace` would take four times as long, in every step."""
+        epoch, batch, calls, left, *rest = self
+        return self._make((epoch, batch + 1, calls + 1, left - 1 or self.window, *rest))
+
+    def flushed(self) -> LoopState:
+        """After a flush, which is a call and closes the window."""
+        return self._replace(calls=self.calls + 1, left=self.window)
+
+    def next_epoch(self, counted: int) -> LoopState:
+        """After the last batch of an epoch."""
+        return self._replace(epoch=self.epoch + 1, batch=0, counted=counted)
+
+    def stopped(self, reason: str | None) -> LoopState:
+        """With a reason to end, unless there is one already."""
+        return self if self.stop or reason is None else self._replace(stop=reason)
+
+
+class Call(NamedTuple):
+    """A call of train_step or flush, to which a row of metrics belongs."""
+
+    number: int  # from 1, as TrainState.step counts
+    epoch: int
+    batch: int  # 0-based within the epoch; -1 for a flush
+    closing: bool  # it closed an accumulation window
 
 
 class FitResult(NamedTuple):
-    """What a run leaves behind.
+    """The result of a run.
 
     Args:
-        state: the last one; that of the best row is ``snapshots.restore(state, step=result.best["step"])``.
-        history: ``"epoch"``, ``"step"`` (updates), ``"train_loss"``, ``"val_loss"``, ``"lr"``, ...: an entry a row.
-        best: ``{"epoch", <monitor>, "step"}``, of which "step" is the name of the snapshot: calls, which are more than
-            updates where batches are accumulated. None without a monitor.
+        state: the last one. `snapshots.restore(state, step=result.best["step"])` reads that of the best row.
+        history: ``"epoch"``, ``"step"`` (updates), ``"train_loss"``, ``"val_loss"``, ``"lr"``, ...: one entry per row.
+        best: ``{"epoch", <monitor>, "step"}``. "step" is the name of the snapshot, which counts calls: more than
+            updates if batches are accumulated. None without a monitor.
         epochs: completed.
-        stop_reason: "epochs", "steps", "max_time", "early_stopping", "fast_dev_run", or a callback's; in the ``result``
-            of an exception also "interrupted" and "error".
+        stop_reason: "epochs", "steps", "max_time", "early_stopping", "fast_dev_run", or a callback's. The ``result`` of
+            an exception also has "interrupted" and "error".
     """
 
     state: Tree
-    history: dict[str, list[Any]]  # "epoch", "step", "train_loss", "val_loss", "lr", ...: one entry a row
+    history: dict[str, list[Any]]  # "epoch", "step", "train_loss", "val_loss", "lr", ...: one entry per row
     best: dict[str, Any] | None  # {"epoch", <monitor>, "step"}, None without a monitor
     epochs: int  # completed
     stop_reason: str  # see above
 
     def summary(self) -> dict[str, Any]:
-        """``{"best": {"epoch", "val_loss"}, "epochs"}``.
+        """Return ``{"best": {"epoch", "val_loss"}, "epochs"}``.
 
         Example:
             >>> FitResult({}, {}, {"epoch": 2, "val_loss": 0.1, "step": 8}, 3, "epochs").summary()
@@ -82,49 +111,49 @@ class FitResult(NamedTuple):
         return {"best": best, "epochs": self.epochs}
 
 
-def to_json(record: Record) -> dict[str, Any]:
-    """The record as JSON, its history too."""
-    return to_store(record) | {"history": dict(record.history)}
+def to_json(loop: LoopState) -> dict[str, Any]:
+    """Return the state as JSON, with its history."""
+    return to_store(loop) | {"history": dict(loop.history)}
 
 
-def to_store(record: Record) -> dict[str, Any]:
-    """The record as a snapshot takes it: JSON, and the history as it is, of which only new rows are written."""
-    found = record._asdict()
-    return found | {
-        "best": stopping.to_json(record.best),
-        "interval": _sums_to_json(record.interval),
-        "line": _sums_to_json(record.line),
-        "last": {name: _bits(value) for name, value in record.last.items()},
-        "injected": {name: _bits(value) for name, value in record.injected.items()},
+def to_store(loop: LoopState) -> dict[str, Any]:
+    """Return the state as a snapshot takes it: JSON, except for the history, of which only new rows are written."""
+    stored = {name: value for name, value in loop._asdict().items() if name not in ("left", "stop")}
+    return stored | {
+        "best": stopping.to_json(loop.best),
+        "interval": _sums_to_json(loop.interval),
+        "line": _sums_to_json(loop.line),
+        "last": {name: _encode(value) for name, value in loop.last.items()},
+        "injected": {name: _encode(value) for name, value in loop.injected.items()},
     }
 
 
-def from_json(found: Mapping[str, Any]) -> Record:
-    """The way back: fields that a later version adds are left out, and those that an earlier one lacks keep their
-    defaults."""
-    known = {name: value for name, value in found.items() if name in Record._fields}
+def from_json(stored: Mapping[str, Any]) -> LoopState:
+    """Invert `to_json`. Unknown fields of a later version are ignored; missing ones keep their defaults."""
+    known = {name: value for name, value in stored.items() if name in LoopState._fields}
     known["history"] = Table(known.get("history"))
     known["best"] = stopping.from_json(known["best"])
     known["interval"] = _sums_from_json(known["interval"])
     known["line"] = _sums_from_json(known.get("line", {}))
-    known["last"] = {name: _number(value) for name, value in known["last"].items()}
+    known["last"] = {name: float(value) for name, value in known["last"].items()}
     injected = known.pop("injected", {})
     if injected:
-        known["injected"] = {name: _number(value) for name, value in injected.items()}
-    return Record(**known)
+        known["injected"] = {name: float(value) for name, value in injected.items()}
+    return LoopState(**known)
 
 
 def with_row(history: Mapping[str, list[Cell]], row: Mapping[str, Cell]) -> Table:
-    """The history with one more row; what a row or an earlier one lacks is None, and so is what is not finite."""
+    """Append a row. A column that a row lacks is None there, and so is a value that is not finite."""
     table = history if isinstance(history, Table) else Table(history)
     return table.with_row({name: cell(value) for name, value in row.items()})
 
 
 def joined(row: Mapping[str, Cell], values: Mapping[str, Cell], *, loader: str) -> dict[str, Cell]:
-    """The row with what an evaluation has measured.
+    """Add the values of an evaluation to a row.
 
     Raises:
-        ConfigError: a name is there already: of loaders "val" and "val_hard", both may have a ``val_hard_loss``.
+        ConfigError: the row has the name already: with loaders "val" and "val_hard", both may have a
+            ``val_hard_loss``.
     """
     if both := row.keys() & values.keys():
         raise ConfigError(
@@ -136,21 +165,18 @@ def joined(row: Mapping[str, Cell], values: Mapping[str, Cell], *, loader: str) 
 
 
 def cell(value: Cell) -> Cell:
-    """A number for JSON."""
+    """Return a number that JSON has, or None."""
     return None if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
 
 
 def _sums_to_json(sums: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
-    return {name: [_bits(total), _bits(weight)] for name, (total, weight) in sums.items()}
+    return {name: [_encode(total), _encode(weight)] for name, (total, weight) in sums.items()}
 
 
-def _sums_from_json(found: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    return {name: (_number(total), _number(weight)) for name, (total, weight) in found.items()}
+def _sums_from_json(stored: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    return {name: (float(total), float(weight)) for name, (total, weight) in stored.items()}
 
 
-def _bits(value: float) -> float | str:
+def _encode(value: float) -> float | str:
+    """JSON has no nan and no infinity."""
     return value if math.isfinite(value) else str(value)
-
-
-def _number(value: float | str) -> float:
-    return float(value)

@@ -1,7 +1,4 @@
-"""What a row of the history decides: whether it is the best, and whether the run stops early.
-
-When an evaluation is due: by updates over the whole run, or by a fraction of an epoch.
-"""
+"""Decisions of the loop: which row is the best, when to stop, when to evaluate."""
 
 from __future__ import annotations
 
@@ -10,46 +7,69 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from .. import stopping
+from .. import data, stopping
 from ..errors import ConfigError
-from .loop_state import Cell, Record
-
-if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
-    from ..config import FitConfig
-from .. import data
 from ..validation import whole
+from .loop_state import Cell, LoopState
+
+if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
+    from ..config import FitConfig
 
 _log = logging.getLogger("purestep")
 
 
-class Judge(NamedTuple):
+# --- best and early stop ----------------------------------------------------------------------------------------------
+
+
+def monitor(config: FitConfig, loaders: Collection[str], count: Callable[[int], int | None]) -> Monitor:
+    """Return the monitor of a run: the metric and the direction in which it is better.
+
+    Args:
+        config: of the run.
+        loaders: names of the evaluation loaders.
+        count: batches of an epoch (0-based), None if they are unknown before its end.
+
+    Raises:
+        ConfigError: early stopping without a metric.
+    """
+    metric = config.monitor or ("val_loss" if "val" in loaders else None)
+    if metric is None:
+        _need_metric(config, {"train_loss"})
+    mode = config.mode or stopping.default_mode(metric or "loss")
+    own = [name for name in loaders if metric and name == _loader_of(metric, loaders)]
+    # A training metric has a value in every row, whichever loader the row was made for.
+    inside = any(is_inside(config.interval(name)) for name in own or loaders)
+    return Monitor(metric, mode, config, batches=count if inside else None)
+
+
+class Monitor(NamedTuple):
     """The monitored metric and the rules about it."""
 
-    monitor: str | None
+    metric: str | None
     mode: stopping.Mode
     config: FitConfig
-    batches: Callable[[int], int | None] | None = None  # of an epoch, where the metric is measured inside of it
+    batches: Callable[[int], int | None] | None = None  # of an epoch, if the metric is measured inside epochs
 
-    def begun(self, record: Record) -> Record:
-        """The record to go on with: the best of another metric says nothing of this one."""
-        if self.monitor is None:
-            return record
-        judged = f"{self.monitor} {self.mode}"
-        if record.judged not in ("", judged):
-            text = "the run was judged by %s, and goes on with %s: its best so far, and its patience, begin anew"
-            _log.warning(text, record.judged, judged)
-            record = record._replace(best=stopping.init(), evaluations=0, best_step=None)
-        return record._replace(judged=judged)
+    def resumed(self, loop: LoopState) -> LoopState:
+        """Return the state to go on with, without the best of another metric."""
+        if self.metric is None:
+            return loop
+        judged = f"{self.metric} {self.mode}"
+        if loop.judged not in ("", judged):
+            text = "the run was judged by %s, and goes on with %s: its best and its patience start again"
+            _log.warning(text, loop.judged, judged)
+            loop = loop._replace(best=stopping.init(), evaluations=0, best_step=None)
+        return loop._replace(judged=judged)
 
-    def judge(self, record: Record, row: Mapping[str, Cell]) -> Record:
-        """The record after this row: best value, patience."""
-        if self.monitor is None or self.monitor not in row or self._is_known(record):
-            return record
-        value = row[self.monitor]
-        count = record.evaluations + 1
-        passed, planned = self._progress(record) or (count, None)
+    def observed(self, loop: LoopState, row: Mapping[str, Cell]) -> LoopState:
+        """Return the state after this row, which is the last one of its history: best value, patience."""
+        if self.metric is None or self.metric not in row or self._is_repeated(loop):
+            return loop
+        value = row[self.metric]
+        count = loop.evaluations + 1
+        passed, planned = self._passed(loop) or (count, None)
         best = stopping.observe(
-            record.best,
+            loop.best,
             math.nan if value is None else float(value),
             epoch=count,
             mode=self.mode,
@@ -57,108 +77,75 @@ class Judge(NamedTuple):
             total_epochs=planned,
             passed=passed,
         )
-        step = record.calls if stopping.improved(best, epoch=count) else record.best_step
-        return record._replace(best=best, evaluations=count, best_step=step)
+        step = loop.calls if stopping.improved(best, epoch=count) else loop.best_step
+        return loop._replace(best=best, evaluations=count, best_step=step)
 
-    def _is_known(self, record: Record) -> bool:
-        """Whether the last row is of the very state of the one before: an epoch may end where it was just evaluated."""
-        same = all(len(set(record.history.last(name, 2))) == 1 for name in ("epoch", "step"))
-        column = record.history.last(self.monitor or "", 2)
+    def _is_repeated(self, loop: LoopState) -> bool:
+        """True if the last two rows are of one state: an epoch may end right behind an evaluation inside it."""
+        same = all(len(set(loop.history.last(name, 2))) == 1 for name in ("epoch", "step"))
+        column = loop.history.last(self.metric or "", 2)
         return same and len(column) > 1 and column[-2] is not None
 
-    def _progress(self, record: Record) -> tuple[int, int] | None:
-        """How much of how much has passed, by the limit that is nearer to where counting starts; None where counting
-        has no start."""
+    def _passed(self, loop: LoopState) -> tuple[int, int] | None:
+        """Return (passed, total) of the limit that is nearer to `start_ratio`; None without a ratio or a limit."""
         rule = self.config.early_stopping
         if rule is None or not rule.start_ratio:
             return None
         epochs, steps = self.config.epochs, self.config.steps
-        found: list[tuple[int, int]] = []
+        places: list[tuple[int, int]] = []
         if epochs not in (None, -1):
-            parts = (self.batches and self.batches(record.epoch)) or 1  # of an epoch that can be told apart
-            found.append((record.epoch * parts + min(record.batch, parts - 1), epochs * parts))
+            parts = (self.batches and self.batches(loop.epoch)) or 1  # positions inside an epoch
+            places.append((loop.epoch * parts + min(loop.batch, parts - 1), epochs * parts))
         if steps not in (None, -1):
-            found.append((record.updates, steps))
-        return max(found, key=lambda place: place[0] / stopping.start_epoch(rule, place[1]))
+            places.append((loop.updates, steps))
+        return max(places, key=lambda place: place[0] / stopping.start_epoch(rule, place[1]))
 
-    def improved(self, before: Record, after: Record) -> bool:
-        """Whether the last row is the best so far."""
+    def improved(self, before: LoopState, after: LoopState) -> bool:
+        """True if the last row is the best so far."""
         return after.evaluations > before.evaluations and stopping.improved(after.best, epoch=after.evaluations)
 
-    def stops(self, record: Record) -> bool:
-        """Whether the patience is used up."""
-        return stopping.should_stop(record.best, self.config.early_stopping) and not below_minimum(self.config, record)
+    def should_stop(self, loop: LoopState) -> bool:
+        """True if the patience is used up."""
+        return stopping.should_stop(loop.best, self.config.early_stopping) and not below_minimum(self.config, loop)
 
-    def check(self, record: Record, loaders: Iterable[str]) -> Judge:
-        """The judge once every loader has been evaluated: a guessed monitor that does not exist is dropped.
+    def check(self, loop: LoopState, loaders: Iterable[str]) -> None:
+        """Check that the metric exists, once every loader has been evaluated. A guessed one need not exist.
 
         Raises:
-            ConfigError: a monitor that was asked for does not exist; the message lists what there is.
+            ConfigError: the config names a metric that does not exist; the message lists those that do.
         """
-        known = set(record.history)
-        seen = {_loader_of(name, loaders) for name in known}.issuperset(loaders)
-        if self.monitor is None or self.monitor in known or not seen:
-            return self
+        known = set(loop.history)
+        evaluated = {_loader_of(name, loaders) for name in known}.issuperset(loaders)
+        if self.metric is None or self.metric in known or not evaluated:
+            return
         if self.config.monitor is None:
-            _need_monitor(self.config, known)
-            return self._replace(monitor=None)
+            _need_metric(self.config, known)
+            return
         raise ConfigError(
-            f"monitor={self.monitor!r} is not among the metrics: {_metrics(known)}",
+            f"monitor={self.metric!r} is not among the metrics: {_metrics(known)}",
             where="fit",
-            hint=f"monitor={_nearest(self.monitor, known)!r}",
+            hint=f"monitor={_nearest(self.metric, known)!r}",
         )
 
-    def best(self, record: Record) -> dict[str, Cell] | None:
-        """``{"epoch", <monitor>, "step"}``; None where nothing has been judged."""
-        if self.monitor is None or record.best.best is None:
+    def best(self, loop: LoopState) -> dict[str, Cell] | None:
+        """Return ``{"epoch", <metric>, "step"}``; None if there is no best row."""
+        if self.metric is None or loop.best.best is None:
             return None
-        column = record.history.get(self.monitor, [])
-        index = next((i for i, value in enumerate(column) if value == record.best.best), None)
-        epoch = None if index is None else record.history["epoch"][index]
-        return {"epoch": epoch, self.monitor: record.best.best, "step": record.best_step}
-
-
-def judge(config: FitConfig, loaders: Collection[str], count: Callable[[int], int | None]) -> Judge:
-    """The judge of a run: what is monitored, and in which direction it is good.
-
-    Args:
-        config: of the run.
-        loaders: the names of those that are evaluated.
-        count: batches of an epoch (0-based), None where nobody knows them before its end.
-
-    Raises:
-        ConfigError: early stopping with nothing to look at.
-    """
-    monitor = config.monitor or ("val_loss" if "val" in loaders else None)
-    if monitor is None:
-        _need_monitor(config, {"train_loss"})
-    mode = config.mode or stopping.default_mode(monitor or "loss")
-    own = [name for name in loaders if monitor and name == _loader_of(monitor, loaders)]
-    # What is measured in training has a value in every row, whichever loader it is for.
-    is_inside = any(inside(config.interval(name)) for name in own or loaders)
-    return Judge(monitor, mode, config, batches=count if is_inside else None)
-
-
-def ended_before(judge: Judge, record: Record) -> str | None:
-    """Why a run that goes on is at its end already, which is told: otherwise it looks as if it had trained."""
-    ending = "early_stopping" if judge.stops(record) else limit_reached(judge.config, record)
-    if ending == "steps" and record.batch and record.is_ahead:
-        return None  # its last row is still to be made
-    if ending is not None:
-        told = "nothing is trained: the run had ended already, by %s, after %d epochs and %d updates"
-        _log.warning(told, ending, record.epoch, record.updates)
-    return ending
+        column = loop.history.get(self.metric, [])
+        index = next((i for i, value in enumerate(column) if value == loop.best.best), None)
+        epoch = None if index is None else loop.history["epoch"][index]
+        return {"epoch": epoch, self.metric: loop.best.best, "step": loop.best_step}
 
 
 def _loader_of(name: str, loaders: Iterable[str]) -> str | None:
-    """Whose metric this is: of "val" and "val_hard", `val_hard_loss` is the latter's."""
+    """Return the loader of a metric. With "val" and "val_hard", `val_hard_loss` belongs to the latter."""
     return max((loader for loader in loaders if name.startswith(f"{loader}_")), key=len, default=None)
 
 
-def _need_monitor(config: FitConfig, known: Iterable[str]) -> None:
+def _need_metric(config: FitConfig, known: Iterable[str]) -> None:
     if config.early_stopping is not None:
         raise ConfigError(
-            "early_stopping without a metric to look at: monitor is not set, and there is no val_loss",
+            "early_stopping without a metric: monitor is not set, and there is no val_loss",
             where="fit",
             hint=f"monitor={_likely(known)!r}",
         )
@@ -168,46 +155,60 @@ def _metrics(known: Iterable[str]) -> list[str]:
     return sorted(set(known) - {"epoch", "step"})
 
 
-def _nearest(monitor: str, known: Iterable[str]) -> str:
-    """Of the same name in an evaluation first: by "loss" is meant "val_loss" rather than "lr"."""
+def _nearest(metric: str, known: Iterable[str]) -> str:
+    """Return the most similar name. An evaluation's comes first: "loss" means "val_loss" rather than "lr"."""
     from ..config import fields  # late: see above
 
     names = _metrics(known)
-    same = [name for name in names if name.endswith(f"_{monitor}") and not name.startswith("train_")]
-    loader = [name for name in names if name.startswith(f"{monitor.partition('_')[0]}_")]
-    return next(iter(same), fields.nearest(monitor, loader or names)) or _likely(loader or known)
+    same = [name for name in names if name.endswith(f"_{metric}") and not name.startswith("train_")]
+    loader = [name for name in names if name.startswith(f"{metric.partition('_')[0]}_")]
+    return next(iter(same), fields.nearest(metric, loader or names)) or _likely(loader or known)
 
 
 def _likely(known: Iterable[str]) -> str:
     return next((name for name in sorted(known) if name.endswith("loss")), "val_loss")
 
 
-def below_minimum(config: FitConfig, record: Record, *, ahead: int = 0) -> bool:
-    """Whether min_epochs or min_steps forbid to stop; ``ahead`` updates may have been made since the record."""
-    return record.epoch < (config.min_epochs or 0) or record.updates + ahead < (config.min_steps or 0)
+# --- limits -----------------------------------------------------------------------------------------------------------
 
 
-def limit_reached(config: FitConfig, record: Record) -> str | None:
-    """The limit, of epochs or updates, that the run has reached."""
+def limit_reached(config: FitConfig, loop: LoopState) -> str | None:
+    """Return the name of the limit, of epochs or updates, that the run has reached."""
     if config.fast_dev_run:
-        return "fast_dev_run" if record.epoch else None
-    if config.epochs not in (None, -1) and record.epoch >= config.epochs:
+        return "fast_dev_run" if loop.epoch else None
+    if config.epochs not in (None, -1) and loop.epoch >= config.epochs:
         return "epochs"
-    if config.steps not in (None, -1) and record.updates >= config.steps:
+    if config.steps not in (None, -1) and loop.updates >= config.steps:
         return "steps"
     return None
 
 
-_log = logging.getLogger("purestep")
+def below_minimum(config: FitConfig, loop: LoopState, *, ahead: int = 0) -> bool:
+    """True if min_epochs or min_steps forbid to stop. ``ahead``: updates since `loop`, if all are applied."""
+    return loop.epoch < (config.min_epochs or 0) or loop.updates + ahead < (config.min_steps or 0)
 
 
-class Plan:
-    """When the loaders of a run are evaluated.
+def ended_before(monitor: Monitor, loop: LoopState) -> str | None:
+    """Return why a resumed run has ended already, with a warning: otherwise it would look trained."""
+    reason = "early_stopping" if monitor.should_stop(loop) else limit_reached(monitor.config, loop)
+    if reason == "steps" and loop.batch and loop.is_ahead:
+        return None  # its last row is missing
+    if reason is not None:
+        text = "nothing is trained: the run had ended already, by %s, after %d epochs and %d updates"
+        _log.warning(text, reason, loop.epoch, loop.updates)
+    return reason
+
+
+# --- when to evaluate -------------------------------------------------------------------------------------------------
+
+
+class EvalSchedule:
+    """When the evaluation loaders are due: every n updates, or every fraction or number of epochs.
 
     Args:
-        intervals: by the name of the loader: an int is updates, a float is epochs.
-        feed: what is trained on.
-        window: batches of an accumulation window, inside which nothing is evaluated.
+        intervals: loader name -> int (updates) or float (epochs).
+        feed: of the training batches.
+        window: micro-batches of an accumulation window. Nothing is evaluated inside one.
 
     Raises:
         ConfigError: a fraction of a loader without length.
@@ -217,82 +218,78 @@ class Plan:
         self._intervals = intervals
         self._feed = feed
         self._window = window
-        self._seen = 0  # batches of the epoch up to which the marks of fractions have been looked at
-        self._whole = 1  # batches that the marks of this epoch are fractions of
+        self._checked = 0  # batches of the epoch up to which fractions have been checked
+        self._length = 1  # batches of the epoch that fractions refer to
         self._fraction = next((every for every in intervals.values() if isinstance(every, float) and every < 1), None)
         if self._fraction is not None and not feed.length:
-            told = f"evaluate_every={self._fraction} of a loader without length"
-            raise ConfigError(told, where="fit", hint="a number of updates: 1000")
-        self.inside = any(map(inside, intervals.values()))
-        """Whether any of them may be due inside an epoch."""
+            text = f"evaluate_every={self._fraction} of a loader without length"
+            raise ConfigError(text, where="fit", hint="a number of updates: 1000")
+        self.has_inside = any(map(is_inside, intervals.values()))
+        """True if an evaluation may be due inside an epoch."""
 
-    def begin(self, record: Record, left: int) -> None:
-        """An epoch begins here, or goes on: with so many batches left of the window."""
-        held = self._window - left
-        if not held and record.is_ahead:
-            held = self._window  # no row has been written here, so that an evaluation may have been broken off
-        self._seen = max(0, record.batch - held)
+    def begin(self, loop: LoopState) -> None:
+        """Begin an epoch, or go on inside one."""
+        held = self._window - loop.left
+        if not held and loop.is_ahead:
+            held = self._window  # there is no row here yet: an evaluation may have been interrupted
+        self._checked = max(0, loop.batch - held)
         if self._fraction is not None:
-            # A length may be wrong, and then the last epoch knows better.
-            self._whole = self._feed.count(record.epoch) or record.counted or self._feed.length or 1
+            # If the length is wrong, the number of batches of the last epoch is better.
+            self._length = self._feed.count(loop.epoch) or loop.counted or self._feed.length or 1
 
-    def counted(self, record: Record) -> int:
-        """The batches of the epoch that ends here, where fractions of the next ones hang on them: see `Record`."""
-        if self._fraction is None or record.batch == self._whole or self._feed.count(record.epoch) is not None:
-            return record.counted
+    def counted(self, loop: LoopState) -> int:
+        """Return the batches of the epoch that ends here, if later fractions depend on it: see `LoopState`."""
+        if self._fraction is None or loop.batch == self._length or self._feed.count(loop.epoch) is not None:
+            return loop.counted
         _log.warning(
-            "evaluate_every=%g of epoch %d was taken of %d batches, and there were %d: len(loader) is wrong (cure: a "
-            "number of updates)",
-            *(self._fraction, record.epoch + 1, self._whole, record.batch),
+            "evaluate_every=%g of epoch %d assumed %d batches, but there were %d: len(loader) is wrong (cure: a number "
+            "of updates)",
+            *(self._fraction, loop.epoch + 1, self._length, loop.batch),
         )
-        return record.batch
+        return loop.batch
 
-    def crossed(self, record: Record, ahead: int) -> bool:
-        """Whether an interval of updates has been passed, if the ``ahead`` updates were all applied."""
-        return any(isinstance(every, int) and _crossed(every, record, ahead) for every in self._intervals.values())
+    def may_be_due(self, loop: LoopState, ahead: int) -> bool:
+        """True if an interval of updates has passed, provided that all ``ahead`` updates since `loop` are applied."""
+        return any(isinstance(every, int) and _crossed(every, loop, ahead) for every in self._intervals.values())
 
-    def due_inside(self, record: Record) -> list[str]:
-        """The loaders to evaluate after the batch just done, where no window is open.
+    def due_inside(self, loop: LoopState) -> list[str]:
+        """Return the loaders to evaluate behind the last batch, with no window open.
 
-        What an open window had to wait for is due when it closes. Whether the epoch ends here, only the loader says.
+        An evaluation that falls into an open window is due when the window closes. Only the loader says if the epoch
+        ends here.
         """
-        since, self._seen = self._seen, record.batch
-        return [name for name, every in self._intervals.items() if self._is_due(every, record, since)]
+        since, self._checked = self._checked, loop.batch
+        return [name for name, every in self._intervals.items() if self._is_due(every, loop, since)]
 
-    def _is_due(self, every: int | float, record: Record, since: int) -> bool:
+    def _is_due(self, every: int | float, loop: LoopState, since: int) -> bool:
         if isinstance(every, int):
-            return _crossed(every, record)
-        return every < 1 and _passed(every, since, record.batch, self._whole)
+            return _crossed(every, loop)
+        return every < 1 and _passed(every, since, loop.batch, self._length)
 
-    def due_at_end(self, record: Record) -> list[str]:
-        """The loaders to evaluate at the end of an epoch (``record.epoch`` counts it already)."""
-        return [name for name, every in self._intervals.items() if _is_due_at_end(every, record)]
+    def due_at_end(self, loop: LoopState) -> list[str]:
+        """Return the loaders to evaluate at the end of an epoch, which ``loop.epoch`` counts already."""
+        return [name for name, every in self._intervals.items() if _is_due_at_end(every, loop)]
 
 
-def inside(every: int | float) -> bool:
-    """Whether an evaluation may be due inside an epoch."""
+def is_inside(every: int | float) -> bool:
+    """True if an evaluation with this interval may be due inside an epoch."""
     return isinstance(every, int) or every < 1
 
 
-def _is_due_at_end(every: int | float, record: Record) -> bool:
+def _is_due_at_end(every: int | float, loop: LoopState) -> bool:
     if isinstance(every, int):
-        return _crossed(every, record)
-    return every < 1 or record.epoch % int(every) == 0
+        return _crossed(every, loop)
+    return every < 1 or loop.epoch % int(every) == 0
 
 
-def _crossed(every: int, record: Record, ahead: int = 0) -> bool:
-    """Whether a multiple of ``every`` updates lies behind the last row of the history.
-
-    Args:
-        every: updates.
-        record: whose updates have arrived on the host.
-        ahead: updates that may have been made since.
-    """
-    return (record.updates + ahead) // every > record.told // every
+def _crossed(every: int, loop: LoopState, ahead: int = 0) -> bool:
+    """True if a multiple of ``every`` updates lies behind the last row. ``ahead``: updates since `loop`."""
+    return (loop.updates + ahead) // every > loop.updates_at_row // every
 
 
-def _passed(every: float, since: int, batch: int, count: int) -> bool:
-    """Whether a mark of this fraction lies behind the batches ``since`` and up to ``batch``."""
-    # A third of 7 batches ends behind batches 3, 5 and 7: the first batch at or past each mark. The last is the end's.
-    part, inner = every * count, math.ceil(1 / every - 1e-9) - 1
+def _passed(every: float, since: int, batch: int, length: int) -> bool:
+    """True if a multiple of this fraction lies behind batch ``since`` and up to ``batch``."""
+    # A third of 7 batches ends behind batches 3, 5 and 7: the first batch at or past each multiple. The end of the
+    # epoch takes the last one.
+    part, inner = every * length, math.ceil(1 / every - 1e-9) - 1
     return min(whole(batch / part), inner) > min(whole(since / part), inner)

@@ -1,9 +1,4 @@
-"""What is done is saved before an error of somebody else's ends the run: a loader's, a callback's, a step's own.
-
-After a donated step that failed half-way: its state is declared dead, and an earlier one is found.
-
-Going back: a good state is kept, and taken up again when a loss or gradient is not finite.
-"""
+"""Recovery from errors: save the last whole state, find one after a donated step failed, go back to a good state."""
 
 from __future__ import annotations
 
@@ -14,27 +9,27 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import rng, tree
-from ..compile import donation
+from ..compile import LiveState, is_state, states
 from ..errors import NonFiniteError, PurestepError, SnapshotError, StateError, StepContractError
 from ..signals import Preempted
 from ..snapshot import Snapshots
 from ..types import TrainState, Tree
-from .loop_state import Record, from_json
+from .loop_state import LoopState, from_json
 
-_log = logging.getLogger("purestep")
 _OF_THE_STATE = (NonFiniteError, StateError, StepContractError, SnapshotError)
+_log = logging.getLogger("purestep")
 
 
-def rescue(error: BaseException, save: Callable[[], None]) -> None:
-    """Call ``save``, unless the error says that the state or the directory is not to be trusted.
+def save_on_error(error: BaseException, save: Callable[[], None]) -> None:
+    """Call ``save``, unless the error says that the state or the directory cannot be trusted.
 
-    What saving raises does not hide the error: it is a note on it.
+    An error of ``save`` becomes a note on ``error``, which it must not hide.
 
     Args:
-        error: what ends the run.
+        error: the reason that the run ends.
         save: writes a snapshot of the last whole state, and returns when it is committed.
     """
-    by_signal = isinstance(error, Preempted) or not isinstance(error, Exception | SystemExit)  # which has saved already
+    by_signal = isinstance(error, Preempted) or not isinstance(error, Exception | SystemExit)  # saved already
     if by_signal or isinstance(error, _OF_THE_STATE):
         return
     try:
@@ -44,82 +39,125 @@ def rescue(error: BaseException, save: Callable[[], None]) -> None:
         _log.warning("the last state is not saved: %s: %s", type(second).__name__, second)
 
 
-_log = logging.getLogger("purestep")
+class LastGood:
+    """The last good state, to which a run may go back.
+
+    Args:
+        allowed: how often one run may go back, >= 0. With 0, no copy is kept.
+        start: the caller's own state, if the run leaves it valid: to keep it costs no memory.
+    """
+
+    def __init__(self, allowed: int, start: tuple[Tree, LoopState] | None) -> None:
+        self._allowed = allowed
+        self.start = start
+        self.kept: tuple[Tree, LoopState] | None = None
+
+    def keep(self, state: Tree, loop: LoopState) -> None:
+        """Keep a copy of a good state, of which all metrics have arrived and are finite."""
+        if self._allowed and states(state):
+            self.kept = tree.clone(state), loop
+
+    def back(self, state: Tree, loop: LoopState) -> tuple[Tree, LoopState] | None:
+        """Return the kept state with the counters of the present one; None if there is none, or no more allowed.
+
+        Calls, key and position in the data go on, so that the batches that led to the bad step are not repeated.
+        """
+        if self.kept is None or loop.rollbacks >= self._allowed:
+            return None
+        good, then = self.kept
+        present = iter(states(state))
+
+        def one(node: Any) -> Any:
+            if not is_state(node):
+                return node
+            key = next(present).key
+            return node._replace(step=torch.full_like(node.step, int(key[1])), key=key.clone())
+
+        return tree.map(one, tree.clone(good), is_leaf=is_state), loop._replace(
+            updates=then.updates,
+            interval=then.interval,
+            line=then.line,
+            last=then.last,
+            rollbacks=loop.rollbacks + 1,
+        )
 
 
-class _Found(NamedTuple):
+def past_call(state: Tree) -> Tree:
+    """Advance the keys of a tree past a call without effect, so that its random numbers are not drawn again."""
+    return tree.map(
+        lambda node: node._replace(key=rng.advance(node.key)) if is_state(node) else node, state, is_leaf=is_state
+    )
+
+
+class _Candidate(NamedTuple):
     state: Tree
-    record: Record
+    loop: LoopState
     source: str
 
 
-_NOTHING = _Found(None, Record(), "of which there is none")
+_NONE = _Candidate(None, LoopState(), "of which there is none")
 
 
-def salvaged(
+def after_failed_donation(
     state: Tree,
-    record: Record,
+    loop: LoopState,
     error: BaseException,
-    keeper: Keeper,
+    last_good: LastGood,
     snapshots: Snapshots | None,
-    start: tuple[Tree, Record] | None,
     *,
     adopted: bool,
-) -> tuple[Tree, Record] | None:
-    """The newest good state there is, told as a note on the error; None where nothing is lost.
+) -> tuple[Tree, LoopState] | None:
+    """Return the newest good state, named in a note on the error; None if the failed step has harmed no state.
 
     Args:
-        state: that went into the step that failed. Reading it raises StateError from here on.
-        record: of it.
-        error: what the step raised.
-        keeper: of the run.
+        state: the input of the failed step. Reading it raises StateError from here on.
+        loop: of the same moment.
+        error: raised by the step.
+        last_good: of the run.
         snapshots: of the run.
-        start: the state that went into the run, where that is still what it was.
-        adopted: a plain state has been donated too.
+        adopted: plain states are donated too.
     """
-    like = _bury(state, adopted=adopted)
+    like = _declare_donated(state, adopted=adopted)
     if like is None:
         return None
-    found = [_saved(like, snapshots)] if snapshots is not None else []
-    found.append(None if keeper.kept is None else _Found(*keeper.kept, "kept for a rollback"))
-    found.append(None if start is None else _Found(*start, "that went into fit"))
-    best = max((one for one in found if one is not None), key=lambda one: one.record.calls, default=_NOTHING)
-    told = (
-        f"the state was donated at step {record.calls + 1}, which failed: .result of this error has the last whole "
-        f"one, that of step {best.record.calls}, {best.source}"
+    candidates = [_newest_snapshot(like, snapshots)] if snapshots is not None else []
+    candidates.append(None if last_good.kept is None else _Candidate(*last_good.kept, "kept for a rollback"))
+    candidates.append(None if last_good.start is None else _Candidate(*last_good.start, "that went into fit"))
+    best = max((one for one in candidates if one is not None), key=lambda one: one.loop.calls, default=_NONE)
+    note = (
+        f"the state was donated at step {loop.calls + 1}, which failed: .result of this error has the last whole "
+        f"one, that of step {best.loop.calls}, {best.source}"
     )
-    error.add_note(told)
-    _log.warning("%s", told)
-    return best.state, best.record
+    error.add_note(note)
+    _log.warning("%s", note)
+    return best.state, best.loop
 
 
-def _bury(state: Tree, *, adopted: bool) -> Tree:
-    """Declare the memory of a state given away.
+def _declare_donated(state: Tree, *, adopted: bool) -> Tree:
+    """Mark the memory of a state as given away.
 
     Returns:
-        A tree of the same structure to restore into; its numbers mean nothing. None for a state that is plain, which a
-        step copies and so cannot have harmed.
+        A tree of the same structure to restore into, with undefined numbers. None for a plain state that was not
+        donated: the step copied it.
     """
-    parts = [
-        part for part in donation.states(state) if isinstance(part, donation.LiveState) and part.live_store is not None
-    ]
+    parts = [part for part in states(state) if isinstance(part, LiveState) and part.live_store is not None]
     for part in parts:
         store = part.live_store
         if store is not None and store.generation == part.live_generation:
             store.begin()
     if not parts:
         return state if adopted else None
-    return tree.map(_memory, state, is_leaf=donation.is_state)
+    return tree.map(_memory, state, is_leaf=is_state)
 
 
 def _memory(node: Any) -> Any:
-    """What lies where a state did, dead or not."""
-    if isinstance(node, donation.LiveState) and node.live_store is not None:
+    """Return the buffers of a state, alive or not."""
+    if isinstance(node, LiveState) and node.live_store is not None:
         return TrainState._make(node.live_store.parts[node.live_index])
     return node
 
 
-def _saved(like: Tree, snapshots: Snapshots) -> _Found | None:
+def _newest_snapshot(like: Tree, snapshots: Snapshots) -> _Candidate | None:
     try:
         snapshots.wait()
         found = snapshots.restore(like)
@@ -127,56 +165,5 @@ def _saved(like: Tree, snapshots: Snapshots) -> _Found | None:
         _log.warning("no snapshot to go back to: %s", error)
         return None
     known = isinstance(found.loop, Mapping) and "record" in found.loop
-    record = from_json(found.loop["record"]) if known else Record(calls=found.step)
-    return _Found(found.state, record, f"of the snapshot {snapshots.directory / str(found.step)}")
-
-
-class Keeper:
-    """The last good state and its record, where a run may go back; nothing is kept where it may not.
-
-    Args:
-        allowed: how often, in one run, >= 0.
-    """
-
-    def __init__(self, allowed: int) -> None:
-        self._allowed = allowed
-        self.kept: tuple[Tree, Record] | None = None
-
-    def keep(self, state: Tree, record: Record) -> None:
-        """This is a good state: everything known about it has arrived and is finite."""
-        if self._allowed and donation.states(state):
-            self.kept = tree.clone(state), record
-
-    def back(self, state: Tree, record: Record) -> tuple[Tree, Record] | None:
-        """The kept state with the counters of the present one, and a record that goes on behind the batches between.
-
-        Calls, key and place in the data go on: what led to the bad step is not repeated. None where there is nothing
-        to go back to, or it has been done as often as it may be.
-        """
-        if self.kept is None or record.rollbacks >= self._allowed:
-            return None
-        good, then = self.kept
-        present = iter(donation.states(state))
-
-        def one(node: Any) -> Any:
-            if not donation.is_state(node):
-                return node
-            key = next(present).key
-            return node._replace(step=torch.full_like(node.step, int(key[1])), key=key.clone())
-
-        return tree.map(one, tree.clone(good), is_leaf=donation.is_state), record._replace(
-            updates=then.updates,
-            interval=then.interval,
-            line=then.line,
-            last=then.last,
-            rollbacks=record.rollbacks + 1,
-        )
-
-
-def past(state: Tree) -> Tree:
-    """The tree with its keys behind a call that came to nothing, so that its random numbers are not drawn again."""
-    return tree.map(
-        lambda node: node._replace(key=rng.advance(node.key)) if donation.is_state(node) else node,
-        state,
-        is_leaf=donation.is_state,
-    )
+    loop = from_json(found.loop["record"]) if known else LoopState(calls=found.step)
+    return _Candidate(found.state, loop, f"of the snapshot {snapshots.directory / str(found.step)}")

@@ -1,12 +1,11 @@
-"""Calls of a step: errors get the place in the data, and in the anomaly mode the leaf that is to blame; a state that
-changes its kind is found.
-
-The program as a run uses it: compiled as the config says, in eager where that cannot be.
-"""
+"""Call the train step of a run: compiled if the config says so, checked, with the place in the data in its errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,128 +13,128 @@ import torch
 from torch import Tensor
 
 from .. import compile as compile_
-from .. import files, tree
-from ..compile import Stacked, states
+from .. import data, files, tree
+from ..compile import Stacked, first_line, states
 from ..diagnostics import not_finite, purity
-from ..errors import NonFiniteError, PurestepError, StepContractError
-from ..types import Metrics, Program, TrainStep, Tree
+from ..errors import ConfigError, NonFiniteError, PurestepError, StepContractError
+from ..types import EvalStep, Metrics, Program, TrainStep, Tree
 from .accumulation import counting
-from .evaluate import BatchCheck, check_pair
-from .loop_state import Record
-from .progress import can_halt, halts
-from .purity_check import Looks
+from .evaluate import BatchCheck, check_pair, takes_index
+from .halted import can_halt, halts
+from .loop_state import LoopState
+from .purity_check import PurityCheck
 
-if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
-    from ..config import FitConfig
-import difflib
-import inspect
-import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-from .. import data
-from ..compile import first_line
-from ..errors import ConfigError
-from ..types import EvalStep
-from .evaluate import takes_index
-
-if TYPE_CHECKING:  # pydantic, which settings are made of, is half of `import purestep`
+if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
     from ..config import FitConfig
 
+_EVERY = 64  # calls between two comparisons of the state's structure, which take a microsecond per leaf
 
-_EVERY = 64  # calls between two looks at the kind of the state, which take a microsecond a leaf
+
+def train_call(eager: Program, program: Program, state: Tree, config: FitConfig) -> TrainCall:
+    """Return the function with which a run calls its step.
+
+    Args:
+        eager: the program, not compiled.
+        program: the one that the run uses, which may be compiled.
+        state: the first one.
+        config: of the run.
+    """
+    compiled = program.train_step is not eager.train_step
+    check = PurityCheck(eager, config.check_every, compiled=compiled)
+    kind = _FailpointCall if files.armed() else TrainCall
+    return kind(program.train_step, state, check, anomalies=config.detect_anomaly, compiled=compiled)
 
 
-class Caller:
-    """``caller(state, batch, record)`` calls a train step.
+class TrainCall:
+    """``call(state, batch, loop)`` calls a train step.
 
     Args:
         step: ``(state, batch) -> (state, metrics)``.
-        state: whose structure, shapes and dtypes stay what they are.
-        looks: at the first calls.
-        anomalies: look at every result at once, and name what is not finite.
-        compiled: the step compares states itself, and makes them live ones.
+        state: structure, shapes and dtypes of later states must equal this one's.
+        check: of the first calls.
+        anomalies: read every result at once, and name the leaf that is not finite.
+        compiled: the step compares states itself.
     """
 
-    def __init__(self, step: TrainStep, state: Tree, looks: Looks, *, anomalies: bool, compiled: bool) -> None:
-        self._check = BatchCheck()
-        # Of the batches that a compiled step gets, those need no look that are like the one before: it looks itself.
+    def __init__(self, step: TrainStep, state: Tree, check: PurityCheck, *, anomalies: bool, compiled: bool) -> None:
+        self.broke_donation = False
+        """True if a donated step failed while it wrote: the memory of its input state is undefined."""
+        self._check_batch = BatchCheck()
+        # A compiled step compares each batch with the last one itself, and reports only one that differs.
         own = step if isinstance(step, compile_.CompiledStep) else None
-        self._looks_itself = own is not None
-        self._step: Any = partial(own.stacked, unlike=self._unlike) if own else counting(step)
-        self._looks = looks
+        self._step_checks_batch = own is not None
+        self._step: Any = partial(own.stacked, unlike=self._other_batch) if own else counting(step)
+        self._check_purity = check
         self._anomalies = anomalies
         self._compiled = compiled
         self._kind = purity.Kind(state)
         self._weights = {weight.dtype for part in states(state) for weight in tree.leaves(part.params)}
         self._calls = 0
-        self.failed = False
-        """Whether a donated step was broken off while it wrote: the memory of the state that went in is undefined."""
-        self._stop_at = 1  # the next call that is more than a call
-        self._record = Record()
+        self._next_check = 1
+        self._loop = LoopState()
 
-    def __call__(self, state: Tree, batch: Any, record: Record) -> tuple[Tree, Metrics | Stacked]:
-        """``step(state, batch)``, the next batch of this record.
+    def __call__(self, state: Tree, batch: Any, loop: LoopState) -> tuple[Tree, Metrics | Stacked]:
+        """Return ``step(state, batch)`` for the next batch of this loop state.
 
         Raises:
-            DataError: the batch is of another structure than the first.
-            StepContractError: it returned something else than a state of the same kind and metrics, or is not pure.
+            DataError: the structure of the batch is not that of the first one.
+            StepContractError: the step is not pure, or did not return metrics and a state like the one before.
             NonFiniteError: with ``anomalies``, a loss or gradient that is not finite.
         """
         self._calls += 1
-        self._record = record
+        self._loop = loop
         try:
-            if self._calls == self._stop_at:
-                new, metrics = self._looked(state, batch, _place(record))
-            elif self._looks_itself:
+            if self._calls == self._next_check:
+                new, metrics = self._checked(state, batch, _place(loop))
+            elif self._step_checks_batch:
                 new, metrics = self._step(state, batch)
             else:
-                self._check(batch, record)
-                new, metrics = self._made(state, batch)
+                self._check_batch(batch, loop)
+                new, metrics = self._unchecked(state, batch)
         except BaseException as error:
-            self._broken_off(error, state)
+            self._note_failure(error, state)
             if isinstance(error, PurestepError) or not isinstance(error, Exception):
                 raise
-            if self._anomalies and "returned nan values" in str(error):  # torch's word for it
-                raise _named(f"{error} (its forward call is in the warning above)", state, batch, record) from error
-            error.add_note(f"in train_step, {_place(record)}")
+            if self._anomalies and "returned nan values" in str(error):  # torch's message
+                raise _anomaly(f"{error} (its forward call is in the warning above)", state, batch, loop) from error
+            error.add_note(f"in train_step, {_place(loop)}")
             if mixed := _mixed_dtypes(error, batch, self._weights):
                 error.add_note(mixed)
             raise
         if self._anomalies and halts(new):
-            raise _named("the loss or a gradient is not finite", state, batch, record)
+            raise _anomaly("the loss or a gradient is not finite", state, batch, loop)
         return new, metrics
 
     def flush(self, flush: Callable[[Tree], tuple[Tree, Metrics]], state: Tree) -> tuple[Tree, Metrics]:
-        """``flush(state)``."""
+        """Return ``flush(state)``."""
         try:
             return flush(state)
         except BaseException as error:
-            self._broken_off(error, state)
+            self._note_failure(error, state)
             raise
 
-    def _broken_off(self, error: BaseException, state: Tree) -> None:
-        self.failed = not (isinstance(error, PurestepError) or compile_.is_alive(state))
+    def _note_failure(self, error: BaseException, state: Tree) -> None:
+        self.broke_donation = not (isinstance(error, PurestepError) or compile_.is_alive(state))
 
-    def _made(self, state: Tree, batch: Any) -> tuple[Tree, Metrics | Stacked]:
-        found = self._step(state, batch)
-        return found if self._compiled else check_pair(found)  # what a graph returns is looked at when it is made
+    def _unchecked(self, state: Tree, batch: Any) -> tuple[Tree, Metrics | Stacked]:
+        result = self._step(state, batch)
+        return result if self._compiled else check_pair(result)  # a graph's result is checked at capture
 
-    def _unlike(self, batch: Any) -> None:
-        self._check(batch, self._record)
+    def _other_batch(self, batch: Any) -> None:
+        self._check_batch(batch, self._loop)
 
-    def _looked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics | Stacked]:
+    def _checked(self, state: Tree, batch: Any, place: str) -> tuple[Tree, Metrics | Stacked]:
         calls = self._calls
-        self._unlike(batch)
+        self._check_batch(batch, self._loop)
         try:
-            found = self._looks(state, batch, place) if calls == self._looks.due else None
-            if found is None or self._compiled:
-                found = self._made(state, batch)
+            result = self._check_purity(state, batch, place) if calls == self._check_purity.due else None
+            if result is None or self._compiled:
+                result = self._unchecked(state, batch)
             if not self._compiled:
-                self._compare(found[0], place)
-        finally:  # a run may leave behind what the anomaly mode has found, and go on
-            self._stop_at = min(self._looks.due, calls * 2 if calls < _EVERY else calls + _EVERY)
-        return found
+                self._compare(result[0], place)
+        finally:  # also after an error: a run may go back behind what the anomaly mode reports, and go on
+            self._next_check = min(self._check_purity.due, calls * 2 if calls < _EVERY else calls + _EVERY)
+        return result
 
     def _compare(self, new: Tree, place: str) -> None:
         try:
@@ -145,44 +144,29 @@ class Caller:
             raise StepContractError(error.what, where=where, hint=error.hint) from None
 
 
-class Failing(Caller):
-    """A Caller with failpoints, for runs that are started with a plan for them: no other run pays for them."""
+class _FailpointCall(TrainCall):
+    """A TrainCall with failpoints, for runs with a plan for them, so that no other run pays for them."""
 
-    def __call__(self, state: Tree, batch: Any, record: Record) -> tuple[Tree, Metrics | Stacked]:
+    def __call__(self, state: Tree, batch: Any, loop: LoopState) -> tuple[Tree, Metrics | Stacked]:
         files.failpoint("loop.batch")
-        found = super().__call__(state, batch, record)
+        result = super().__call__(state, batch, loop)
         try:
             files.failpoint("loop.step")
         except BaseException as error:
-            self._broken_off(error, state)
+            self._note_failure(error, state)
             raise
-        return found
+        return result
 
 
-def caller(eager: Program, program: Program, state: Tree, config: FitConfig) -> Caller:
-    """What a run calls its step by.
-
-    Args:
-        eager: the program as it was given.
-        program: the one that is run, which may be compiled.
-        state: the first one.
-        config: of the run.
-    """
-    compiled = program.train_step is not eager.train_step
-    looks = Looks(eager, config.check_every, compiled=compiled)
-    kind = Failing if files.armed() else Caller
-    return kind(program.train_step, state, looks, anomalies=config.detect_anomaly, compiled=compiled)
-
-
-def _place(record: Record) -> str:
-    return f"epoch {record.epoch + 1}, batch {record.batch + 1}"
+def _place(loop: LoopState) -> str:
+    return f"epoch {loop.epoch + 1}, batch {loop.batch + 1}"
 
 
 _TORCHS_NAMES = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
 
 
 def _mixed_dtypes(error: Exception, batch: Any, weights: set[torch.dtype]) -> str:
-    """The cure, where torch complains of two dtypes, one of which only the batch has and the other one the weights."""
+    """Return the cure if torch's message names two dtypes: one of the batch alone and one of the weights; else ""."""
     leaves = tree.leaves(tree.dicts(batch))
     given = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()} - weights
     text = str(error).lower()
@@ -192,22 +176,25 @@ def _mixed_dtypes(error: Exception, batch: Any, weights: set[torch.dtype]) -> st
     return f"the batch has {of_batch}, the weights are {of_weights} (cure: {compile_.ONE_DTYPE})"
 
 
-def _named(found: str, state: Tree, batch: Any, record: Record) -> NonFiniteError:
+def _anomaly(text: str, state: Tree, batch: Any, loop: LoopState) -> NonFiniteError:
     leaves = [(f"batch/{path}", leaf) for path, leaf in tree.with_paths(tree.dicts(batch))] + tree.with_paths(state)
-    blamed = tuple(path.rstrip("/") for path, leaf in leaves if not_finite(leaf))
-    what = f"{blamed[0]} is not finite" if blamed else "every leaf of batch and state is finite"
-    cures = ["mend what is named"]
+    bad = tuple(path.rstrip("/") for path, leaf in leaves if not_finite(leaf))
+    cause = f"{bad[0]} is not finite" if bad else "every leaf of batch and state is finite"
+    cures = ["correct the value that is named"]
     if can_halt(state):
         cures.insert(0, 'ps.program(..., nonfinite="skip")')
-    elif states(state):  # which skips already; this mode says what
-        cures.append("detect_anomaly=False, which leaves out this update")
-    error = NonFiniteError(f"{what}; {found}", where=_place(record), hint=", or ".join(cures))
-    error.step, error.leaves, error.state, error.batch = record.calls + 1, blamed, state, batch
+    elif states(state):  # it skips already, and this mode reports the update
+        cures.append("detect_anomaly=False, which skips this update")
+    error = NonFiniteError(f"{cause}; {text}", where=_place(loop), hint=", or ".join(cures))
+    error.step, error.leaves, error.state, error.batch = loop.calls + 1, bad, state, batch
     return error
 
 
-def in_eager(program: Program) -> Program:
-    """The program before somebody compiled it."""
+# --- compile ----------------------------------------------------------------------------------------------------------
+
+
+def eager_program(program: Program) -> Program:
+    """Return the program as it was before it was compiled."""
     train, flush, evaluate = program.train_step, program.flush, program.eval_step
     if isinstance(train, compile_.CompiledStep) and train.unroll == 1:
         train = train.eager
@@ -219,8 +206,8 @@ def in_eager(program: Program) -> Program:
 
 
 def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
-    """The program compiled as the config says; as it is where that says nothing and somebody has compiled it."""
-    eager, wanted = in_eager(program), config.compile
+    """Return the program compiled as the config says. With ``compile="auto"``, a compiled one stays as it is."""
+    eager, wanted = eager_program(program), config.compile
     if config.detect_anomaly:
         return eager
     on_cuda, compiled_already = data.device_of(state).type == "cuda", eager.train_step is not program.train_step
@@ -232,11 +219,11 @@ def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
     if wanted != "auto":
         return compiled
     assert isinstance(compiled.train_step, compile_.CompiledStep)
-    stacked, told = compiled.train_step.stacked, set[str]()
+    stacked, warned = compiled.train_step.stacked, set[str]()
     return compiled._replace(
-        train_step=_falls_back(stacked, counting(eager.train_step), told),
-        flush=_falls_back(compiled.flush, eager.flush, told),
-        eval_step=_eval_falls_back(compiled.eval_step, eager.eval_step, told),
+        train_step=_with_fallback(stacked, counting(eager.train_step), warned),
+        flush=_with_fallback(compiled.flush, eager.flush, warned),
+        eval_step=_eval_with_fallback(compiled.eval_step, eager.eval_step, warned),
     )
 
 
@@ -253,16 +240,16 @@ def _compile_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given)
 
 
-def _falls_back(compiled: Callable[..., Any], eager: Callable[..., Any], told: set[str]) -> Callable[..., Any]:
-    """The compiled function until it cannot be compiled; then the eager one, with a warning.
+def _with_fallback(compiled: Callable[..., Any], eager: Callable[..., Any], warned: set[str]) -> Callable[..., Any]:
+    """Return a function that calls the compiled one until it cannot be compiled, then the eager one, with a warning.
 
-    No list says which errors a compiler has. What the eager function raises as well is an error of the step or of the
-    batch, and is raised without a warning; what only the compiled one raises comes from compiling it.
+    There is no list of the errors of a compiler. An error that the eager function raises too comes from the step or
+    the batch, and is raised without a warning. An error of the compiled function alone comes from compiling.
 
     Args:
-        compiled: leaves a state alive where it fails before any of it is written.
+        compiled: leaves a state alive if it fails before any write to it.
         eager: the same function.
-        told: what there has been a warning for already, of all functions of a program.
+        warned: reasons that a warning has named already, for all functions of a program.
     """
     chosen = compiled
 
@@ -274,14 +261,14 @@ def _falls_back(compiled: Callable[..., Any], eager: Callable[..., Any], told: s
             if chosen is eager or not _may_come_from_compiling(error) or not compile_.is_alive(state):
                 raise
             try:
-                found = eager(state, *batch, **named)
+                result = eager(state, *batch, **named)
             except Exception as own:
                 raise own from error
             reason = first_line(error)
-            # What cannot be captured differs by function; a compiler that fails does so for all of them.
+            # A function that cannot be captured is one of several; a compiler that fails does so for all of them.
             kind = reason if isinstance(error, compile_.Uncaptured) else "a compiler's"
-        if kind not in told:
-            told.add(kind)
+        if kind not in warned:
+            warned.add(kind)
             warnings.warn(
                 f"the step cannot be compiled and runs in eager: {reason} "
                 "(compile=False says that this is meant, compile=True makes it an error)",
@@ -289,26 +276,28 @@ def _falls_back(compiled: Callable[..., Any], eager: Callable[..., Any], told: s
                 stacklevel=4,
             )
         chosen = eager
-        return found
+        return result
 
     return call
 
 
 def _may_come_from_compiling(error: Exception) -> bool:
-    """Whether an error may be a compiler's: what purestep has diagnosed, but that no graph can be made, is none, nor is
-    a lack of memory, of which eager needs more."""
-    # What an attempt to capture met has Dynamo's word as its cause.
-    met = [found for found in (error, error.__cause__) if found is not None]
-    if any(compile_.stopped(found) or isinstance(found, compile_.Uncaptured) for found in met):
+    """True if an error may be a compiler's.
+
+    Errors of purestep are not, except that no graph can be made. Nor is a lack of memory, since eager needs more.
+    """
+    # An error that stopped a capture has Dynamo's message as its cause.
+    chain = [one for one in (error, error.__cause__) if one is not None]
+    if any(compile_.stopped(one) or isinstance(one, compile_.Uncaptured) for one in chain):
         return True
     return not isinstance(error, PurestepError | MemoryError | torch.OutOfMemoryError)
 
 
-def _eval_falls_back(compiled: EvalStep | None, eager: EvalStep | None, told: set[str]) -> EvalStep | None:
+def _eval_with_fallback(compiled: EvalStep | None, eager: EvalStep | None, warned: set[str]) -> EvalStep | None:
     if compiled is None or eager is None:
         return None
     plain = eager if takes_index(eager) else lambda state, *batch, index: eager(state, *batch)
-    both = _falls_back(compiled, plain, told)
+    both = _with_fallback(compiled, plain, warned)
 
     def eval_step(state: Tree, *batch: Any, index: int = 0) -> Metrics:
         return both(state, *batch, index=index)

@@ -1,8 +1,12 @@
-"""Where a run reports to: each sink is a callable of the events of `purestep.events`, with a ``close()``.
+"""Sinks: callables that get the events of a run (`purestep.events`), with a ``close()``.
 
-``bar.py``: the terminal. ``history.py``: the history as JSON. ``rows.py``: CSV and JSON lines. ``board.py``:
-TensorBoard. ``output.py``: files, pipes and devices. ``guard.py``: what keeps a sink that fails or hangs from harming
-the run.
+console       progress on the terminal
+json_history  the history as JSON
+row_files     CSV and JSON lines
+tensorboard   event files of TensorBoard
+default       the sinks of a run that names none
+guarded       a wrapper that keeps a failing or hanging sink from harming the run
+output        files, pipes and devices
 """
 
 from .console import Progress as Progress

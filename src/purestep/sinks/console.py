@@ -1,4 +1,4 @@
-"""The terminal: a live bar where there is one, plain lines elsewhere."""
+"""Progress on the terminal: a live bar, or plain lines if the output is no terminal."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, TextIO
 from ..data import random_state
 from ..events import EpochEnd, Event, FitEnd, FitStart, Logged, Position
 
-_REDRAWN = 4  # times a second, by a thread of the bar's own, which asks where the run is: no step waits for it
-_SILENCE = 60.0  # seconds without a line, after which one is printed within an epoch
+_REDRAWN = 4  # times per second, by the bar's own thread, which reads the position: no step waits for it
+_SILENCE = 60.0  # seconds without output, after which a line is printed inside an epoch
 _LAST = ("lr", "steps/s")
 
 
 class Progress:
-    """What a run prints; see `progress`."""
+    """Prints the progress of a run; see `progress`."""
 
     foreground = True
 
@@ -24,13 +24,13 @@ class Progress:
         self.stream = stream
         self._live = bool(getattr(stream, "isatty", lambda: False)())
         self._bar: Any = None
-        self._task: Any = None  # the line of the epoch, and one that is shown while something is evaluated
+        self._task: Any = None  # the line of the epoch; the next one is visible during an evaluation
         self._evaluation: Any = None
         self._start: FitStart | None = None
         self._values: Mapping[str, float] = {}
         self._rate = 0.0
-        self._shown = 0  # the epoch that the bar counts the batches of
-        self._said = time.monotonic()
+        self._shown = 0  # the epoch whose batches the bar counts
+        self._printed = time.monotonic()
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Logged):
@@ -43,14 +43,14 @@ class Progress:
             self.close()
 
     def close(self) -> None:
-        """Take the bar away; the lines stay."""
+        """Remove the bar. Printed lines stay."""
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.stop()
 
     def _begin(self, event: FitStart) -> None:
         self._start = event
-        self._said = time.monotonic()
+        self._printed = time.monotonic()
         if event.resumed:
             self._print(f"resumed after epoch {event.epoch}, update {event.updates}")
         if self._live:
@@ -65,12 +65,12 @@ class Progress:
         self._values, self._rate = event.values, event.steps_per_second
         if self._bar is not None:
             self._bar.update(self._task, values=_text(self._values, self._rate))
-        elif time.monotonic() - self._said > _SILENCE:
+        elif time.monotonic() - self._printed > _SILENCE:
             self._print(f"{self._epoch(event.epoch + 1)}  update {event.updates}{_text(self._values, self._rate)}")
 
     def _end_epoch(self, event: EpochEnd) -> None:
         shown = {key: value for key, value in event.record.items() if key != "epoch" and value is not None}
-        epoch = int(event.record.get("epoch") or event.epoch)  # one more than are completed, inside of an epoch
+        epoch = int(event.record.get("epoch") or event.epoch)  # inside an epoch, one more than are completed
         self._print(self._epoch(epoch) + _text(shown, self._rate))
         if event.stopping is not None and (self._start is None or event.epoch != self._start.epochs):
             self._print(f"stopped {'after' if epoch == event.epoch else 'in'} epoch {epoch}: {event.stopping}")
@@ -81,12 +81,12 @@ class Progress:
             return
         bar.update(self._evaluation, visible=False)
         if self._start is not None and place.epoch == self._start.epochs:
-            return  # there is no epoch after the last one
+            return  # no epoch follows the last one
         if place.epoch != self._shown:
             self._shown = place.epoch
             bar.reset(self._task, description=self._epoch(place.epoch + 1))
         batches = self._start.batches if self._start is not None else None
-        known = batches is not None and place.batch <= batches  # else the length was wrong
+        known = batches is not None and place.batch <= batches  # otherwise the length is wrong
         bar.update(self._task, completed=place.batch, total=batches if known else None)
 
     def _epoch(self, epoch: int) -> str:
@@ -94,7 +94,7 @@ class Progress:
         return f"epoch {epoch}/{epochs}" if epochs else f"epoch {epoch}"
 
     def _print(self, line: str) -> None:
-        self._said = time.monotonic()
+        self._printed = time.monotonic()
         if self._bar is not None:
             self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
         else:
@@ -102,12 +102,12 @@ class Progress:
 
 
 def progress(stream: TextIO | None = None) -> Progress:
-    """A live bar with loss, learning rate, rate and remaining time on a terminal; elsewhere a line an epoch.
+    """Show a live bar with loss, learning rate, speed and remaining time on a terminal, or else print a line per epoch.
 
     ``epoch 3/10  train_loss 0.123  val_loss 0.101  val_accuracy 0.981  lr 3.0e-04  12.3 steps/s``
 
     Args:
-        stream: standard output by default.
+        stream: to print to, standard output by default.
 
     Example:
         >>> sink = progress()
@@ -118,12 +118,12 @@ def progress(stream: TextIO | None = None) -> Progress:
 
 
 def _text(values: Mapping[str, Any], rate: float) -> str:
-    found = [f"{key} {_shown(value)}" for key, value in values.items() if key not in _LAST]
+    parts = [f"{key} {_shown(value)}" for key, value in values.items() if key not in _LAST]
     if "lr" in values:
-        found.append(f"lr {values['lr']:.1e}")
+        parts.append(f"lr {values['lr']:.1e}")
     if rate:
-        found.append(f"{rate:.3g} steps/s")
-    return "".join(f"  {part}" for part in found)
+        parts.append(f"{rate:.3g} steps/s")
+    return "".join(f"  {part}" for part in parts)
 
 
 def _shown(value: Any) -> str:
@@ -133,8 +133,8 @@ def _shown(value: Any) -> str:
 
 
 def _bar(stream: TextIO) -> Any:
-    """A bar that calls its ``move`` each time before it is drawn."""
-    with random_state.scoped(0):  # rich draws a number as it is imported
+    """Return a bar that calls its ``move`` before each redraw."""
+    with random_state.scoped(0):  # the import of rich draws a random number
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar

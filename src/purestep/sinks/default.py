@@ -10,10 +10,10 @@ from .json_history import history_json
 
 
 def default_sinks(directory: Path | str | None, *, progress: bool = True) -> list[Sink]:
-    """What a run reports to unless told otherwise.
+    """Return the sinks of a run that names none.
 
     Args:
-        directory: of the run; ``training_history.json`` is kept there. None: no file.
+        directory: of the run, for ``training_history.json``. None: no file.
         progress: a bar on a terminal, plain lines elsewhere.
 
     Example:

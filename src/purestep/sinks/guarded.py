@@ -1,4 +1,4 @@
-"""A sink may fail or hang; the run may not."""
+"""Guard a run against its sinks, which may fail or hang."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any, TypeAlias
 from ..events import EpochEnd, Event, FitEnd, FitStart
 
 Sink: TypeAlias = Callable[[Any], Any]
-"""A callable of events. Optional: ``close()``; ``wants``, the classes of the events it is to see; ``foreground``, True
-where it is quick enough to be called by the training thread itself; ``writes_files``, True where a ``fast_dev_run`` is
-to go without it."""
+"""A callable of events. Optional attributes: ``close()``; ``wants``, the classes of the events that it gets;
+``foreground``, True if it is fast enough for the training thread; ``writes_files``, True if a ``fast_dev_run`` leaves
+it out."""
 
 _log = logging.getLogger("purestep")
 _KEPT = (FitStart, EpochEnd, FitEnd)
-"""Never dropped: the rows of a run are in memory anyway, as its history."""
-_LINES = 64  # times as many events may wait for a file, which is late rather than lost
+"""Events that are never dropped: their rows are in memory anyway, as the history."""
+_LINES = 64  # factor of the capacity for a sink that writes files: late is better than lost
 
 
 class Guarded:
-    """A sink behind a queue and a thread of its own; see `guarded`."""
+    """A sink behind a queue, in its own thread; see `guarded`."""
 
     def __init__(self, sink: Sink, *, capacity: int, patience: float) -> None:
         self.sink = sink
         self.name = getattr(sink, "__name__", type(sink).__name__)
-        self.failures: Counter[str] = Counter()  # class of the exception -> events that it cost
-        self.dropped = 0  # events for which there was no room
+        self.failures: Counter[str] = Counter()  # class of the exception -> events lost by it
+        self.dropped = 0  # events lost because the queue was full
         self._wants: tuple[type, ...] | None = getattr(sink, "wants", None)
         self._foreground = bool(getattr(sink, "foreground", False))
         self.writes_files = bool(getattr(sink, "writes_files", False))
@@ -58,8 +58,8 @@ class Guarded:
             _log.warning("sink %s: too slow, events are dropped; training goes on", self.name)
 
     def close(self) -> None:
-        """Deliver what is waiting, for as long as the patience lasts, and close the sink. A sink that writes files is
-        waited for as long as it gets on: at least one event in that time."""
+        """Deliver the events in the queue and close the sink, within ``patience`` seconds. A sink that writes files
+        gets that time again as long as it finishes at least one event."""
         thread, self._thread = self._thread, None
         if thread is None:
             self._finish()
@@ -71,7 +71,7 @@ class Guarded:
             thread.join(self._patience)
         if thread.is_alive():
             waiting = self._queue.qsize()
-            _log.warning("sink %s: still busy after %g s, left with %d events", self.name, self._patience, waiting)
+            _log.warning("sink %s: still busy after %g s, so %d events are lost", self.name, self._patience, waiting)
 
     def _run(self) -> None:
         while (event := self._queue.get()) is not None:
@@ -100,22 +100,22 @@ class Guarded:
         kind = type(error).__name__
         self.failures[kind] += 1
         if self.failures[kind] == 1:
-            text = "sink %s failed at %s with %s: %s; training goes on, said once"
+            text = "sink %s failed at %s with %s: %s; training goes on; this is logged once"
             _log.warning(text, self.name, at, kind, error)
 
 
 def guarded(sink: Sink, *, capacity: int = 1024, patience: float = 5.0) -> Guarded:
-    """A sink that cannot harm the run: what it raises is logged once a kind and counted, what it blocks is a thread.
+    """Wrap a sink so that it cannot harm the run: its errors are counted and logged once per class, and it runs in its
+    own thread.
 
-    Events arrive in their order, without ``state`` and ``batch`` (both are None): those may be overwritten before the
-    sink gets to see them.
+    Events arrive in order, without ``state`` and ``batch`` (both are None): the run may overwrite those before the sink
+    reads them.
 
     Args:
         sink: see `Sink`.
-        capacity: events that may wait, >= 1; further ones are dropped and counted, except the start, the rows and the
-            end of a run. For a sink that writes files, 64 times as many may wait.
-        patience: seconds, > 0, that the end of a run waits for a busy sink; for one that writes files, without any
-            event being done.
+        capacity: events in the queue, >= 1. Further ones are dropped and counted, except for the start, the rows and
+            the end of a run. A sink that writes files has 64 times the capacity.
+        patience: seconds, > 0, that the end of a run waits for a busy sink; for one that writes files, for each event.
 
     Example:
         >>> from purestep.events import Saved

@@ -1,4 +1,4 @@
-"""The history of a run as one JSON list, to which a row is appended in place."""
+"""The history of a run as one JSON list. A row is appended in place."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .output import finite, is_stream, open_stream, set_aside
 Row: TypeAlias = dict[str, Any]
 
 _END = b"\n]\n"
-_SYNCED = 1.0  # seconds between two flushes to the disk: a row a millisecond would wait for each of them
+_SYNCED = 1.0  # seconds between two flushes to the disk, for which a row would wait
 
 
 class History:
-    """One JSON list with a row an epoch; see `history_json`."""
+    """One JSON list with a row per epoch; see `history_json`."""
 
     writes_files = True
     wants = (FitStart, EpochEnd, FitEnd)
@@ -29,8 +29,8 @@ class History:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._rows: list[Row] = []
-        self._size: int | None = None  # bytes of the file that holds the rows before the last; None: none does
-        self._synced = -math.inf  # reading of the clock at the last flush
+        self._size: int | None = None  # bytes of the file without the last row; None if there is no such file
+        self._synced = -math.inf  # time.monotonic() at the last flush
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, FitStart):
@@ -63,9 +63,9 @@ class History:
         return [row for row in rows if _number(row.get("epoch")) <= event.epoch]
 
     def _append(self) -> None:
-        """Write the last row, over the bracket that closes the list."""
+        """Write the last row over the bracket that closes the list."""
         if is_stream(self.path):
-            return  # one document, at the end
+            return  # it gets one document, at the end
         before, self._size = self._size, None
         if before is None or not self.path.is_file() or self.path.stat().st_size != before:
             self._write()
@@ -77,11 +77,11 @@ class History:
                 failpoint("files.write")
                 file.seek(start)
                 if file.write(row) != len(row):
-                    raise OSError("the row was written in part")  # the next write would say why
+                    raise OSError("the row was written in part")  # the next write would raise the reason
             except BaseException:
                 file.truncate(start)
                 file.seek(start)
-                file.write(_END)  # into room that the file has had
+                file.write(_END)  # needs no new disk space
                 raise
             if time.monotonic() - self._synced >= _SYNCED:
                 os.fsync(file.fileno())
@@ -89,7 +89,7 @@ class History:
         self._size = start + len(row)
 
     def _end(self, rows: list[Row]) -> None:
-        # The history of the run came through its snapshots, so it is right even where this file was lost.
+        # A resumed run has its history from a snapshot, so it is complete even if this file was lost.
         is_whole = self._size is not None and self.path.is_file() and self.path.stat().st_size == self._size
         if is_stream(self.path):
             with open_stream(self.path) as stream:
@@ -106,7 +106,7 @@ class History:
         self._size, self._synced = len(data), time.monotonic()
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file stays open."""
 
 
 def _document(rows: list[Row]) -> bytes:
@@ -118,10 +118,10 @@ def _indented(row: Row) -> bytes:
 
 
 def _parse(text: str) -> Any:
-    """The rows of a file; of one that a killed run has left torn, those that are whole.
+    """Return the rows of a file. A killed run may leave part of a row at its end, which is ignored.
 
     Raises:
-        ValueError: no JSON, and no row a line either.
+        ValueError: it is neither JSON nor rows on lines.
     """
     try:
         return json.loads(text)
@@ -149,15 +149,14 @@ def _number(value: Any) -> float:
 
 
 def history_json(path: Path | str) -> History:
-    """``training_history.json``: a list of ``{"epoch": 1, "train_loss": ..., "val_loss": ..., "lr": ...}``.
+    """Write ``training_history.json``: a list of ``{"epoch": 1, "train_loss": ..., "val_loss": ..., "lr": ...}``.
 
-    The first row writes the file whole (to a temporary file, flushed, renamed). Every further row is appended in place,
-    so that a row costs the same after 10,000 others; the file is valid JSON after each of them. It is flushed to the
-    disk once a second and at the end of the run, whatever ends it, where it is also held against the run's whole
-    history. What is not a finite number is null.
+    The first row writes the whole file (a temporary file, flushed and renamed). Every further row is appended in place,
+    so that it costs the same after 10,000 others, and leaves valid JSON. The file is flushed to the disk once a second
+    and at the end of the run, which also compares it with the history. A number that is not finite becomes null.
 
     Args:
-        path: of the file. A fresh run moves one that is there to ``training_history.1.json`` and so on. A pipe or
+        path: of the file. A fresh run renames an existing one to ``training_history.1.json`` and so on. A pipe or
             device (``/dev/stdout``) gets the whole list at the end of the run.
 
     Example:

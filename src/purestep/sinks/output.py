@@ -1,7 +1,7 @@
-"""Where a sink writes to: a file of the run's own, or a pipe or device that is there already.
+"""The output of a sink: a file that belongs to the run, or an existing pipe or device.
 
-A file belongs to one run, so a fresh run sets aside a file that it finds. A pipe or device belongs to somebody else: it
-is written to as it is, and never renamed, read back or replaced.
+A file belongs to one run, so a fresh run renames an existing one. A pipe or device does not belong to the run, which
+only writes to it, and never renames, reads or replaces it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..files import special_file
 
 
 def is_stream(path: Path) -> bool:
-    """Whether there is a pipe, a device or a socket at the path (links are followed), which can only be written to."""
+    """True if there is a pipe, device or socket at the path (links are followed), which can only be written."""
     return bool(special_file(path))
 
 
 def open_stream(path: Path) -> TextIO:
-    """A pipe or device, open for text.
+    """Open a pipe or device for text.
 
     Raises:
-        WriteFailed: a FIFO from which no process reads, a socket, or a device that cannot be opened.
+        WriteFailed: a FIFO that no process reads, a socket, or a device that cannot be opened.
     """
     flags = os.O_WRONLY | getattr(os, "O_APPEND", 0) | getattr(os, "O_NOCTTY", 0)
     blocking = getattr(os, "O_NONBLOCK", 0)  # without it, opening a FIFO would wait for its reader
@@ -45,21 +45,21 @@ def open_stream(path: Path) -> TextIO:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Give a file that is there the next free name ``name.1.suffix``, ``name.2.suffix``, ...; None where none is.
+    """Rename an existing file to the next free name ``name.1.suffix``, ``name.2.suffix``, ...; None if there is none.
 
     Raises:
-        WriteFailed: there is a directory, a pipe or a device.
+        WriteFailed: the path is a directory, a pipe or a device.
     """
     kind = "a directory" if path.is_dir() else special_file(path)
     if kind:
-        raise WriteFailed(f"is {kind}, which is not renamed", where=str(path), hint="pass the path of a file")
+        raise WriteFailed(f"is {kind}, which fit does not rename", where=str(path), hint="pass the path of a file")
     if not path.exists():
         return None
-    aside = next(found for n in count(1) if not (found := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists())
+    aside = next(free for n in count(1) if not (free := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists())
     path.rename(aside)
     return aside
 
 
 def finite(value: Any) -> Any:
-    """JSON has no nan and no infinity."""
+    """Return None for nan and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

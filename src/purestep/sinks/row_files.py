@@ -1,8 +1,7 @@
 """Files of rows by step: CSV and JSON lines.
 
-What is in a file belongs to one run. A fresh run moves a file that it finds aside; a resumed run keeps the rows up to
-the place where it goes on, so that no step is there twice and none is missing. A pipe or device gets every row as it
-comes, once.
+A file belongs to one run. A fresh run renames an existing file. A resumed run keeps the rows up to its position, so
+that every step is there exactly once. A pipe or device gets every row once.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from .output import finite, is_stream, open_stream, set_aside
 class Rows(ABC):
     """Rows by step, appended as they come; see `csv` and `jsonl`.
 
-    A row is ``{"kind": "step" or "epoch", "step": updates so far, "epoch": from 1, ...}``: of kind "step" every
-    ``log_every`` updates (means since the last such row, and speed), of kind "epoch" one a row of the history. What a
-    run has gone back behind is taken out.
+    A row is ``{"kind": "step" or "epoch", "step": updates so far, "epoch": from 1, ...}``: kind "step" every
+    ``log_every`` updates (means since the last such row, and speed), kind "epoch" for every row of the history. Rows
+    that a run went back behind are removed.
     """
 
     writes_files = True
@@ -36,22 +35,22 @@ class Rows(ABC):
         self.path = path
         self._file: TextIO | None = None
         self._last: dict[str, int] = {}  # kind -> step of its last row in this run
-        self._whole = True  # False after a failed write: there may be half a row at the end
+        self._whole = True  # False after a failed write, which may leave part of a row
 
     @abstractmethod
     def _parse(self, text: str) -> list[Row]:
-        """The whole rows in a file."""
+        """Return the complete rows of a file."""
 
     @abstractmethod
     def _text(self, rows: list[Row]) -> str:
-        """A file with these rows."""
+        """Return the text of a file with these rows."""
 
     @abstractmethod
     def _line(self, row: Row) -> str | None:
-        """One more row as text; None where the file has to be written anew for it."""
+        """Return one more row as text; None if the whole file must be rewritten."""
 
     def _streamed(self, row: Row) -> str:
-        """One more row as text for a pipe, which cannot be written anew."""
+        """Return one more row as text for a pipe, which cannot be rewritten."""
         return self._line(row) or self._text([row])
 
     def __call__(self, event: Event) -> None:
@@ -81,14 +80,14 @@ class Rows(ABC):
             set_aside(self.path)
             self._write([])
             return
-        found = self._read()
-        if not found:
-            set_aside(self.path)  # no file of ours
-        # A row of the history may have been written, and the run killed before its snapshot: then it comes again.
-        # Steps do not tell: two rows have the same one where the window between them was dropped.
+        rows = self._read()
+        if not rows:
+            set_aside(self.path)  # not written by this sink
+        # If the run was killed between a row of the history and its snapshot, the row comes again. The step does not
+        # identify it: two rows have the same step if the window between them was dropped.
         epochs = count(1)
         known = max(map(len, event.history.values()), default=0)
-        kept = [row for row in found if row["step"] <= event.updates]
+        kept = [row for row in rows if row["step"] <= event.updates]
         self._write([row for row in kept if row["kind"] != "epoch" or next(epochs) <= known])
 
     def _add(self, row: Row) -> None:
@@ -97,7 +96,7 @@ class Rows(ABC):
             self._append(self._streamed(row))
             return
         last = self._last.get(kind, -1)
-        # The run has gone back: what followed has not been. Two rows of the history may have one step, two lines not.
+        # The run went back, so later rows are void. Two rows of the history may have the same step, two lines may not.
         if step < last or (step == last and kind == "step"):
             self._write([old for old in self._read() if old["step"] < step or (step == last and old["kind"] != kind)])
         line = self._line(row) if self._whole else None
@@ -139,7 +138,7 @@ class _JsonLines(Rows):
             try:
                 row = json.loads(line)
             except ValueError:
-                continue  # half a row, from a run that was killed
+                continue  # part of a row, from a killed run
             if isinstance(row, dict):
                 rows.append(cast(Row, row))
         return rows
@@ -186,13 +185,13 @@ class _Csv(Rows):
 
 
 def csv(path: Path | str) -> Rows:
-    """Rows by step as CSV, blank where a row has no value for a column. A new column writes the file anew.
+    """Write rows by step as CSV, with an empty cell for a missing value. A new column rewrites the file.
 
-    Rows are of two kinds, ``row["kind"]`` says which: see `Rows`.
+    There are two kinds of rows, by ``row["kind"]``: see `Rows`.
 
     Args:
-        path: of the file. A fresh run moves one that is there aside (``metrics.1.csv``). A pipe or device
-            (``/dev/stdout``) is written to; there a new column makes a new line of names.
+        path: of the file. A fresh run renames an existing one (``metrics.1.csv``). To a pipe or device
+            (``/dev/stdout``), a new column writes a new line of names.
 
     Example:
         >>> import tempfile
@@ -207,13 +206,13 @@ def csv(path: Path | str) -> Rows:
 
 
 def jsonl(path: Path | str) -> Rows:
-    """Rows by step, one JSON object a line; what is not a finite number is null.
+    """Write rows by step, one JSON object per line. A number that is not finite becomes null.
 
-    Rows are of two kinds, ``row["kind"]`` says which: see `Rows`.
+    There are two kinds of rows, by ``row["kind"]``: see `Rows`.
 
     Args:
-        path: of the file. A fresh run moves one that is there aside (``metrics.1.jsonl``). A pipe or device
-            (``/dev/stdout``) is written to.
+        path: of the file, or of a pipe or device (``/dev/stdout``). A fresh run renames an existing file
+            (``metrics.1.jsonl``).
 
     Example:
         >>> import math, tempfile

@@ -20,17 +20,17 @@ class TensorBoard:
         self.directory = directory
         self._make = writer
         self._writer: Any = None
-        self._second = 0  # in which the last event file was begun
-        self._last = 0  # update of the last line of the log
+        self._second = 0  # time of the last event file, in seconds
+        self._last = 0  # update of the last log line
         self._written: dict[str, int] = {}  # tag -> update of its last point
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, FitStart):
-            # What an interrupted run wrote after its last snapshot is struck out: TensorBoard ignores those steps.
+            # TensorBoard ignores the points that an interrupted run wrote after its last snapshot.
             self._open(event.updates + 1 if event.resumed else None)
             self._last = event.updates
         elif isinstance(event, Logged):
-            if event.updates <= self._last:  # the run has gone back: what followed has not been
+            if event.updates <= self._last:  # the run went back, so later points are void
                 self._open(event.updates)
             self._last = event.updates
             self._scalars({**event.values, "steps_per_second": event.steps_per_second}, event.updates)
@@ -40,16 +40,16 @@ class TensorBoard:
             self.close()
 
     def _open(self, purge_step: int | None) -> None:
-        """Begin an event file, from which on the points at and after ``purge_step`` count no more."""
+        """Begin an event file that voids earlier points at and after ``purge_step``."""
         self.close()
-        while int(time.time()) <= self._second:  # files are read by name, and names of one second are not in order
+        while int(time.time()) <= self._second:  # files are read in the order of names, which contain the second
             time.sleep(0.02)
         self._second = int(time.time())
         self._writer = self._make(str(self.directory), purge_step=purge_step)
         self._written = {tag: at for tag, at in self._written.items() if purge_step is not None and at < purge_step}
 
     def _scalars(self, values: dict[str, Any], updates: int) -> None:
-        """One point a tag and update: of a line of the log and a row of the history at one update, the line's."""
+        """Write one point per tag and update. A log line comes before a row of the history, so its value counts."""
         for key, value in values.items():
             if isinstance(value, (int, float)) and self._written.get(key, -1) < updates:
                 self._writer.add_scalar(key, value, updates)
@@ -63,13 +63,13 @@ class TensorBoard:
 
 
 def tensorboard(directory: Path | str) -> TensorBoard:
-    """Scalars for TensorBoard, by optimizer update: one point a tag and update, in order.
+    """Write scalars for TensorBoard by optimizer update: one point per tag and update, in order.
 
-    What a line of the log and a row of the history both have at one update is the line's value. A run that goes on from
-    a snapshot, or goes back to a good state, begins an event file that strikes out the points it makes once more.
+    If a log line and a row of the history have a value at the same update, the line's is written. A run that resumes
+    from a snapshot, or goes back to a good state, begins an event file that voids the points to be repeated.
 
     Args:
-        directory: where the event files go.
+        directory: of the event files.
 
     Raises:
         ConfigError: tensorboard is not installed.
