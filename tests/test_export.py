@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_files import file_size_limit
+from saving import file_size_limit
 from torch import Tensor, nn
 
 import purestep as ps

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from faults.trials import contents, seeded
-from test_files import file_size_limit
+from saving import file_size_limit
 from torch import Tensor
 
 from purestep import errors

@@ -18,7 +18,7 @@ from faults.damaging import BEFORE, NEWEST
 from faults.planting import forge
 from faults.running import steps_of_a_fit
 from faults.trials import fails_without, first_failure
-from test_snapshot import GOLDEN, assert_same, golden_state, small
+from saving import GOLDEN, assert_same, golden_state, small
 from torch import Tensor
 
 from purestep import errors, tree
@@ -266,7 +266,7 @@ def test_row_17_a_renamed_leaf_is_told_with_the_nearest_name(tmp_path: Path) -> 
 
 
 def test_row_18_the_first_format_loads_for_ever() -> None:
-    """Made by `python tests/test_snapshot.py FOLDER`; a new format gets its own, this one stays as it is."""
+    """Made by `python tests/snapshot/test_snapshot.py FOLDER`; a new format gets its own, this one stays as it is."""
     template = tree.map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, golden_state())
     found = Snapshots(GOLDEN, writer=False).restore(template)
     assert_same(found.state, golden_state())

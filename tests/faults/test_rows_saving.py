@@ -20,8 +20,7 @@ import torch
 from faults import filling, killing, losing, racing, running
 from faults.running import steps_of_a_fit
 from faults.trials import fails_without, first_failure
-from test_files import record_calls
-from test_snapshot import assert_same, small
+from saving import assert_same, record_calls, small
 
 from purestep import errors, files, tree
 from purestep.snapshot import Snapshots

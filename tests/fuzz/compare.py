@@ -46,7 +46,7 @@ def _torchs(name: str, params: list[Tensor]) -> torch.optim.Optimizer:
 class OneLayout(TorchDispatchMode):
     """Contiguous tensors for the backward pass of batch_norm, which is wrong on the CPU for some pairs of layouts.
 
-    See `tests/test_formats.py`.
+    See `tests/compile/test_formats.py`.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,7 @@
 """Every row of `systems.toml` is proved by a test, and examples/README.md says for each how to move over.
 
-    python -m pytest tests/test_systems.py        # fails where a row has no test, or the tables are out of step
-    python tests/test_systems.py                  # runs those tests, and prints each row with them and the result
+    python -m pytest tests/laws/test_systems.py        # fails where a row has no test, or the tables are out of step
+    python tests/laws/test_systems.py                  # runs those tests, and prints each row with them and the result
 
 A test proves the rows that it is marked with, `@pytest.mark.row("0.7", "B2")`; rows of the fault matrix stand beside
 them as "F12". Each rule is a function that lists violations, and has planted ones that it must find.
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 TABLES = TESTS.parent / "examples" / "README.md"
 MOST = 5  # rows a test may prove
 FAULT = re.compile(r"F\d+")

@@ -19,16 +19,16 @@ from helpers import quadratic
 from purestep import optim, schedules, tree
 from purestep.optim import Transform
 
-PATH = Path(__file__).parent / "golden" / "optimizers.json"
+PATH = Path(__file__).parents[1] / "golden" / "optimizers.json"
 ADVICE = f"""{{name}} no longer computes what it computed: {{where}}
 is {{found}}
 was {{wanted}}
 
 If that is meant (a formula was wrong, a default or the order of the state's fields was changed on purpose), say so in
 CHANGELOG.md: runs that are resumed across this version go on differently, or not at all. Check the optimizer against
-its twin first (pytest tests/test_peers_optim.py), then record anew with
+its twin first (pytest tests/optim/test_peers_optim.py), then record anew with
 
-    PYTHONPATH=src:tests python tests/{Path(__file__).name}
+    PYTHONPATH=src:tests python tests/laws/{Path(__file__).name}
 
 and look at the difference in git before committing it. If nothing was meant to change, the code is what is wrong.
 """
@@ -87,7 +87,7 @@ def golden() -> Any:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_computes_what_it_did(name: str, golden: Any) -> None:
-    assert name in golden, f"not recorded yet: PYTHONPATH=src:tests python tests/{Path(__file__).name}"
+    assert name in golden, f"not recorded yet: PYTHONPATH=src:tests python tests/laws/{Path(__file__).name}"
     compare(name, recorded(OPTIMIZERS[name]()), golden[name])
 
 
@@ -105,7 +105,9 @@ def test_nothing_is_recorded_that_is_not_tested(golden: Any) -> None:
     ],
 )
 def test_a_change_is_seen_and_the_failure_says_what_to_do(changed: Any, where: str, golden: Any) -> None:
-    with pytest.raises(pytest.fail.Exception, match=rf"(?s)adamw no longer .*({where}).*python tests/test_golden.py"):
+    with pytest.raises(
+        pytest.fail.Exception, match=rf"(?s)adamw no longer .*({where}).*tests/laws/test_golden.py"
+    ):
         compare("adamw", recorded(changed()), golden["adamw"])
 
 

@@ -45,7 +45,7 @@ if not backend._KNOWN:
 
 wrapper: Any = importlib.import_module("purestep.compile.cpu.cpp_wrapper")  # loads inductor
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -198,11 +198,11 @@ def test_gradients_are_written_where_the_packed_state_has_them():
 def test_the_same_products_with_narrower_vectors():
     """The kernel's blocks are of other sizes there."""
     program = (
-        "from torch._inductor.cpu_vec_isa import pick_vec_isa; import test_native as here; "
+        "from torch._inductor.cpu_vec_isa import pick_vec_isa; import test_backend as here; "
         "assert str(pick_vec_isa()).startswith('avx2'), pick_vec_isa(); "
         "here.test_products_of_any_size_and_strides_on_any_number_of_threads()"
     )
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(Path(__file__).parent)])
     narrow = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", program], env=narrow, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -456,7 +456,7 @@ def test_threads_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch):
 INNER: list[Callable[..., list[Tensor]]] = []
 
 
-@library.custom_op("test_native::nested", mutates_args=())
+@library.custom_op("test_backend::nested", mutates_args=())
 def nested(x: Tensor) -> Tensor:
     if not x.isfinite().all():
         raise FloatingPointError("a number that is none")
@@ -551,7 +551,7 @@ def by_address(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 CONSTANT = torch.arange(24.0).reshape(4, 6)
 
 
-@library.custom_op("test_native::holding", mutates_args=())
+@library.custom_op("test_backend::holding", mutates_args=())
 def holding(x: Tensor) -> Tensor:
     HELD.append(x)
     return x * 2
@@ -676,7 +676,7 @@ def test_a_call_on_more_threads_than_there_were(size: int):
     """Inductor's code has room for one sum a thread; what writes past it need not crash, so the count is looked at."""
     counts: list[int] = []
 
-    @library.custom_op(f"test_native::looked_{size}", mutates_args=())
+    @library.custom_op(f"test_backend::looked_{size}", mutates_args=())
     def looked(x: Tensor) -> Tensor:
         counts.append(torch.get_num_threads())
         return x.clone()

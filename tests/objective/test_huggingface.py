@@ -133,7 +133,7 @@ def test_a_model_that_no_capture_takes_is_told_the_line():
     lines = Path(__file__).read_text("utf-8").splitlines()
     line = next(n for n, text in enumerate(lines, 1) if text.endswith("this is the line"))
     program = ps.program(Choosy(), ps.hf_loss(causal=True), optim.sgd(0.1))
-    with pytest.raises(ps.errors.StepContractError, match=rf"test_hf\.py:{line}: the step reads the value"):
+    with pytest.raises(ps.errors.StepContractError, match=rf"test_huggingface\.py:{line}: the step reads the value"):
         ps.fit(program.init(), [tokens()], program, epochs=1, compile={"backend": "aot_eager"}, progress=False)
 
 

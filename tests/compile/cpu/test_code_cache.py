@@ -183,7 +183,7 @@ def test_torch_and_the_machine_are_part_of_a_name(monkeypatch: pytest.MonkeyPatc
     assert name_of(twice, torch.ones(4, 4)) == plain
 
 
-@library.custom_op("test_first_step::triple", mutates_args=())
+@library.custom_op("test_code_cache::triple", mutates_args=())
 def triple(x: Tensor) -> Tensor:
     return x * 3
 

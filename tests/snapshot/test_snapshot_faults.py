@@ -17,7 +17,7 @@ import pytest
 import torch
 from faults.planting import forge
 from faults.running import state
-from test_snapshot import assert_same, small
+from saving import assert_same, small
 
 from purestep import errors
 from purestep.snapshot import Snapshots, manifest

@@ -6,32 +6,17 @@ import errno
 import json
 import logging
 import os
-import signal
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from saving import record_calls
 
 from purestep import errors, files
 
 
 def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
-
-
-@contextmanager
-def file_size_limit(size: int):
-    """A disk that takes no file larger than so many bytes."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 # --- whole files --------------------------------------------------------------------------------------------------
@@ -94,25 +79,6 @@ def test_json_that_cannot_be_read_is_a_value_error(tmp_path, content, text):
     limit = 1000 if b"[0]" in content else 1 << 20
     with pytest.raises(ValueError, match=text):
         files.read_json(tmp_path / "a", limit=limit)
-
-
-def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What reaches the kernel, in order: (call, path)."""
-    calls: list[tuple[str, str]] = []
-    real = {name: getattr(os, name) for name in ("fsync", "rename", "replace")}
-
-    def fsync(descriptor: int) -> None:
-        calls.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
-        real["fsync"](descriptor)
-
-    def rename(source, target) -> None:
-        calls.append(("rename", f"{source} -> {target}"))
-        real["rename"](source, target)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "rename", rename)
-    monkeypatch.setattr(os, "replace", rename)
-    return calls
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux's /proc")

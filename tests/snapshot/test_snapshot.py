@@ -9,13 +9,13 @@ import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from saving import assert_same, bits, golden_state, small
 from torch import Tensor
 
 from purestep import errors, tree
@@ -31,30 +31,6 @@ DTYPES = (
 class Pair(NamedTuple):
     first: Any
     second: Any
-
-
-def small(value: float = 0.0) -> dict[str, Tensor]:
-    return {"w": torch.arange(6.0).reshape(2, 3) + value, "b": torch.full((2,), float(value))}
-
-
-def bits(tensor: Tensor) -> bytes:
-    """The values' bytes in C order: NaN equals NaN, -0 differs from 0."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    if plain.dtype == torch.complex128:
-        plain = torch.view_as_real(plain)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return plain.view(integers[plain.dtype.itemsize]).numpy().tobytes()
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    assert tree.flatten(found)[1] == tree.flatten(expected)[1]
-    for (path, a), (_, b) in zip(tree.with_paths(found), tree.with_paths(expected), strict=True):
-        if isinstance(b, Tensor):
-            assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device), path
-            assert bits(a) == bits(b), path
-        else:
-            assert type(a) is type(b), path
-            assert a == b or (a != a and b != b), path
 
 
 def rich() -> Pair:
@@ -564,20 +540,6 @@ def test_a_tensor_at_two_places_is_one_again(tmp_path):
         snapshots.save(2, {"a": shared, "b": shared + 1, "c": shared})
         found = snapshots.restore({"a": shared, "b": shared, "c": shared}).state
         assert_same(found, {"a": shared, "b": shared + 1, "c": shared})
-
-
-GOLDEN = Path(__file__).parent / "golden" / "snapshot-format-1"
-
-
-def golden_state() -> dict[str, Any]:
-    return {
-        "params": {"layers.0.weight": torch.arange(6.0).reshape(2, 3), "layers.0.bias": torch.tensor([0.5, -0.0])},
-        "half": torch.tensor([1.5, math.inf]).bfloat16(),
-        "eight": torch.tensor([0.25, 448.0]).to(torch.float8_e4m3fn),
-        "count": torch.tensor(2**40),
-        "empty": torch.zeros(0, 2),
-        "python": {"rate": 0.1, "name": "adamw", "on": True, "epoch": 3},
-    }
 
 
 if __name__ == "__main__":
