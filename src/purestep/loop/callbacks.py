@@ -35,8 +35,8 @@ class Callbacks:
         self._evaluation: events.Position | None = None  # while the run evaluates
 
     @property
-    def exist(self) -> bool:
-        """True if there are callbacks. Sinks do not get the events of single steps."""
+    def has_callbacks(self) -> bool:
+        """True if there are callbacks: sinks do not get the events of single steps."""
         return bool(self._callbacks)
 
     def dispatch(self, event: events.Event) -> Iterator[Any]:
@@ -69,7 +69,7 @@ class Callbacks:
 
         def watch(batch: Any, metrics: Metrics, index: int) -> None:
             self._evaluation = events.Position(loader, epoch, index + 1)
-            if self.exist:
+            if self.has_callbacks:
                 for _ in self.ask(events.EvalStepEnd(state, loader, metrics, batch, index)):
                     pass
 

@@ -43,7 +43,7 @@ _BASE: list[_Switches] = []
 
 
 @contextmanager
-def environment(config: FitConfig, device: torch.device) -> Generator[None]:
+def applied(config: FitConfig, device: torch.device) -> Generator[None]:
     """Set the switches of a run, and restore them. Random numbers drawn outside of steps leave no trace.
 
     Raises:

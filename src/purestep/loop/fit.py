@@ -122,7 +122,7 @@ def fit(
     run = Run(inputs.placed(given, settings.device, ready))
     is_callers = run.state is given
     with ExitStack() as stack:
-        stack.enter_context(environment.environment(settings, data.device_of(run.state)))
+        stack.enter_context(environment.applied(settings, data.device_of(run.state)))
         feeds = inputs.open_feeds(loaders, settings, ready, inputs.seed_of(run.state))
         stack.callback(feeds.close)
         store, owned = checkpointing.open_snapshots(snapshots, settings, feeds.train)

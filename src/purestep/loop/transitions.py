@@ -141,7 +141,7 @@ def _count(run: Run, call: Call, metrics: Metrics | Stacked, batch: Any) -> None
     """Hand the metrics of a call to the progress and the callbacks, and take in what has arrived of earlier ones."""
     progress, callbacks = run.services.progress, run.services.callbacks
     progress.add(call, metrics, run.loop, batch)
-    if call.closing and callbacks.exist:
+    if call.closing and callbacks.has_callbacks:
         updates = run.loop.updates + progress.pending
         event = events.StepEnd(run.state, unstacked(metrics), batch, call.epoch, call.batch, updates)
         _heed(run, callbacks.ask(event))
