@@ -7,23 +7,23 @@
 
 The map, from the bottom up; imports run only downward. Above the line there is no I/O, no clock, no logging, and the
 global random generators are touched only inside `rng.scoped`. One exception: `compile` starts the C++ compiler and
-keeps what it makes in its cache directory.
+keeps its code in the compiler's cache directory.
 
-    errors  types                                        the vocabulary
-    tree  rng  arguments  recipes                        trees (optree), random keys, what a number may be, pickling
-    modes  hollow                                        torch's transforms, a module without its weights
-    model  transform  schedules  ema  scaler             a module as a function, gradient transformations, ...
-    precision  metrics  objective  stopping
-    optim  step  packed                                  named optimizers, the train step, its flat form
-    compile                                              one graph, donation
-    -----------------------------------------------------------------------------------------------------
-    files  events  config  signals  data                 atomic files, what fit tells, settings, loaders
-    purity  anomaly                                      what a step must not do; where a nan comes from
-    snapshot  export  sinks  incident                    orbax, weights in and out, progress, a step written down
-    loop  testing  bench                                 fit, checks for unit tests, benchmarks
+    errors  types  tensor_layout  batch_objects       the vocabulary
+    global_rng  host_generators                       the process's generators: torch's, numpy's, Python's
+    tree  rng  tracing  validation  pickling          trees (optree), keys, traces and transforms, checks of arguments
+    model                                             a module as a pure function of its tensors
+    optim  schedules  ema  scaler  precision          optimizers and their algebra, ...
+    metrics  objective  stopping
+    step  packed                                      the train step, its flat form
+    compile                                           one graph, donation; compile/cpu: a plug-in for x86
+    --------------------------------------------------------------------------------------------------
+    files  events  config  signals  data              atomic files, events of fit, settings, loaders
+    snapshot  export  sinks  diagnostics  contrib     orbax, weights, progress, impurity and nan, other libraries
+    loop  testing  bench                              fit, checks for unit tests, benchmarks
 
-`import purestep` loads what stands above the line, `compile` apart; the rest is loaded where it is first asked for
-(`ps.fit`), so that a script or a worker process waits only for what it uses.
+`import purestep` loads the modules above the line but `compile`; the others load at first use (`ps.fit`), so that a
+script or a worker process waits only for what it uses.
 
 Every public name is listed in README.md beside this file.
 """
