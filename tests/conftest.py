@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,7 +70,25 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+NOT_QUICK = {"compile", "slow", "peer", "cuda"}
+"""Marks of tests that compile, start processes that take seconds, or need something else."""
+
+QUICK = ("config", "files", "loop", "metrics", "model", "objective", "optim", "schedules", "sinks", "step")
+"""Folders of the others that are quick, besides the tests in no folder."""
+
+
+def is_quick(item: pytest.Item) -> bool:
+    tests = Path(__file__).parent
+    if tests not in item.path.parents or any(item.get_closest_marker(name) for name in NOT_QUICK):
+        return False
+    return item.path.parent == tests or item.path.parent.name in QUICK
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_quick(item):
+            item.add_marker(pytest.mark.quick)
     if torch.cuda.is_available():
         items.sort(key=lambda item: item.path.name != "test_on_cuda.py")  # what teaches most, while a GPU is lent
         return

@@ -34,7 +34,7 @@ def compile_step(
     from those of the eager step, and are the same in every run.
 
     Compiled code is stored in inductor's cache directory (``TORCHINDUCTOR_CACHE_DIR``). The next process looks it up by
-    the operations of the step, without loading the compiler (on the CPU, with torch 2.13 or later; not if the step uses
+    the operations of the step (on the CPU, with torch 2.13 or later; not if the step uses
     a tensor that is neither in the state nor in the batch, such as a table in an objective's closure). The directory
     may be moved, and may lie with the snapshots of a run: it is valid for the same processor and installation, as in a
     restarted container.
