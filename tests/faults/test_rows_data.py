@@ -30,7 +30,7 @@ from purestep.data import feed as feed_
 from purestep.data import map_style, open_feed, workers
 from purestep.errors import DataError, Mismatch
 from purestep.files import lock
-from purestep.loop import checkpointing, metric_queue, train_call
+from purestep.loop import metric_queue, resume, train_call
 
 NO_WORKERS, WORKERS = {}, {"num_workers": 1}
 
@@ -86,8 +86,8 @@ def test_row_27_resumed_again_and_again(number: int, tmp_path: Path) -> None:
 
 
 def test_row_27_fails_where_the_place_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = checkpointing.from_json
-    monkeypatch.setattr(checkpointing, "from_json", lambda found: real(found)._replace(batch=0))
+    real = resume.from_json
+    monkeypatch.setattr(resume, "from_json", lambda found: real(found)._replace(batch=0))
     assert resuming.trial(0, tmp_path) is not None
 
 

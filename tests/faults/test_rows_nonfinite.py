@@ -31,8 +31,8 @@ from purestep.errors import (
     WriteFailed,
 )
 from purestep.events import Logged
-from purestep.loop.halted import can_halt
 from purestep.loop.loop_state import Call, LoopState
+from purestep.loop.nonfinite_steps import can_halt
 from purestep.loop.progress import Progress
 from purestep.types import Program, TrainState
 

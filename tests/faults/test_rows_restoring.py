@@ -211,7 +211,7 @@ def test_row_16_fails_where_another_step_stands_in_or_nothing_is_said(
     newest = lambda self, template, *, step=None, only=None: real(self, template, only=only)  # noqa: E731
     with fails_without("purestep.snapshot.snapshots.Snapshots.restore", newest):
         test_row_16_an_empty_directory_and_a_step_that_is_not_there(tmp_path / "another", caplog)
-    with fails_without("purestep.loop.checkpointing.log", logging.Logger("nobody")):
+    with fails_without("purestep.loop.resume.log", logging.Logger("nobody")):
         test_row_16_an_empty_directory_and_a_step_that_is_not_there(tmp_path / "nothing", caplog)
 
 

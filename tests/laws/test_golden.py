@@ -105,9 +105,7 @@ def test_nothing_is_recorded_that_is_not_tested(golden: Any) -> None:
     ],
 )
 def test_a_change_is_seen_and_the_failure_says_what_to_do(changed: Any, where: str, golden: Any) -> None:
-    with pytest.raises(
-        pytest.fail.Exception, match=rf"(?s)adamw no longer .*({where}).*tests/laws/test_golden.py"
-    ):
+    with pytest.raises(pytest.fail.Exception, match=rf"(?s)adamw no longer .*({where}).*tests/laws/test_golden.py"):
         compare("adamw", recorded(changed()), golden["adamw"])
 
 

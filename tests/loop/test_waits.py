@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
 from purestep import schedules, tracing
-from purestep.loop import halted
+from purestep.loop import nonfinite_steps as halted
 from purestep.loop.accumulation import counting
 from purestep.loop.purity_check import PurityCheck
 from purestep.step import Accum, update

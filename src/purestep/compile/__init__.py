@@ -28,7 +28,7 @@ Changes to a graph, in every way to capture:
     formats           memory formats for operators that run one by one
     dynamic_shapes    sizes that vary between batches
     outputs           scalars returned as one vector
-    packing           which parameters share a flat buffer
+    packed_layouts    which parameters share a flat buffer
     treespec          trees in plain Python, which Dynamo can read
 """
 

@@ -21,7 +21,7 @@ from .donation import DonatedBuffers, treespec
 from .graph_cache import Graph, Graphs, Options
 from .guards import check_untransformed, kinds, kinds_guard, resolved, without_text
 from .outputs import Stacked, unstacked
-from .packing import Layouts
+from .packed_layouts import Layouts
 
 Unlike: TypeAlias = Callable[[Any], None] | None
 """Called with a batch whose signature may differ from that of the previous one."""

@@ -14,10 +14,10 @@ from ..errors import StepContractError
 from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
 from . import metric_queue
 from .accumulation import counting
-from .halted import before_halt, halt_error
 from .inputs import check_alone
 from .loop_state import LoopState
 from .metric_queue import MetricQueue
+from .nonfinite_steps import before_halt, halt_error
 
 Watch = Callable[[Any, Metrics, int], None]
 

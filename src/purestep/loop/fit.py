@@ -17,13 +17,13 @@ from .. import data, events, files
 from ..signals import Signals
 from ..snapshot import Snapshots
 from ..types import Program, Tree
-from . import checkpointing, environment, inputs, policy, progress, train_call
+from . import environment, inputs, policy, progress, resume, train_call
 from .callbacks import Callbacks
-from .checkpointing import Checkpointer
 from .inputs import Feeds
 from .loop_state import Cell, FitResult, cell, joined, with_row
 from .policy import EvalSchedule, limit_reached
 from .recovery import LastGood, save_on_error
+from .resume import Checkpointer
 from .transitions import (
     UNSCORED,
     Epochs,
@@ -125,7 +125,7 @@ def fit(
         stack.enter_context(environment.applied(settings, data.device_of(run.state)))
         feeds = inputs.open_feeds(loaders, settings, ready, inputs.seed_of(run.state))
         stack.callback(feeds.close)
-        store, owned = checkpointing.open_snapshots(snapshots, settings, feeds.train)
+        store, owned = resume.open_snapshots(snapshots, settings, feeds.train)
         if store is not None and owned:
             stack.callback(store.close)
         listeners = Callbacks(inputs.callables("callbacks", callbacks), inputs.ready_sinks(sinks, store, settings))
@@ -248,7 +248,7 @@ def _restore(run: Run, opened: Opened) -> Services:
     view = inputs.view_to_evaluate(run.state, config)
     monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
     window = program.static.accumulate if program.static else 1
-    state, loop, resumed = checkpointing.resumed(run.state, snapshots, config, feeds.train)
+    state, loop, resumed = resume.resumed(run.state, snapshots, config, feeds.train)
     run.state = inputs.windowed(state, window, loop.window)
     del state
     run.loop = monitor.resumed(loop)._replace(window=window, left=inputs.window_left(run.state, window))

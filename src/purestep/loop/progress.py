@@ -16,9 +16,9 @@ from ..events import Logged
 from ..step import rate_names
 from ..types import Metrics, TrainState, Tree
 from . import metric_queue
-from .halted import can_halt, check_windows, halt_error
 from .loop_state import Call, Cell, LoopState
 from .metric_queue import MetricQueue, Rows, Totals
+from .nonfinite_steps import can_halt, check_windows, halt_error
 
 _BARE = ("grad_norm", "scale")  # step metrics that do not describe training data: no "train_" before them
 _HIDDEN = ("applied",)

@@ -20,8 +20,8 @@ from ..errors import ConfigError, NonFiniteError, PurestepError, StepContractErr
 from ..types import EvalStep, Metrics, Program, TrainStep, Tree
 from .accumulation import counting
 from .evaluate import BatchCheck, check_pair, takes_index
-from .halted import can_halt, halts
 from .loop_state import LoopState
+from .nonfinite_steps import can_halt, halts
 from .purity_check import PurityCheck
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`

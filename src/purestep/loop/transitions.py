@@ -15,15 +15,15 @@ from ..compile import Stacked, unstacked
 from ..errors import NonFiniteError, StepContractError
 from ..signals import Preempted, Signals, interrupted
 from ..types import Metrics, Program, Tree
-from . import environment, halted, inputs, policy, recovery
+from . import environment, inputs, nonfinite_steps, policy, recovery
 from .callbacks import Callbacks
-from .checkpointing import Checkpointer
 from .evaluate import eval_means
 from .inputs import Feeds
 from .loop_state import Call, FitResult, LoopState
 from .policy import EvalSchedule, Monitor, limit_reached
 from .progress import Progress
 from .recovery import LastGood
+from .resume import Checkpointer
 from .train_call import TrainCall
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
@@ -295,10 +295,12 @@ def undo_boundary(run: Run) -> None:
 def _go_back(run: Run, error: NonFiniteError) -> None:
     """Go back to the last good state, or raise the error with an explanation."""
     if not _went_back(run, error, run.state, run.loop):
-        run.state = halted.halt_spoilt(run.state)
+        run.state = nonfinite_steps.halt_spoilt(run.state)
         services = run.services
         window = services.progress.window(error.step or 0)
-        raise halted.explain(error, halted.before_halt(run.state), window, services.eager, services.feeds.train)
+        raise nonfinite_steps.explain(
+            error, nonfinite_steps.before_halt(run.state), window, services.eager, services.feeds.train
+        )
 
 
 def _went_back(run: Run, error: NonFiniteError, state: Tree, loop: LoopState) -> bool:
@@ -346,8 +348,8 @@ def result_of(run: Run) -> FitResult:
 def end_run(run: Run, error: BaseException | None) -> None:
     """Dispatch FitEnd, whatever ended the run."""
     if isinstance(error, NonFiniteError | StepContractError):
-        run.state = halted.before_halt(run.state)
+        run.state = nonfinite_steps.before_halt(run.state)
         vars(error)["result"] = result_of(run)
-        halted.write_replay_file(error, run.services.checkpointer.snapshots)
+        nonfinite_steps.write_replay_file(error, run.services.checkpointer.snapshots)
     result = result_of(run)
     run.services.callbacks.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))

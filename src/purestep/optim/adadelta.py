@@ -7,13 +7,7 @@ from typing import NamedTuple
 from ..pickling import recipe
 from ..types import Params
 from .base import Transform, chain, require, require_arguments
-from .numerics import (
-    Rate,
-    Scalar,
-    decay_square,
-    upcast,
-    zeros_like_squares,
-)
+from .numerics import Rate, Scalar, decay_square, upcast, zeros_like_squares
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
 

@@ -9,12 +9,7 @@ from ..pickling import recipe
 from ..types import Params
 from .adam import scale_by_adam
 from .base import Transform, chain, require_arguments, stateless
-from .numerics import (
-    Rate,
-    Scalar,
-    multiply,
-    upcast,
-)
+from .numerics import Rate, Scalar, multiply, upcast
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
 

@@ -9,12 +9,7 @@ import torch
 from ..pickling import recipe
 from ..types import Params
 from .base import Transform, chain, require, require_arguments
-from .numerics import (
-    Rate,
-    Scalar,
-    lerp,
-    zeros_like,
-)
+from .numerics import Rate, Scalar, lerp, zeros_like
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
 

@@ -14,12 +14,7 @@ from ..model import uncompiled
 from ..pickling import recipe
 from ..types import Params
 from .base import Transform, chain, require, require_arguments, stateless
-from .numerics import (
-    Rate,
-    Scalar,
-    lerp,
-    zeros_like,
-)
+from .numerics import Rate, Scalar, lerp, zeros_like
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask, decay_mask
 

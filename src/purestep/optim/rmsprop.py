@@ -9,17 +9,7 @@ import torch
 from ..pickling import recipe
 from ..types import Empty, Params, Tree
 from .base import Transform, chain, require, require_arguments
-from .numerics import (
-    Rate,
-    Scalar,
-    decay_square,
-    is_enabled,
-    lerp,
-    safe_sqrt,
-    upcast,
-    zeros_like,
-    zeros_like_squares,
-)
+from .numerics import Rate, Scalar, decay_square, is_enabled, lerp, safe_sqrt, upcast, zeros_like, zeros_like_squares
 from .scale import decay_parts, scale_by_learning_rate
 from .sgd import trace
 from .wrappers import Mask

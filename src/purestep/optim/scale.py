@@ -11,15 +11,7 @@ from torch import Tensor
 from ..pickling import recipe
 from ..types import Params
 from .base import Transform, require, require_rate, stateless
-from .numerics import (
-    Rate,
-    Scalar,
-    add_scaled,
-    is_enabled,
-    multiply,
-    rate_at,
-    zero_count,
-)
+from .numerics import Rate, Scalar, add_scaled, is_enabled, multiply, rate_at, zero_count
 from .wrappers import Mask, masked
 
 
