@@ -416,7 +416,7 @@ def test_python_is_run_once_whether_code_is_made_or_found():
 def test_what_forward_keeps_is_part_of_the_graph_that_made_it_and_no_other_reads_it():
     torch.manual_seed(0)
     assert first_loss(Impure("keeps"), 16) > 0
-    with pytest.raises(StepContractError, match="an earlier capture of the step has left behind"):
+    with pytest.raises(StepContractError, match="the step stored during an earlier capture"):
         first_loss(Impure("keeps"), 16, 8)
 
 

@@ -274,9 +274,7 @@ class TestKeepEval:
         assert not torch.equal(a.params["1.weight"], b.params["1.weight"])
 
     def test_a_pattern_that_matches_nothing_is_refused(self):
-        with pytest.raises(
-            ConfigError, match=r"keep_eval: 'norm\*' matches no submodule \(cure: use one of \['0', '1'"
-        ):
+        with pytest.raises(ConfigError, match=r"keep_eval: 'norm\*' matches no submodule \(cure: use one of"):
             program(tiny_convnet(), keep_eval=("1", "norm*"))
 
 

@@ -108,7 +108,7 @@ def _source(node: Any) -> Any:
 def _inlined(
     graph: GraphModule, at: Node, made: dict[Any, Any], function: Callable[..., Any], inputs: Any, *constants: Any
 ) -> Any:
-    """Insert the function's operations before a node and return the nodes of its results; ``made`` caches operations."""
+    """Insert the function's operations before a node, return its result nodes; ``made`` caches the operations."""
     fakes = [source.meta["val"] for source in inputs]
     kind = (function, constants, *((fake.shape, fake.stride(), fake.device) for fake in fakes))
     if kind not in made:

@@ -252,7 +252,7 @@ def _threads(graph: GraphModule, work: float) -> int:
 
 
 def _work(graph: GraphModule) -> float:
-    """Estimate the operations of one call: those of matrix products and convolutions, and four for each other element."""
+    """Estimate the operations of one call: of matrix products and convolutions, and four for each other element."""
     from torch.fx.node import map_arg
     from torch.utils.flop_counter import flop_registry
 

@@ -257,8 +257,8 @@ _BY_LAYOUT = (
 
 
 def _restore_strides(place: Any, strides: tuple[int, ...], found: dict[_Place, Any]) -> None:
-    """Give a tensor its recorded strides. A trace decomposes operations, and the result may have other strides: channels
-    last in a batch of one, for example."""
+    """Give a tensor its recorded strides. A trace decomposes operations, and the result may have other strides, such
+    as channels last in a batch of one."""
     given = found.get(place)
     if given is None:
         return

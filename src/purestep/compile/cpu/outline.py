@@ -256,7 +256,7 @@ def _form(nodes: list[Node]) -> _Form | None:
 
 
 def _base(node: Node) -> Node:
-    """What a view is a view of: views are used anew where they are needed."""
+    """The base of a view: views are repeated outside of the function."""
     while _is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -344,7 +344,7 @@ def _call(graph: GraphModule, form: _Form, outputs: list[int], block: Block, mad
 
 
 def _copy_view(graph: Any, node: Node, made: dict[Node, Node], inside: set[Node], last: Node) -> Node:
-    """A view used anew, after `last`; the last node then."""
+    """Repeat a view after `last`; return the new last node."""
     source: Any = node.args[0]
     if source in inside and source not in made:
         last = _copy_view(graph, source, made, inside, last)
