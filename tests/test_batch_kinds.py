@@ -188,7 +188,7 @@ def test_a_step_that_writes_into_them_is_found(make: Any) -> None:
 
     program = linear()
     plain = program.train_step
-    with pytest.raises(StepContractError, match=r"batch/x: the step writes what it was given, in place"):
+    with pytest.raises(StepContractError, match=r"batch/x: the step writes its arguments, in place"):
         fit(batches(make), program._replace(train_step=writes))
 
 
@@ -249,7 +249,7 @@ def test_what_cannot_be_looked_into_runs_in_eager_alone() -> None:
 
 
 def test_an_object_without_a_tensor_is_refused() -> None:
-    with pytest.raises(DataError, match="without a tensor in it"):
+    with pytest.raises(DataError, match="without a tensor"):
         fit([types.SimpleNamespace(x=1, y="text")])
 
 
@@ -267,16 +267,16 @@ def test_objects_move_with_all_they_hold() -> None:
 
 def test_what_is_no_record_has_no_attributes() -> None:
     for node in (torch.ones(1), torch.nn.Linear(1, 1), torch.device("cpu"), object(), {"x": 1}, (1,), int, len, None):
-        assert batch_objects.record(node) is None
+        assert batch_objects.attributes(node) is None
 
 
 def test_an_object_is_a_record_by_what_it_holds() -> None:
     class Fresh(Plain):
         pass
 
-    assert batch_objects.record(Fresh(1, "no tensor")) is None
-    assert batch_objects.record(Fresh(torch.ones(1), object())) is None
-    assert batch_objects.record(Fresh(1, {"a": [torch.ones(1)]})) is not None
+    assert batch_objects.attributes(Fresh(1, "no tensor")) is None
+    assert batch_objects.attributes(Fresh(torch.ones(1), object())) is None
+    assert batch_objects.attributes(Fresh(1, {"a": [torch.ones(1)]})) is not None
 
 
 # --- sparse and nested tensors ----------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_a_write_into_them_is_found(make: Any) -> None:
 
     program = linear(objective=mixed)
     plain = program.train_step
-    with pytest.raises(StepContractError, match=r"batch/1: the step writes what it was given"):
+    with pytest.raises(StepContractError, match=r"batch/1: the step writes its arguments"):
         fit(holding(make), program._replace(train_step=writes))
 
 

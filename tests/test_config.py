@@ -47,7 +47,9 @@ def test_a_config_is_frozen():
 
 
 def test_an_unknown_field_names_the_nearest_and_lists_what_there_is():
-    with pytest.raises(ConfigError, match=r"'epoch' is not a setting of fit; there are epochs, steps.*cure: epochs"):
+    with pytest.raises(
+        ConfigError, match=r"'epoch' is not a setting of fit; the settings are epochs, steps.*cure: epochs"
+    ):
         FitConfig(epoch=3)  # pyright: ignore[reportCallIssue]  # the point of the test
 
 
@@ -62,7 +64,7 @@ def test_a_setting_of_another_builder_is_sent_there(field: str, builder: str):
 
 
 def test_one_limit_is_required_and_minus_one_says_that_none_is_wanted():
-    with pytest.raises(ConfigError, match=r"nothing limits the run.*cure: epochs=10"):
+    with pytest.raises(ConfigError, match=r"nothing limits the run.*cure: pass epochs=10"):
         FitConfig()
     assert FitConfig(epochs=-1).epochs == -1
     assert FitConfig(max_time=60).epochs is None
@@ -84,14 +86,17 @@ BAD = [
     ({"epochs": 1, "evaluate_every": 0}, r"evaluate_every=0: must be a number of updates"),
     ({"epochs": 1, "evaluate_every": 1.5}, r"evaluate_every=1\.5: must be a number of updates"),
     ({"epochs": 1, "evaluate_every": {"val": 0.0}}, r"evaluate_every=\{'val': 0\.0\}: must be a number of updates"),
-    ({"epochs": 1, "evaluate_every": {1: 1}}, r"has the key 1, which is not the name of a loader"),
+    ({"epochs": 1, "evaluate_every": {1: 1}}, r"has the key 1, which is no name of a loader"),
     ({"epochs": 1, "evaluate_on": "raw"}, r"evaluate_on='raw': must be \"params\", \"ema\" or None"),
     ({"epochs": 1, "monitor": ""}, r"monitor='': must be the name of a metric"),
     ({"epochs": 1, "monitor": "val_accuracy"}, r"monitor='val_accuracy' does not say .*mode=\"max\""),
     ({"epochs": 1, "monitor": "x", "mode": "up"}, r"mode='up': must be \"min\", \"max\" or None"),
     ({"epochs": 1, "mode": "max"}, r"mode='max' without a metric"),
     ({"epochs": 1, "early_stopping": 0}, r"early_stopping=0: must be a whole number of at least 1"),
-    ({"epochs": 1, "early_stopping": {"patience": 1, "delta": 1}}, r"has no setting 'delta'; there are patience"),
+    (
+        {"epochs": 1, "early_stopping": {"patience": 1, "delta": 1}},
+        r"has no setting 'delta'; the settings are patience",
+    ),
     ({"epochs": 1, "early_stopping": {"min_delta": 1.0}}, r"needs a patience"),
     ({"epochs": 1, "early_stopping": {"patience": 1, "min_delta": -1}}, r"min_delta=-1 is outside"),
     ({"epochs": 1, "log_every": -1}, r"log_every=-1: must be a whole number of at least 0"),
@@ -103,13 +108,13 @@ BAD = [
     ({"epochs": 1, "deterministic": "loud"}, r"deterministic='loud': must be True or False or \"warn\""),
     ({"epochs": 1, "tf32": 1}, r"tf32=1: must be True or False or None"),
     ({"epochs": 1, "detect_anomaly": 1}, r"detect_anomaly=1: must be True or False"),
-    ({"epochs": 1, "detect_anomaly": True, "compile": True}, r"anomalies are detected in eager mode only"),
+    ({"epochs": 1, "detect_anomaly": True, "compile": True}, r"detect_anomaly works only in eager mode"),
     ({"fast_dev_run": -1}, r"fast_dev_run=-1: must be a whole number of at least 0"),
     ({"epochs": 1, "overfit_batches": 1.5}, r"overfit_batches=1\.5: must be a number of batches"),
-    ({"epochs": 1, "overfit_batches": 1, "limit_batches": 1}, r"overfit_batches already says which batches"),
+    ({"epochs": 1, "overfit_batches": 1, "limit_batches": 1}, r"overfit_batches already sets the batches"),
     ({"epochs": 1, "limit_batches": 0}, r"limit_batches=0: must be a number of batches \(an int of at least 1\)"),
     ({"epochs": 1, "limit_batches": 2.0}, r"limit_batches=2\.0: must be a number of batches"),
-    ({"epochs": 1, "limit_batches": {"train": 0}}, r"limit_batches leaves nothing to train on"),
+    ({"epochs": 1, "limit_batches": {"train": 0}}, r"limit_batches leaves no batch to train on"),
     ({"epochs": 1, "rollback": True}, r"rollback=True: must be a whole number of at least 0"),
     ({"epochs": 1, "check_every": -1}, r"check_every=-1: must be a whole number of at least 0, or None"),
     ({"epochs": 1, "progress": "bar"}, r"progress='bar': must be True or False"),
@@ -155,7 +160,7 @@ def test_a_share_of_the_run_needs_its_length_before_it_begins():
     for limit in ({"epochs": 4}, {"steps": 100}, {"epochs": -1, "steps": 100}):
         assert FitConfig(early_stopping=late, **limit).early_stopping == late
     for limit in ({"max_time": 60}, {"epochs": -1}, {"epochs": -1, "steps": -1}):
-        with pytest.raises(ConfigError, match=r"start_ratio=0\.5 is a share of the run, and neither epochs nor steps"):
+        with pytest.raises(ConfigError, match=r"start_ratio=0\.5 is a share of the run, but neither epochs nor steps"):
             FitConfig(early_stopping=late, **limit)
 
 
@@ -223,7 +228,7 @@ def test_toml_is_read_too(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("fit.yaml", "epochs: 3", r"fit\.yaml: a file ending in '\.yaml' \(cure: a \.json or a \.toml file"),
+        ("fit.yaml", "epochs: 3", r"fit\.yaml: the suffix '\.yaml' is unknown \(cure: pass a \.json or \.toml file"),
         ("fit.json", "{epochs: 3}", r"fit\.json: does not parse"),
         ("fit.toml", "epochs =", r"fit\.toml: does not parse"),
         ("fit.json", "[1]", r"fit\.json: holds a list"),
@@ -285,7 +290,7 @@ def test_names_of_other_trainers_are_understood_in_a_mapping_and_not_as_a_keywor
 
 def test_two_names_for_one_setting_that_differ_are_an_error():
     assert config.resolve({"max_epochs": 5, "n_epochs": 5}).epochs == 5
-    with pytest.raises(ConfigError, match=r"'epochs' is given twice, under two names: 5 and 6"):
+    with pytest.raises(ConfigError, match=r"'epochs' has two values, under two names: 5 and 6"):
         config.resolve({"max_epochs": 5, "n_epochs": 6})
 
 
@@ -315,9 +320,9 @@ def test_counting_batches():
     assert config.count_batches(1.0, None, loader="train") is None
     assert config.count_batches(0, 7, loader="val") == 0
     assert config.count_batches(3, None, loader="val") == 3
-    with pytest.raises(ConfigError, match=r"val: a share of 0\.5 of a loader that does not say how long it is"):
+    with pytest.raises(ConfigError, match=r"val: limit 0\.5 is a share, and the length of the loader is unknown"):
         config.count_batches(0.5, None, loader="val")
-    with pytest.raises(ConfigError, match=r"val: a share of 0\.1 of 7 batches is none \(cure: 0\.143, or 1\)"):
+    with pytest.raises(ConfigError, match=r"val: a share of 0\.1 of 7 batches leaves none \(cure: pass 0\.143, or 1\)"):
         config.count_batches(0.1, 7, loader="val")
 
 
@@ -515,26 +520,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_steps": 0}, r"max_steps=0: must be a whole number of at least 1"),
     ({"max_time": "soon"}, r"max_time='soon': must be seconds"),
     ({"limit_train_batches": 2.0}, r"limit_train_batches=2\.0: must be a number of batches"),
-    ({"limit_train_batches": 0}, r"limit_batches leaves nothing to train on"),
+    ({"limit_train_batches": 0}, r"limit_batches leaves no batch to train on"),
     ({"limit_val_batches": -1}, r"limit_val_batches=-1: must be a number of batches"),
     ({"limit_test_batches": 1}, r"limit_test_batches=1: fit does not test"),
     ({"limit_predict_batches": 0.5}, r"limit_predict_batches=0\.5: fit does not predict"),
     ({"overfit_batches": -1}, r"overfit_batches=-1: must be a number of batches"),
     ({"val_check_interval": 2.0}, r"val_check_interval=2\.0: must be a number of batches .* or a share"),
-    ({"val_check_interval": "00:01:00:00"}, r"evaluation goes by batches or epochs, not by the clock"),
-    ({"val_check_interval": timedelta(1)}, r"evaluation goes by batches or epochs, not by the clock"),
+    ({"val_check_interval": "00:01:00:00"}, r"evaluation is counted in batches or epochs, not in time"),
+    ({"val_check_interval": timedelta(1)}, r"evaluation is counted in batches or epochs, not in time"),
     ({"check_val_every_n_epoch": None}, r"check_val_every_n_epoch=None counts batches, and val_check_interval=1\.0"),
-    ({"check_val_every_n_epoch": 2, "val_check_interval": 0.5}, r"val_check_interval=0\.5 within one of 2 epochs"),
-    ({"check_val_every_n_epoch": 2, "val_check_interval": 1}, r"val_check_interval=1 within one of 2 epochs"),
+    ({"check_val_every_n_epoch": 2, "val_check_interval": 0.5}, r"val_check_interval=0\.5 inside one of 2 epochs"),
+    ({"check_val_every_n_epoch": 2, "val_check_interval": 1}, r"val_check_interval=1 inside one of 2 epochs"),
     (
         {"check_val_every_n_epoch": None, "val_check_interval": 10, "accumulate_grad_batches": 4},
         r"val_check_interval=10 batches is no whole number of updates.*cure: val_check_interval=8",
     ),
-    ({"num_sanity_val_steps": 2}, r"num_sanity_val_steps=2: nothing is evaluated before training"),
+    ({"num_sanity_val_steps": 2}, r"num_sanity_val_steps=2: fit evaluates nothing before training"),
     ({"log_every_n_steps": -1}, r"log_every_n_steps=-1: must be a whole number of at least 0"),
-    ({"enable_checkpointing": True}, r"enable_checkpointing=True and no default_root_dir"),
+    ({"enable_checkpointing": True}, r"enable_checkpointing=True without default_root_dir"),
     ({"enable_checkpointing": 1}, r"enable_checkpointing=1: must be True or False"),
-    ({"enable_model_summary": True}, r"fit prints no summary of the model \(cure: print\(state\)\)"),
+    ({"enable_model_summary": True}, r"fit prints no summary of the model \(cure: call print\(state\)\)"),
     ({"accumulate_grad_batches": {0: 8}}, r"accumulate_grad_batches=\{0: 8\}: must be a whole number"),
     ({"gradient_clip_val": -1}, r"gradient_clip_val=-1 is no number of at least 0"),
     ({"gradient_clip_val": True}, r"gradient_clip_val=True is no number"),
@@ -542,10 +547,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"deterministic": "loud"}, r"deterministic='loud': must be True or False or \"warn\""),
     ({"benchmark": True, "deterministic": True}, r"cudnn_benchmark picks algorithms by timing"),
     ({"profiler": "simple"}, r"profiler='simple': fit profiles nothing"),
-    ({"plugins": [object()]}, r"there are no plugins"),
-    ({"reload_dataloaders_every_n_epochs": 1}, r"loaders are given once"),
+    ({"plugins": [object()]}, r"purestep has no plugins"),
+    ({"reload_dataloaders_every_n_epochs": 1}, r"fit gets its loaders once"),
     ({"default_root_dir": "s3://bucket/x"}, r"default_root_dir='s3://bucket/x' is not on this machine"),
-    ({"model_registry": "x"}, r"model_registry='x': nothing is uploaded"),
+    ({"model_registry": "x"}, r"model_registry='x': purestep uploads nothing"),
 ]
 
 
@@ -619,7 +624,7 @@ def test_an_unknown_key_is_warned_about_with_the_nearest_name_or_refused():
     with pytest.warns(UserWarning, match=r"'max_epoch' is not an argument .* did you mean 'max_epochs'\?") as caught:
         plan(max_epoch=5)
     assert caught[0].filename == __file__
-    with pytest.warns(UserWarning, match=r"'xyzzy' is not an argument of Lightning's Trainer and is not used$"):
+    with pytest.warns(UserWarning, match=r"'xyzzy' is not an argument of Lightning's Trainer and is ignored$"):
         plan(xyzzy=1)
     with pytest.raises(ConfigError, match=r"'max_epoch' is not an argument .*cure: max_epochs"):
         from_lightning({"max_epochs": 1, "max_epoch": 5}, strict=True)

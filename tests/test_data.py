@@ -659,9 +659,9 @@ def test_an_iterable_dataset_runs_in_workers_under_the_seed():
 @pytest.mark.parametrize("loader", [lambda: DataLoader(Stream(), batch_size=2), lambda: iter([1, 2, 3])])
 def test_what_cannot_be_entered_in_the_middle_says_so_up_front(loader: Any):
     feed = open_feed(loader())
-    with pytest.raises(DataError, match=r"train: cannot be entered in the middle.*replay=True"):
+    with pytest.raises(DataError, match=r"train: cannot start inside an epoch.*replay=True"):
         feed.require_resume()
-    with pytest.raises(DataError, match="cannot be entered in the middle"):
+    with pytest.raises(DataError, match="cannot start inside an epoch"):
         feed.epoch(0, 1)
     assert len(values(open_feed(loader(), replay=True), 0, 1)) == 2
 
@@ -693,7 +693,7 @@ def test_a_position_survives_prefetching():
     for _ in range(4):
         next(batches)
     assert state_json.decode(feed.position(0, 2)["state"])["place"] == 2
-    with pytest.raises(DataError, match="no state is kept of batch 9 of epoch 1"):
+    with pytest.raises(DataError, match="the state after batch 9 of epoch 1"):
         feed.position(0, 9)
 
 
@@ -815,7 +815,9 @@ def test_a_state_that_is_no_json_is_refused_with_its_path():
 def test_a_one_shot_iterator_is_good_for_one_epoch():
     feed = open_feed(iter([1, 2]))
     assert values(feed, 0) == [1, 2]
-    with pytest.raises(DataError, match=r"no batch left for epoch 2: a one-shot iterator.*instead of iter\(loader\)"):
+    with pytest.raises(
+        DataError, match=r"no batch is left for epoch 2: the iterator can run only one epoch.*instead of iter\(loader\)"
+    ):
         values(feed, 1)
     endless = limit(open_feed(itertools.count()), 3)
     assert [values(endless, 0), values(endless, 1)] == [[0, 1, 2], [3, 4, 5]]
@@ -839,7 +841,7 @@ def test_set_epoch_is_called_where_there_is_one():
     "loader", [[], (), DataLoader(Plain(3), batch_size=4, drop_last=True), DataLoader(TensorDataset(torch.zeros(0, 2)))]
 )
 def test_an_empty_loader_is_found_before_the_first_step(loader: Any):
-    with pytest.raises(DataError, match=r"val: no batch in it: the loader is empty \(cure: .*drop_last"):
+    with pytest.raises(DataError, match=r"val: the loader is empty: it has no batch \(cure: .*drop_last"):
         open_feed(loader, name="val")
 
 
@@ -855,7 +857,7 @@ def test_an_empty_loader_without_a_length_is_no_silent_epoch():
         ("train", "a str is no loader"),
         ({"x": torch.zeros(2)}, "a dict is no loader"),
         (torch.zeros(3, 2), "a Tensor is no loader"),
-        (Plain(), r"a dataset, which gives single items.*cure: DataLoader\(plain, batch_size=32, shuffle=True\)"),
+        (Plain(), r"a dataset returns single items.*cure: pass DataLoader\(plain, batch_size=32, shuffle=True\)"),
     ],
 )
 def test_what_is_no_loader_is_named(loader: Any, said: str):
@@ -1034,9 +1036,9 @@ def test_a_position_of_the_same_loader_fits_whatever_the_workers():
 
 
 def test_a_start_behind_the_end_is_a_mismatch():
-    with pytest.raises(Mismatch, match="7 batches of epoch 2 are done, but the loader has only 5 an epoch"):
+    with pytest.raises(Mismatch, match="7 batches of epoch 2 are done, but the loader has only 5 per epoch"):
         open_feed(DataLoader(Plain(10), 2)).epoch(1, 7)
-    with pytest.raises(ConfigError, match="both are at least 0"):
+    with pytest.raises(ConfigError, match="both must be at least 0"):
         open_feed([1]).epoch(0, -1)
 
 
@@ -1117,7 +1119,7 @@ def test_limited_epochs_are_resumed_at_their_borders(name: str, count: int):
 
 def test_an_iterator_whose_place_is_not_known_is_not_begun_anew():
     feed = limit(open_feed(iter(Endless()), replay=True), 3)
-    with pytest.raises(DataError, match="an iterator cannot be put back to batch 1 of epoch 2"):
+    with pytest.raises(DataError, match="the iterator cannot return to batch 1 of epoch 2"):
         values(feed, 1)
     values(feed, 0)
     place = feed.position(1, 0)
@@ -1338,7 +1340,7 @@ def test_a_batch_of_another_structure_is_named_with_its_path(batch: Any, said: s
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        (None, "batch is None without a tensor in it"),
+        (None, "batch is None without a tensor"),
         (1.5, "batch is a float without a tensor"),
         ({"x": None}, "batch is a dict of 1 without a tensor"),
         ((torch.zeros(1), torch.zeros(1, device="meta")), "tensors on 2 devices: batch/0 on cpu, batch/1 on meta"),

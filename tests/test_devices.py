@@ -103,7 +103,7 @@ class TestFitMoves:
 class TestWhatCannotBe:
     def test_a_precision_that_the_device_lacks_is_refused_before_the_first_step(self, best: str):
         program = made(precision="bf16-mixed")
-        with pytest.raises(ConfigError, match=r"meta cannot do bf16-mixed.*cure: precision=\"32-true\""):
+        with pytest.raises(ConfigError, match=r"meta does not support bf16-mixed.*cure: precision=\"32-true\""):
             inputs.placed(program.init(), None, program)
 
     def test_a_dtype_that_the_device_lacks_is_told_with_a_cure(self, monkeypatch: pytest.MonkeyPatch, best: str):

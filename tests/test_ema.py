@@ -150,7 +150,7 @@ def test_frozen_parameters_are_not_averaged():
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, 1, 2, float("nan")])
 def test_a_decay_out_of_range_is_refused(decay: float):
-    with pytest.raises(ConfigError, match=r"ema: decay is .* \(cure: 0.999, in \[0, 1\)\)"):
+    with pytest.raises(ConfigError, match=r"ema: decay is .*, outside \[0, 1\) \(cure: decay=0.999\)"):
         ema.average(decay)
     with pytest.raises(ConfigError, match="decay is"):
         program(tiny_mlp(), ema=decay)
@@ -218,9 +218,9 @@ class TestView:
             ps.view(state, "ema")
 
     def test_what_is_no_state_is_refused(self):
-        with pytest.raises(StateError, match=r"view: a dict is no TrainState \(cure: program.init\(\)\)"):
+        with pytest.raises(StateError, match=r"view: the state is a dict, not a TrainState \(cure: program.init\(\)\)"):
             ps.view({}, "ema")  # type: ignore[arg-type]
 
     def test_another_name_is_refused(self, state: ps.TrainState):
-        with pytest.raises(ConfigError, match=r"""view: 'average' is no view \(cure: "params" or "ema"\)"""):
+        with pytest.raises(ConfigError, match=r"""view: view is 'average' \(cure: "params" or "ema"\)"""):
             ps.view(state, "average")

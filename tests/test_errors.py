@@ -91,11 +91,11 @@ def plateau() -> Any:
 SLIPS: dict[str, tuple[Callable[[], Any], str]] = {
     "a list of transforms": (
         lambda: optim.chain([optim.sgd(0.1)]),  # pyright: ignore
-        "chain: part 0 is a list (cure: optim.chain(first, second), not a list of them)",
+        "chain: part 0 is a list, not a Transform (cure: pass the parts one by one: optim.chain(first, second))",
     ),
     "an optimizer that is not called": (
         lambda: optim.chain(optim.clip_by_global_norm(1.0), optim.sgd),  # pyright: ignore
-        "chain: part 1 is a function (cure: optim.adamw(1e-3), called)",
+        "chain: part 1 is a function, not a Transform (cure: call the factory: optim.adamw(1e-3))",
     ),
     "an optimizer with parameters": (
         lambda: optim.from_torch(torch.optim.AdamW([torch.ones(1)])),  # pyright: ignore
@@ -108,7 +108,7 @@ SLIPS: dict[str, tuple[Callable[[], Any], str]] = {
     "a negative rate": (lambda: optim.adamw(-1.0), "outside [0.0, inf) (cure: learning_rate=0.001)"),
     "a criterion's class": (
         lambda: ps.supervised(nn.CrossEntropyLoss),
-        "CrossEntropyLoss: is a class (cure: CrossEntropyLoss(), an instance)",
+        "CrossEntropyLoss: the criterion is a class, not an instance (cure: CrossEntropyLoss())",
     ),
     "the batch first": (
         lambda: program().train_step(vector_batch(), program().init()),

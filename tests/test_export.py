@@ -138,7 +138,7 @@ def test_a_disk_that_is_full(tmp_path, suffix):
 
 @pytest.mark.parametrize("name", ["weights", "weights.bin", "weights.ckpt"])
 def test_another_suffix(tmp_path, name):
-    with pytest.raises(errors.ConfigError, match=r"is no format \(cure: \.safetensors or \.pt\)"):
+    with pytest.raises(errors.ConfigError, match=r"is no format \(cure: use the suffix \.safetensors or \.pt\)"):
         export_weights(tmp_path / name, *made(nn.Linear(1, 1)))
 
 
@@ -146,7 +146,7 @@ def test_views_that_are_not_there(tmp_path):
     program, state = made(nn.Linear(1, 1))
     with pytest.raises(errors.StateError, match="no average"):
         export_weights(tmp_path / "a.pt", program, state, view="ema")
-    with pytest.raises(errors.ConfigError, match="'best' is no view"):
+    with pytest.raises(errors.ConfigError, match="view is 'best'"):
         load_into(nn.Linear(1, 1), state, view="best")
     with pytest.raises(errors.ConfigError, match="a program without static names"):
         export_weights(tmp_path / "a.pt", program._replace(static=None), state)

@@ -54,7 +54,7 @@ def test_a_failure_leaves_the_old_file(tmp_path, monkeypatch, point):
     with pytest.raises(errors.WriteFailed, match=r"a\.bin: could not be written.*\[Errno 28\] No space left") as caught:
         files.write_bytes(path, b"new and longer")
     assert caught.value.errno == errno.ENOSPC
-    assert caught.value.hint == "free space or another disk"
+    assert caught.value.hint == "free space or use another disk"
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["a.bin"]
 
@@ -197,7 +197,7 @@ def test_a_holder_that_died_is_named_and_taken_over_from(tmp_path, caplog):
     (tmp_path / ".lock").write_text(json.dumps({"pid": 123, "host": "node7", "since": "then"}))
     with caplog.at_level(logging.WARNING, logger="purestep"), files.DirectoryLock(tmp_path):
         pass
-    assert "taking over from a run that did not end well: pid 123 on node7 since then" in caplog.text
+    assert "the previous run did not end normally: pid 123 on node7 since then" in caplog.text
     caplog.clear()
     with files.DirectoryLock(tmp_path):
         pass
@@ -210,7 +210,7 @@ def test_a_lock_file_with_nonsense_in_it(tmp_path, content):
     with files.DirectoryLock(tmp_path) as lock:
         assert lock.held
         (tmp_path / ".lock").write_text(content)
-        with pytest.raises(errors.Locked, match="it has not signed the lock yet"):
+        with pytest.raises(errors.Locked, match="it has not written its pid yet"):
             files.DirectoryLock(tmp_path).acquire(patience=0)
 
 

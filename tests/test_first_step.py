@@ -23,7 +23,7 @@ from torch._inductor import config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
-from purestep import optim, rng
+from purestep import optim, tracing
 from purestep.compile import capture
 from purestep.compile.compile_lock import exclusive
 from purestep.compile.cpu import backend, code_cache, graph_key
@@ -369,7 +369,7 @@ def test_the_graph_of_what_was_recorded_is_that_of_the_function(kind: str, mode:
 
     inputs = [torch.randn(4, 6, 8), *(value.detach() for value in net.parameters())]
     step = capture._traceable(function)
-    with torch.no_grad(), rng.capturing(), backend.no_recurrent_kernel():
+    with torch.no_grad(), tracing.capturing(), backend.no_recurrent_kernel():
         record = graph_key.record(step, inputs)
     assert graph_of(record.function, inputs) == graph_of(step, inputs)
 
@@ -546,7 +546,7 @@ def test_only_what_inductor_calls_with_tensors_alone_is_kept(own_cache: Path):
 
 def printed(code: str, **surroundings: str) -> str:
     """What another process prints that runs this code."""
-    source = str(Path(backend.__file__).parents[2])
+    source = str(Path(backend.__file__).parents[3])
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": source} | surroundings,

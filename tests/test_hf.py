@@ -374,7 +374,7 @@ def test_without_labels_the_fields_that_were_found_are_named():
         ps.errors.DataError, match=r"needs a mapping with 'labels', .* a mapping of 'pixel_values' .cure"
     ):
         ps.hf_loss()(model, batch)
-    named = r"loss for a batch of 'pixel_values', 'label_ids' \(cure: 'labels' in the batch, which its forward takes"
+    named = r"loss for a batch of 'pixel_values', 'label_ids' \(cure: add 'labels', arguments of its forward"
     with pytest.raises(ps.errors.StepContractError, match=named):
         ps.hf_loss()(model, {**batch, "label_ids": batch["pixel_values"]})
 

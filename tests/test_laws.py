@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import purestep as ps
-from purestep import ema, metrics, optim, rng, scaler, schedules, tree
+from purestep import ema, metrics, optim, scaler, schedules, tracing, tree
 from purestep.errors import StepContractError
 from purestep.optim import Transform
 from purestep.packed import layout, pack, unpack
@@ -311,7 +311,7 @@ def test_eager_compiled_donated_and_packed_steps_agree(name: str) -> None:
 @pytest.mark.compile
 def test_the_law_of_forms_catches_a_transform_that_computes_something_else_inside_a_graph() -> None:
     def update(updates: Params, state: Any, params: Params) -> tuple[Params, Any]:
-        factor = 0.1000001 if rng.in_graph() else 0.1
+        factor = 0.1000001 if tracing.in_graph() else 0.1
         return {name: -factor * u for name, u in updates.items()}, state
 
     broken = Case(lambda: mlp(Transform(lambda params: (), update)))

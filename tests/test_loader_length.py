@@ -227,7 +227,7 @@ def test_shares_are_of_the_batches_that_there_are(caplog: pytest.LogCaptureFixtu
     assert counts([0] * 100, 0.29, 1) == [29]
     assert not caplog.records
     assert counts(Plain(40), 0.5, 1) == [5]  # of a stream only its length can be asked
-    assert "0.5 of an epoch was to be 20 batches, and it ended after 5" in caplog.text
+    assert "0.5 of an epoch was 20 batches, but the epoch ended after 5" in caplog.text
 
 
 def test_limited_epochs_are_those_of_the_limit_and_go_on(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_another_length_is_no_other_loader(kind: str) -> None:
 
 def test_a_loader_that_says_it_is_empty_is_asked_for_a_batch() -> None:
     assert len(list(open_feed(Plain(0)).epoch(0))) == 5
-    with pytest.raises(DataError, match="no batch in it"):
+    with pytest.raises(DataError, match="it has no batch"):
         open_feed([])
 
 

@@ -200,7 +200,7 @@ def test_an_order_that_cannot_be_repeated_is_told_at_the_start(caplog: pytest.Lo
     open_feed(SAMPLERS["counts first"](), name="mine")
     assert not caplog.records
     open_feed(SAMPLERS["closure"](), name="mine")
-    assert "mine: the Hidden gives two orders from one seed" in caplog.text or "two orders from one seed" in caplog.text
+    assert "mine: the Hidden returns two orders for one seed" in caplog.text or "two orders for one seed" in caplog.text
 
 
 def test_what_a_callback_writes_into_a_sampler_counts() -> None:
@@ -318,7 +318,7 @@ def test_an_iterator_that_outlasts_an_epoch_is_told(caplog: pytest.LogCaptureFix
     assert not caplog.records
     order(feed, 1)
     order(feed, 2)
-    assert [record.message[:31] for record in caplog.records] == ["mine: source outlasts an epoch,"]
+    assert [record.message[:44] for record in caplog.records] == ["mine: the iterator source outlives an epoch,"]
 
 
 def test_a_generator_in_the_closure_of_an_iterable_is_seeded() -> None:
@@ -354,7 +354,7 @@ def test_an_iterator_in_the_closure_of_an_iterable_is_told_at_the_start(caplog: 
         feed = open_feed(kind(), name="mine")
         next(feed.epoch(0))
         order(feed, 1)
-        assert [record.message[:33] for record in caplog.records] == ["mine: numbers outlasts an epoch, "]
+        assert [record.message[:46] for record in caplog.records] == ["mine: the iterator numbers outlives an epoch, "]
 
 
 class EpochInWorkers(IterableDataset[Tensor]):
@@ -498,13 +498,13 @@ def test_a_pass_that_begins_elsewhere_is_told(caplog: pytest.LogCaptureFixture) 
 
     feed = open_feed(Elsewhere(), name="val", repeats=True)
     order(feed), order(feed), order(feed)
-    assert [record.message[:37] for record in caplog.records] == ["val: this pass begins with another ba"]
+    assert [record.message[:37] for record in caplog.records] == ["val: this pass starts with another ba"]
 
 
 def test_an_iterator_is_good_for_one_evaluation() -> None:
     feed = limit(open_feed(iter(At()), name="val", repeats=True), 2)
     assert order(feed) == [[1.0], [2.0]]
-    with pytest.raises(DataError, match=r"val: an iterator cannot begin again.*list\(batches\)"):
+    with pytest.raises(DataError, match=r"val: the iterator cannot restart.*list\(batches\)"):
         order(feed)
 
 
@@ -513,7 +513,7 @@ def test_a_collate_object_that_keeps_something_is_told_at_the_first_batch(caplog
     assert not caplog.records
     third = Third()
     batches = list(open_feed(DataLoader(Six(), 2, collate_fn=third), name="mine").epoch(0))
-    assert "mine: Third, which collates, made different batches of the same items" in caplog.text
+    assert "mine: the collate function Third returned two different batches of the same items" in caplog.text
     assert third.calls == 3  # the look at it left no trace
     assert [batch.flatten().tolist() for batch in batches] == [[0, 1], [2, 3], [8, 10]]
 
@@ -703,7 +703,7 @@ def test_attributes_are_put_back_as_the_objects_that_they_were() -> None:
     held.name, held.new, held.source = "b", 1, iter([])
     assert sorted(before.changed()) == ["name", "new", "order", "rows", "seen", "source", "table/x"]
     assert before.iterators() == ["source"]
-    before.put_back()
+    before.restore()
     assert before.changed() == []
     assert held.order is held.both is order
     assert held.rows is rows

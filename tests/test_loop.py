@@ -726,7 +726,7 @@ def test_an_impure_step_that_is_compiled_already_is_found() -> None:
         return {"w": state["w"] + calls[0]}, {}
 
     fast = Program(ps.compile_step(counting, backend="aot_eager"))
-    with pytest.raises(ps.errors.StepContractError, match="the second call on the same state and batch"):
+    with pytest.raises(ps.errors.StepContractError, match="the second call with the same state and batch"):
         fit({"w": torch.zeros(())}, [torch.ones(1)], fast, epochs=1)
 
 

@@ -242,9 +242,9 @@ def test_a_module_is_no_state() -> None:
         ({"epochs": "many"}, "epochs.*whole number"),
         ({"epochs": 0}, "epochs.*at least 1"),
         ({"epochs": 1, "evaluate_every": 1.5}, "evaluate_every"),
-        ({"epochs": 1, "limit_batches": {"train": 0}}, "nothing to train on"),
+        ({"epochs": 1, "limit_batches": {"train": 0}}, "no batch to train on"),
         ({"epochs": 1, "compile": "yes"}, "compile"),
-        ({"epochs": 1, "detect_anomaly": True, "compile": True}, "eager mode only"),
+        ({"epochs": 1, "detect_anomaly": True, "compile": True}, "only in eager mode"),
     ],
 )
 def test_settings_are_refused_before_anything_is_looked_at(fields: Any, message: str) -> None:

@@ -853,5 +853,5 @@ def test_an_input_written_from_itself_through_a_view(turn: int):
 
 
 def test_without_memory_of_its_own_it_is_overwritten_while_it_is_read(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(aliasing, "_computed_apart", lambda graph, source: None)
+    monkeypatch.setattr(aliasing, "_compute_separately", lambda graph, source: None)
     assert not is_written_whole(TURNS[1])

@@ -497,14 +497,12 @@ class TestMaskedReconstruction:
         ],
     )
     def test_shapes_and_the_kind_of_mask_are_checked(self, visible: Tensor, found: str):
-        message = (
-            rf"masked_reconstruction: reconstruction \[2, 3\], input \[2, 3\] and mask {found} \(cure: three tensors"
-        )
+        message = rf"masked_reconstruction: reconstruction \[2, 3\], input \[2, 3\] and mask {found} \(cure: pass"
         with pytest.raises(StepContractError, match=message):
             ps.masked_reconstruction()(Coder(visible), INPUT)
 
     def test_names_are_checked(self):
-        with pytest.raises(ConfigError, match=r"""masked_reconstruction: 'mae' is no loss \(cure: "mse" or "sse"\)"""):
+        with pytest.raises(ConfigError, match=r"""masked_reconstruction: loss is 'mae' \(cure: "mse" or "sse"\)"""):
             ps.masked_reconstruction("mae")
         for wrong in (
             partial(ps.masked_reconstruction, "mse", "max"),

@@ -31,7 +31,7 @@ def factories() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
-        if parts[0] not in ("transform", "optim", "schedules", "objective", "ema", "scaler", "metrics"):
+        if parts[0] not in ("optim", "schedules", "objective", "ema", "scaler", "metrics"):
             continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if not isinstance(node, ast.FunctionDef) or node.returns is None or node.name.startswith("_"):
@@ -122,7 +122,7 @@ def outcome(name: str, made: Any) -> Any:
     kind = name.partition(".")[0]
     if kind == "schedules":
         return [made(torch.tensor(count)) for count in range(8)]
-    if kind in ("transform", "optim"):
+    if kind == "optim":
         params = {key: value for key, value in PARAMS.items() if value.ndim == 2 or name not in FOR_MATRICES}
         state, updates, shown = made.init(params), params, []
         for _ in range(3):
@@ -334,7 +334,7 @@ def refused() -> Iterable[Any]:
         "injected",
         lambda: optim.inject(optim.sgd)(learning_rate=lambda t: t * 0.1),
         "injected",
-        r"its given\['learning_rate'\] is a lambda",
+        r"its injected\['learning_rate'\] is a lambda",
     )
     yield "replaced", lambda: program()._replace(eval_step=lambda s, b: {}), "program", "its eval_step is a lambda"
 

@@ -169,9 +169,7 @@ def test_integers_and_what_is_no_tensor_are_not_cast():
 
 @pytest.mark.parametrize("name", ["bf16", "16", "fp16-mixed", "32", "", None, 16])
 def test_an_unknown_name_lists_those_there_are(name: Any):
-    with pytest.raises(
-        ConfigError, match=r"precision: .* is no precision \(cure: one of '64-true', '32-true'.*'16-mixed'"
-    ):
+    with pytest.raises(ConfigError, match=r"precision: .* is unknown \(cure: one of '64-true', '32-true'.*'16-mixed'"):
         program(tiny_mlp(), name)
 
 
@@ -204,7 +202,7 @@ class TestWhatADeviceCannotDo:
 
         monkeypatch.setattr(torch, "ones", ones)
         with pytest.raises(
-            ConfigError, match=r"""cpu cannot do 64-true: Cannot convert.*\(cure: precision="32-true"\)"""
+            ConfigError, match=r"""cpu does not support 64-true: Cannot convert.*\(cure: precision="32-true"\)"""
         ):
             program(tiny_mlp(), "64-true").init(device="cpu")
         program(tiny_mlp(), "bf16-true").init(device="cpu")
@@ -219,14 +217,14 @@ class TestWhatADeviceCannotDo:
             return nullcontext()
 
         monkeypatch.setattr(torch.amp, "autocast", off)
-        with pytest.raises(ConfigError, match="cpu cannot do bf16-mixed: autocast computes in torch.float32"):
+        with pytest.raises(ConfigError, match="cpu does not support bf16-mixed: autocast computes in torch.float32"):
             program(tiny_mlp(), "bf16-mixed").init(device="cpu")
 
     def test_a_gpu_that_only_emulates_bfloat16(self, monkeypatch: pytest.MonkeyPatch):
         asked = []
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: asked.append(1) and False)
         for name in ("bf16-mixed", "bf16-true"):
-            with pytest.raises(ConfigError, match=f"cuda cannot do {name}: this GPU has no bfloat16 arithmetic"):
+            with pytest.raises(ConfigError, match=f"cuda does not support {name}: this GPU has no bfloat16 arithmetic"):
                 precision.check(precision.policy(name), torch.device("cuda"))
         assert len(asked) == 2
 

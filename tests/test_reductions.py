@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import purestep as ps
-from purestep import rng
+from purestep import tracing
 from purestep.compile import early_reductions
 from purestep.compile.cpu import backend as backend_
 from purestep.types import Loss, Program
@@ -91,7 +91,7 @@ def traced(made: Program) -> torch.fx.Graph:
         new, metrics = made.train_step(ps.tree.unflatten(treedef, list(given[:-2])), given[-2:])
         return ps.tree.leaves((new, metrics))
 
-    with rng.capturing(), torch.no_grad():
+    with tracing.capturing(), torch.no_grad():
         graph = make_fx(step, decomposition_table=select_decomp_table(), tracing_mode="fake")(*leaves, inputs, classes)
     graph.graph.eliminate_dead_code()
     return graph.graph

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from purestep import host_generators, rng
+from purestep import global_rng, host_generators, rng, tracing
 from purestep.data import random_state
 from purestep.errors import ConfigError
 
@@ -134,7 +134,11 @@ def generators() -> tuple[object, ...]:
 @pytest.mark.parametrize("scoped", [rng.scoped, random_state.scoped], ids=["torch", "all"])
 def test_ctrl_c_at_any_line_of_a_scope_leaves_no_trace(scoped: Any):
     """An interrupt comes between two lines, and only one of them."""
-    before, hits, files = generators(), [], {rng.__file__, random_state.__file__, host_generators.__file__}
+    before, hits, files = (
+        generators(),
+        [],
+        {rng.__file__, global_rng.__file__, random_state.__file__, host_generators.__file__},
+    )
     seen = [0]
 
     def interrupt(frame: FrameType, event: str, _: object) -> Any:
@@ -160,28 +164,28 @@ def test_ctrl_c_at_any_line_of_a_scope_leaves_no_trace(scoped: Any):
 
 
 def test_states_see_a_single_draw():
-    before = rng.states()
-    assert all(torch.equal(a, b) for a, b in zip(before, rng.states(), strict=True))
+    before = global_rng.torch_states()
+    assert all(torch.equal(a, b) for a, b in zip(before, global_rng.torch_states(), strict=True))
     torch.rand(1)
-    assert not all(torch.equal(a, b) for a, b in zip(before, rng.states(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(before, global_rng.torch_states(), strict=True))
 
 
 def test_in_a_graph_only_while_one_is_captured():
-    assert not rng.in_graph()
-    with rng.capturing():
-        assert rng.in_graph()
-        with rng.capturing():
-            assert rng.in_graph()
-        assert rng.in_graph()
-    assert not rng.in_graph()
-    with pytest.raises(KeyError), rng.capturing():
+    assert not tracing.in_graph()
+    with tracing.capturing():
+        assert tracing.in_graph()
+        with tracing.capturing():
+            assert tracing.in_graph()
+        assert tracing.in_graph()
+    assert not tracing.in_graph()
+    with pytest.raises(KeyError), tracing.capturing():
         raise KeyError
-    assert not rng.in_graph()
+    assert not tracing.in_graph()
 
 
 @pytest.mark.compile
 def test_dynamo_is_a_graph_too():
-    inside = torch.compile(lambda x: x + 1 if rng.in_graph() else x, backend="eager", fullgraph=True)
+    inside = torch.compile(lambda x: x + 1 if tracing.in_graph() else x, backend="eager", fullgraph=True)
     assert inside(torch.zeros(())).item() == 1
 
 
@@ -199,7 +203,7 @@ def test_a_scope_of_a_gpu_leaves_no_trace_there():
 def test_a_draw_may_give_more_than_tensors() -> None:
     """Attention on CUDA: flash attention returns None and numbers beside its tensors."""
     inputs = torch.empty(1, 2, 4, 8, device="meta", dtype=torch.bfloat16)
-    with rng.scoped(1), rng.replaying():
+    with rng.scoped(1), tracing.replaying():
         out = torch.ops.aten._scaled_dot_product_flash_attention(inputs, inputs, inputs)
     assert out[0].shape == inputs.shape
     assert out[2] is None
@@ -209,16 +213,16 @@ def test_what_draws() -> None:
     aten = torch.ops.aten
     attention = aten._scaled_dot_product_efficient_attention.default
     q = torch.empty(1, 1, 4, 8, device="meta")
-    assert rng.is_draw(aten.rand.default, ([3],), {})
-    assert rng.is_draw(aten.native_dropout.default, (q, 0.5, True), {})
-    assert not rng.is_draw(aten.add.Tensor, (q, q), {})
-    assert rng.is_draw(attention, (q, q, q, None, True, 0.1), {})
-    assert rng.is_draw(attention, (q, q, q, None, True), {"dropout_p": 0.1})
-    assert not rng.is_draw(attention, (q, q, q, None, True, 0.0), {})
-    assert not rng.is_draw(attention, (q, q, q, None, True), {})
-    assert not rng.is_draw(aten._scaled_dot_product_cudnn_attention.default, (q, q, q, None, True, 0.0), {})
-    assert rng.is_draw(aten._scaled_dot_product_flash_attention.default, (q, q, q, 0.5), {})
-    assert not rng.is_draw(aten._scaled_dot_product_flash_attention.default, (q, q, q), {})
+    assert tracing.is_random(aten.rand.default, ([3],), {})
+    assert tracing.is_random(aten.native_dropout.default, (q, 0.5, True), {})
+    assert not tracing.is_random(aten.add.Tensor, (q, q), {})
+    assert tracing.is_random(attention, (q, q, q, None, True, 0.1), {})
+    assert tracing.is_random(attention, (q, q, q, None, True), {"dropout_p": 0.1})
+    assert not tracing.is_random(attention, (q, q, q, None, True, 0.0), {})
+    assert not tracing.is_random(attention, (q, q, q, None, True), {})
+    assert not tracing.is_random(aten._scaled_dot_product_cudnn_attention.default, (q, q, q, None, True, 0.0), {})
+    assert tracing.is_random(aten._scaled_dot_product_flash_attention.default, (q, q, q, 0.5), {})
+    assert not tracing.is_random(aten._scaled_dot_product_flash_attention.default, (q, q, q), {})
 
 
 @pytest.mark.parametrize("seed", [1.5, "0", None, 2**63, -(2**63) - 1])

@@ -473,6 +473,6 @@ def test_a_precision_that_a_device_cannot_do_is_refused(monkeypatch: pytest.Monk
         return autocast(device, dtype=dtype)
 
     monkeypatch.setattr(torch.amp, "autocast", without_float16)
-    with pytest.raises(ConfigError, match=r"cpu cannot do 16-mixed: float16 is not supported"):
+    with pytest.raises(ConfigError, match=r"cpu does not support 16-mixed: float16 is not supported"):
         program(linear(torch.float32), precision="16-mixed").init(device="cpu")
     assert program(copy.deepcopy(linear(torch.float32)), precision="bf16-mixed").init(device="cpu").scaler == ps.Empty()

@@ -124,7 +124,7 @@ def test_what_a_step_returns_keeps_no_graph_alive():
     def leaks(state: Any, batch: Any) -> Any:
         return state, {"loss": ps.Mean((state["w"].clone().requires_grad_() * 2).sum(), torch.ones(()))}
 
-    with pytest.raises(StepContractError, match=r"metrics/loss/total: carries a graph"):
+    with pytest.raises(StepContractError, match=r"metrics/loss/total: has an autograd graph"):
         ps.testing.assert_pure(leaks, {"w": torch.ones(2)}, None)
 
 
@@ -501,7 +501,7 @@ def test_a_resumed_run_trains_on_each_batch_of_an_epoch_exactly_once(after: int,
 def test_the_guides_names_are_understood_and_a_slip_of_the_pen_is_not():
     assert fit(classifier(), batches(4), config=Settings(n_epochs=2)).epochs == 2
     assert fit(classifier(), batches(4), config={"n_epochs": 2, "compile_model": False}).epochs == 2
-    with pytest.raises(ConfigError, match=r"'g_lr' is not a setting of fit.*cure: a program of its own"):
+    with pytest.raises(ConfigError, match=r"'g_lr' is not a setting of fit.*cure: build one program"):
         fit(classifier(), batches(4), config={"n_epochs": 2, "g_lr": 1e-3})
     with pytest.raises(ConfigError, match=r"'n_epoch' is not a setting of fit"):
         fit(classifier(), batches(4), config={"n_epoch": 2})

@@ -343,7 +343,7 @@ CYCLES = [
 
 @pytest.mark.parametrize(("kind", "kwargs"), CYCLES)
 def test_a_momentum_that_is_cycled_is_told_and_can_be_had(kind: Any, kwargs: dict[str, Any]):
-    told = rf"{kind.__name__} cycles the momentum between 0\.\d+ and 0\.\d+.*cure: cycle_momentum=False; or from_torch"
+    told = rf"{kind.__name__} cycles the momentum between 0\.\d+ and 0\.\d+.*cure: pass cycle_momentum=False; or call"
     with pytest.warns(UserWarning, match=told):
         rates = schedules.from_torch_scheduler(kind, 0.1, steps=12, **kwargs)
     momenta = schedules.from_torch_scheduler(kind, 0.1, steps=12, key="momentum", **kwargs)
@@ -366,7 +366,7 @@ def test_a_momentum_that_is_cycled_is_told_and_can_be_had(kind: Any, kwargs: dic
 
 
 def test_a_momentum_that_is_not_cycled_is_no_table():
-    with pytest.raises(ConfigError, match=r"StepLR cycles no momentum \(cure: key=\"lr\"\)"):
+    with pytest.raises(ConfigError, match=r"StepLR does not cycle the momentum \(cure: key=\"lr\"\)"):
         schedules.from_torch_scheduler(torch_schedulers.StepLR, 0.1, steps=3, key="momentum", step_size=1)
     with pytest.raises(ConfigError, match="key='betas'"):
         schedules.from_torch_scheduler(torch_schedulers.StepLR, 0.1, steps=3, key="betas", step_size=1)
@@ -389,9 +389,9 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: schedules.cosine(1.0, 10.0), r"decay_steps=10\.0 is no int of"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (
         lambda: schedules.warmup_cosine(1.0, 10, total=10),
-        r"warmup=10 leaves nothing of total=10.*cure: warmup=1, total",
+        r"warmup=10 leaves no updates of total=10.*cure: warmup=1, total",
     ),
-    (lambda: schedules.warmup_cosine(1.0, 200, total=100), r"warmup_cosine: warmup=200 leaves nothing of total=100"),
+    (lambda: schedules.warmup_cosine(1.0, 200, total=100), r"warmup_cosine: warmup=200 leaves no updates of total=100"),
     (lambda: schedules.warmup_cosine(1.0, -1, total=100), r"warmup=-1 is no int of at least 0"),
     (
         lambda: schedules.warmup_stable_decay(1.0, 6, decay=5, total=10),
@@ -408,14 +408,14 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: schedules.one_cycle(1.0, 100, pct_start=0.6, three_phase=True), r"leaves a phase without an update"),
     (lambda: schedules.one_cycle(1.0, 100, anneal_strategy="exp"), r"anneal_strategy='exp'"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.piecewise(1.0, {0: 0.1}), r"boundaries_and_scales=0 is no int of at least 1"),
-    (lambda: schedules.piecewise(1.0, {5: -0.1}), r"piecewise: a scale of -0\.1 at 5"),
+    (lambda: schedules.piecewise(1.0, {5: -0.1}), r"piecewise: the scale -0\.1 at 5 is negative"),
     (lambda: schedules.piecewise(1.0, {}, interpolate_type="cubic"), r"interpolate_type='cubic'"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.join([], []), r"join: 0 schedules and the boundaries \[\]"),
     (lambda: schedules.join([schedules.constant(1.0)] * 2, [1, 2]), r"2 schedules and the boundaries \[1, 2\]"),
     (lambda: schedules.join([schedules.constant(1.0)] * 3, [5, 5]), r"3 schedules and the boundaries \[5, 5\]"),
     (lambda: schedules.multistep(1.0, 0.1), r"multistep: milestones=0\.1 is no list \(cure: milestones=\[30"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.multistep(1.0, torch.tensor(3)), r"milestones=tensor\(3\) is no list"),  # pyright: ignore[reportArgumentType]  # the point of the test
-    (lambda: schedules.piecewise(1.0, 0.1), r"piecewise: boundaries_and_scales=0\.1 is no mapping \(cure: \{30: 0"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (lambda: schedules.piecewise(1.0, 0.1), r"piecewise: boundaries_and_scales=0\.1 is not a mapping \(cure: \{30: 0"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.piecewise(1.0, {"a": 0.1, 3: 0.1}), r"boundaries_and_scales='a' is no int of"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.join(0.1, [3]), r"join: schedules=0\.1 is no list \(cure: join\(\[warmup, decay"),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.join([schedules.constant(1.0)] * 2, 3), r"join: boundaries=3 is no list"),  # pyright: ignore[reportArgumentType]  # the point of the test
@@ -427,11 +427,14 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: schedules.per_epoch(schedules.constant(1.0), updates_per_epoch=0), r"updates_per_epoch=0 is no int"),
     (
         lambda: schedules.from_torch_scheduler(torch_schedulers.ReduceLROnPlateau, 0.1, steps=3),
-        r"ReduceLROnPlateau depends on a metric.*cure: stopping\.Plateau in a callback",
+        r"ReduceLROnPlateau depends on a metric.*cure: use stopping\.Plateau in a callback",
     ),
     (lambda: schedules.from_torch_scheduler(plateau, 0.1, steps=3), r"ReduceLROnPlateau depends on a metric"),
-    (lambda: schedules.from_torch_scheduler(built(), 0.1, steps=3), r"a StepLR, where a class is needed"),
-    (lambda: schedules.from_torch_scheduler(lambda optimizer: None, 0.1, steps=3), r"a NoneType, where a class is"),  # pyright: ignore[reportArgumentType]  # the point of the test
+    (lambda: schedules.from_torch_scheduler(built(), 0.1, steps=3), r"the scheduler is a StepLR, not a class"),
+    (
+        lambda: schedules.from_torch_scheduler(lambda optimizer: None, 0.1, steps=3),
+        r"is a NoneType, not a class",
+    ),  # pyright: ignore[reportArgumentType]  # the point of the test
     (lambda: schedules.from_torch_scheduler(torch_schedulers.ExponentialLR, 0.1, steps=0, gamma=1), r"steps=0 is no"),
     (
         lambda: schedules.from_torch_scheduler(

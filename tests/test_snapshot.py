@@ -276,7 +276,9 @@ def test_a_part_of_the_state(tmp_path):
         found = snapshots.restore(new, only="params/layers.1").state
         assert found["params"]["layers.1.w"].tolist() == [1, 1]
         assert found["params"]["layers.10.w"].tolist() == [0, 0, 0]
-        with pytest.raises(errors.Mismatch, match=r"no leaf is under 'parms' \(cure: only= some of: opt, params\)"):
+        with pytest.raises(
+            errors.Mismatch, match=r"no leaf is under 'parms' \(cure: pass only= some of: opt, params\)"
+        ):
             snapshots.restore(new, only="parms")
         with pytest.raises(errors.Mismatch, match=r"opt: float32 \[4\] in the snapshot"):
             snapshots.restore(new, only={"opt"})
@@ -289,7 +291,7 @@ def test_a_part_of_the_state(tmp_path):
     ("leaf", "text"),
     [
         ({1, 2}, r"a/x: a builtins.set cannot be stored"),
-        (torch.zeros(2).to_sparse(), r"a/x: a torch.sparse_coo tensor cannot be stored \(cure: .to_dense\(\)\)"),
+        (torch.zeros(2).to_sparse(), r"a/x: a torch.sparse_coo tensor cannot be stored \(cure: call .to_dense\(\)\)"),
         (torch.zeros(2, device="meta"), r"a/x: a tensor on the meta device has no values"),
         (torch.empty(2, dtype=torch.float4_e2m1fn_x2), r"a/x: torch.float4_e2m1fn_x2 cannot be stored"),
     ],
@@ -356,7 +358,7 @@ def test_the_cure_of_a_step_that_is_too_old_cures(tmp_path, step, overwrite):
         if "start_over" in hint:
             snapshots.start_over()
         elif "overwrite=True" in hint:
-            with pytest.raises(errors.SnapshotError, match="older than step 10"):
+            with pytest.raises(errors.SnapshotError, match="older than the existing step 10"):
                 snapshots.save(step, small(), overwrite=True)
             return
         else:
@@ -472,12 +474,12 @@ def test_buffers_are_used_again():
 @settings(deadline=None)
 def test_copies_of_one_state_after_another(rounds, order):
     """Also of the same state again and again, where no leaf is looked at."""
-    made = state_copy.Copies()
+    made = state_copy.StateCopies()
     for index in [0, 0, *order, 0]:
         state = {str(i): tensor.clone() for i, tensor in enumerate(rounds[index % len(rounds)])}
         expected = {path: bits(tensor) for path, tensor in state.items() if tensor.numel()}
-        look = made.look(state)
-        buffers = made.make(look)
+        look = made.describe(state)
+        buffers = made.copy(look)
         for tensor in state.values():
             tensor.zero_()
         assert look.layout.records == manifest.describe(tree.with_paths(state))
@@ -489,32 +491,32 @@ def test_a_state_like_the_last_is_not_looked_at_leaf_by_leaf(monkeypatch: pytest
     looked: list[Any] = []
     true = manifest.describe
     monkeypatch.setattr(manifest, "describe", lambda leaves: (looked.append(leaves), true(leaves))[1])
-    made = state_copy.Copies()
+    made = state_copy.StateCopies()
     for value in (1.0, 2.0):
-        assert made.make(made.look(small(value)))["b"].tolist() == [value, value]
+        assert made.copy(made.describe(small(value)))["b"].tolist() == [value, value]
     assert len(looked) == 1
     for changed in (small() | {"b": torch.zeros(2, dtype=torch.float64)}, small() | {"b": 7}, small() | {"c": small()}):
-        made.make(made.look(changed))
-        made.make(made.look(small()))
+        made.copy(made.describe(changed))
+        made.copy(made.describe(small()))
     assert len(looked) == 7
     with pytest.raises(errors.StateError, match="sparse"):
-        made.look(small() | {"b": torch.ones(2).to_sparse()})
-    assert made.make(made.look(small(3.0)))["b"].tolist() == [3.0, 3.0]
+        made.describe(small() | {"b": torch.ones(2).to_sparse()})
+    assert made.copy(made.describe(small(3.0)))["b"].tolist() == [3.0, 3.0]
 
 
 def test_a_copy_that_fails_leaves_none_behind(monkeypatch: pytest.MonkeyPatch):
-    made = state_copy.Copies()
-    made.make(made.look(small(1.0)))
+    made = state_copy.StateCopies()
+    made.copy(made.describe(small(1.0)))
     with monkeypatch.context() as patch:
         patch.setattr(staging, "_copy", lambda *_: [][0])
         with pytest.raises(IndexError):
-            made.make(made.look(small(2.0)))
-    assert made.make(made.look(small(3.0)))["b"].tolist() == [3.0, 3.0]
+            made.copy(made.describe(small(2.0)))
+    assert made.copy(made.describe(small(3.0)))["b"].tolist() == [3.0, 3.0]
 
 
 def test_no_state_is_kept_alive_by_what_is_known_of_it():
-    made, state = state_copy.Copies(), small()
-    made.make(made.look(state))
+    made, state = state_copy.StateCopies(), small()
+    made.copy(made.describe(state))
     gone = [weakref.ref(leaf) for leaf in state.values()]
     del state
     assert [leaf() for leaf in gone] == [None, None]

@@ -53,7 +53,7 @@ if child == 0:
     try:
         snapshots.save(2, state(2))
     except Exception as error:
-        print(type(error).__name__, "was made in process" in str(error), flush=True)
+        print(type(error).__name__, "was created in process" in str(error), flush=True)
     snapshots.close()
     sys.exit(0)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -136,7 +136,7 @@ def test_a_failed_save_does_not_hide_what_ended_the_run(tmp_path, monkeypatch):
 
     with pytest.raises(KeyError, match="bug") as caught:
         run()
-    assert "the last save failed: " in caught.value.__notes__[0]
+    assert "the last save failed too: " in caught.value.__notes__[0]
     assert "step 1: could not be written" in caught.value.__notes__[0]
     Snapshots(tmp_path).open()
 

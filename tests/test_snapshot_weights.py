@@ -143,5 +143,5 @@ def test_parameters_alone_are_not_taken_without_a_word(tmp_path: Path, caplog: p
         assert not caplog.records
         snapshots.restore(one.init(), only="params/")
     assert caplog.messages == [
-        'only trained params are restored, buffers and ema stay the template\'s (cure: only="params")'
+        'only trained params are restored; buffers and ema are the template\'s (cure: pass only="params")'
     ]

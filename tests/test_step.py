@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
-from purestep import optim, rng, schedules, tree
+from purestep import optim, rng, schedules, tracing, tree
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
 from purestep.scaler import ScalerState
 from purestep.step import Accum, Adding, Closing
@@ -739,7 +739,7 @@ class TestWhereTheWindowStands:
         state = inside = init(chosen)
         for index in range(5):
             state, metrics = chosen.train_step(state, images(index), poison if index == 1 else "")
-            with rng.capturing():
+            with tracing.capturing():
                 inside, found = chosen.train_step(inside, images(index), poison if index == 1 else "")
             assert_trees_close(without(inside, "key"), without(state, "key"), exact=True)
             assert_trees_close(found, metrics, exact=True)

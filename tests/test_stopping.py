@@ -94,7 +94,7 @@ def test_the_start_epoch_is_at_least_the_first(total: int, ratio: float, start: 
 
 
 def test_a_start_ratio_of_unknown_epochs_is_refused():
-    with pytest.raises(ConfigError, match=r"EarlyStopping: start_ratio=0\.5 is a share of the run, and neither"):
+    with pytest.raises(ConfigError, match=r"EarlyStopping: start_ratio=0\.5 is a share of the run, but neither"):
         stopping.start_epoch(EarlyStopping(patience=1, start_ratio=0.5), None)
 
 
@@ -147,7 +147,7 @@ def test_of_any_other_name_the_direction_is_asked_for(name: str):
         (EarlyStopping, {"patience": 2.0}, r"patience=2\.0 is no int"),
         (EarlyStopping, {"patience": True}, "patience=True is no int"),
         (EarlyStopping, {"patience": 1, "min_delta": -1.0}, r"min_delta=-1\.0 is outside \[0, inf\]"),
-        (EarlyStopping, {"patience": 1, "min_delta": math.nan}, "min_delta=nan is no finite number"),
+        (EarlyStopping, {"patience": 1, "min_delta": math.nan}, "min_delta=nan is not a finite number"),
         (EarlyStopping, {"patience": 1, "start_ratio": 1.5}, r"start_ratio=1\.5 is outside \[0, 1\]"),
         (Plateau, {"factor": 1.0}, r"factor=1\.0 is outside \(0, 1\)"),
         (Plateau, {"patience": -1}, "patience=-1 is no int of at least 0"),

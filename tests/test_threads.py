@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import purestep as ps
-from purestep import rng
+from purestep import global_rng, rng
 from purestep.data import random_state
 from purestep.errors import ConfigError, PurestepError, StepContractError
 from purestep.loop import environment
@@ -332,7 +332,7 @@ def test_a_run_that_only_waits_stops_nobody() -> None:
     assert beside(lambda: fitted(shuffled)(0)) == fitted(shuffled)(0)
 
 
-@pytest.mark.parametrize("scope", [rng.held, lambda: rng.scoped(1), lambda: random_state.scoped(1)])
+@pytest.mark.parametrize("scope", [global_rng.locked, lambda: rng.scoped(1), lambda: random_state.scoped(1)])
 def test_a_scope_keeps_other_threads_out_of_theirs(scope: Callable[[], Any]) -> None:
     order: list[str] = []
 
@@ -350,7 +350,7 @@ def test_a_scope_keeps_other_threads_out_of_theirs(scope: Callable[[], Any]) -> 
 
 
 def test_a_thread_that_waits_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rng, "_PATIENCE", 0.05)
+    monkeypatch.setattr(global_rng, "WARN_AFTER", 0.05)
     told: list[str] = []
 
     def other() -> None:
@@ -358,7 +358,7 @@ def test_a_thread_that_waits_long_says_so(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.warns(RuntimeWarning, match=waited) as found, rng.scoped(2):
             told.extend(str(each.message) for each in found)
 
-    with rng.held():
+    with global_rng.locked():
         thread = threading.Thread(target=other)
         thread.start()
         thread.join(0.3)

@@ -9,7 +9,7 @@ from helpers import assert_trees_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from purestep import tree
+from purestep import tensor_layout, tree
 from purestep.compile import treespec
 from purestep.types import Empty
 
@@ -182,4 +182,4 @@ def test_registering_touches_no_other_namespace():
     ],
 )
 def test_how_far_a_tensor_reaches(leaf: torch.Tensor, expected: int):
-    assert tree.extent(leaf) == expected
+    assert tensor_layout.extent(leaf) == expected

@@ -1,4 +1,4 @@
-"""Objects that are batches: dataclasses, attrs classes, namespaces, and others that hold tensors in attributes."""
+"""Batches that are objects: dataclasses, attrs classes, namespaces, and other objects with tensors as attributes."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import torch
 from torch import Tensor
 
 ATOMS = (Tensor, np.ndarray, str, bytes, int, float, complex, type(None), type)
-"""What has nothing inside."""
+"""Types without children."""
 
-KNOWN: dict[type, None] = {}
-"""Classes whose objects are records, whatever they hold: those that `tree` has made nodes."""
+REGISTERED: dict[type, None] = {}
+"""The classes that `tree` has registered as nodes. Their objects are batch objects whatever they hold."""
 
 
-def record(node: Any) -> dict[str, Any] | None:
-    """The attributes of a record, by name; None for anything else.
+def attributes(node: Any) -> dict[str, Any] | None:
+    """The attributes of a batch object, by name; None if the node is no batch object.
 
-    Records are dataclasses, attrs classes, namespaces, and objects of other classes that hold tensors, and besides them
-    only arrays, numbers, text, and containers and records of such.
+    Batch objects are dataclasses, attrs classes and namespaces. An object of another class is one if it holds a tensor
+    and otherwise only arrays, numbers, text, and containers and batch objects of these.
 
     Example:
         >>> from types import SimpleNamespace
-        >>> record(SimpleNamespace(y=2, x=1)), record({"x": 1})
+        >>> attributes(SimpleNamespace(y=2, x=1)), attributes({"x": 1})
         ({'x': 1, 'y': 2}, None)
     """
     kind = type(node)
-    if kind in KNOWN:
+    if kind in REGISTERED:
         return _attributes(node)
     if isinstance(node, (*ATOMS, Mapping, tuple, list, torch.nn.Module)) or kind.__module__.startswith("torch."):
         return None
-    held = _attributes(node)
+    found = _attributes(node)
     if dataclasses.is_dataclass(kind) or hasattr(kind, "__attrs_attrs__") or isinstance(node, types.SimpleNamespace):
-        return held
-    return held if _holds_tensor(held) and all(_is_plain(value) for value in held.values()) else None
+        return found
+    return found if _holds_tensor(found) and all(_is_plain(value) for value in found.values()) else None
 
 
 def _attributes(node: Any) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _holds_tensor(node: Any) -> bool:
         return any(_holds_tensor(child) for child in cast(dict[Any, Any], node).values())
     if isinstance(node, list | tuple):
         return any(_holds_tensor(child) for child in cast("list[Any] | tuple[Any, ...]", node))
-    return isinstance(node, Tensor) or (not isinstance(node, ATOMS) and record(node) is not None)
+    return isinstance(node, Tensor) or (not isinstance(node, ATOMS) and attributes(node) is not None)
 
 
 def _is_plain(node: Any) -> bool:
@@ -63,25 +63,27 @@ def _is_plain(node: Any) -> bool:
         return all(_is_plain(child) for child in cast(dict[Any, Any], node).values())
     if isinstance(node, list | tuple):
         return all(_is_plain(child) for child in cast("list[Any] | tuple[Any, ...]", node))
-    return isinstance(node, (*ATOMS, torch.dtype, torch.device)) or record(node) is not None
+    return isinstance(node, (*ATOMS, torch.dtype, torch.device)) or attributes(node) is not None
 
 
-def made(cls: type, held: Mapping[str, Any]) -> Any:
-    """A record of that class with these attributes, frozen or not. Not by its constructor, which may check what it is
-    given, or make something of it."""
+def build(cls: type, values: Mapping[str, Any]) -> Any:
+    """Build an object of this class with these attributes, even of a frozen class.
+
+    The constructor is not called, because it may reject or convert its arguments.
+    """
     node = (types.SimpleNamespace if issubclass(cls, types.SimpleNamespace) else object).__new__(cls)
-    for name, value in held.items():
+    for name, value in values.items():
         object.__setattr__(node, name, value)
     return node
 
 
 def is_named(node: Any) -> bool:
-    """Whether a node's children have names: a mapping, a NamedTuple or a record."""
-    return isinstance(node, Mapping) or hasattr(node, "_fields") or record(node) is not None
+    """True if the children of a node have names: in a mapping, a NamedTuple or a batch object."""
+    return isinstance(node, Mapping) or hasattr(node, "_fields") or attributes(node) is not None
 
 
 def names(node: Any) -> list[Any]:
-    """The names of such a node's children, in order.
+    """The names of the children of a node for which `is_named` is True, in order.
 
     Example:
         >>> names({"b": 1, "a": 2})
@@ -89,11 +91,11 @@ def names(node: Any) -> list[Any]:
     """
     if isinstance(node, Mapping):
         return sorted(cast("Mapping[Any, Any]", node), key=str)
-    return list(node._fields) if hasattr(node, "_fields") else list(record(node) or {})
+    return list(node._fields) if hasattr(node, "_fields") else list(attributes(node) or {})
 
 
 def children(node: Any) -> list[Any]:
-    """What is directly in a node: in a mapping, a list, a tuple or a record. Nothing is in a leaf.
+    """The children of a mapping, list, tuple or batch object; an empty list for a leaf.
 
     Example:
         >>> children({"x": (1, 2), "y": 3}), children(3)
@@ -105,4 +107,4 @@ def children(node: Any) -> list[Any]:
         return list(cast("Mapping[Any, Any]", node).values())
     if isinstance(node, list | tuple):
         return list(cast("list[Any] | tuple[Any, ...]", node))
-    return list((record(node) or {}).values())
+    return list((attributes(node) or {}).values())

@@ -1,4 +1,4 @@
-"""How long a step takes: interleaved blocks, medians and their spread."""
+"""Time of a step: median and spread over interleaved blocks, and the largest batch that fits into memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .types import Tree
 
 
 class Timing(NamedTuple):
-    """Seconds a call."""
+    """Seconds per call."""
 
     name: str
     median: float  # s
@@ -26,17 +26,17 @@ class Timing(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What `benchmark` found; its text is a table."""
+    """The result of `benchmark`; ``str`` returns a table."""
 
     timings: list[Timing]
-    graphs: int | None  # compiled graphs of the step, None for one that is not compiled
-    recompiles: int | None  # graphs made after the first block
-    peak_bytes: int  # of the process (CPU; 0 where the system does not tell) or of the device's allocator (CUDA)
+    graphs: int | None  # compiled graphs of the step; None if it is not compiled
+    recompiles: int | None  # graphs compiled after the first block
+    peak_bytes: int  # of the process (CPU; 0 on Windows) or of the device's allocator (CUDA)
     device: str
 
     @property
     def ratio(self) -> float | None:
-        """Median of the other step over this one's: above 1, this step is faster."""
+        """Median of the other step / median of this one. Above 1, this step is faster."""
         return None if len(self.timings) < 2 else self.timings[1].median / self.timings[0].median
 
     def __str__(self) -> str:
@@ -59,21 +59,21 @@ def benchmark(
     calls: int = 10,
     blocks: int = 20,
 ) -> Report:
-    """Time a step, or two of them side by side.
+    """Time one step, or two steps in alternation.
 
-    Contestants run in turns of ``calls`` calls each, so that a machine that drifts drifts for both. Each goes on from
-    its own last state, as in training; the state that is passed in is copied and stays valid.
+    The steps take turns of ``calls`` calls, so that changes in the speed of the machine affect both. Each step
+    continues from its own last state, as in training. The state that is passed in is copied and stays valid.
 
     Args:
         step: ``(state, batch) -> (state, metrics)``, compiled or not.
-        state: where both start.
-        batch: of one size.
+        state: the initial state of both.
+        batch: the batch of every call.
         against: another step of the same signature.
-        calls: of one turn, >= 1.
-        blocks: turns, >= 2; one more is run first and not counted.
+        calls: calls per turn, >= 1.
+        blocks: turns of each step, >= 2. One more turn runs first and is not counted.
 
     Raises:
-        ConfigError: fewer calls or blocks.
+        ConfigError: ``calls`` or ``blocks`` is too small.
 
     Example:
         >>> import torch
@@ -82,7 +82,7 @@ def benchmark(
         1
     """
     if calls < 1 or blocks < 2:
-        raise ConfigError(f"calls={calls}, blocks={blocks}", where="benchmark", hint="calls >= 1, blocks >= 2")
+        raise ConfigError(f"calls={calls}, blocks={blocks}", where="benchmark", hint="pass calls >= 1, blocks >= 2")
     device = data.device_of(state)
     contestants = [_Contestant(step, state, batch)]
     if against is not None:
@@ -110,34 +110,34 @@ class _Contestant:
         self._batch = batch
 
     def turn(self, calls: int, device: torch.device) -> float:
-        """Seconds a call."""
-        _settle(device)
+        """Run ``calls`` calls and return the seconds per call."""
+        _synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
             self._state, _ = self._step(self._state, self._batch)
-        _settle(device)
+        _synchronize(device)
         return (time.perf_counter() - start) / calls
 
 
 def find_batch_size(step: Callable[..., Any], state: Tree, batch: Any, *, most: int = 2**16) -> int:
-    """The largest batch, by doubling, that a step has the memory for.
+    """Double the batch until the step runs out of memory, and return the last size that fits.
 
-    Each attempt runs the step twice on a copy of the state: the second one has what the optimizer made in the first,
-    and both states at once, as a training has. The state that is passed in stays what it is.
+    Each attempt calls the step twice, from a copy of the state. The second call holds the optimizer's temporary memory
+    and two states, as in training. The state that is passed in is not changed.
 
     Args:
-        step: ``(state, batch) -> (state, metrics)``, compiled or not, not donated to.
-        state: where a training would start.
-        batch: one of any size; its rows are repeated for larger ones. Leaves that have no rows stay as they are.
-        most: rows, >= those of ``batch``, beyond which nothing is tried.
+        step: ``(state, batch) -> (state, metrics)``, compiled or not, without donation.
+        state: the initial state.
+        batch: a batch of any size. Its rows are repeated for larger batches; leaves without rows stay as they are.
+        most: the largest number of rows to try, at least the rows of ``batch``.
 
     Returns:
-        Rows.
+        The number of rows.
 
     Raises:
-        DataError: leaves with different numbers of rows, or without any.
-        ConfigError: ``most`` below the rows of ``batch``.
-        MemoryError: there is none even for ``batch`` (`torch.OutOfMemoryError` on CUDA), as the step raised it.
+        DataError: the leaves have different numbers of rows, or none.
+        ConfigError: ``most`` is smaller than the rows of ``batch``.
+        MemoryError: even ``batch`` does not fit (`torch.OutOfMemoryError` on CUDA), as the step raised it.
 
     Example:
         >>> import torch
@@ -151,7 +151,7 @@ def find_batch_size(step: Callable[..., Any], state: Tree, batch: Any, *, most: 
     rows = _rows(batch)
     if most < rows:
         raise ConfigError(
-            f"most is {most}, and the batch has {rows} rows", where="find_batch_size", hint=f"most={rows}, or more"
+            f"most is {most}, but the batch has {rows} rows", where="find_batch_size", hint=f"pass most={rows} or more"
         )
     _attempt(step, state, batch)
     while 2 * rows <= most:
@@ -171,16 +171,16 @@ def _attempt(step: Callable[..., Any], state: Tree, batch: Any) -> None:
     device = data.device_of(state)
     new, _ = step(tree.clone(state), batch)
     step(new, batch)
-    _settle(device)
+    _synchronize(device)
 
 
 def _rows(batch: Any) -> int:
     sizes = {len(leaf) for leaf in tree.leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     if len(sizes) != 1 or 0 in sizes:
         raise DataError(
-            f"leading dimensions are {sorted(sizes)}; one number of rows is needed",
+            f"leading dimensions are {sorted(sizes)}; the tensors must have one number of rows",
             where="batch",
-            hint="tensors of one leading size, at least 1",
+            hint="pass tensors with the same leading dimension, at least 1",
         )
     return sizes.pop()
 
@@ -196,13 +196,13 @@ def _resized(batch: Any, rows: int) -> Any:
 
 def _is_out_of_memory(error: Exception) -> bool:
     # On the CPU torch raises a plain RuntimeError.
-    told = isinstance(error, RuntimeError) and (
+    is_cpu = isinstance(error, RuntimeError) and (
         "can't allocate memory" in str(error) or "not enough memory" in str(error)
     )
-    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return is_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -219,7 +219,7 @@ def _peak(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
         return 0
-    resource: Any = importlib.import_module("resource")  # not on Windows
+    resource: Any = importlib.import_module("resource")  # missing on Windows
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

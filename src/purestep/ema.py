@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, as a tree beside them: nothing is swapped in or out of a model."""
+"""Exponential moving average of the weights, as a second tree in the state; a model's weights are never swapped."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .types import Empty, Params, TrainState, Tree
 
 
 class EmaState(NamedTuple):
-    """The shadow. At least float32: in bfloat16 a decay of 0.999 rounds every change away."""
+    """The averaged weights, in at least float32: in bfloat16 a decay of 0.999 rounds every change to 0."""
 
     params: Params  # name -> P, float32 or float64
-    buffers: Params | Empty  # averaged float buffers, or Empty where evaluation uses the buffers as they are
+    buffers: Params | Empty  # averaged float buffers; Empty if evaluation uses the current buffers
 
 
 class Average(NamedTuple):
@@ -29,7 +29,7 @@ class Average(NamedTuple):
 
 @recipe
 def none() -> Average:
-    """No average: an Empty state.
+    """Disable averaging; the state is Empty.
 
     Example:
         >>> none().init({"w": torch.zeros(1)}, {})
@@ -37,11 +37,11 @@ def none() -> Average:
     """
 
     def init(params: Params, buffers: Params) -> Empty:
-        del params, buffers  # nothing to keep
+        del params, buffers  # No state.
         return Empty()
 
     def update(state: Empty, params: Params, buffers: Params, updates: Tensor) -> Empty:
-        del params, buffers, updates  # nothing to keep
+        del params, buffers, updates  # No state.
         return state
 
     return Average(init, update)
@@ -49,20 +49,20 @@ def none() -> Average:
 
 @recipe
 def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "average"] = "copy") -> Average:
-    r"""Exponential moving average of the parameters, frozen ones left out.
+    r"""Exponential moving average of the trained parameters.
 
     :math:`s_1 = p_1`, then :math:`s_t = d_t s_{t-1} + (1 - d_t) p_t`, as `torch.optim.swa_utils.AveragedModel` with
     `get_ema_multi_avg_fn`: the first update copies.
 
     Args:
         decay: :math:`d` in [0, 1).
-        warmup: :math:`d_t = \min(d, (1 + t) / (10 + t))` with t the updates before this one, so that a short run is not
-            scored on its first weights.
-        buffers: "copy" evaluates with the buffers as they are; "average" averages the float ones as the parameters
-            (integers are copied).
+        warmup: :math:`d_t = \min(d, (1 + t) / (10 + t))`, where t is the number of updates before this one, so that the
+            average of a short run does not stay close to the initial weights.
+        buffers: "copy": evaluate with the current buffers; "average": average float buffers like the parameters, and
+            copy integer buffers.
 
     Raises:
-        ConfigError: a decay outside [0, 1), or another word for the buffers.
+        ConfigError: the decay is outside [0, 1), or ``buffers`` has another value.
 
     Example:
         >>> import torch
@@ -74,15 +74,15 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
         0.5
     """
     if not 0 <= decay < 1:
-        raise ConfigError(f"decay is {decay}", where="ema", hint="0.999, in [0, 1)")
+        raise ConfigError(f"decay is {decay}, outside [0, 1)", where="ema", hint="decay=0.999")
     if buffers not in ("copy", "average"):
         raise ConfigError(f"buffers={buffers!r}", where="ema", hint='"copy" or "average"')
-    keep_buffers = buffers == "average"
+    average_buffers = buffers == "average"
 
     def init(params: Params, buffers: Params) -> EmaState:
-        shadow = {name: _wide(p).clone() for name, p in params.items()}
-        kept = {name: _wide(b).clone() for name, b in buffers.items()}
-        return EmaState(shadow, kept if keep_buffers else Empty())
+        shadow = {name: _upcast(p).clone() for name, p in params.items()}
+        averaged = {name: _upcast(b).clone() for name, b in buffers.items()}
+        return EmaState(shadow, averaged if average_buffers else Empty())
 
     def update(state: EmaState, params: Params, buffers: Params, updates: Tensor) -> EmaState:
         weight = _weight(updates, decay, warmup)
@@ -95,18 +95,18 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
 
 
 def view(state: TrainState, view: str = "params") -> TrainState:
-    """The state to evaluate, bind or export: the same one, or one whose parameters are the averaged weights.
+    """Return the state to evaluate, bind or export: the state itself, or one with the averaged weights as parameters.
 
     Args:
-        state: with ``ema`` on for "ema".
+        state: for "ema", a state with an average.
         view: "params" or "ema".
 
     Returns:
-        A state of the same structure and dtypes; nothing is copied for float32 weights.
+        A state of the same structure and dtypes; float32 weights are not copied.
 
     Raises:
-        StateError: "ema" of a state without one; what is no TrainState.
-        ConfigError: another name.
+        StateError: the state has no average, or is not a TrainState.
+        ConfigError: ``view`` has another value.
 
     Example:
         >>> import torch, purestep as ps
@@ -118,16 +118,18 @@ def view(state: TrainState, view: str = "params") -> TrainState:
         >>> torch.equal(ps.view(state, "ema").params["bias"], state.ema.params["bias"])
         True
     """
-    given: Any = state
-    if not isinstance(given, TrainState):
-        raise StateError(f"a {type(given).__name__} is no TrainState", where="view", hint="program.init()")
+    value: Any = state
+    if not isinstance(value, TrainState):
+        raise StateError(
+            f"the state is a {type(value).__name__}, not a TrainState", where="view", hint="program.init()"
+        )
     if view == "params":
         return TrainState(*state)
     if view != "ema":
-        raise ConfigError(f"{view!r} is no view", where="view", hint='"params" or "ema"')
+        raise ConfigError(f"view is {view!r}", where="view", hint='"params" or "ema"')
     if isinstance(state.ema, Empty):
         raise StateError("this state has no average", where="ema", hint="ps.program(..., ema=0.999)")
-    # The shadow may be flat (see packed.py) only inside a compiled step, and nobody asks for a view there.
+    # The average has flat buffers (see packed.py) only inside of a compiled step, which does not call `view`.
     params = {key: state.ema.params[key].to(value.dtype) for key, value in state.params.items()}
     buffers = state.buffers
     if not isinstance(state.ema.buffers, Empty):
@@ -135,13 +137,13 @@ def view(state: TrainState, view: str = "params") -> TrainState:
     return TrainState(*state)._replace(params=params, buffers=buffers)
 
 
-def _wide(value: Tensor) -> Tensor:
+def _upcast(value: Tensor) -> Tensor:
     narrow = value.is_floating_point() and value.dtype.itemsize < torch.float32.itemsize
     return value.detach().float() if narrow else value.detach()
 
 
 def _weight(updates: Tensor, decay: float, warmup: bool) -> Tensor:
-    """1 - d_t, shape=(); 1 at the first update."""
+    """Return 1 - d_t, shape=(); 1 at the first update."""
     dtype = torch.float32 if updates.device.type == "mps" else torch.float64
     count = updates.to(dtype)
     weight = torch.full_like(count, 1 - decay)
@@ -152,7 +154,7 @@ def _weight(updates: Tensor, decay: float, warmup: bool) -> Tensor:
 
 def _lerp_all(olds: Params, news: Params, weight: Tensor) -> Params:
     dtypes = dict.fromkeys(old.dtype for old in olds.values() if old.is_floating_point())
-    weights = {dtype: weight.to(dtype) for dtype in dtypes}  # once, not once a leaf
+    weights = {dtype: weight.to(dtype) for dtype in dtypes}  # Once per dtype, not once per leaf.
     return {name: _lerp(old, news[name], weights) for name, old in olds.items()}
 
 

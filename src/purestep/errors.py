@@ -1,8 +1,7 @@
-"""Every error purestep raises on purpose: what was found, where, and the cure.
+"""The errors that purestep raises. Each says what is wrong, where, and the cure.
 
-All of them are `PurestepError`s, so that one ``except ps.errors.PurestepError`` catches what the
-library diagnosed and lets bugs through. The builtin second base (`ValueError`, `FileNotFoundError`)
-keeps code that catches the usual Python class working.
+``except ps.errors.PurestepError`` catches all of them and no bugs. The second base class (`ValueError`,
+`FileNotFoundError`) keeps code working that catches the usual Python error.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from typing import Any
 
 
 class PurestepError(Exception):
-    """What was found, where it was found, and how to cure it.
+    """The base class: what is wrong, where, and the cure.
 
     Args:
-        what: the finding, with the offending value in it.
-        where: a leaf path (``params/layers.0.weight``), a file, a loader's name or a rank.
-        hint: the cure, as code to paste where that is possible.
+        what: the problem, with the wrong value in it.
+        where: a leaf path (``params/layers.0.weight``), a file, the name of a loader, or a rank.
+        hint: the cure, if possible as code to paste.
 
     Example:
         >>> str(ConfigError("epochs is -1", where="fit", hint="epochs=10"))
@@ -32,66 +31,66 @@ class PurestepError(Exception):
 
 
 class StateError(PurestepError, ValueError):
-    """A state that cannot be trained: wrong leaves, mixed devices, donated memory."""
+    """A state cannot be trained: wrong leaves, mixed devices, donated memory."""
 
 
 class StepContractError(PurestepError, ValueError):
-    """A step that is no pure ``(state, batch) -> (state, metrics)``, or a loss that cannot be differentiated."""
+    """A step is no pure ``(state, batch) -> (state, metrics)``, or its loss cannot be differentiated."""
 
 
 class NonFiniteError(PurestepError, ArithmeticError):
-    """A loss or gradient that is infinite or not a number; the state is what it was before that step.
+    """A loss or gradient is infinite or not a number. The state is the one before that step.
 
-    `fit` adds what it found out. ``state`` and ``batch`` are what `purestep.testing.record` writes down.
+    `fit` fills the attributes below. `purestep.testing.record` writes ``state`` and ``batch`` to a file.
     """
 
     step: int | None = None  # the call, from 1
     loss: float | None = None
-    leaves: tuple[str, ...] = ()  # what is not finite, or largest: "batch/0", "params/2.weight", "gradient of 2.weight"
-    items: list[Any] | None = None  # indices into the dataset, where the loader knows them
+    leaves: tuple[str, ...] = ()  # not finite, or largest: "batch/0", "params/2.weight", "gradient of 2.weight"
+    items: list[Any] | None = None  # indices into the dataset, if the loader provides them
     state: Any = None  # before that call
     batch: Any = None
-    path: Any = None  # of the file that holds both, where fit has written one
+    path: Any = None  # the file with state and batch, if fit has written one
     result: Any = None  # the FitResult so far
 
     def written(self, path: Any) -> None:
-        """State and batch are in a file: the message says so."""
+        """Add the file with state and batch to the message."""
         self.path = path
-        told = f"{self.what}; state and batch are in {path}"
-        super().__init__(told, where=self.where, hint=f"ps.testing.replay({str(path)!r}, program); {self.hint}")
+        text = f"{self.what}; state and batch are in {path}"
+        super().__init__(text, where=self.where, hint=f"ps.testing.replay({str(path)!r}, program); {self.hint}")
 
 
 class DataError(PurestepError, ValueError):
-    """A loader or a batch that cannot be trained on."""
+    """A loader or a batch cannot be trained on."""
 
 
 class ConfigError(PurestepError, ValueError):
-    """A setting that does not exist, does not fit another one, or asks what this device cannot do."""
+    """A setting does not exist, contradicts another one, or needs an ability that this device lacks."""
 
 
 class SnapshotError(PurestepError):
-    """A snapshot that could not be written or read; the subclasses say which."""
+    """A snapshot could not be written or read; the subclasses say why."""
 
 
 class Corrupt(SnapshotError, ValueError):
-    """A stored snapshot whose bytes are not those that were saved."""
+    """The bytes of a stored snapshot are not the bytes that were saved."""
 
 
 class Mismatch(SnapshotError, ValueError):
-    """A whole snapshot that does not fit the state, loader or program it is restored into."""
+    """An intact snapshot does not fit the state, loader or program that it is restored into."""
 
 
 class NotFound(SnapshotError, FileNotFoundError):
-    """No such snapshot; the message lists those that are there."""
+    """The snapshot does not exist; the message lists those that do."""
 
 
 class Locked(SnapshotError, OSError):
-    """Another run is writing into this directory."""
+    """Another run writes into this directory."""
 
 
 class WriteFailed(SnapshotError, OSError):
-    """A snapshot that could not be written: disk full, read-only, quota. Older snapshots are whole."""
+    """A snapshot could not be written: disk full, read-only, quota. Older snapshots are intact."""
 
 
 class RankError(PurestepError, RuntimeError):
-    """Something that needs more processes, or other ones, than there are."""
+    """The call needs several processes, or others than there are."""

@@ -1,4 +1,4 @@
-"""Weights out of a state: into a file that any PyTorch program loads, or into a module."""
+"""Export the weights of a state to a file that any PyTorch program can load, or to a module."""
 
 from __future__ import annotations
 
@@ -29,30 +29,28 @@ def export_weights(
     *,
     only: str | Iterable[str] | None = None,
 ) -> None:
-    """Writes the weights under the module's own ``state_dict`` keys, atomically.
+    """Write the weights to a file under the module's ``state_dict`` keys, atomically.
 
-    Tied parameters stand under every name they have, buffers that the module does not persist and the objective's own
-    tensors are left out: ``module.load_state_dict(...)`` takes the file as it is. What ``get_extra_state`` of a module
-    returns is no tensor of a state, and is not in it.
+    ``module.load_state_dict(...)`` accepts the file. It contains tied parameters under all of their names, and neither
+    non-persistent buffers nor tensors of the objective. The result of a module's ``get_extra_state`` is not part of a
+    state, so it is missing.
 
-    A ``.pt`` file also holds the versions of the submodules (``state_dict()._metadata``), so that a module which has
-    changed its format knows which one this is. A ``.safetensors`` file holds them as JSON under ``"versions"`` in its
-    metadata, and ``load_file`` drops those: a module with a version loads a ``.pt`` file, or takes the weights from the
-    state by `load_into`.
+    A ``.pt`` file also contains the versions of the submodules (``state_dict()._metadata``), from which a module
+    recognizes an older format of its weights. A ``.safetensors`` file contains them as JSON under ``"versions"`` in its
+    metadata, which ``load_file`` drops: for a module with versions, write a ``.pt`` file or use `load_into`.
 
     Args:
         path: ``.safetensors``, or ``.pt`` / ``.pth`` for `torch.load` with ``weights_only=True``.
-        program: the one the state belongs to.
+        program: the program of the state.
         state: on any device; it is not changed.
         view: "params", or "ema" for the averaged weights (in the parameters' dtypes).
-        only: names or glob patterns of what to write; None for everything. Adapters over frozen weights are
-            ``only=program.static.trained`` or ``only="*lora*"``, for ``module.load_state_dict(..., strict=False)``.
+        only: names or glob patterns of the tensors to write; None writes all. For adapters over frozen weights pass
+            ``only=program.static.trained`` or ``only="*lora*"``, and load with ``strict=False``.
 
     Raises:
-        ConfigError: another suffix or view, a pattern that matches nothing, or a program of one's own without
-            ``static``.
-        StateError: "ema" of a state without one.
-        WriteFailed: what is under ``path`` is what was there before.
+        ConfigError: the suffix or the view is unknown, a pattern matches nothing, or the program has no ``static``.
+        StateError: the view is "ema", and the state has no EMA.
+        WriteFailed: the file could not be written; an older file at ``path`` is unchanged.
 
     Example:
         >>> import tempfile, torch
@@ -70,7 +68,7 @@ def export_weights(
     """
     target = Path(path)
     if target.suffix not in (".safetensors", ".pt", ".pth"):
-        raise ConfigError(f"{target.suffix!r} is no format", where=str(path), hint=".safetensors or .pt")
+        raise ConfigError(f"{target.suffix!r} is no format", where=str(path), hint="use the suffix .safetensors or .pt")
     tensors = weights(program, state, view, only=only)
     versions = {} if program.static is None else dict(program.static.versions or {})
     with replacing(target) as temporary:
@@ -81,12 +79,12 @@ def export_weights(
                 save_file(tensors, temporary, metadata={"format": "pt", "versions": json.dumps(versions)})
             else:
                 torch.save(_with_versions(tensors, versions), temporary)
-        except Exception as error:  # both report a full disk by classes of their own
+        except Exception as error:  # both report a full disk with error classes of their own
             raise write_failed(target, error) from error
 
 
 def _with_versions(tensors: Params, versions: dict[str, Any]) -> Params:
-    """As `state_dict` gives them: a module asks for the version of its weights before it loads them."""
+    """Add ``_metadata`` as in a `state_dict`: a module reads the version of its weights before it loads them."""
     found: Any = OrderedDict(tensors)
     found._metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())
     return found
@@ -95,13 +93,13 @@ def _with_versions(tensors: Params, versions: dict[str, Any]) -> Params:
 def weights(
     program: Program, state: TrainState, view: str = "params", *, only: str | Iterable[str] | None = None
 ) -> Params:
-    """The module's ``state_dict`` of a state: on the CPU, each entry contiguous and in memory of its own.
+    """The weights of a state as the module's ``state_dict``, on the CPU. Entries are contiguous and share no memory.
 
-    Arguments as for `export_weights`, and its ConfigError and StateError.
+    Arguments, ConfigError and StateError are those of `export_weights`.
     """
     static = program.static
     if static is None:
-        hint = "torch.save of the tensors of your own state"
+        hint = "call torch.save with the tensors of your state"
         raise ConfigError("a program without static names cannot be exported", where="program", hint=hint)
     shown = view_of(state, view)
     found = {**shown.params, **shown.frozen}
@@ -117,7 +115,7 @@ def _chosen(names: list[str], only: str | Iterable[str] | None) -> list[str]:
     patterns = (only,) if isinstance(only, str) else tuple(only)
     chosen: set[str] = set()
     for pattern in patterns:
-        if pattern.startswith(OBJECTIVE):  # one of static.trained, and no weight of the module
+        if pattern.startswith(OBJECTIVE):  # in static.trained, but no weight of the module
             continue
         matched = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
         if not matched:
@@ -133,21 +131,21 @@ def _copy(value: Tensor) -> Tensor:
 
 
 def load_into(module: nn.Module, state: TrainState, view: str = "params") -> None:
-    """Copies the weights and buffers of a state into a module, in place.
+    """Copy the weights and buffers of a state into a module, in place.
 
-    Values are cast to the module's dtypes and moved to its devices. Either everything is copied or nothing. What torch
-    exports is a module, so this comes before ``torch.export.export(model.eval(), (x,))``, and before
-    ``torch.onnx.export(model.eval(), (x,), "model.onnx", dynamo=True)`` (``pip install 'purestep[export]'``).
+    Values are cast to the module's dtypes and moved to its devices. If a name or shape differs, nothing is copied. Call
+    this before ``torch.export.export(model.eval(), (x,))`` or ``torch.onnx.export(model.eval(), (x,), "model.onnx",
+    dynamo=True)``, which export a module (``pip install 'purestep[export]'``).
 
     Args:
-        module: of the architecture the state was made for; tied parameters stay tied.
-        state: it is not changed; the objective's own tensors are left out.
+        module: a module of the same architecture; tied parameters stay tied.
+        state: a state; it is not changed. Tensors of the objective are ignored.
         view: "params", or "ema" for the averaged weights.
 
     Raises:
-        Mismatch: one line for each name or shape that differs.
-        ConfigError: another view.
-        StateError: "ema" of a state without one.
+        Mismatch: names or shapes differ; the message has one line for each.
+        ConfigError: the view is unknown.
+        StateError: the view is "ema", and the state has no EMA.
 
     Example:
         >>> import torch
@@ -164,13 +162,13 @@ def load_into(module: nn.Module, state: TrainState, view: str = "params") -> Non
     shown = view_of(state, view)
     stored = {**shown.params, **shown.frozen, **shown.buffers}
     stored = {name: value for name, value in stored.items() if not name.startswith(OBJECTIVE)}
-    module = uncompiled(module)  # of the same tensors
+    module = uncompiled(module)  # it has the same tensors
     own: Params = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     lines = _differences(stored, own)
     if lines:
         count = f"{len(lines)} tensors differ" if len(lines) > 1 else "1 tensor differs"
         text = "\n  ".join([f"{count} between the state and the module", *lines])
-        raise Mismatch(text, where=type(module).__name__, hint="the module that ps.program was given")
+        raise Mismatch(text, where=type(module).__name__, hint="pass the module that ps.program got")
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(stored[name])

@@ -1,9 +1,8 @@
-"""The packed form of a state: a few flat buffers per dtype and parameter group instead of hundreds of small tensors.
+"""The packed form of a state: one flat buffer per dtype and parameter group instead of hundreds of small tensors.
 
-An elementwise update of a whole group is one expression over one buffer: it compiles once instead of once a parameter,
-and a compiled call passes a handful of tensors. What users, snapshots and evaluation see stays the named tree, as
-zero-copy views of the buffers. A flat buffer goes by the name of the first parameter of its group, so that a name-keyed
-dict keeps its shape in either form.
+An elementwise update of a group is one expression over one buffer: it compiles once instead of once per parameter, and
+a compiled call passes few tensors. Users, snapshots and evaluation see the named tree, as views of the buffers. The key
+of a flat buffer is the name of the first parameter in its group, so both forms are dicts by parameter name.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from .types import Empty, Form, Labels, Missed, Params, TrainState, Tree
 
 
 class Slot(NamedTuple):
-    """Where a parameter lies in its group's buffer."""
+    """One parameter in the buffer of its group."""
 
     name: str
     shape: tuple[int, ...]
-    order: tuple[int, ...]  # dimensions from the slowest to the fastest in memory: channels_last survives packing
+    order: tuple[int, ...]  # dimensions by decreasing stride: packing keeps channels_last
     size: int
 
     @property
-    def is_turned(self) -> bool:
-        """Whether it lies in memory in another order than that of its dimensions."""
+    def is_permuted(self) -> bool:
+        """True if the memory order differs from the order of the dimensions."""
         return self.order != tuple(range(len(self.order)))
 
 
 class Group(NamedTuple):
-    """Parameters of one dtype that the transform treats alike."""
+    """Parameters of one dtype and one label, in one buffer."""
 
-    name: str  # key of the buffer: its first parameter, in the module's order
-    slots: tuple[Slot, ...]  # in the buffer's
+    name: str  # key of the buffer: the first parameter in the module's order
+    slots: tuple[Slot, ...]  # in the order of the buffer
 
 
 class Layout(NamedTuple):
@@ -48,11 +47,11 @@ class Layout(NamedTuple):
 
     @property
     def form(self) -> Form:
-        """For a program's ``static.steps``."""
+        """The argument of a program's ``static.steps``."""
         return Form(self.expand, self.collect, self.unreached)
 
     def expand(self, stored: Params) -> Params:
-        """Flat buffers as named views, in the module's order."""
+        """Return the parameters as views of the flat buffers, in the module's order."""
         named: Params = {}
         for group in self.groups:
             if group.name in stored:
@@ -61,40 +60,40 @@ class Layout(NamedTuple):
         return self.ordered(named)
 
     def unreached(self, names: frozenset[str]) -> dict[str, str]:
-        """Of every parameter without a gradient, the buffer that it lies in.
+        """Return the buffer of every parameter without a gradient: parameter name -> buffer name.
 
         Raises:
-            Split: a buffer holds parameters with a gradient, too.
+            Split: a buffer also has parameters with a gradient.
         """
-        found = {slot.name: group.name for group in self.groups for slot in group.slots if slot.name in names}
-        held = {slot.name for group in self.groups if group.name in found.values() for slot in group.slots}
-        if held != found.keys():
+        buffer_of = {slot.name: group.name for group in self.groups for slot in group.slots if slot.name in names}
+        affected = {slot.name for group in self.groups if group.name in buffer_of.values() for slot in group.slots}
+        if affected != buffer_of.keys():
             raise Split(names)
-        return found
+        return buffer_of
 
     def ordered(self, named: dict[str, Any]) -> dict[str, Any]:
-        """The same dict in the module's order."""
+        """Sort a dict into the module's order."""
         return {name: named[name] for name in self.names if name in named}
 
     def collect(self, named: Params) -> Params:
-        """Named tensors as flat buffers (copied)."""
+        """Copy named tensors into flat buffers."""
         return {group.name: _concatenated(group, named) for group in self.groups}
 
 
 def layout(params: Params, labels: Labels) -> Layout:
-    """The groups of equal (dtype, label), in the order of their first parameters.
+    """Group parameters by (dtype, label), in the order of the first parameter of each group.
 
-    Inside a group the parameters that are aligned best come first: each begins at a multiple of the largest power of
-    two that divides its size, up to 64, so that it is as aligned in the buffer as it would be alone, without padding.
+    Inside a group the parameters are sorted by alignment, best first: each begins at a multiple of the largest power of
+    two up to 64 that divides its size. So it is aligned in the buffer without padding.
 
     Args:
-        params: named tree.
-        labels: name -> hashable, of the transform.
+        params: name -> P.
+        labels: name -> hashable, from the transform.
 
     Example:
         >>> import torch
-        >>> found = layout({"a": torch.ones(2, 2), "b": torch.zeros(3)}, {"a": 0, "b": 0})
-        >>> found.collect({"a": torch.ones(2, 2), "b": torch.zeros(3)})["a"].shape
+        >>> form = layout({"a": torch.ones(2, 2), "b": torch.zeros(3)}, {"a": 0, "b": 0})
+        >>> form.collect({"a": torch.ones(2, 2), "b": torch.zeros(3)})["a"].shape
         torch.Size([7])
     """
     grouped: dict[Any, list[Slot]] = {}
@@ -105,40 +104,40 @@ def layout(params: Params, labels: Labels) -> Layout:
 
 
 def _alignment(size: int) -> int:
-    """The largest power of two, up to 64, that divides a size."""
+    """Return the largest power of two, up to 64, that divides a size."""
     return math.gcd(size, 64)
 
 
 def pack(layout: Layout, state: TrainState) -> TrainState | None:
-    """The state with every parameter-shaped dict flat (copied); None where a dict holds part of a group only."""
+    """Copy every dict by parameter name into flat buffers; return None if a dict has only a part of a group."""
     try:
         return _convert(state, lambda subtree: _pack_tree(layout, subtree))
-    except _Uneven:
+    except _PartialGroup:
         return None
 
 
 def unpack(layout: Layout, state: TrainState) -> TrainState:
-    """The named tree of a packed state: views of its buffers."""
+    """Return the named tree of a packed state, as views of its buffers."""
     return _convert(state, lambda subtree: _unpack_tree(layout, subtree))
 
 
 class Split(StepContractError):
-    """Parameters of one buffer must be treated apart: some have a gradient in this step, others have none."""
+    """A buffer must be split: some of its parameters have a gradient in this step, others have none."""
 
     def __init__(self, names: frozenset[str]) -> None:
-        super().__init__("no gradient, and others in their buffer have one", where=", ".join(sorted(names)))
+        super().__init__("no gradient, but others in the same buffer have one", where=", ".join(sorted(names)))
         self.names = names
 
 
-class _Uneven(Exception):
-    """A name-keyed dict cuts through a group."""
+class _PartialGroup(Exception):
+    """A dict by parameter name has only a part of a group."""
 
 
 def _convert(state: TrainState, one: Any) -> TrainState:
     accum = state.accum
     if not isinstance(accum, Empty):
         accum = accum._replace(grads=one(accum.grads))
-    # ema.buffers, frozen and buffers go by other names and are left as they are.
+    # ema.buffers, frozen and buffers have other names and do not change.
     ema = state.ema if isinstance(state.ema, Empty) else state.ema._replace(params=one(state.ema.params))
     return TrainState(*state)._replace(params=one(state.params), opt_state=one(state.opt_state), ema=ema, accum=accum)
 
@@ -146,35 +145,37 @@ def _convert(state: TrainState, one: Any) -> TrainState:
 def _pack_tree(layout: Layout, subtree: Tree) -> Tree:
     slots = {slot.name: slot for group in layout.groups for slot in group.slots}
 
-    def named(node: Any) -> bool:
-        return isinstance(node, dict) and bool(node) and all(_fits(slots.get(k), v) for k, v in node.items())
+    def is_named(node: Any) -> bool:
+        return isinstance(node, dict) and bool(node) and all(_is_slot(slots.get(k), v) for k, v in node.items())
 
-    def whole(node: Any) -> bool:
-        return isinstance(node, Missed) or named(node)  # counts are those of parameters in either form
+    def is_leaf(node: Any) -> bool:
+        return isinstance(node, Missed) or is_named(node)  # Missed has counts by parameter in both forms.
 
-    return tree.map(lambda node: _pack_dict(layout, node) if named(node) else node, subtree, is_leaf=whole)
+    return tree.map(lambda node: _pack_dict(layout, node) if is_named(node) else node, subtree, is_leaf=is_leaf)
 
 
 def missed(state: TrainState) -> dict[str, tuple[int, ...]]:
-    """Of every parameter that has missed an update, how many of each count: they tell apart what may share a buffer.
-    Reads them on the host."""
-    found: dict[str, list[int]] = {}
+    """Return the missed updates of every parameter that has missed one, with one count per `Missed` in the state.
+
+    Parameters with different counts cannot share a buffer. Waits for the device.
+    """
+    counts_of: dict[str, list[int]] = {}
     nodes = tree.flatten(state.opt_state, is_leaf=lambda node: isinstance(node, Missed))[0]
     for node in nodes:
         if isinstance(node, Missed):
             for name, count in zip(sorted(node.names), node.counts.tolist(), strict=True):
-                found.setdefault(name, []).append(count)
-    return {name: tuple(counts) for name, counts in found.items() if any(counts)}
+                counts_of.setdefault(name, []).append(count)
+    return {name: tuple(counts) for name, counts in counts_of.items() if any(counts)}
 
 
 def _pack_dict(layout: Layout, node: dict[str, Any]) -> dict[str, Any]:
     packed: dict[str, Any] = {}
     for group in layout.groups:
-        held = [slot for slot in group.slots if slot.name in node]
-        if not held:
+        present = [slot for slot in group.slots if slot.name in node]
+        if not present:
             continue
-        if len(held) < len(group.slots):
-            raise _Uneven
+        if len(present) < len(group.slots):
+            raise _PartialGroup
         if isinstance(node[group.name], Empty):
             packed[group.name] = Empty()
         else:
@@ -185,13 +186,13 @@ def _pack_dict(layout: Layout, node: dict[str, Any]) -> dict[str, Any]:
 def _unpack_tree(layout: Layout, subtree: Tree) -> Tree:
     groups = {group.name: group for group in layout.groups}
 
-    def flat(node: Any) -> bool:
-        return isinstance(node, dict) and bool(node) and all(_holds(groups.get(k), v) for k, v in node.items())
+    def is_flat(node: Any) -> bool:
+        return isinstance(node, dict) and bool(node) and all(_is_buffer(groups.get(k), v) for k, v in node.items())
 
-    def whole(node: Any) -> bool:
-        return isinstance(node, Missed) or flat(node)
+    def is_leaf(node: Any) -> bool:
+        return isinstance(node, Missed) or is_flat(node)
 
-    return tree.map(lambda node: _unpack_dict(layout, node) if flat(node) else node, subtree, is_leaf=whole)
+    return tree.map(lambda node: _unpack_dict(layout, node) if is_flat(node) else node, subtree, is_leaf=is_leaf)
 
 
 def _unpack_dict(layout: Layout, node: dict[str, Any]) -> dict[str, Any]:
@@ -201,8 +202,7 @@ def _unpack_dict(layout: Layout, node: dict[str, Any]) -> dict[str, Any]:
     return layout.expand(node)
 
 
-# A vector is its own piece, and what lies in the order of its dimensions is not turned: a view less for every leaf of
-# the graph, and of the record that code is found by.
+# `_flat` and `_shaped` make no view of a vector, and no permutation of a contiguous tensor: the graph has fewer nodes.
 
 
 def _concatenated(group: Group, named: Params) -> Tensor:
@@ -210,18 +210,18 @@ def _concatenated(group: Group, named: Params) -> Tensor:
 
 
 def _flat(value: Tensor, slot: Slot) -> Tensor:
-    if slot.is_turned:
+    if slot.is_permuted:
         value = value.permute(slot.order)
     return value if len(slot.shape) == 1 else value.reshape(-1)
 
 
-def _fits(slot: Slot | None, value: Any) -> bool:
+def _is_slot(slot: Slot | None, value: Any) -> bool:
     if slot is None:
         return False
     return isinstance(value, Empty) or (isinstance(value, Tensor) and tuple(value.shape) == slot.shape)
 
 
-def _holds(group: Group | None, value: Any) -> bool:
+def _is_buffer(group: Group | None, value: Any) -> bool:
     if group is None:
         return False
     size = sum(slot.size for slot in group.slots)
@@ -240,7 +240,7 @@ def _shaped(part: Tensor, slot: Slot) -> Tensor:
     if len(slot.shape) == 1:
         return part
     stored = part.view([slot.shape[dim] for dim in slot.order])
-    if not slot.is_turned:
+    if not slot.is_permuted:
         return stored
-    back = sorted(range(len(slot.order)), key=lambda dim: slot.order[dim])
-    return stored.permute(back)
+    inverse = sorted(range(len(slot.order)), key=lambda dim: slot.order[dim])
+    return stored.permute(inverse)

@@ -1,7 +1,7 @@
-"""Pickling of what factories return: functions that close over their settings are pickled as the call that made them.
+"""Pickle the results of factories, which are closures, as the calls that created them.
 
-`recipe` decorates a factory. Its result carries the factory and the arguments; `pickle` stores these, and unpickling
-calls the factory again. A factory gets its arguments without that wrapping, so a step runs the bare functions.
+`recipe` decorates a factory and wraps its result in an object that stores the factory and its arguments. `pickle` saves
+these, and unpickling calls the factory again. Factories receive unwrapped arguments, so a step runs the bare functions.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Call(NamedTuple):
 
 
 def recipe(factory: Callable[P, R]) -> Callable[P, R]:
-    """The factory with results that can be pickled, if its arguments can.
+    """Make the results of a factory picklable if its arguments are.
 
     Args:
-        factory: a function at the top of a module that returns a function or a NamedTuple of functions.
+        factory: a module-level function that returns a function or a NamedTuple of functions.
 
     Example:
         >>> import pickle
@@ -44,9 +44,9 @@ def recipe(factory: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_dynamo_compiling():  # a factory that a step calls, see `optim.inject`
+        if torch.compiler.is_dynamo_compiling():  # a step calls the factory, see `optim.inject`
             return factory(*args, **kwargs)
-        call = Call(make, tuple(map(_held, args)), {name: _held(value) for name, value in kwargs.items()})
+        call = Call(make, tuple(map(_snapshot, args)), {name: _snapshot(value) for name, value in kwargs.items()})
         inner: Callable[..., Any] = factory
         made = inner(*map(bare, call.args), **{name: bare(value) for name, value in call.kwargs.items()})
         return cast(R, _wrapped(bare(made), call))
@@ -55,18 +55,18 @@ def recipe(factory: Callable[P, R]) -> Callable[P, R]:
 
 
 def bare(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """The value without the wrapping of `recipe`, in lists, tuples and dicts too; the same object if it has none.
+    """Remove the wrapping of `recipe`, also in lists, tuples and dicts. Returns the same object if there is none.
 
     Args:
         value: any object.
-        above: ids of the containers that it is in; one that holds itself is left alone.
+        above: ids of the containers around it; a container that contains itself is returned unchanged.
     """
     if id(value) in above:
         return value
     here = (*above, id(value))
-    if isinstance(value, MadeFunction):
+    if isinstance(value, PicklableFunction):
         return value.__wrapped__
-    if isinstance(value, _MadeTuple):
+    if isinstance(value, _PicklableTuple):
         return value.plain()
     if type(value) is dict:
         space = cast(dict[Any, Any], value)
@@ -79,8 +79,8 @@ def bare(value: Any, above: tuple[int, ...] = ()) -> Any:
     return value
 
 
-class MadeFunction:
-    """A function that a factory returned."""
+class PicklableFunction:
+    """A function from a factory, with the factory's call."""
 
     __wrapped__: Callable[..., Any]
 
@@ -96,17 +96,17 @@ class MadeFunction:
 
     def __reduce__(self) -> tuple[Any, ...]:
         _check(self.call, {})
-        return _made_again, (*self.call, {})
+        return _rebuild, (*self.call, {})
 
-    def __copy__(self) -> MadeFunction:
+    def __copy__(self) -> PicklableFunction:
         return self  # it is immutable
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MadeFunction:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PicklableFunction:
         return self
 
 
-class _MadeTuple:
-    """The part of a NamedTuple that remembers how it was made. ``_replace`` keeps that and adds what it changes."""
+class _PicklableTuple:
+    """Mixin for a NamedTuple from a factory, with the factory's call. ``_replace`` also stores its changes."""
 
     base: type[Any]
     call: Call | None = None
@@ -125,7 +125,7 @@ class _MadeTuple:
         if self.call is None:
             return self.base, tuple(cast(tuple[Any, ...], self))
         _check(self.call, self.changes)
-        return _made_again, (*self.call, dict(self.changes))
+        return _rebuild, (*self.call, dict(self.changes))
 
     def __copy__(self) -> Any:
         return self  # it is immutable
@@ -135,42 +135,42 @@ class _MadeTuple:
 
 
 @functools.cache
-def _made_kind(base: type[Any]) -> type[Any]:
-    return type(base.__name__, (_MadeTuple, base), {"base": base, "__module__": base.__module__, "__doc__": None})
+def _picklable_class(base: type[Any]) -> type[Any]:
+    return type(base.__name__, (_PicklableTuple, base), {"base": base, "__module__": base.__module__, "__doc__": None})
 
 
 def _wrapped(made: Any, call: Call) -> Any:
     if isinstance(made, tuple):
-        new: Any = _made_kind(type(cast(Any, made)))(*cast(tuple[Any, ...], made))
+        new: Any = _picklable_class(type(cast(Any, made)))(*cast(tuple[Any, ...], made))
         new.call = call
         return new
-    return MadeFunction(made, call)
+    return PicklableFunction(made, call)
 
 
-def _made_again(
+def _rebuild(
     factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], changes: dict[str, Any]
 ) -> Any:
     made = factory(*args, **kwargs)
     return made._replace(**changes) if changes else made
 
 
-def _held(value: Any) -> Any:
-    """An argument as it is at the call: containers may be changed later, and an iterator can be read only once."""
+def _snapshot(value: Any) -> Any:
+    """Copy an argument at the call: a container may change later, and an iterator can be read only once."""
     if isinstance(value, Iterator):
         return tuple(cast(Iterator[Any], value))
     return value.copy() if type(value) in (dict, list, set) else value
 
 
 def _check(call: Call, changes: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a function or class among the arguments that no other process can import."""
+    """Raise ConfigError if an argument contains a function or class that another process cannot import."""
     given = inspect.signature(call.factory).bind(*call.args, **call.kwargs).arguments
     for path, found in _local((*given.items(), *changes.items())):
-        what = "class" if isinstance(found, type) else "lambda" if found.__name__ == "<lambda>" else "function"
-        where = "a lambda" if what == "lambda" else f"the local {what} {found.__qualname__}"
+        kind = "class" if isinstance(found, type) else "lambda" if found.__name__ == "<lambda>" else "function"
+        name = "a lambda" if kind == "lambda" else f"the local {kind} {found.__qualname__}"
         raise ConfigError(
-            f"cannot be pickled: its {path} is {where}, which another process cannot import",
+            f"cannot be pickled: its {path} is {name}, which another process cannot import",
             where=_name(call.factory),
-            hint=f"define it with {'class' if what == 'class' else 'def'} at the top of a module",
+            hint=f"define it with {'class' if kind == 'class' else 'def'} at the top of a module",
         )
 
 
@@ -179,14 +179,14 @@ def _name(factory: Callable[..., Any]) -> str:
 
 
 def _local(named: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """(path, value) pairs of the functions and classes that cannot be imported by their names."""
+    """(path, value) pairs of functions and classes that cannot be imported by their names."""
     seen = set() if seen is None else seen
     for path, value in named:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, MadeFunction | _MadeTuple):
-            continue  # which check themselves
+        if isinstance(value, PicklableFunction | _PicklableTuple):
+            continue  # it checks its own arguments
         if isinstance(value, types.FunctionType | type):
             if _is_local(value):
                 yield str(path), value
@@ -219,6 +219,6 @@ def _is_local(value: Any) -> bool:
 
 
 def _pickles_itself(kind: type) -> bool:
-    """Whether a class defines itself what of its instances is pickled."""
+    """True if a class defines how its instances are pickled."""
     names = ("__getstate__", "__reduce__", "__reduce_ex__")
     return any(name in vars(part) for part in kind.__mro__ if part not in (object, nn.Module) for name in names)

@@ -1,7 +1,7 @@
-"""What dtype weights are kept in and what dtype a forward pass computes in, on which device."""
+"""Precision policies: the dtype of the weights, the dtype of the forward pass, and the devices that support them."""
 
 # pyright: reportUnnecessaryIsInstance=false
-# What is handed in here may be anything, whatever the annotations say.
+# The arguments come from users and may have any type.
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .types import Tree
 
 
 class Policy(NamedTuple):
-    """One precision. ``weights`` None keeps the module's own dtype; ``compute`` None means no autocast."""
+    """A precision."""
 
     name: str
-    weights: torch.dtype | None
-    compute: torch.dtype | None
-    scaled: bool  # whether the loss is scaled, see scaler.py
+    weights: torch.dtype | None  # None: the dtypes of the module
+    compute: torch.dtype | None  # None: no autocast
+    scaled: bool  # True: the loss is scaled, see scaler.py
 
 
 _WEIGHTS = {"64-true": torch.float64, "32-true": None, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -30,17 +30,17 @@ _COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def policy(name: str | Policy) -> Policy:
-    """The precision of that name.
+    """Return the precision of that name.
 
-    ``"32-true"`` computes in the module's own dtype (float32 as a rule); ``"64-true"``, ``"bf16-true"`` and
-    ``"16-true"`` cast weights and floating inputs; ``"bf16-mixed"`` and ``"16-mixed"`` keep float32 weights and run the
-    forward pass under `torch.amp.autocast`. Only ``"16-mixed"`` brings a loss scaler.
+    ``"32-true"`` computes in the dtype of the module (usually float32). ``"64-true"``, ``"bf16-true"`` and
+    ``"16-true"`` cast weights and floating inputs. ``"bf16-mixed"`` and ``"16-mixed"`` keep float32 weights and run the
+    forward pass under `torch.amp.autocast`. Only ``"16-mixed"`` scales the loss.
 
     Args:
-        name: one of those, or a policy, which is returned as it is.
+        name: one of these names, or a policy, which is returned unchanged.
 
     Raises:
-        ConfigError: no such precision.
+        ConfigError: the name is unknown.
 
     Example:
         >>> policy("bf16-mixed").compute
@@ -53,11 +53,11 @@ def policy(name: str | Policy) -> Policy:
     if isinstance(name, str) and name in _WEIGHTS:
         return Policy(name, _WEIGHTS[name], None, scaled=False)
     known = ", ".join(repr(key) for key in (*_WEIGHTS, *_COMPUTE))
-    raise ConfigError(f"{name!r} is no precision", where="precision", hint=f"one of {known}")
+    raise ConfigError(f"{name!r} is unknown", where="precision", hint=f"one of {known}")
 
 
 def autocast(policy: Policy, device: torch.device) -> AbstractContextManager[Any]:
-    """The context that a forward pass runs in: `torch.autocast` for a ``-mixed`` precision, else one without effect.
+    """Return the context for the forward pass: `torch.autocast` for a ``-mixed`` precision, else a null context.
 
     Example:
         >>> with autocast(policy("bf16-mixed"), torch.device("cpu")):
@@ -70,7 +70,7 @@ def autocast(policy: Policy, device: torch.device) -> AbstractContextManager[Any
 
 
 def cast(policy: Policy, batch: Tree) -> Tree:
-    """Floating tensors in the dtype of the weights, for the ``-true`` precisions; others as they are.
+    """Cast floating tensors to the dtype of the weights, for ``-true`` precisions; leave other leaves unchanged.
 
     Example:
         >>> [leaf.dtype for leaf in cast(policy("bf16-true"), (torch.ones(2), torch.arange(2)))]
@@ -88,10 +88,10 @@ def cast(policy: Policy, batch: Tree) -> Tree:
 
 
 def usable(name: str | torch.device) -> torch.device:
-    """The device of that name, if this machine has it.
+    """Return the device of that name, if this machine has it.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: the machine has no such device.
 
     Example:
         >>> usable("cpu")
@@ -100,17 +100,17 @@ def usable(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # an AssertionError where torch was built without CUDA
-        words = str(error).partition(". ")[0]  # torch goes on to list every backend it knows
-        raise ConfigError(f"no device {str(name)!r} here: {words}", where="device", hint='device="cpu"') from error
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA.
+        reason = str(error).partition(". ")[0]  # The rest of torch's message lists all backends.
+        raise ConfigError(f"no device {str(name)!r} here: {reason}", where="device", hint='device="cpu"') from error
     return device
 
 
 def check(policy: Policy, device: torch.device) -> None:
-    """Run a product of two small matrices as a step would.
+    """Check that a device supports a precision, by multiplying two small matrices in it.
 
     Raises:
-        ConfigError: this device cannot compute in this precision.
+        ConfigError: the device cannot compute in this precision.
 
     Example:
         >>> check(policy("bf16-mixed"), torch.device("cpu"))
@@ -123,19 +123,19 @@ def check(policy: Policy, device: torch.device) -> None:
         if emulated and torch.bfloat16 in (policy.weights, policy.compute):
             raise RuntimeError("this GPU has no bfloat16 arithmetic")
         one = torch.ones(2, 2, dtype=dtype, device=device)
-        # What autocast cannot do it announces in a warning, and goes on without.
+        # For an unsupported dtype autocast only warns and is then disabled.
         with warnings.catch_warnings(action="ignore"), autocast(policy, device):
             product = one @ one
         if product.dtype != (policy.compute or dtype):
             raise RuntimeError(f"autocast computes in {product.dtype}")
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"{device.type} cannot do {policy.name}: {error}", where="precision", hint='precision="32-true"'
+            f"{device.type} does not support {policy.name}: {error}", where="precision", hint='precision="32-true"'
         ) from error
 
 
 def auto_device() -> torch.device:
-    """The device that `fit` takes when none is named: cuda, then mps, then cpu.
+    """Return the default device of `fit`: cuda if available, else mps, else cpu.
 
     Example:
         >>> auto_device().type in ("cuda", "mps", "cpu")

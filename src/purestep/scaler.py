@@ -1,4 +1,4 @@
-"""Dynamic loss scaling as state: the rule of `torch.amp.GradScaler`, without the object."""
+"""Dynamic loss scaling as state, with the rule of `torch.amp.GradScaler`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from .validation import is_count
 
 
 class ScalerState(NamedTuple):
-    """Scale of the loss and how long it has held."""
+    """The loss scale, and the number of finite windows since its last change."""
 
     scale: Tensor  # shape=(), dtype=float32
     growth_tracker: Tensor  # shape=(), dtype=int64: finite windows since the scale last changed
 
 
 class Scaler(NamedTuple):
-    """``init(device) -> state``, ``scale(state) -> Tensor | None``, ``update(state, finite) -> state`` and
-    ``exhausted(state, finite) -> Tensor``: whether this gradient is not finite and no scale is left to try."""
+    """The functions of a loss scaler.
+
+    ``init(device) -> state``, ``scale(state) -> Tensor | None``, ``update(state, finite) -> state``, and
+    ``exhausted(state, finite) -> Tensor``, True if the gradient is not finite and the scale cannot be lowered further.
+    """
 
     init: Callable[[torch.device], Tree]
     scale: Callable[[Tree], Tensor | None]
@@ -34,7 +37,7 @@ class Scaler(NamedTuple):
 
 @recipe
 def none() -> Scaler:
-    """No scaling: an Empty state; the first gradient that is not finite has no other scale to try.
+    """Disable scaling; the state is Empty, and every gradient that is not finite is exhausted.
 
     Example:
         >>> print(none().scale(none().init(torch.device("cpu"))))
@@ -42,11 +45,11 @@ def none() -> Scaler:
     """
 
     def update(state: Tree, finite: Tensor) -> Tree:
-        del finite  # no scale to move
+        del finite  # No scale.
         return state
 
     def exhausted(state: Tree, finite: Tensor) -> Tensor:
-        del state  # no scale to look at
+        del state  # No scale.
         return ~finite
 
     return Scaler(lambda device: Empty(), lambda state: None, update, exhausted)
@@ -61,21 +64,22 @@ def dynamic(
     growth_interval: int = 2000,
     min_scale: float = 2.0**-14,
 ) -> Scaler:
-    """Multiply the loss by a scale that halves when a gradient overflows and doubles after a long finite stretch.
+    """Multiply the loss by a scale that halves when a gradient overflows and doubles after many finite updates.
 
-    The rule is that of `torch.amp.GradScaler` (`aten::_amp_update_scale_`), step for step; but torch's scale falls to
-    0 in the end, where every gradient is nan for good, and this one falls no further than once below ``min_scale``.
+    The rule is that of `torch.amp.GradScaler` (`aten::_amp_update_scale_`), with a lower bound: torch's scale may fall
+    to 0, after which every gradient is nan; this scale stops falling once it is below ``min_scale``.
 
     Args:
         init_scale: scale of the first step, > 0.
         growth_factor: > 1.
         backoff_factor: in (0, 1).
-        growth_interval: a whole number of finite optimizer updates between two growths, >= 1.
-        min_scale: in [0, init_scale]; below it the gradients are taken to be broken, not overflowing: the state halts.
-            With ``nonfinite="skip"`` nothing halts, and the scale waits there for finite ones.
+        growth_interval: number of finite optimizer updates between two growths, >= 1.
+        min_scale: in [0, init_scale]. Below it a gradient that is not finite counts as an error, not an overflow, and
+            the state halts. With ``nonfinite="skip"`` the state does not halt, and the scale stays until gradients are
+            finite.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     Example:
         >>> import torch
@@ -84,7 +88,7 @@ def dynamic(
         >>> state.scale.item()
         4.0
     """
-    # nan is in no range.
+    # Comparisons with nan are False, so nan is refused.
     factors = growth_factor > 1 and 0 < backoff_factor < 1
     if not (0 < init_scale < math.inf and factors and is_count(growth_interval, 1) and 0 <= min_scale <= init_scale):
         raise ConfigError(
@@ -100,14 +104,14 @@ def dynamic(
         return ScalerState(scale, torch.zeros((), dtype=torch.int64, device=device))
 
     def update(state: ScalerState, finite: Tensor) -> ScalerState:
-        run = state.growth_tracker + 1
-        grown = _times(state.scale, growth_factor)
-        # As torch does: a scale that would overflow float32 stays.
-        grows = (run == growth_interval) & torch.isfinite(grown)
-        lower = _times(state.scale, backoff_factor)
+        count = state.growth_tracker + 1
+        grown = _multiply(state.scale, growth_factor)
+        # As in torch, a scale that would overflow float32 does not grow.
+        grows = (count == growth_interval) & torch.isfinite(grown)
+        lower = _multiply(state.scale, backoff_factor)
         shrunk = torch.where(state.scale < min_scale, state.scale, lower)
         scale = torch.where(finite, torch.where(grows, grown, state.scale), shrunk)
-        tracker = torch.where(finite & (run < growth_interval), run, torch.zeros_like(run))
+        tracker = torch.where(finite & (count < growth_interval), count, torch.zeros_like(count))
         return ScalerState(scale, tracker)
 
     def exhausted(state: ScalerState, finite: Tensor) -> Tensor:
@@ -116,6 +120,6 @@ def dynamic(
     return Scaler(init, lambda state: state.scale, update, exhausted)
 
 
-def _times(scale: Tensor, factor: float) -> Tensor:
-    # In float64 and rounded once, as torch does it: factors need not be powers of two.
+def _multiply(scale: Tensor, factor: float) -> Tensor:
+    # In float64, rounded once, as in torch: the factor may not be a power of two.
     return scale * factor if scale.device.type == "mps" else (scale.double() * factor).float()

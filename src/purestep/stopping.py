@@ -1,8 +1,8 @@
-"""The best value so far, early stopping, and a learning rate lowered on a plateau: pure rules on host numbers.
+"""Best value, early stopping, and learning rate reduction on a plateau: pure functions of host numbers.
 
-A rule is a frozen config, what it remembers is a NamedTuple of plain numbers that goes through JSON unchanged, and
-`observe` makes the next record from the last one and a new value. No tensors, no clock. A value that is infinite or
-not a number, or None, as which the history holds it, is never the best one and counts as no improvement.
+A rule is a frozen dataclass. Its state is a record, a NamedTuple of plain numbers that JSON can hold. `observe` returns
+the next record from the last one and a new value. A value that is infinite, nan or None (the history stores None for
+both) is never the best value and counts as no improvement.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class EarlyStopping:
     """Stop after ``patience`` epochs in a row without improvement.
 
     Args:
-        patience: epochs (evaluations, where they are not once an epoch), at least 1. The run stops as soon as that
-            many in a row were no improvement.
-        min_delta: by how much a value must beat the last one that reset the patience, at least 0, in the units of the
-            monitored value. It never decides what is the best value: that is any strict improvement.
-        start_ratio: share of the run (of its epochs or updates, whichever limit is nearer) that passes before any is
-            counted, in [0, 1]. It is rounded down: to whole epochs where the metric is not measured inside them, or
-            the number of their batches is not known before their end (it is of lists and of loaders over a dataset with
-            indices; ``len`` of another loader is a hint).
+        patience: number of epochs (or evaluations, if they are not once per epoch), at least 1. The run stops after
+            this many in a row without improvement.
+        min_delta: the amount by which a value must beat the last value that reset the patience, at least 0, in the
+            units of the monitored value. It does not affect the best value, which is any strict improvement.
+        start_ratio: the share of the run (of its epochs or updates, whichever limit is nearer) before the first epoch
+            counts, in [0, 1]. It is rounded down to whole epochs if the metric is not measured inside of epochs, or if
+            the number of batches is unknown before an epoch ends. The number is known for lists and for loaders over a
+            dataset with indices; ``len`` of another loader is only a hint.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: a number is out of its range.
 
     Example:
         >>> EarlyStopping(patience=20, start_ratio=0.5)
@@ -51,17 +51,17 @@ class EarlyStopping:
 
 
 class Record(NamedTuple):
-    """What best tracking and early stopping remember. Everything is finite or None."""
+    """The state of best value tracking and early stopping. Every value is finite or None."""
 
     best: float | None  # the best value so far
-    best_epoch: int | None  # when it was seen, from 1
-    reference: float | None  # the last value that beat its predecessor by more than min_delta
-    bad_epochs: int  # epochs in a row, from start_epoch on, that did not
+    best_epoch: int | None  # its epoch, from 1
+    reference: float | None  # the last value that beat the previous reference by more than min_delta
+    bad_epochs: int  # epochs in a row without such a value, from start_epoch on
     start_epoch: int  # the first epoch that may count as bad, from 1; in the unit of `observe`'s total_epochs
 
 
 def init() -> Record:
-    """The record of a run that has seen nothing.
+    """Return the record before the first value.
 
     Example:
         >>> init().best is None
@@ -80,21 +80,21 @@ def observe(
     total_epochs: int | None = None,
     passed: int | None = None,
 ) -> Record:
-    """The record after one more value.
+    """Return the record after one more value.
 
     Args:
         record: from `init` or the last `observe`.
-        value: the monitored metric; None is what is not finite.
+        value: the monitored metric; None for a value that is not finite.
         epoch: epochs (or evaluations) completed, from 1.
-        mode: whether small or large values are good.
-        rule: early stopping, or None to track the best alone.
-        total_epochs: epochs planned in all; only ``start_ratio`` needs it. It may differ from what it was before a
-            resume: the start is worked out anew each time.
-        passed: of ``total_epochs``, where ``epoch`` counts something else: evaluations. Both of them may then be in a
-            smaller unit, batches or updates, so that a start inside an epoch can be told. None: ``epoch``.
+        mode: "min" if small values are good, "max" if large values are.
+        rule: early stopping, or None to track only the best value.
+        total_epochs: planned epochs; needed only with ``start_ratio``. It may change at a resume, because every call
+            computes the start from it.
+        passed: the progress in the unit of ``total_epochs``, if ``epoch`` counts evaluations. The unit may be batches
+            or updates, so that the start may be inside of an epoch. None: ``epoch``.
 
     Raises:
-        ConfigError: ``start_ratio`` is set and the number of epochs is not known.
+        ConfigError: ``start_ratio`` is set and the number of epochs is unknown.
 
     Example:
         >>> record = observe(init(), 0.5, epoch=1, mode="min")
@@ -105,20 +105,20 @@ def observe(
     value = None if value is None else float(value)
     best = is_better(value, record.best, mode=mode)
     start = start_epoch(rule, total_epochs)
-    progress = is_better(value, record.reference, mode=mode, min_delta=rule.min_delta if rule else 0.0)
-    waits = (epoch if passed is None else passed) < start
-    bad_epochs = 0 if progress or waits else record.bad_epochs + 1
+    is_improvement = is_better(value, record.reference, mode=mode, min_delta=rule.min_delta if rule else 0.0)
+    is_before_start = (epoch if passed is None else passed) < start
+    bad_epochs = 0 if is_improvement or is_before_start else record.bad_epochs + 1
     return Record(
         best=value if best else record.best,
         best_epoch=epoch if best else record.best_epoch,
-        reference=value if progress else record.reference,
+        reference=value if is_improvement else record.reference,
         bad_epochs=bad_epochs,
         start_epoch=start,
     )
 
 
 def is_better(value: float | None, best: float | None, *, mode: Mode, min_delta: float = 0.0) -> bool:
-    """Whether ``value`` beats ``best`` strictly, by more than ``min_delta``.
+    """Return True if ``value`` is strictly better than ``best`` by more than ``min_delta``.
 
     Example:
         >>> is_better(0.5, 0.5, mode="min"), is_better(float("nan"), None, mode="min")
@@ -132,7 +132,7 @@ def is_better(value: float | None, best: float | None, *, mode: Mode, min_delta:
 
 
 def improved(record: Record, *, epoch: int) -> bool:
-    """Whether the value of this epoch is the best one.
+    """Return True if the value of this epoch is the best value.
 
     Example:
         >>> improved(observe(init(), 0.5, epoch=1, mode="min"), epoch=1)
@@ -142,7 +142,7 @@ def improved(record: Record, *, epoch: int) -> bool:
 
 
 def should_stop(record: Record, rule: EarlyStopping | None) -> bool:
-    """Whether the patience is used up. Without a rule: never.
+    """Return True if the patience is used up; False without a rule.
 
     Example:
         >>> should_stop(init()._replace(bad_epochs=3), EarlyStopping(patience=3))
@@ -152,10 +152,10 @@ def should_stop(record: Record, rule: EarlyStopping | None) -> bool:
 
 
 def start_epoch(rule: EarlyStopping | None, total_epochs: int | None) -> int:
-    """The first epoch, from 1, that may count as bad: ``total_epochs * start_ratio``, rounded down.
+    """Return the first epoch, from 1, that may count as bad: ``total_epochs * start_ratio``, rounded down.
 
     Raises:
-        ConfigError: ``start_ratio`` is set and the number of epochs is not known.
+        ConfigError: ``start_ratio`` is set and the number of epochs is unknown.
 
     Example:
         >>> start_epoch(EarlyStopping(patience=2, start_ratio=0.5), 100)
@@ -165,7 +165,7 @@ def start_epoch(rule: EarlyStopping | None, total_epochs: int | None) -> int:
         return 1
     if total_epochs is None:
         raise ConfigError(
-            f"start_ratio={rule.start_ratio} is a share of the run, and neither epochs nor steps say how long it is",
+            f"start_ratio={rule.start_ratio} is a share of the run, but neither epochs nor steps is set",
             where="EarlyStopping",
             hint="fit(..., epochs=100), or start_ratio=0.0",
         )
@@ -173,10 +173,10 @@ def start_epoch(rule: EarlyStopping | None, total_epochs: int | None) -> int:
 
 
 def default_mode(monitor: str) -> Mode:
-    """``"min"`` for a loss, error or perplexity; of any other name the direction is not guessed.
+    """Return ``"min"`` for a loss, error or perplexity.
 
     Raises:
-        ConfigError: the name does not say which direction is good.
+        ConfigError: the metric has another name, which does not show whether small or large values are good.
 
     Example:
         >>> default_mode("val_loss")
@@ -192,7 +192,7 @@ def default_mode(monitor: str) -> Mode:
 
 
 def to_json(record: Record) -> dict[str, float | int | None]:
-    """The record as a dict that JSON can hold: its numbers are finite or None by construction.
+    """Convert a record to a dict for JSON. Its numbers are finite or None.
 
     Example:
         >>> from_json(to_json(init())) == init()
@@ -202,7 +202,7 @@ def to_json(record: Record) -> dict[str, float | int | None]:
 
 
 def from_json(found: Mapping[str, Any]) -> Record:
-    """The way back from `to_json`.
+    """Restore the record of `to_json`.
 
     Example:
         >>> from_json(to_json(init())) == init()
@@ -213,21 +213,21 @@ def from_json(found: Mapping[str, Any]) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class Plateau:
-    """Lower the learning rate when the monitored value stops improving (torch's ``ReduceLROnPlateau``).
+    """Reduce the learning rate when the monitored value stops improving (torch's ``ReduceLROnPlateau``).
 
-    A schedule is a function of the count of updates alone, so this rule lives in the outer loop: keep a
-    `PlateauRecord` in a callback and write ``scale`` times the learning rate into the state (``optim.inject``).
+    A schedule depends on the count of updates only, so this rule belongs in a callback: keep a `PlateauRecord` there,
+    and write ``scale * learning_rate`` into the state (``optim.inject`` and ``optim.set_hyperparams``).
 
     Args:
-        factor: what the scale is multiplied by, in (0, 1).
-        patience: epochs without improvement that are put up with; the next one lowers the scale. At least 0.
-        threshold: the improvement that counts, at least 0.
+        factor: each reduction multiplies the scale by it, in (0, 1).
+        patience: epochs without improvement before a reduction, at least 0; the next such epoch reduces the scale.
+        threshold: the least improvement that counts, at least 0.
         threshold_mode: ``"rel"``: better than ``best * (1 -/+ threshold)``; ``"abs"``: than ``best -/+ threshold``.
-        cooldown: epochs after a lowering in which none is counted, at least 0.
-        min_scale: the scale is never lowered below this, in [0, 1].
+        cooldown: epochs after a reduction that do not count, at least 0.
+        min_scale: lower bound of the scale, in [0, 1].
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: a number is out of its range.
 
     Example:
         >>> rule, record = Plateau(factor=0.5, patience=0), plateau_init()
@@ -255,16 +255,16 @@ class Plateau:
 
 
 class PlateauRecord(NamedTuple):
-    """What `Plateau` remembers. Everything is finite or None."""
+    """The state of `Plateau`. Every value is finite or None."""
 
     best: float | None
     bad_epochs: int
-    cooldown: int  # epochs left of it
-    scale: float  # what to multiply the learning rate by, in [0, 1]
+    cooldown: int  # remaining epochs that do not count
+    scale: float  # factor for the learning rate, in [0, 1]
 
 
 def plateau_init() -> PlateauRecord:
-    """The record before the first value: scale 1.
+    """Return the record before the first value, with scale 1.
 
     Example:
         >>> plateau_init().scale
@@ -274,14 +274,14 @@ def plateau_init() -> PlateauRecord:
 
 
 def plateau_observe(record: PlateauRecord, value: float | None, *, rule: Plateau, mode: Mode) -> PlateauRecord:
-    """The record after one more value of the monitored metric; None is what is not finite.
+    """Return the record after one more value.
 
     Args:
-        record: from `plateau_init` or the last `plateau_observe`. It follows from the values: a run that goes on makes
-            it anew from the history of `FitStart`.
-        value: the monitored metric.
-        rule: when to lower the scale.
-        mode: whether small or large values are good.
+        record: from `plateau_init` or the last `plateau_observe`. A resumed run can recompute it from the values in the
+            history of `FitStart`.
+        value: the monitored metric; None for a value that is not finite.
+        rule: the plateau rule.
+        mode: "min" if small values are good, "max" if large values are.
 
     Example:
         >>> record = plateau_init()
@@ -291,20 +291,19 @@ def plateau_observe(record: PlateauRecord, value: float | None, *, rule: Plateau
         0.1
     """
     value = None if value is None else float(value)
-    better = is_better(value, _bar(record.best, rule, mode), mode=mode)
-    cooling = record.cooldown > 0
-    bad_epochs = 0 if better or cooling else record.bad_epochs + 1
-    lower = bad_epochs > rule.patience
+    better = is_better(value, _limit(record.best, rule, mode), mode=mode)
+    bad_epochs = 0 if better or record.cooldown > 0 else record.bad_epochs + 1
+    reduce = bad_epochs > rule.patience
     return PlateauRecord(
         best=value if better else record.best,
-        bad_epochs=0 if lower else bad_epochs,
-        cooldown=rule.cooldown if lower else max(0, record.cooldown - 1),
-        scale=max(record.scale * rule.factor, rule.min_scale) if lower else record.scale,
+        bad_epochs=0 if reduce else bad_epochs,
+        cooldown=rule.cooldown if reduce else max(0, record.cooldown - 1),
+        scale=max(record.scale * rule.factor, rule.min_scale) if reduce else record.scale,
     )
 
 
-def _bar(best: float | None, rule: Plateau, mode: Mode) -> float | None:
-    """What a value must beat, in torch's own arithmetic."""
+def _limit(best: float | None, rule: Plateau, mode: Mode) -> float | None:
+    """Return the value that an improvement must beat, with torch's arithmetic."""
     if best is None:
         return None
     threshold = rule.threshold if mode == "max" else -rule.threshold
@@ -313,7 +312,8 @@ def _bar(best: float | None, rule: Plateau, mode: Mode) -> float | None:
 
 def _check_range(where: str, name: str, value: Any, low: float, high: float, *, open_ends: bool = False) -> None:
     if not is_number(value) or not math.isfinite(value):
-        raise ConfigError(f"{name}={value!r} is no finite number", where=where, hint=f"{name}={_example(low, high)}")
+        hint = f"{name}={_example(low, high)}"
+        raise ConfigError(f"{name}={value!r} is not a finite number", where=where, hint=hint)
     if value < low or value > high or (open_ends and value in (low, high)):
         ends = "()" if open_ends else "[]"
         raise ConfigError(

@@ -1,8 +1,10 @@
-"""Tensors that are no block of numbers: sparse, nested and quantized ones, by name and in parts."""
+"""How a tensor lies in memory: dense, sparse, nested or quantized, and how much memory it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,12 +12,12 @@ from torch import Tensor
 
 
 def is_dense(leaf: Tensor) -> bool:
-    """Whether a tensor is one block of numbers: neither sparse nor nested nor quantized."""
+    """True if a tensor is neither sparse nor nested nor quantized."""
     return leaf.layout is torch.strided and not (leaf.is_nested or leaf.is_quantized)
 
 
 def layout_name(leaf: Tensor) -> str:
-    """What a tensor is that is not dense, in a word; "" for a dense one.
+    """The layout of a tensor that is not dense, in one word; "" for a dense tensor.
 
     Example:
         >>> layout_name(torch.eye(2).to_sparse()), layout_name(torch.eye(2))
@@ -27,7 +29,7 @@ def layout_name(leaf: Tensor) -> str:
 
 
 def dense_parts(leaf: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors that a sparse or nested tensor consists of; a dense one itself.
+    """The dense tensors that make up a sparse or nested tensor; a dense tensor is its only part.
 
     Example:
         >>> [part.tolist() for part in dense_parts(torch.eye(2).to_sparse())]
@@ -48,7 +50,7 @@ def dense_parts(leaf: Tensor) -> tuple[Tensor, ...]:
 
 
 def nbytes(leaves: Iterable[Any]) -> int:
-    """How much memory tensors take, sparse and nested ones by what is in them; what is no tensor takes none.
+    """The bytes that tensors take, for sparse and nested ones those of their parts. Other leaves count 0.
 
     Example:
         >>> nbytes([torch.ones(2, 3), "text"])
@@ -56,3 +58,39 @@ def nbytes(leaves: Iterable[Any]) -> int:
     """
     found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return sum(part.nbytes for leaf in found for part in ((leaf,) if is_dense(leaf) else dense_parts(leaf)))
+
+
+def extent(leaf: Tensor) -> int:
+    """The number of memory elements from a tensor's first element to its last, both included.
+
+    Example:
+        >>> extent(torch.ones(2, 6)), extent(torch.ones(2, 6)[:, ::2]), extent(torch.ones(0, 6))
+        (12, 11, 0)
+    """
+    if not leaf.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+
+
+def layout_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
+    """A function ``same(*others) -> bool`` that compares other tensors with these. It keeps no reference to them.
+
+    It returns True if each pair has the same type, dtype, device, shape, strides and ``requires_grad``. It calls
+    Dynamo's guards, which take 0.1 us for each tensor. Returns None if a leaf is no plain dense tensor, or if this
+    torch has no such guards.
+
+    Example:
+        >>> same = layout_guard([torch.ones(2)])
+        >>> same is None or (same(torch.zeros(2)), same(torch.zeros(3)))
+        (True, False)
+    """
+    if not all(type(leaf) is Tensor for leaf in tensors):
+        return None
+    with suppress(Exception):  # another torch, or a layout without strides
+        guards: Any = importlib.import_module("torch._C._dynamo.guards")
+        sizes = [list(leaf.shape) for leaf in tensors]
+        strides = [list(leaf.stride()) for leaf in tensors]
+        same: Any = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        if same(*tensors) is True:
+            return same
+    return None

@@ -1,4 +1,4 @@
-"""Checks of a step for unit tests: one call each, and an error that names the leaf."""
+"""Checks of a step for unit tests. Each is one call, and its error names the leaf."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from .types import Metrics, Program, TrainState, Tree
 
 
 def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any) -> None:
-    """Check that a step is a pure function of its arguments.
+    """Assert that a step is a pure function of its arguments.
 
-    Run twice on the same state and batch it returns the same bits, leaves state, batch and the global generators of
-    torch, numpy and Python as they were, keeps structure, shapes, dtypes and devices, returns tensors without a graph,
-    and keeps none alive from call to call. `fit` holds the first steps of a run to the same.
+    Calls the step twice with the same state and batch. Both results must have the same bits. The step must not change
+    the state, the batch or the global generators of torch, numpy and Python. The new state must keep structure, shapes,
+    dtypes and devices, its tensors must have no autograd graph, and the step must keep no tensor alive between calls.
+    `fit` makes the same checks at the first steps of a run.
 
     Args:
-        step: ``(state, batch, *context) -> (state, metrics)``, not donated.
+        step: ``(state, batch, *context) -> (state, metrics)``, without donation.
         state: a tree of tensors.
-        batch: what the step takes.
+        batch: the second argument of the step.
         context: further arguments.
 
     Raises:
-        StepContractError: what changed, and where.
+        StepContractError: the step is not pure; the message says what changed, and where.
 
     Example:
         >>> import torch, purestep as ps
@@ -43,7 +44,7 @@ def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any
         ...     return state + len(counter), {}
         >>> assert_pure(step, torch.zeros(()), None)
         Traceback (most recent call last):
-        purestep.errors.StepContractError: state: the second call on the same state and batch gives another value ...
+        purestep.errors.StepContractError: state: the second call with the same state and batch returns ...
     """
     parts = {"state": state, "batch": batch, "context": context}
     with _reported():
@@ -52,7 +53,7 @@ def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any
 
 @contextmanager
 def _reported() -> Generator[None]:
-    """Findings as errors of the public class."""
+    """Raise a finding as StepContractError."""
     try:
         yield
     except purity.Impure as found:
@@ -60,16 +61,16 @@ def _reported() -> Generator[None]:
 
 
 def assert_resumes(program: Program, state: Tree, batches: Sequence[Any], *, at: int | None = None) -> None:
-    """Check that stopping, copying the state, and going on ends in the same bits as going through.
+    """Assert that a run that stops, copies the state and continues ends in the same bits as an uninterrupted run.
 
     Args:
-        program: whose ``train_step`` is checked.
-        state: where to start.
-        batches: at least two.
-        at: how many batches come before the break; half of them by default.
+        program: the program whose ``train_step`` is checked.
+        state: the initial state.
+        batches: at least two batches.
+        at: the number of batches before the break; by default half of them.
 
     Raises:
-        StepContractError: the first leaf that differs.
+        StepContractError: a leaf differs; the message names the first one.
 
     Example:
         >>> import torch, purestep as ps
@@ -85,19 +86,19 @@ def assert_resumes(program: Program, state: Tree, batches: Sequence[Any], *, at:
 
 
 def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Sequence[Tree], *, rtol: float) -> None:
-    """Check that micro-batches make the update that their whole batch makes.
+    """Assert that micro-batches give the same update as their whole batch.
 
     Args:
-        program: with ``accumulate=len(parts)``.
-        whole: the same with ``accumulate=1``.
+        program: a program with ``accumulate=len(parts)``.
+        whole: the same program with ``accumulate=1``.
         batch: the whole batch.
         parts: its micro-batches, of any sizes.
-        rtol: tolerance, relative and absolute; 1e-12 is reached in "64-true" where weights of a loss are counts; sums
-            of class weights are float32: 1e-8.
+        rtol: relative and absolute tolerance. "64-true" reaches 1e-12 if the weights of the loss are counts, and 1e-8
+            if they are sums of class weights, which are float32.
 
     Raises:
-        StepContractError: the parameter that differs most.
-        ConfigError: programs without ``init``, or that accumulate other numbers of parts.
+        StepContractError: a parameter differs; the message names the one that differs most.
+        ConfigError: a program has no ``init``, or accumulates another number of parts.
 
     Example:
         >>> import torch, purestep as ps
@@ -118,39 +119,39 @@ def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Seq
         raise StepContractError(
             f"differs by {gaps[worst]:.3g} from the update of the whole batch",
             where=f"params/{worst}",
-            hint="the weight of a Loss must be what its mean is a mean over",
+            hint="return a Loss whose weight is the number of elements that its mean averages",
         )
 
 
 def _started(program: Program, accumulate: int) -> Tree:
     if program.init is None or program.static is None or program.static.accumulate != accumulate:
         hint = f"ps.program(..., accumulate={accumulate})"
-        raise ConfigError(f"no program that accumulates {accumulate}", where="assert_accumulates", hint=hint)
+        raise ConfigError(f"the program does not accumulate {accumulate}", where="assert_accumulates", hint=hint)
     return program.init()
 
 
 class Replay(NamedTuple):
-    """What a step that was made again has shown."""
+    """The result of `replay`."""
 
     state: Tree
     metrics: Metrics
-    first: str | None  # where the first number appears that is not finite, in words; None where there is none
-    module: str  # the innermost module it appears in, by its name in the model; "" outside of modules
-    operation: str  # of torch: "log", or, of the backward pass, "SqrtBackward0"
-    notes: dict[str, Any]  # what fit wrote down with it: step, where, loss, leaves
+    first: str | None  # the first value that is not finite, in words; None if all are finite
+    module: str  # the innermost module that computed it, by its name in the model; "" outside modules
+    operation: str  # the torch operation: "log", or in the backward pass "SqrtBackward0"
+    notes: dict[str, Any]  # from fit: step, where, loss, leaves
 
 
 def record(path: str | Path, state: Tree, batch: Any) -> Path:
-    """Write a state and a batch into one file, to the bit, for `replay`; `fit` does it where it has snapshots.
+    """Write a state and a batch into one file, bit for bit, for `replay`. `fit` calls it when it has snapshots.
 
     Args:
-        path: of the file, replaced where it exists.
-        state: of a program.
+        path: the file; an existing one is replaced.
+        state: the state of a program.
         batch: tensors, numbers and text in dicts, lists and tuples.
 
     Raises:
-        StateError: something in the batch that cannot be stored.
-        WriteFailed: nothing was written.
+        StateError: the batch contains an object that cannot be stored.
+        WriteFailed: the file could not be written.
 
     Example:
         >>> import tempfile, torch
@@ -161,21 +162,21 @@ def record(path: str | Path, state: Tree, batch: Any) -> Path:
 
 
 def replay(path: str | Path, program: Program, *, like: Tree = None) -> Replay:
-    """Make the step again that a `NonFiniteError` names, in eager and with torch's anomaly detection.
+    """Repeat the step that a `NonFiniteError` names, in eager mode with torch's anomaly detection.
 
-    The file holds numbers only, no code, so the program has to be given. The same key and the same batch give the same
-    bits as the run had, dropout included, on the same kind of device with the same versions.
+    The file contains no code, so pass the program too. On the same kind of device, with the same versions, the step
+    gives the same bits as in the run, dropout included.
 
     Args:
-        path: of the file that the error names, or from `record`.
+        path: the file that the error names, or the result of `record`.
         program: the program of that run, not compiled.
-        like: a state of the same structure, for a program without ``init``.
+        like: a state of the same structure, if the program has no ``init``.
 
     Raises:
-        NotFound: no such file.
-        Corrupt: a damaged one.
-        Mismatch: one of another program, or of a later version.
-        ConfigError: a program without ``init``, and no ``like``.
+        NotFound: the file does not exist.
+        Corrupt: the file is damaged.
+        Mismatch: the file is from another program or a later version.
+        ConfigError: the program has no ``init``, and ``like`` is None.
 
     Example:
         >>> import tempfile, torch, purestep as ps

@@ -1,15 +1,13 @@
 """Trees of tensors: the only file that imports optree.
 
-Paths are the names of fields, keys and indices joined by ``/``: ``opt_state/0/mu/layers.0.weight``.
+A path joins the names of fields, keys and indices with ``/``: ``opt_state/0/mu/layers.0.weight``.
 `None` is a node without leaves.
 """
 
 from __future__ import annotations
 
-import importlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import optree
@@ -21,7 +19,7 @@ from .errors import StateError
 from .types import Tree
 
 TreeDef = optree.PyTreeSpec
-_SPACE = "purestep"  # optree refuses to register nodes for everybody
+_SPACE = "purestep"  # optree requires a namespace for registered nodes
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -35,7 +33,7 @@ def leaves(tree: Tree) -> list[Any]:
 
 
 def flatten(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeDef]:
-    """Leaves and structure; `unflatten` is the way back. ``is_leaf(node)`` makes a node a leaf.
+    """Leaves and structure; `unflatten` is the inverse. A node for which ``is_leaf(node)`` is True is a leaf.
 
     Example:
         >>> found, treedef = flatten({"b": 2, "a": (1, None)})
@@ -47,7 +45,7 @@ def flatten(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> tupl
 
 
 def unflatten(treedef: TreeDef, children: list[Any] | tuple[Any, ...]) -> Tree:
-    """The tree of that structure with these leaves.
+    """The tree of this structure with these leaves.
 
     Example:
         >>> _, treedef = flatten({"b": 2, "a": (1, None)})
@@ -58,7 +56,7 @@ def unflatten(treedef: TreeDef, children: list[Any] | tuple[Any, ...]) -> Tree:
 
 
 def device(leaves: Iterable[Any]) -> torch.device:
-    """The first device of these that is not the CPU; the CPU where there is none. What is no tensor has none.
+    """The first device among the tensors that is not the CPU, else the CPU. Leaves that are no tensors are ignored.
 
     Example:
         >>> device([torch.zeros(2, device="meta"), "text"]), device([])
@@ -69,10 +67,12 @@ def device(leaves: Iterable[Any]) -> torch.device:
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
-    """``fn`` of corresponding leaves, as a tree of the same structure; ``is_leaf(node)`` makes a node a leaf.
+    """Apply ``fn`` to corresponding leaves and return a tree of the same structure.
+
+    A node for which ``is_leaf(node)`` is True is a leaf.
 
     Raises:
-        ValueError: trees of different structures.
+        ValueError: the trees have different structures.
 
     Example:
         >>> map(lambda a, b: a + b, {"w": 1, "b": (2, 3)}, {"w": 10, "b": (20, 30)})
@@ -81,14 +81,7 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any]
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=_SPACE)
 
 
-def path_text(accessor: optree.PyTreeAccessor) -> str:
-    """``a/b/0`` of one leaf.
-
-    Example:
-        >>> accessors, _, _ = optree.tree_flatten_with_accessor({"layers": [{"w": 1}]})
-        >>> path_text(accessors[0])
-        'layers/0/w'
-    """
+def _path_text(accessor: optree.PyTreeAccessor) -> str:
     return "/".join(_entry_text(entry) for entry in accessor)
 
 
@@ -99,10 +92,10 @@ def _entry_text(entry: Any) -> str:
 
 
 def with_paths(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-    """``[(path, leaf), ...]`` in the order of `leaves`; ``is_leaf(node)`` makes a node a leaf.
+    """``[(path, leaf), ...]`` in the order of `leaves`. A node for which ``is_leaf(node)`` is True is a leaf.
 
     Raises:
-        StateError: a node that contains itself.
+        StateError: the tree is nested too deeply, as if a node contains itself.
 
     Example:
         >>> with_paths({"layers": [{"w": 1}, {"w": 2}]})
@@ -111,12 +104,12 @@ def with_paths(tree: Tree, *, is_leaf: Callable[[Any], bool] | None = None) -> l
     try:
         accessors, found, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, namespace=_SPACE)
     except RecursionError as error:
-        raise _endless() from error
-    return [(path_text(accessor), leaf) for accessor, leaf in zip(accessors, found, strict=True)]
+        raise _too_deep() from error
+    return [(_path_text(accessor), leaf) for accessor, leaf in zip(accessors, found, strict=True)]
 
 
-def _endless() -> StateError:
-    return StateError("nodes within nodes without end", where="tree", hint="no dict or list that contains itself")
+def _too_deep() -> StateError:
+    return StateError("the tree is nested too deeply", where="tree", hint="pass no dict or list that contains itself")
 
 
 def paths(tree: Tree) -> list[str]:
@@ -130,7 +123,7 @@ def paths(tree: Tree) -> list[str]:
 
 
 class Paths:
-    """`paths` and `leaves` of trees of one structure, again and again: the paths are made once.
+    """`paths` and `leaves` of many trees of one structure. The paths are built once.
 
     Example:
         >>> known = Paths()
@@ -142,54 +135,18 @@ class Paths:
         self._known: tuple[TreeDef, list[str]] | None = None
 
     def __call__(self, tree: Tree) -> tuple[list[str], list[Any]]:
-        """The paths, one list for as long as the structure is the same, and the leaves."""
+        """The paths and the leaves. While the structure stays the same, the list of paths is the same object."""
         try:
             found, treedef = flatten(tree)
         except RecursionError as error:
-            raise _endless() from error
+            raise _too_deep() from error
         if self._known is None or self._known[0] != treedef:
             self._known = treedef, paths(tree)
         return self._known[1], found
 
 
-def extent(leaf: Tensor) -> int:
-    """How many elements of memory there are from a tensor's first to its last, both included.
-
-    Example:
-        >>> extent(torch.ones(2, 6)), extent(torch.ones(2, 6)[:, ::2]), extent(torch.ones(0, 6))
-        (12, 11, 0)
-    """
-    if not leaf.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
-
-
-def layout_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
-    """What tells, in a call with as many leaves, one argument each, whether all are laid out like these: of the same
-    type, dtype, device, shape and strides, dense, requiring gradients or not. It holds none of them.
-
-    Dynamo's guards, a tenth of a microsecond a tensor. None where there is none: a leaf is no plain tensor, or this
-    torch has other guards.
-
-    Example:
-        >>> same = layout_guard([torch.ones(2)])
-        >>> same is None or (same(torch.zeros(2)), same(torch.zeros(3)))
-        (True, False)
-    """
-    if not all(type(leaf) is Tensor for leaf in tensors):
-        return None
-    with suppress(Exception):  # another torch, or a layout that has no strides
-        guards: Any = importlib.import_module("torch._C._dynamo.guards")
-        sizes = [list(leaf.shape) for leaf in tensors]
-        strides = [list(leaf.stride()) for leaf in tensors]
-        same: Any = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        if same(*tensors) is True:
-            return same
-    return None
-
-
 def where(condition: Tensor, new: Tree, old: Tree) -> Tree:
-    """Leaf by leaf ``new`` where the 0-d condition holds, else ``old``. Two leaves of two dtypes are promoted.
+    """``new`` if the 0-d condition is True, else ``old``, leaf by leaf. Leaves of different dtypes are promoted.
 
     Example:
         >>> import torch
@@ -200,7 +157,7 @@ def where(condition: Tensor, new: Tree, old: Tree) -> Tree:
 
 
 def clone(tree: Tree) -> Tree:
-    """An independent copy: same structure, values, dtypes, devices and memory layout.
+    """An independent copy with the same structure, values, dtypes, devices and memory layout.
 
     Example:
         >>> import torch
@@ -214,7 +171,7 @@ def clone(tree: Tree) -> Tree:
 
 
 def detach(tree: Tree) -> Tree:
-    """The same tensors without their graph.
+    """The same tensors, detached from the autograd graph.
 
     Example:
         >>> detach({"w": torch.ones(1, requires_grad=True)})["w"].requires_grad
@@ -224,9 +181,10 @@ def detach(tree: Tree) -> Tree:
 
 
 def dicts(tree: Tree) -> Tree:
-    """The tree with mappings that are no nodes (Hugging Face's BatchEncoding) as plain dicts; else the tree itself.
+    """The tree with mappings that optree does not know (Hugging Face's BatchEncoding) as plain dicts.
 
-    The classes of records (`records.record`) in it become nodes, from now on and everywhere.
+    Registers the classes of batch objects in the tree (`batch_objects.attributes`) as nodes, for the whole process.
+    Returns the same object if nothing changes.
 
     Example:
         >>> from collections import UserDict
@@ -239,9 +197,9 @@ def dicts(tree: Tree) -> Tree:
     if isinstance(tree, Tensor):
         return tree
     for leaf in leaves(tree):
-        if not isinstance(leaf, batch_objects.ATOMS) and (_is_mapping(leaf) or _is_new_record(leaf)):
+        if not isinstance(leaf, batch_objects.ATOMS) and (_is_mapping(leaf) or _is_unregistered(leaf)):
             return map(
-                lambda leaf: {key: dicts(leaf[key]) for key in leaf} if _is_mapping(leaf) else leaf, _noded(tree)
+                lambda leaf: {key: dicts(leaf[key]) for key in leaf} if _is_mapping(leaf) else leaf, _registered(tree)
             )
     return tree
 
@@ -250,36 +208,36 @@ def _is_mapping(leaf: Any) -> bool:
     return not isinstance(leaf, Tensor) and isinstance(leaf, Mapping)
 
 
-def _noded(tree: Tree) -> Tree:
-    """The tree, after the classes of its records have become nodes, those inside of others too."""
-    while new := {type(leaf) for leaf in leaves(tree) if _is_new_record(leaf)}:
+def _registered(tree: Tree) -> Tree:
+    """Register the classes of the batch objects in the tree, nested ones too, and return the tree."""
+    while new := {type(leaf) for leaf in leaves(tree) if _is_unregistered(leaf)}:
         for cls in new:
-            _register_record(cls)
+            _register_batch_object(cls)
     return tree
 
 
-def _is_new_record(leaf: Any) -> bool:
+def _is_unregistered(leaf: Any) -> bool:
     return (
         not isinstance(leaf, batch_objects.ATOMS)
-        and type(leaf) not in batch_objects.KNOWN
-        and batch_objects.record(leaf) is not None
+        and type(leaf) not in batch_objects.REGISTERED
+        and batch_objects.attributes(leaf) is not None
     )
 
 
-def _register_record(cls: type) -> None:
+def _register_batch_object(cls: type) -> None:
     def flat(node: Any) -> tuple[Any, ...]:
-        held = batch_objects.record(node) or {}
-        return tuple(held.values()), tuple(held), tuple(held)
+        values = batch_objects.attributes(node) or {}
+        return tuple(values.values()), tuple(values), tuple(values)
 
     def back(names: Any, children: Iterable[Any]) -> Any:
-        return batch_objects.made(cls, dict(zip(names, children, strict=True)))
+        return batch_objects.build(cls, dict(zip(names, children, strict=True)))
 
-    batch_objects.KNOWN[cls] = None
+    batch_objects.REGISTERED[cls] = None
     optree.register_pytree_node(cls, flat, back, path_entry_type=optree.GetAttrEntry, namespace=_SPACE)
 
 
 def signature(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
-    """Structure and, per leaf, what a compiled graph depends on: shape, dtype and device (or the value of a number).
+    """The structure and, for each leaf, its shape, dtype and device; for a leaf that is no tensor, its type and value.
 
     Example:
         >>> signature((torch.ones(2), 3)) == signature((torch.zeros(2), 3)), signature(2) == signature(3)
@@ -288,19 +246,19 @@ def signature(tree: Tree) -> tuple[TreeDef, tuple[Any, ...]]:
     try:
         found, treedef = flatten(tree)
     except RecursionError as error:
-        raise _endless() from error
+        raise _too_deep() from error
     return treedef, tuple(
         (() if x.is_nested else x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in found
     )
 
 
 def register(cls: type, flatten: Callable[[Any], tuple[Any, ...]], unflatten: Callable[..., Any]) -> None:
-    """Make ``cls``, a subclass of a NamedTuple, a node whose children ``flatten`` gives by the names of its fields.
+    """Register ``cls``, a subclass of a NamedTuple, as a node. ``flatten(node)`` returns the values of its fields.
 
     Example:
         >>> from typing import NamedTuple
         >>> class Lazy(NamedTuple("Lazy", [("value", Any)])):
-        ...     "Reads what is behind it."
+        ...     "Holds a function that returns the value."
         >>> register(Lazy, lambda node: (node[0](),), lambda child: Lazy(lambda: child))
         >>> leaves(Lazy(lambda: 7))
         [7]
@@ -308,7 +266,7 @@ def register(cls: type, flatten: Callable[[Any], tuple[Any, ...]], unflatten: Ca
     fields: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]  # a NamedTuple's
 
     with warnings.catch_warnings():
-        # optree says that a NamedTuple was a node already, which is why it is registered anew.
+        # optree warns that NamedTuples are nodes already; replacing that is the purpose.
         warnings.simplefilter("ignore", UserWarning)
         optree.register_pytree_node(
             cls,

@@ -1,6 +1,6 @@
-"""The vocabulary: the state, what a step takes and returns, and the record of functions that is a program.
+"""The types: the state, the arguments and results of a step, and the program, a NamedTuple of functions.
 
-Nothing here computes. Shapes and dtypes stand beside the fields; ``P`` is the shape of a parameter.
+Comments give shapes and dtypes of fields; ``P`` is the shape of a parameter.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 Tree: TypeAlias = Any
 """Any nesting of dicts, lists, tuples and NamedTuples with tensors as leaves."""
 Params: TypeAlias = dict[str, Tensor]
-"""Flat, by the dotted names of `torch.nn.Module.named_parameters`."""
+"""A flat dict with the dotted names of `torch.nn.Module.named_parameters`."""
 Batch: TypeAlias = Any
 Device: TypeAlias = torch.device
 Labels: TypeAlias = dict[str, Hashable]
 
 
 class Empty(NamedTuple):
-    """What is switched off: a node without leaves, where `None` would mean different things to different trees.
+    """The state of a disabled component: a pytree node without leaves.
 
     Example:
         >>> import purestep as ps
@@ -33,10 +33,10 @@ class Empty(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """A weighted mean that can be merged: the sum and what to divide it by.
+    """A weighted mean that can be merged: the total and the weight.
 
-    Both may be vectors, one mean a class; as a number they are then the mean over the classes that were counted. Order
-    and format are those of the number; `metrics.merge` adds, and ``==`` compares the pair, as of any tuple.
+    Both may be vectors with one mean for each class; ``float()`` then returns the mean over the classes whose weight
+    is not 0. ``<`` and `format` use this number. `metrics.merge` adds Means; ``==`` compares the two tensors.
 
     Example:
         >>> mean = Mean(torch.tensor(6.0), torch.tensor(4.0))
@@ -48,7 +48,7 @@ class Mean(NamedTuple):
     weight: Tensor  # the same shape, dtype=float32
 
     def compute(self) -> Tensor:
-        """``total / weight``, shape=() or (n,); nan where nothing was counted."""
+        """``total / weight``, shape=() or (n,); nan where the weight is 0."""
         return self.total / self.weight
 
     def __float__(self) -> float:
@@ -59,7 +59,7 @@ class Mean(NamedTuple):
     def __format__(self, spec: str) -> str:
         return format(float(self), spec) if spec else str(self)
 
-    # As a tuple, it would compare sums, and adding would make it longer.
+    # A tuple would compare totals, and + would concatenate.
     def __lt__(self, other: Any) -> bool:
         return float(self) < _number(other)
 
@@ -73,25 +73,25 @@ class Mean(NamedTuple):
         return float(self) >= _number(other)
 
     def __add__(self, other: Any) -> NoReturn:
-        raise TypeError("two Means are merged, not added: metrics.merge(first, second) of the dicts that they are in")
+        raise TypeError("Means cannot be added; merge the dicts that contain them: metrics.merge(first, second)")
 
 
 def _number(other: Any) -> float:
     if isinstance(other, Mean | Tensor | float | int):
         return float(other)
-    raise TypeError(f"a Mean is compared with a Mean or a number, not with a {type(other).__name__}")
+    raise TypeError(f"a Mean can be compared with a Mean or a number, not with a {type(other).__name__}")
 
 
 Metrics: TypeAlias = dict[str, Mean]
 Metric: TypeAlias = Callable[[Any, Any], Any]
-"""``metric(outputs, targets)``: a Mean, a ``(total, weight)`` pair, or a 0-d tensor that is a mean over the batch."""
+"""``metric(outputs, targets)`` returns a Mean, a ``(total, weight)`` pair, or a 0-d tensor: a mean over the batch."""
 
 
 class Loss(NamedTuple):
-    """What an objective returns.
+    """The result of an objective.
 
-    ``mean`` is differentiated; its gradient is accumulated times ``weight`` and divided once by the summed weight, so
-    that micro-batches of different sizes add up to the gradient of the whole batch. Weight 0 means: no update.
+    A step differentiates ``mean``, accumulates gradient x ``weight``, and divides once by the summed weight, so that
+    micro-batches of different sizes give the gradient of the whole batch. A weight of 0 skips the update.
 
     Example:
         >>> def objective(model, batch):
@@ -102,19 +102,19 @@ class Loss(NamedTuple):
     """
 
     mean: Tensor  # shape=(), floating
-    weight: Tensor  # shape=(), number of examples, tokens or elements that `mean` is a mean over
+    weight: Tensor  # shape=(): the number of examples, tokens or elements that `mean` averages
     metrics: Mapping[str, Mean] = MappingProxyType({})
 
 
 class TrainState(NamedTuple):
     """Everything that changes while a model trains, as one immutable pytree of tensors.
 
-    All leaves are on one device except ``key``, which is on the CPU. What is switched off is an `Empty`.
+    All leaves are on one device except ``key``, which is on the CPU. The field of a disabled component is `Empty`.
 
-    A state that has ``halted`` refuses every update: its last loss or gradient was not finite. `fit` and `run_epoch`
-    raise then. In a loop of one's own ``int(state.halted)`` says which call it was (reading it waits for the device),
-    and ``state._replace(halted=torch.zeros_like(state.halted))`` goes on; or ``ps.program(..., nonfinite="skip")``
-    never halts.
+    After a loss or gradient that is not finite, ``halted`` is the number of that call, and later calls update nothing.
+    `fit` and `run_epoch` then raise. In your own loop read ``int(state.halted)`` (which waits for the device), and
+    continue with ``state._replace(halted=torch.zeros_like(state.halted))``. With
+    ``ps.program(..., nonfinite="skip")`` a state never halts.
 
     Example:
         >>> import purestep as ps
@@ -127,10 +127,10 @@ class TrainState(NamedTuple):
 
     step: Tensor  # shape=(), dtype=int64: calls of train_step and flush
     updates: Tensor  # shape=(), dtype=int64: optimizer updates applied
-    params: Params  # name -> P, floating: what is trained
+    params: Params  # name -> P, floating: the trained parameters
     frozen: Params  # name -> P: parameters with requires_grad=False
     buffers: Params  # name -> any shape and dtype
-    opt_state: Tree  # what tx.init made
+    opt_state: Tree  # the result of tx.init
     ema: Tree  # ema.EmaState or Empty
     scaler: Tree  # scaler.ScalerState or Empty
     accum: Tree  # step.Accum or Empty: gradients of an open accumulation window
@@ -141,20 +141,20 @@ class TrainState(NamedTuple):
         count = sum(p.numel() for p in self.params.values())
         device = next(iter(self.params.values())).device if self.params else self.step.device
         parts = [
-            f"step={_told(self.step)}",
-            f"updates={_told(self.updates)}",
+            f"step={_text(self.step)}",
+            f"updates={_text(self.updates)}",
             f"params={len(self.params)} ({count:,} numbers)",
             f"frozen={len(self.frozen)}",
             f"buffers={len(self.buffers)}",
         ]
         parts += [name for name in ("ema", "scaler", "accum") if not isinstance(getattr(self, name), Empty)]
-        if not isinstance(self.halted, Empty) and _told(self.halted) != _told(torch.zeros_like(self.halted)):
-            parts.append(f"HALTED at call {_told(self.halted)}, not finite")
-        return f"TrainState({', '.join(parts)}, seed={_told(self.key[..., 0])}, device={device})"
+        if not isinstance(self.halted, Empty) and _text(self.halted) != _text(torch.zeros_like(self.halted)):
+            parts.append(f"HALTED at call {_text(self.halted)}, not finite")
+        return f"TrainState({', '.join(parts)}, seed={_text(self.key[..., 0])}, device={device})"
 
 
-def _told(number: Tensor) -> Any:
-    """A number, a list of them for stacked states, or "?" where `torch.func` has put something else."""
+def _text(number: Tensor) -> Any:
+    """The number, a list of numbers for stacked states, or "?" inside a transform of `torch.func`."""
     try:
         return number.tolist()
     except RuntimeError:
@@ -162,10 +162,10 @@ def _told(number: Tensor) -> Any:
 
 
 class Model(Protocol):
-    """The bound pure call that an objective is given: weights are arguments in disguise, nothing is mutated.
+    """The first argument of an objective: the module as a pure function of its weights.
 
-    ``model(...)`` is the module's forward, ``model.call("encode", x)`` another method or a submodule of it (a dotted
-    name: ``"encoder.layers.0"``), ``model.params`` its weights by name, ``model.training`` its mode.
+    ``model(...)`` calls forward, ``model.call("encode", x)`` another method or a submodule (by its dotted name:
+    ``"encoder.layers.0"``). ``model.params`` are the weights by name, ``model.training`` is the mode.
 
     Example:
         >>> def objective(model: Model, batch: Tensor) -> Loss:
@@ -177,11 +177,11 @@ class Model(Protocol):
     training: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Call the module's forward."""
         ...
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Another method, or a submodule, with the same weights."""
+        """Call another method or a submodule, with the same weights."""
         ...
 
 
@@ -196,45 +196,45 @@ EvalStep: TypeAlias = Callable[..., Metrics]
 
 
 class Missed(NamedTuple):
-    """Of each parameter, how many updates it had no gradient in: its own count of updates is lower by that."""
+    """For each parameter, the number of updates without a gradient; its count of updates is lower by it."""
 
     names: dict[str, Empty]  # no leaves
     counts: Tensor  # shape=(n,), dtype=int64: in the order of the sorted names
 
 
-def _themselves(names: frozenset[str]) -> dict[str, str]:
+def _same_names(names: frozenset[str]) -> dict[str, str]:
     return {name: name for name in sorted(names)}
 
 
 class Form(NamedTuple):
-    """How a step holds parameter-shaped trees: as the named tree (all identity), or as a few flat buffers."""
+    """How a step stores parameter-shaped trees: as the named tree (identity functions), or as a few flat buffers."""
 
-    expand: Callable[[Params], Params]  # stored -> named; views, nothing is copied
+    expand: Callable[[Params], Params]  # stored -> named, as views
     collect: Callable[[Params], Params]  # named -> stored
-    unreached: Callable[[frozenset[str]], dict[str, str]] = _themselves  # names without a gradient -> stored names
+    unreached: Callable[[frozenset[str]], dict[str, str]] = _same_names  # names without a gradient -> stored names
 
 
 class Steps(NamedTuple):
-    """The two functions of a program that write a state."""
+    """The two functions of a program that return a new state."""
 
     train_step: TrainStep
     flush: Callable[[Any], tuple[Any, Metrics]]
 
 
 class Static(NamedTuple):
-    """What is fixed about a program: names, and what packing and export need."""
+    """Constants of a program, for packing, compiling and export."""
 
     trained: tuple[str, ...]
     frozen: tuple[str, ...]
     ties: dict[str, str]  # alias -> trained name
-    persistent: frozenset[str]  # buffers that belong into a state_dict
+    persistent: frozenset[str]  # buffers that a state_dict contains
     accumulate: int
     tail: str
     has_ema: bool
     labels: Callable[[Params], Labels] | None  # None: the transform is not elementwise and needs the named tree
-    steps: Callable[[Form], Steps]  # the same steps on another form of the state
-    check: Callable[[torch.device], None]  # raises ConfigError for a device that cannot compute in this precision
-    versions: Mapping[str, Any] = MappingProxyType({})  # of a state_dict's ``_metadata``: submodule -> its version
+    steps: Callable[[Form], Steps]  # the same steps for another form of the state
+    check: Callable[[torch.device], None]  # raises ConfigError if the device lacks this precision
+    versions: Mapping[str, Any] = MappingProxyType({})  # submodule -> version, from a state_dict's ``_metadata``
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:
@@ -242,19 +242,19 @@ def _no_flush(state: Any) -> tuple[Any, Metrics]:
 
 
 class Program(NamedTuple):
-    """A model, an objective and a transformation as pure functions. Only ``train_step`` is needed by `fit`.
+    """A model, an objective and a transform as pure functions. `fit` needs only ``train_step``.
 
     Args:
         train_step: ``(state, batch, *context) -> (state, metrics)``.
-        flush: ``(state) -> (state, metrics)``: applies an accumulation window that an epoch left open.
-        eval_step: ``(state, batch, *context, index=0) -> metrics``; ``index`` numbers the batches of an evaluation.
-        init: ``(seed=0, device=None) -> state`` from the module's weights as they are at this call, on the module's
-            device: pretrained ones are loaded into the module before it. ``seed`` sets only the key.
-        bind: ``(state, view="params", train=False) -> callable``: the module with the weights of a state; ``view`` is
-            "params" or "ema".
-        static: names, masks and ties: what packing and export need.
+        flush: ``(state) -> (state, metrics)``: apply an accumulation window that the end of an epoch left open.
+        eval_step: ``(state, batch, *context, index=0) -> metrics``; ``index`` numbers the batches.
+        init: ``(seed=0, device=None) -> state`` with the module's current weights, on the module's device unless
+            ``device`` names another. Load pretrained weights into the module before. ``seed`` sets only the key.
+        bind: ``(state, view="params", train=False) -> callable``: the module as a function of its inputs, with the
+            weights of a state; ``view`` is "params" or "ema".
+        static: names, masks and ties, for packing and export.
 
-    Example of one's own:
+    Example:
         >>> import torch
         >>> def train_step(state, batch):
         ...     return {"w": state["w"] + batch}, {}

@@ -1,4 +1,4 @@
-"""What a number among the arguments may be. True is neither a count nor a number, though Python counts it as an int."""
+"""Checks of arguments. A bool is neither a count nor a number, although Python treats it as an int."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from .errors import ConfigError
 
 
 def is_count(value: Any, least: int = 0) -> TypeGuard[int]:
-    """Whether it is a whole number of at least ``least``."""
+    """True for an int of at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether it is an int or a float."""
+    """True for an int or a float."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def whole(number: float) -> int:
-    """The largest int that is not above the number, which may be short of it by a rounding error.
+    """Round down to an int, except that a number within a rounding error of an int gives this int.
 
     Example:
         >>> 0.29 * 100, whole(0.29 * 100), whole(28.99)
@@ -30,10 +30,10 @@ def whole(number: float) -> int:
 
 
 def check_count(where: str, *, least: int, **counts: Any) -> None:
-    """Each is a whole number of at least ``least``.
+    """Check that each value is an int of at least ``least``.
 
     Raises:
-        ConfigError: for another value, with its name.
+        ConfigError: a value is not; the message has its name.
     """
     for name, value in counts.items():
         if not is_count(value, least):
@@ -41,10 +41,10 @@ def check_count(where: str, *, least: int, **counts: Any) -> None:
 
 
 def check_finite(where: str, **numbers: Any) -> None:
-    """Each is a finite real number.
+    """Check that each value is a finite int or float.
 
     Raises:
-        ConfigError: for another value, with its name.
+        ConfigError: a value is not; the message has its name.
     """
     for name, value in numbers.items():
         if not is_number(value) or not math.isfinite(value):
@@ -52,10 +52,10 @@ def check_finite(where: str, **numbers: Any) -> None:
 
 
 def check_positive(where: str, **numbers: Any) -> None:
-    """Each is a finite number > 0.
+    """Check that each value is a finite number > 0.
 
     Raises:
-        ConfigError: for another value, with its name.
+        ConfigError: a value is not; the message has its name.
     """
     check_finite(where, **numbers)
     for name, value in numbers.items():
@@ -64,10 +64,10 @@ def check_positive(where: str, **numbers: Any) -> None:
 
 
 def check_callable(where: str, cure: str, **functions: Any) -> None:
-    """Each can be called.
+    """Check that each value is callable.
 
     Raises:
-        ConfigError: for another value, with its name.
+        ConfigError: a value is not; the message has its name.
     """
     for name, value in functions.items():
         if not callable(value):
@@ -75,10 +75,10 @@ def check_callable(where: str, cure: str, **functions: Any) -> None:
 
 
 def listed(where: str, cure: str, **series: Any) -> list[Any]:
-    """What is in the one argument that is given, which must be a list or anything else to go through.
+    """Convert the one keyword argument, any iterable except text, to a list.
 
     Raises:
-        ConfigError: it is no series, with its name.
+        ConfigError: the argument is not iterable; the message has its name.
     """
     ((name, value),) = series.items()
     if not isinstance(value, str | bytes):

@@ -190,7 +190,7 @@ PLACES: dict[str, tuple[Place, str]] = {
     "answer at StepEnd": (_answer(events.StepEnd), "callback"),
     "schedule": (_schedule, "schedule|lr"),
     "template": (lambda value, folder: _template("params/0.weight")(value, folder), "params/0.weight"),
-    "template ema": (lambda value, folder: _template("ema")(value, folder), "ema|without end"),
+    "template ema": (lambda value, folder: _template("ema")(value, folder), "ema|nested too deeply|without end"),
     **{f"save {name}": (_saved(name), name if name != "state" else "x") for name in ("state", "loop", "meta")},
     "save step": (_saved("step"), "step"),
     "save metrics": (_saved("metrics"), "metric"),

@@ -160,8 +160,8 @@ class Plant(NamedTuple):
     what: str  # pattern
 
 
-WRITES = "the step writes what it was given"
-DIFFERS = "the second call on the same state and batch gives another"
+WRITES = "the step writes its arguments"
+DIFFERS = "the second call with the same state and batch returns another"
 
 PLANTS = {
     "add_ on a parameter": Plant(changed(lambda call: call.state["w"].add_(1)), "state/w", f"{WRITES}, in place"),
@@ -179,7 +179,7 @@ PLANTS = {
     "a torch optimizer's step": Plant(changed(torch_optimizer), "state/opt/0", f"{WRITES}, in place"),
     "the batch": Plant(changed(lambda call: call.batch["x"].mul_(2)), "batch/x", f"{WRITES}, in place"),
     "a key of the batch": Plant(
-        changed(lambda call: call.batch.pop("extra")), "batch/extra", f"{WRITES}: a leaf is gone"
+        changed(lambda call: call.batch.pop("extra")), "batch/extra", f"{WRITES}: a leaf was removed"
     ),
     "a key in the state": Plant(
         changed(lambda call: put(call.state, "seen", torch.ones(()))), "state/seen", f"{WRITES}: a leaf was added"
@@ -196,12 +196,14 @@ PLANTS = {
     "a counter": Plant(counting, "state/opt/1", f"{DIFFERS} value"),
     "a list that grows": Plant(remembering, "", f"{DIFFERS} structure"),
     "momentum outside of the state": Plant(momentum_outside, "state/w", f"{DIFFERS} value"),
-    "one buffer for every result": Plant(one_buffer, "state/w", "the next call writes into what this one returned"),
+    "one buffer for every result": Plant(one_buffer, "state/w", "the next call overwrites the result of this one"),
     "a graph in the state": Plant(
-        changed(lambda call: call.new["w"].requires_grad_()), "state/w", "carries a graph, which keeps its whole step"
+        changed(lambda call: call.new["w"].requires_grad_()),
+        "state/w",
+        "has an autograd graph, which keeps the whole step",
     ),
     "a graph in the metrics": Plant(
-        changed(lambda call: call.metrics["loss"].total.requires_grad_()), "metrics/loss/total", "carries a graph"
+        changed(lambda call: call.metrics["loss"].total.requires_grad_()), "metrics/loss/total", "has an autograd graph"
     ),
     "graphs in a list": Plant(hoarding, "", r"every call keeps \d+ tensors alive, one of them .* with its graph"),
 }

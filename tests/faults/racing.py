@@ -59,6 +59,6 @@ def _afterwards(run: Path, *, killed: bool) -> str | None:
     done = forkserver.shared().run(running.child("take_over", str(run)), quick=True)
     if done.status != 0:
         return f"the next one cannot go on: {done.err}"
-    if ("did not end well" in done.err) != killed:
+    if ("did not end normally" in done.err) != killed:
         return f"taking over from a killed holder is said when there was one: {done.err}"
     return None if restored_quietly(run, writer=True).step == 3 else "the winner's steps are gone"

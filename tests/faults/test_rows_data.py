@@ -126,7 +126,7 @@ def test_row_28_random_augmentation_in_workers(tmp_path: Path, caplog: pytest.Lo
     same(stopped(make, tmp_path, 3, 9), whole(DataLoader(Augmented(), batch_size=4, shuffle=True)))
     assert "loading an item twice" not in caplog.text
     whole(DataLoader(OwnNoise(), batch_size=4))
-    assert "train: loading an item twice gave two different items" in caplog.text
+    assert "train: loading an item twice returned two different items" in caplog.text
 
 
 def test_row_28_fails_without_seeds_of_the_items(
@@ -172,7 +172,7 @@ def test_row_29_an_iterable_without_state_is_refused_up_front(kind: int, tmp_pat
     def run() -> None:
         fit(program.init(), forgetful()[kind], program, epochs=1, snapshots=tmp_path / "run", callbacks=[taken.append])
 
-    refused(DataError, r"^train: cannot be entered in the middle.*open_feed\(loader, replay=True\)", run)
+    refused(DataError, r"^train: cannot start inside an epoch.*open_feed\(loader, replay=True\)", run)
     assert not taken
     assert not (tmp_path / "run").exists()
 
@@ -182,8 +182,8 @@ def test_row_29_an_iterable_without_state_is_refused_up_front(kind: int, tmp_pat
 def test_row_29_or_replayed_at_a_stated_cost(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "purestep"):
         same(stopped(make, tmp_path, 3, 7), whole(make()))
-    assert "train: loads and drops 3 batches to go on inside epoch 1" in caplog.text
-    assert "train: loads and drops 2 batches to go on inside epoch 2" in caplog.text
+    assert "train: loads and drops 3 batches to resume inside epoch 1" in caplog.text
+    assert "train: loads and drops 2 batches to resume inside epoch 2" in caplog.text
 
 
 def test_row_29_fails_where_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,10 +334,10 @@ def test_row_33_a_one_shot_iterator_for_two_epochs() -> None:
     program = mlp()
     result = fit(program.init(), iter(batches(3)), program, epochs=1)
     assert int(result.state.updates) == 3
-    message = r"^train: no batch left for epoch 2: a one-shot iterator is good for one epoch.*list\(batches\)"
+    message = r"^train: no batch is left for epoch 2: the iterator can run only one epoch.*list\(batches\)"
     refused(DataError, message, lambda: fit(program.init(), iter(batches(3)), program, epochs=2))
     loaders = {"train": batches(2), "val": iter(batches(1))}
-    refused(DataError, "^val: .*one-shot iterator", lambda: fit(program.init(), loaders, program, epochs=2))
+    refused(DataError, "^val: .*can run only one epoch", lambda: fit(program.init(), loaders, program, epochs=2))
 
 
 def test_row_33_fails_where_epochs_without_batches_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,11 +408,11 @@ OTHER: dict[str, tuple[Any, str]] = {
     "text inside": (("a", Y), "batch/0 is a str; batch 1 had a float32 tensor of rank 2"),
 }
 FIRST: dict[str, tuple[Any, str]] = {
-    "None": (None, "batch is None without a tensor in it"),
-    "a scalar": (3, "batch is an int without a tensor in it"),
-    "text": ("words", "batch is a str without a tensor in it"),
-    "texts": (("a", "b"), "batch is a tuple of text without a tensor in it"),
-    "a dict of None": ({"x": None}, "batch is a dict of 1 without a tensor in it"),
+    "None": (None, "batch is None without a tensor"),
+    "a scalar": (3, "batch is an int without a tensor"),
+    "text": ("words", "batch is a str without a tensor"),
+    "texts": (("a", "b"), "batch is a tuple of text without a tensor"),
+    "a dict of None": ({"x": None}, "batch is a dict of 1 without a tensor"),
     "two devices": ((X, Y.to("meta")), "^train, batch/1: a Tensor cannot be moved"),
 }
 

@@ -65,7 +65,7 @@ def test_row_45_without_the_look_nobody_would_know(kind: str) -> None:
 def test_row_45_what_versions_do_not_show_the_fingerprint_does(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write into what the step does not read, so that its results do not show it either."""
     step = changed(lambda call: write(call.batch["extra"]))
-    with pytest.raises(StepContractError, match="batch/extra: the step writes what it was given, past autograd"):
+    with pytest.raises(StepContractError, match="batch/extra: the step writes its arguments, past autograd"):
         train(step())
     monkeypatch.setattr(purity, "fingerprint", lambda leaf, weights: None)
     train(step())

@@ -128,11 +128,11 @@ def test_row_38_fails_where_every_norm_is_taken_for_finite(monkeypatch: pytest.M
 # --- row 39 -----------------------------------------------------------------------------------------------------------
 
 AT_ONCE: dict[str, tuple[Any, str]] = {
-    "None": (None, "gave a NoneType for count 0"),
-    "complex": (1j, "gave a complex for count 0"),
-    "text": ("fast", "gave a str for count 0"),
-    "a vector": (torch.ones(2), r"gave a torch.float32 tensor of shape \[2\] for count 0"),
-    "a complex tensor": (torch.tensor(1j), r"gave a torch.complex64 tensor of shape \[\] for count 0"),
+    "None": (None, "returned a NoneType for count 0"),
+    "complex": (1j, "returned a complex for count 0"),
+    "text": ("fast", "returned a str for count 0"),
+    "a vector": (torch.ones(2), r"returned a torch.float32 tensor of shape \[2\] for count 0"),
+    "a complex tensor": (torch.tensor(1j), r"returned a torch.complex64 tensor of shape \[\] for count 0"),
 }
 LATER: dict[str, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "-0.5": -0.5}
 
@@ -178,7 +178,7 @@ def test_row_39_past_its_end() -> None:
 @pytest.mark.row("F39")
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -1.0, None, 1j, "fast"])
 def test_row_39_a_rate_that_is_no_number(rate: Any) -> None:
-    found = r"outside \[0.0, inf\)" if isinstance(rate, float) else f"a {type(rate).__name__}, no int, float or tensor"
+    found = r"outside \[0.0, inf\)" if isinstance(rate, float) else f"a {type(rate).__name__}, not an int, float"
     refused(ps.errors.ConfigError, rf"learning_rate is .*, {found}", lambda: optim.sgd(rate))
 
 

@@ -60,7 +60,7 @@ def test_row_12_without_digests_a_flipped_bit_goes_unnoticed(run: Path) -> None:
     flip(running.largest_file(run / str(NEWEST)))
 
     def check() -> None:
-        assert "the values of w are not those that were saved" in str(damaging.strictly(run))
+        assert "the values of w are not the saved ones" in str(damaging.strictly(run))
 
     check()
     with fails_without("purestep.snapshot.manifest.check_values"):
@@ -122,7 +122,7 @@ def test_row_14_the_newest_is_bad_and_the_one_before_is_good(run: Path) -> None:
     reader = Snapshots(run, writer=False)
     with pytest.warns(RuntimeWarning, match=f"went back to step {BEFORE}, 1 steps lost") as caught:
         assert reader.restore(running.state(0)).step == BEFORE
-    assert "the values of w are not those that were saved" in str(caught[0].message)
+    assert "the values of w are not the saved ones" in str(caught[0].message)
     assert reader.steps() == [1, BEFORE, NEWEST]
     for ask in (lambda: restored(run, strict=True), lambda: reader.restore(running.state(0), step=NEWEST)):
         with pytest.raises(errors.Corrupt, match="the values of w"):
@@ -155,7 +155,7 @@ def test_row_14_what_the_reader_lacks_is_no_damage(
         raise error
 
     def check() -> None:
-        with pytest.raises(errors.SnapshotError, match="cannot be read: .*more memory, descriptors") as caught:
+        with pytest.raises(errors.SnapshotError, match="cannot be read: .*more memory, file descriptors") as caught:
             restored(run)
         assert not isinstance(caught.value, errors.Corrupt)
 
@@ -197,7 +197,7 @@ def test_row_16_an_empty_directory_and_a_step_that_is_not_there(
     assert f"fresh start: no snapshot in {tmp_path / 'new'}" in caplog.text
     with Snapshots(tmp_path / "new") as snapshots:
         snapshots.save(8, small())
-        with pytest.raises(errors.NotFound, match=r"no snapshot of step 5 \(cure: one of: 4, 8\)"):
+        with pytest.raises(errors.NotFound, match=r"no snapshot of step 5 \(cure: pass one of: 4, 8\)"):
             snapshots.restore(small(), step=5)
     with pytest.raises(errors.NotFound, match="no snapshot here"):
         restored(tmp_path / "none", writer=False)

@@ -123,7 +123,7 @@ def test_row_03_a_disk_too_small_is_foreseen(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("", (), {"free": 500}))
 
     def check() -> None:
-        with pytest.warns(RuntimeWarning, match=r"snapshots need 0\.00 GB, the disk has 0\.00 GB \(cure: keep=1"):
+        with pytest.warns(RuntimeWarning, match=r"snapshots need 0\.00 GB, the disk has 0\.00 GB \(cure: pass keep=1"):
             steps_of_a_fit(tmp_path / "not yet")
 
     check()
@@ -148,7 +148,7 @@ def test_row_03_fit_ends_at_the_next_step_or_goes_on_as_asked(
         assert len(steps_of_a_fit(snapshots)) == 4
         assert snapshots.steps() == [1, 3, 4]
         assert snapshots.failed == 1
-    assert "the run goes on without a snapshot: " in caplog.text
+    assert "the run continues without a snapshot: " in caplog.text
     with pytest.raises(errors.ConfigError, match="on_save_error is 'ignore'"):
         Snapshots(tmp_path, on_save_error="ignore")
 
@@ -209,7 +209,7 @@ def test_row_05_two_writers_without_a_lock_are_noticed(tmp_path: Path) -> None:
 
 def test_row_06_the_same_step_twice(tmp_path: Path) -> None:
     def check() -> None:
-        with pytest.raises(errors.SnapshotError, match="step 5 is there already"):
+        with pytest.raises(errors.SnapshotError, match="step 5 exists already"):
             snapshots.save(5, small(1))
 
     with Snapshots(tmp_path) as snapshots:
@@ -229,7 +229,9 @@ def test_row_06_a_step_that_goes_backwards(tmp_path: Path) -> None:
     with Snapshots(tmp_path) as snapshots:
         for step in (3, 6, 9):
             snapshots.save(step, small(step))
-        with pytest.raises(errors.SnapshotError, match=r"step 5 is older than step 9, .*restore\(template, step=3\)"):
+        with pytest.raises(
+            errors.SnapshotError, match=r"step 5 is older than the existing step 9 .*restore\(template, step=3\)"
+        ):
             snapshots.save(5, small(5))
         snapshots.restore(small(), step=3)
         snapshots.save(6, small(60))

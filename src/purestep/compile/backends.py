@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import rng
+from .. import tracing
 from . import aliasing, formats, fx_passes, precision_casts, random_ops
 
 if TYPE_CHECKING:
@@ -116,6 +116,6 @@ def _traced(graph: GraphModule) -> tuple[GraphModule, bool]:
     casts = precision_casts.Casts()
     modes = {id(leaf.fake_mode): leaf.fake_mode for leaf in inputs if isinstance(leaf, FakeTensor)}
     (mode,) = modes.values()
-    with rng.capturing(), torch.no_grad(), mode, casts, random_ops.AsInEager():
+    with tracing.capturing(), torch.no_grad(), mode, casts, random_ops.AsInEager():
         traced: GraphModule = make_fx(graph, _allow_non_fake_inputs=True)(*inputs)
     return traced, casts.seen

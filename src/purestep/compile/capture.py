@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from .. import rng, tree
+from .. import global_rng, rng, tracing, tree
 from ..errors import ConfigError, PurestepError, StepContractError
 from ..step import NoSetupContext, last_unreached
 from . import backends, control_flow, dynamic_shapes, formats, fx_passes, precision_casts, random_ops
@@ -93,19 +93,19 @@ def trace_sizes(
         The graph, whether it draws, and a function from a batch's tensors to whether the graph accepts them. None if a
         varying size became a constant.
     """
-    from torch._guards import TracingContext, tracing
+    from torch import _guards
 
     if not isinstance(backend, str):  # a user's backend gets real tensors
         return None
     with with_compiler():
         symbols = dynamic_shapes.Symbols(_distinct(inputs), _distinct(leaves), dims)
         casts = precision_casts.Casts()
-        with rng.capturing(), torch.no_grad(), no_recurrent_kernel(), symbols.mode, casts:
+        with tracing.capturing(), torch.no_grad(), no_recurrent_kernel(), symbols.mode, casts:
             graph = fx_passes.finished(fx_passes.views_allowed(_traced(_traceable(function), symbols.fakes, "real")))
         if not symbols.vary():
             return None
         is_drawing, shapes = fx_passes.draws(graph), "from_tracing_context"
-        with autocast_disabled(), tracing(TracingContext(symbols.mode)):
+        with autocast_disabled(), _guards.tracing(_guards.TracingContext(symbols.mode)):
             run = _lower(graph, symbols.fakes, backend, options, rounds=casts.seen, shapes=shapes)
         core: Any = importlib.import_module("torch._C")
         return _autocast_disabled(run) if core._is_any_autocast_enabled() else run, is_drawing, symbols.fits()
@@ -114,7 +114,7 @@ def trace_sizes(
 def _compile(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None) -> tuple[Compiled, bool]:
     plugin, failed = backends.plugin(inputs) if backend == "inductor" else None, None
     if plugin is not None:
-        with rng.capturing(), torch.no_grad():
+        with tracing.capturing(), torch.no_grad():
             with no_recurrent_kernel():
                 record = plugin.record(run, inputs)
             run = record.function
@@ -125,7 +125,7 @@ def _compile(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str
             except Exception as error:
                 failed = error
     with with_compiler():
-        with rng.capturing(), torch.no_grad(), no_recurrent_kernel():
+        with tracing.capturing(), torch.no_grad(), no_recurrent_kernel():
             casts = precision_casts.Casts()
             with casts:
                 graph = fx_passes.finished(fx_passes.views_allowed(_traced(run, inputs)))
@@ -193,16 +193,16 @@ _CAPTURE_SEED = 1 << 40  # initial seed of a capture: large, so that draw positi
 
 @contextmanager
 def _replayed_draws() -> Generator[None]:
-    with rng.scoped(_CAPTURE_SEED), random_ops.AsInEager(), rng.replaying(), _compiling():
+    with rng.scoped(_CAPTURE_SEED), random_ops.AsInEager(), tracing.replaying(), _compiling():
         yield
 
 
 @contextmanager
 def _no_host_draws() -> Generator[None]:
     """Raise Uncaptured if the step draws from numpy's or Python's generator: a graph would repeat the same numbers."""
-    before = rng.host_states()
+    before = global_rng.host_states()
     yield
-    for name, state in rng.host_states().items():
+    for name, state in global_rng.host_states().items():
         if state != before[name]:
             raise Uncaptured(
                 f"the step draws from {name} global generator, and a graph would repeat these numbers at every call",
@@ -267,7 +267,7 @@ def dry_run(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) 
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # no public name
 
-    with rng.capturing(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _replayed_draws():
+    with tracing.capturing(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _replayed_draws():
         fakes = [[mode.from_tensor(x) if isinstance(x, Tensor) else x for x in group] for group in (tensors, leaves)]
         try:
             core(*fakes)
@@ -430,7 +430,7 @@ def capture_error(error: Exception, core: Callable[..., Any], tensors: list[Tens
     if isinstance(error, PurestepError | MemoryError):
         return error
     copies = [tensor.clone() for tensor in tensors]
-    with rng.capturing(), torch.no_grad(), rng.scoped(_CAPTURE_SEED, tree.device(tensors)):
+    with tracing.capturing(), torch.no_grad(), rng.scoped(_CAPTURE_SEED, tree.device(tensors)):
         try:
             core(copies, leaves)
         except Exception as own:

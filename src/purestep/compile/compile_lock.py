@@ -9,7 +9,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from .. import rng
+from .. import global_rng
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def exclusive() -> Generator[None]:
     which the error repeats.
     """
     log: Any = importlib.import_module("torch._subclasses.fake_tensor").log
-    with rng.held(), ExitStack() as stack:
+    with global_rng.locked(), ExitStack() as stack:
         was_on, was_quiet = gc.isenabled(), log.disabled
         gc.disable()
         log.disabled = True

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import packed, rng, tree
+from .. import packed, rng, tracing, tree
 from ..errors import PurestepError, StepContractError
 from ..step import Accum, Adding, Closing
 from ..types import Empty, Metrics, Static, Steps, TrainState
@@ -84,7 +84,7 @@ class CompiledStep:
         return self._graphs.count
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
-        if rng.in_graph():  # called by a step that is being captured
+        if tracing.in_graph():  # called by a step that is being captured
             return self._steps_of(self.eager)(state, *batch)
         new, metrics = self.stacked(state, *batch)
         return new, unstacked(metrics)

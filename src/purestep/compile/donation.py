@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import packed, tree
+from .. import packed, tensor_layout, tree
 from ..errors import StateError
 from ..types import Empty, TrainState, Tree
 from . import treespec
@@ -94,7 +94,7 @@ def unaliased(value: Tensor, buffers: list[Tensor]) -> Tensor:
 
 def memory_of(leaf: Tensor) -> Tensor:
     """A tensor's memory as a vector: slices and expanded tensors keep the strides that kernels were compiled for."""
-    return leaf.detach().as_strided((tree.extent(leaf),), (1,))
+    return leaf.detach().as_strided((tensor_layout.extent(leaf),), (1,))
 
 
 def strided_clone(leaf: Tensor) -> Tensor:

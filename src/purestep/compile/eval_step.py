@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import rng, tree
+from .. import rng, tracing, tree
 from ..types import Empty, Metrics, TrainState
 from . import donation, live_state, treespec
 from .compiled_step import batch_leaves
@@ -31,7 +31,7 @@ class CompiledEval:
         return self._graphs.count
 
     def __call__(self, state: Any, *batch: Any, index: int = 0) -> Metrics:
-        if rng.in_graph():  # called by a step that is being captured
+        if tracing.in_graph():  # called by a step that is being captured
             return self.eager(state, *batch)
         check_untransformed()
         given = live_state.plain(state)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from .. import rng
+from .. import tracing
 from ..errors import StepContractError
 from . import aliasing, control_flow
 
@@ -175,7 +175,7 @@ def draws(graph: GraphModule) -> bool:
 
 def is_draw(node: Any) -> bool:
     """Whether a node draws random numbers."""
-    return hasattr(node.target, "tags") and rng.is_draw(node.target, node.args, node.kwargs)
+    return hasattr(node.target, "tags") and tracing.is_random(node.target, node.args, node.kwargs)
 
 
 def as_laid_out(graph: GraphModule) -> GraphModule:

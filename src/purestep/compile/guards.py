@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .. import tensor_layout, tracing, tree
+from .. import tensor_layout, tracing
 from ..errors import StepContractError
 from . import capture
 
@@ -117,10 +117,10 @@ def _not_constant(value: Any, hint: str) -> capture.Uncaptured:
 def kinds_guard(leaves: list[Any]) -> Callable[..., bool]:
     """Return a fast check ``(*leaves) -> bool``: these are tensors of the same `kinds`.
 
-    `tree.layout_guard` is stricter than `kinds` (it also compares requires_grad and inference mode): if the check
-    fails, look the graph up by `kinds`.
+    `tensor_layout.layout_guard` is stricter than `kinds` (it also compares requires_grad and inference mode): if the
+    check fails, look the graph up by `kinds`.
     """
-    return tree.layout_guard(leaves) or functools.partial(_same_kinds, kinds(leaves))
+    return tensor_layout.layout_guard(leaves) or functools.partial(_same_kinds, kinds(leaves))
 
 
 def _same_kinds(known: tuple[Any, ...], *leaves: Any) -> bool:

@@ -1,4 +1,10 @@
-"""The settings of a run, and how they are read from mappings, objects, files and a Lightning Trainer's arguments."""
+"""Settings of a run, read from mappings, objects, files and the arguments of a Lightning Trainer.
+
+settings   `FitConfig`
+fields     the types of its fields
+sources    where settings come from
+messages   the error messages
+"""
 
 from __future__ import annotations
 
@@ -18,7 +24,7 @@ else:
     _CONTRIB = ("Plan", "from_lightning")
 
     def __getattr__(name):
-        """`contrib` builds on this package, so its names are loaded when they are first read."""
+        """Import the names of `contrib`, which imports this package, at their first use."""
         if name not in _CONTRIB:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return globals().setdefault(name, getattr(_importlib.import_module("..contrib", __name__), name))

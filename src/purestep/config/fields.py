@@ -1,10 +1,8 @@
-"""What settings may be written as: counts, shares, durations, and numbers that arrive as text.
+"""The types of the fields of `FitConfig`, and the parsers that convert user input to them.
 
-Every function raises a `ValueError` that says what a value has to be; the caller adds where it stood.
-
-The types of the fields of `FitConfig`: what each may be given as, and what it is afterwards.
-
-Validators say themselves what a value has to be; pydantic's own words name its parts, not the field.
+Reading order: parsers of values (counts, shares, intervals, durations, flags), which `contrib` uses too; one validator
+for each kind of field; the annotated types. Each parser and validator raises a `ValueError` that says what the value
+must be, and the caller adds the name of the field. pydantic's own messages would name its internal parts.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ _WORDS: dict[str, Any] = {"none": None, "null": None, "true": True, "false": Fal
 
 
 def literal(value: Any) -> Any:
-    """Text from a command line or an environment variable as what it spells; anything else as it is.
+    """Convert text from a command line or an environment variable to its value. Other values are returned unchanged.
 
-    ``"1"`` is an int and ``"1.0"`` a float, because several settings mean different things by them.
+    ``"1"`` becomes an int and ``"1.0"`` a float, because several settings treat them differently.
 
     Example:
         >>> [literal(text) for text in ("1", "1.0", "-1", "1e3", "none", "true", "auto")]
@@ -49,7 +47,7 @@ def literal(value: Any) -> Any:
 
 
 def count(value: Any, *, least: int = 1, infinite: bool = False) -> int:
-    """A whole number of at least ``least``; with ``infinite`` also -1, which means no limit."""
+    """Return a whole number of at least ``least``. With ``infinite``, -1 (no limit) is valid too."""
     found = literal(value)
     if is_count(found, least) or (infinite and is_count(found, -1) and found < 0):
         return found
@@ -57,7 +55,7 @@ def count(value: Any, *, least: int = 1, infinite: bool = False) -> int:
 
 
 def share(value: Any, *, least: int = 0) -> int | float:
-    """An int is a number of batches, a float a share in (0, 1] of the loader (0.0 where ``least`` is 0)."""
+    """Return a number of batches (int) or a share in (0, 1] (float). If ``least`` is 0, 0.0 is valid too."""
     found = literal(value)
     if is_count(found, least):
         return found
@@ -69,7 +67,7 @@ def share(value: Any, *, least: int = 0) -> int | float:
 
 
 def interval(value: Any) -> int | float:
-    """An int is a number of updates, a float a fraction of an epoch or a whole number of epochs."""
+    """Return a number of updates (int), or a fraction of an epoch or a whole number of epochs (float)."""
     found = literal(value)
     if is_count(found, 1):
         return found
@@ -82,7 +80,7 @@ def interval(value: Any) -> int | float:
 
 
 def seconds(value: Any) -> float:
-    """A duration: seconds, a `timedelta`, its keywords as a mapping, or ``"DD:HH:MM:SS"``.
+    """Convert a duration to seconds: a number, a `timedelta`, its keywords as a mapping, or ``"DD:HH:MM:SS"``.
 
     Example:
         >>> seconds("00:01:30:00"), seconds({"minutes": 2}), seconds(timedelta(hours=1))
@@ -112,7 +110,7 @@ def _seconds(value: Any) -> float | None:
 
 
 def flag(value: Any) -> bool:
-    """True or False, as such or in words."""
+    """Return True or False, also from text."""
     found = literal(value)
     if isinstance(found, bool):
         return found
@@ -120,7 +118,7 @@ def flag(value: Any) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is spelled most like this one.
+    """The known name with the most similar spelling, or None.
 
     Example:
         >>> nearest("max_epoch", ["max_epochs", "max_steps"])
@@ -181,7 +179,7 @@ def _checks(value: Any) -> int | None:
 def _name(value: Any) -> str:
     if isinstance(value, str) and value:
         return value
-    raise ValueError(f"has the key {value!r}, which is not the name of a loader")
+    raise ValueError(f"has the key {value!r}, which is no name of a loader")
 
 
 def _early_stopping(value: Any) -> stopping.EarlyStopping | None:
@@ -193,7 +191,7 @@ def _early_stopping(value: Any) -> stopping.EarlyStopping | None:
     known = ("patience", "min_delta", "start_ratio")
     for name in value:
         if name not in known:
-            raise ValueError(f"has no setting {name!r}; there are {', '.join(known)}")
+            raise ValueError(f"has no setting {name!r}; the settings are {', '.join(known)}")
     if "patience" not in value:
         raise ValueError("needs a patience")
     return stopping.EarlyStopping(**value)

@@ -1,4 +1,4 @@
-"""What is wrong with settings, in words: pydantic's findings as one `ConfigError` with the cure."""
+"""Error messages for settings: convert pydantic's errors to one `ConfigError` with the cure."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from . import fields
 
 ELSEWHERE = {
     "accumulate": "program(..., accumulate=4)",
-    "batch_size": "the loaders",
+    "batch_size": "set it in the loaders",
     "callbacks": "fit(..., callbacks=[f])",
     "criterion": "ps.supervised(criterion)",
-    "d_lr": "a program of its own for each model: optim.adamw(d_lr)",
+    "d_lr": "build one program for each model: optim.adamw(d_lr)",
     "ema": "program(..., ema=0.999)",
-    "g_lr": "a program of its own for each model: optim.adamw(g_lr)",
+    "g_lr": "build one program for each model: optim.adamw(g_lr)",
     "gradient_clip_norm": "optim.chain(optim.clip_by_global_norm(1.0), ...)",
     "gradient_clip_val": "optim.chain(optim.clip_by_global_norm(1.0), ...)",
     "learning_rate": "optim.adamw(learning_rate)",
-    "logger": "fit(..., sinks=[f]), f(event) a function of your own, or ps.sinks.tensorboard(directory)",
+    "logger": "fit(..., sinks=[f]) with your function f(event), or ps.sinks.tensorboard(directory)",
     "loggers": "fit(..., sinks=[f, g])",
     "loss_fn": "ps.supervised(loss_fn)",
     "lr": "optim.adamw(lr)",
     "max_grad_norm": "optim.chain(optim.clip_by_global_norm(1.0), ...)",
     "nonfinite": 'program(..., nonfinite="skip")',
     "optimizer": "ps.program(model, objective, optim.adamw(1e-3))",
-    "num_workers": "the loaders",
+    "num_workers": "set it in the loaders",
     "patience": "fit(..., early_stopping=5)",
     "precision": 'program(..., precision="bf16-mixed")',
     "save_dir": 'fit(..., snapshots="runs/name")',
@@ -37,13 +37,13 @@ ELSEWHERE = {
     "seed": "program.init(seed=0)",
     "sinks": "fit(..., sinks=[...])",
     "snapshots": 'fit(..., snapshots="runs/name")',
-    "train_batch_size": "the loaders",
-    "train_data_dir": "the loaders",
-    "val_batch_size": "the loaders",
-    "val_data_dir": "the loaders",
+    "train_batch_size": "set it in the loaders",
+    "train_data_dir": "set it in the loaders",
+    "val_batch_size": "set it in the loaders",
+    "val_data_dir": "set it in the loaders",
     "weight_decay": "optim.adamw(..., weight_decay=0.1)",
 }
-"""Settings of a run that other builders take: a value given to `fit` would do nothing."""
+"""Settings that belong to other functions. `fit` would ignore their values."""
 
 _EXAMPLES = {
     "compile": "compile=True",
@@ -82,11 +82,11 @@ ALIASES = {
     "num_train_epochs": "epochs",
     "resume_from": "resume",
 }
-"""What other trainers call a setting: read from a mapping, an object or a file, never a keyword argument of `fit`."""
+"""Names that other trainers use. Valid in a mapping, an object or a file, but not as a keyword argument of `fit`."""
 
 
 def explain(error: ValidationError, *, known: tuple[str, ...]) -> ConfigError:
-    """All findings of pydantic in one `ConfigError`, with the cure of the first."""
+    """Combine all errors of pydantic into one `ConfigError`, with the cure of the first."""
     findings = [_finding(detail, known) for detail in error.errors()]
     return ConfigError("; ".join(what for what, _ in findings), where="fit", hint=findings[0][1])
 
@@ -102,7 +102,7 @@ def _finding(detail: Any, known: tuple[str, ...]) -> tuple[str, str]:
         return f"{name}: {cause.what}", cause.hint
     reason = str(cause) if cause is not None else str(detail["msg"])[:1].lower() + str(detail["msg"])[1:]
     given = detail["input"]
-    is_empty = isinstance(given, str | int) and not given  # of a tensor nobody knows
+    is_empty = isinstance(given, str | int) and not given  # a tensor may have no truth value
     cure = "resume=None" if name == "resume" and is_empty else _EXAMPLES.get(name, f"{name}=True")
     return f"{name}={given!r}: {reason}", cure
 
@@ -111,5 +111,5 @@ def _unknown(name: str, known: tuple[str, ...]) -> tuple[str, str]:
     if name in ELSEWHERE:
         return f"{name!r} is not a setting of fit", ELSEWHERE[name]
     close = ALIASES.get(name) or fields.nearest(name, known)
-    there = f"{name!r} is not a setting of fit; there are {', '.join(known)}"
-    return there, close or "one of these"
+    text = f"{name!r} is not a setting of fit; the settings are {', '.join(known)}"
+    return text, close or "use one of these"

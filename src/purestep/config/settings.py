@@ -1,4 +1,4 @@
-"""The settings of a run: one frozen record, checked when it is made."""
+"""Settings of a run: `FitConfig`, a frozen pydantic model that checks its values."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from . import fields, messages
 
 
 class FitConfig(BaseModel):
-    """What `fit` is told besides the state, the loaders and the program.
+    """Settings of `fit`.
 
-    A step is an optimizer update, however many micro-batches it took (`TrainState.step`, by which snapshots are named,
-    counts calls). Every field may be given as text as well (``"1"`` is an int, ``"1.0"`` a float). At least one limit
-    is required: ``epochs``, ``steps`` or ``max_time``; -1 says that none is wanted.
+    A step is an optimizer update, whatever its number of micro-batches. (`TrainState.step`, which names snapshots,
+    counts calls.) Every field accepts text too (``"1"`` is an int, ``"1.0"`` a float). At least one limit is required:
+    ``epochs``, ``steps`` or ``max_time``; -1 means no limit.
 
     Raises:
-        ConfigError: a field that does not exist (with the nearest name), a value out of its range, or two fields that
-            contradict each other.
+        ConfigError: a field does not exist (the message has the nearest name), a value is out of its range, or two
+            fields contradict each other.
 
     Example:
         >>> FitConfig(epochs=10, evaluate_every=1.0, early_stopping=5).early_stopping
@@ -33,10 +33,10 @@ class FitConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     epochs: fields.Limit = None
-    """Epochs in all, counting those before a resume: at least 1; -1 without end; None: another limit."""
+    """Total epochs, including those before a resume: at least 1. -1: no limit. None: another field limits the run."""
 
     steps: fields.Limit = None
-    """Optimizer updates in all, counting those before a resume: at least 1; -1 without end."""
+    """Total optimizer updates, including those before a resume: at least 1. -1: no limit."""
 
     min_epochs: fields.Minimum = None
     """Early stopping and callbacks cannot end the run before this many epochs: at least 1."""
@@ -45,93 +45,96 @@ class FitConfig(BaseModel):
     """Early stopping and callbacks cannot end the run before this many updates: at least 1."""
 
     max_time: fields.Seconds = None
-    """Wall-clock limit, seconds > 0, counted anew after a resume. Also a timedelta, its keywords, ``"DD:HH:MM:SS"``."""
+    """Wall-clock limit in seconds > 0; a resume starts at 0. Also a timedelta, its keywords, or ``"DD:HH:MM:SS"``."""
 
     evaluate_every: fields.Intervals = None
-    """By type: an int is a number of updates, counted over the whole run; a float is a number of epochs (0.25 four
-    times an epoch, 1.0 once, 2.0 every other one). A mapping sets it per evaluation loader. None: every epoch. Marks
-    inside an epoch are placed by the number of its batches where that is known, else by ``len(loader)``, and where that
-    was wrong, by the batches of the epoch before; an epoch ends where the loader does."""
+    """The interval between evaluations. An int is a number of updates, counted over the whole run; a float is a number
+    of epochs (0.25: four times an epoch, 1.0: once, 2.0: every other epoch). A mapping sets it for each evaluation
+    loader. None: every epoch. The position inside an epoch is computed from the number of batches if that is known,
+    else from ``len(loader)``, and if that was wrong, from the batches of the previous epoch."""
 
     evaluate_on: fields.View = None
-    """The weights to evaluate. None: the EMA where the state has one, else the parameters."""
+    """The weights to evaluate. None: the EMA if the state has one, else the parameters."""
 
     monitor: fields.Metric = None
-    """The metric that decides what is best, by its name in the history (``"val_loss"``, ``"train_loss"``). None:
-    ``"val_loss"`` where a loader ``"val"`` is evaluated, else nothing."""
+    """The metric that decides which epoch is best, by its name in the history (``"val_loss"``, ``"train_loss"``). None:
+    ``"val_loss"`` if there is a loader ``"val"``, else no metric."""
 
     mode: fields.Direction = None
-    """Whether small or large values of ``monitor`` are good. None: small for a loss, error or perplexity; any other
-    metric has to say."""
+    """Which values of ``monitor`` are better. None: ``"min"`` for a loss, error or perplexity; other metrics need a
+    mode."""
 
     early_stopping: fields.Patience = None
-    """An `EarlyStopping`, its fields as a mapping, or its patience: evaluations in a row without improvement
-    (epochs, where each is evaluated once), at least 1. None: off."""
+    """An `EarlyStopping`, its fields as a mapping, or its patience: consecutive evaluations without improvement
+    (epochs, if each is evaluated once), at least 1. None: off."""
 
     log_every: fields.AtLeast0 = 50
-    """Updates between two lines of the log, at least 0; 0: only at the end of an epoch."""
+    """Updates between two lines of the log, at least 0. 0: log only at the end of an epoch."""
 
     resume: fields.Resume = "auto"
-    """``"auto"``: go on from the newest whole snapshot in the run's directory, if there is one. A path: from there; or,
-    once a run that began there has snapshots of its own, from those. None: start afresh. Of another run, the steps in
-    the run's directory are set aside."""
+    """``"auto"``: continue from the newest intact snapshot in the run's directory, if there is one. A path: continue
+    from this snapshot, or from the run's newest one if the run started from this path and has snapshots. None: start
+    from the initial state. Snapshots of another run in the run's directory are moved to an archive."""
 
     compile: fields.Compile = "auto"
-    """``"auto"``: on CUDA, and with a warning in eager where a model cannot be captured. True: always, or an error.
-    False: eager. A mapping: True with these options of `compile_step`."""
+    """``"auto"``: compile on CUDA; if a model cannot be captured, warn and run in eager mode. True: compile, or raise
+    an error. False: run in eager mode. A mapping: as True, with these options of `compile_step`."""
 
     donate: fields.Donate = True
-    """True: a compiled step reuses the memory of the states that the loop itself made. ``"init"``: also of the state
-    that was passed in, which cannot be read afterwards. False: never."""
+    """True: a compiled step reuses the memory of the states that the loop created. ``"init"``: it also reuses the
+    memory of the initial state, which cannot be read afterwards. False: it reuses none."""
 
     device: fields.Device = None
-    """Where to train, as a torch device (``"cuda:1"``). None: where the state is, but a state on the CPU is copied to
-    the best device there is (cuda, then mps). ``"cpu"`` stays there."""
+    """The torch device to train on (``"cuda:1"``). None: the device of the state, but a state on the CPU is copied to
+    the best device (cuda, then mps). ``"cpu"``: the CPU."""
 
     deterministic: fields.Deterministic = False
-    """Deterministic algorithms only, during the run: True: what has none is an error; ``"warn"``: a warning."""
+    """Use only deterministic algorithms during the run. An operation without one raises (True) or warns
+    (``"warn"``)."""
 
     cudnn_benchmark: fields.Choice = None
-    """Whether cuDNN may time its algorithms for each shape of input and take the fastest, during the run. None: as the
-    process is set."""
+    """Let cuDNN time its algorithms for each input shape and use the fastest, during the run. None: keep the setting of
+    the process."""
 
     tf32: fields.Choice = None
-    """Whether float32 matrix products and convolutions on CUDA may use TensorFloat-32, during the run. None: as the
-    process is set."""
+    """Let float32 matrix products and convolutions on CUDA use TensorFloat-32, during the run. None: keep the setting
+    of the process."""
 
     check_every: fields.Checks = 0
-    """The first two calls of the step are looked at in every run: whether it writes what it was given, draws from a
-    global generator, gives the same bits when it is called again, changes the kind of its state, keeps tensors alive,
-    and lets gradients reach the parameters. That takes two or three more calls in eager each (a compiled run too: its
-    first look needs the memory of a step in eager and of a second state, or on CUDA is left out where there is none).
-    After them a look at every so many calls, for debugging, at least 0; 0: no more. None: not even the first two."""
+    """`fit` checks the first two calls of the step in every run: the step must not write its arguments, draw from a
+    global generator, return other bits when it is repeated, change the structure or dtypes of its state, or keep
+    tensors alive, and gradients must reach the parameters. Each check takes two or three more calls in eager mode, also
+    in a compiled run: the first one needs the memory of an eager step and of a second state, and is skipped on CUDA if
+    that does not fit. For debugging, ``check_every=n`` also checks every n-th call, n >= 0; 0: no more than the first
+    two. None: no checks."""
 
     detect_anomaly: fields.Flag = False
-    """Debugging: eager, with the autograd anomaly mode, and the first leaf that is not finite named. Slow."""
+    """Debugging: run in eager mode with autograd's anomaly mode, and name the first leaf that is not finite. Slow."""
 
     fast_dev_run: fields.DevRun = 0
-    """Debugging: this many batches of training and of each evaluation, on a copy of the state, and no file is
-    written. True is 1; 0: off."""
+    """Debugging: run this many batches of training and of each evaluation, on a copy of the state, and write no files.
+    True: 1. 0: off."""
 
     overfit_batches: fields.Overfit = 0
-    """Debugging: train and evaluate on the first batches of ``"train"`` alone, in a fixed order: an int is their
-    number, a float their share in (0, 1]; 0: off."""
+    """Debugging: train and evaluate only on the first batches of ``"train"``, in a fixed order. An int is their number,
+    a float their share in (0, 1]. 0: off."""
 
     limit_batches: fields.Limits = None
-    """Batches used of a loader each epoch: an int is their number, a float their share in (0, 1]: of the
-    batches where their number is known, else of ``len(loader)``. A mapping sets it per loader, where 0 leaves an
-    evaluation loader out. None: all."""
+    """Batches of a loader to use in each epoch. An int is their number, a float their share in (0, 1] of the batches if
+    their number is known, else of ``len(loader)``. A mapping sets it for each loader; 0 skips an evaluation loader.
+    None: all."""
 
     rollback: fields.AtLeast0 = 0
-    """How often a run may go back to its last good state (kept in memory at the start and after every evaluation) after
-    a loss or gradient that is not finite, and go on behind the batches between, before `NonFiniteError` is raised: at
-    least 0. A run that was resumed begins to keep where it was resumed, so it may go back less far than a whole one."""
+    """How many times the run may return to its last good state after a loss or gradient that is not finite, before
+    `NonFiniteError` is raised: at least 0. The run then continues after the batches in between. It keeps a good state
+    in memory at its start and after every evaluation; a resumed run keeps its first one at the resume, so it may return
+    less far than an uninterrupted run."""
 
     progress: fields.Flag = True
-    """A progress bar on a terminal and plain lines elsewhere. False: silence. A run with ``sinks=[...]`` has it where
-    ``ps.sinks.progress()`` is one of them."""
+    """Show a progress bar on a terminal and print plain lines elsewhere. False: print nothing. With ``sinks=[...]``,
+    add ``ps.sinks.progress()`` to the list."""
 
-    if not TYPE_CHECKING:  # Type checkers keep the signature that pydantic makes from the fields.
+    if not TYPE_CHECKING:  # Type checkers keep the signature that pydantic derives from the fields.
 
         def __init__(self, **fields: Any) -> None:
             try:
@@ -144,7 +147,7 @@ class FitConfig(BaseModel):
         if self.epochs is None and self.steps is None and self.max_time is None and not self.fast_dev_run:
             raise ConfigError(
                 "nothing limits the run: epochs, steps and max_time are all None",
-                hint="epochs=10, or epochs=-1 to go on until it is stopped",
+                hint="pass epochs=10, or epochs=-1 to train until you stop the run",
             )
         for name, least in (("epochs", self.min_epochs), ("steps", self.min_steps)):
             most = getattr(self, name)
@@ -153,10 +156,10 @@ class FitConfig(BaseModel):
         if self.monitor is None and self.mode is not None:
             raise ConfigError(f"mode={self.mode!r} without a metric", hint=f'monitor="val_loss", mode={self.mode!r}')
         if isinstance(self.limit_batches, dict) and self.limit_batches.get("train") in (0, 0.0):
-            raise ConfigError("limit_batches leaves nothing to train on", hint='limit_batches={"train": 1}')
+            raise ConfigError("limit_batches leaves no batch to train on", hint='limit_batches={"train": 1}')
         if self.overfit_batches and self.limit_batches is not None:
             raise ConfigError(
-                "overfit_batches already says which batches are used; limit_batches contradicts it",
+                "overfit_batches already sets the batches to use; limit_batches contradicts it",
                 hint="limit_batches=None",
             )
         if self.deterministic and self.cudnn_benchmark:
@@ -165,7 +168,7 @@ class FitConfig(BaseModel):
                 hint="cudnn_benchmark=None",
             )
         if self.detect_anomaly and self.compile not in ("auto", False):
-            raise ConfigError("anomalies are detected in eager mode only", hint='compile=False, or compile="auto"')
+            raise ConfigError("detect_anomaly works only in eager mode", hint='compile=False, or compile="auto"')
         if self.monitor is not None and self.mode is None:
             stopping.default_mode(self.monitor)
         planned = [limit for limit in (self.epochs, self.steps) if limit not in (None, -1)]
@@ -173,7 +176,7 @@ class FitConfig(BaseModel):
         return self
 
     def interval(self, loader: str) -> int | float:
-        """``evaluate_every`` of one evaluation loader: an int is updates, a float is epochs.
+        """``evaluate_every`` of one evaluation loader: an int is a number of updates, a float of epochs.
 
         Example:
             >>> FitConfig(epochs=1, evaluate_every={"val": 100}).interval("test")
@@ -183,7 +186,7 @@ class FitConfig(BaseModel):
         return 1.0 if every is None else every
 
     def limit(self, loader: str) -> int | float | None:
-        """``limit_batches`` of one loader: an int is batches, a float a share, None is all of it.
+        """``limit_batches`` of one loader: an int is a number of batches, a float a share, None means all.
 
         Example:
             >>> FitConfig(epochs=1, limit_batches={"val": 0.5}).limit("val")
@@ -192,7 +195,7 @@ class FitConfig(BaseModel):
         return self.limit_batches.get(loader) if isinstance(self.limit_batches, dict) else self.limit_batches
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field in what JSON can hold (the options of ``compile`` as they were given).
+        """All fields as JSON values (the options of ``compile`` are not converted).
 
         Example:
             >>> config = FitConfig(epochs=3, max_time="00:01:00:00")
@@ -203,16 +206,16 @@ class FitConfig(BaseModel):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> FitConfig:
-        """The way back from `to_dict`.
+        """The inverse of `to_dict`.
 
         Raises:
-            ConfigError: as the constructor does.
+            ConfigError: as the constructor.
         """
         return cls(**{str(name): value for name, value in fields.items()})
 
 
 def _described() -> str:
-    """The fields with their defaults and texts, for `help`, which shows no text below an attribute."""
+    """The fields with their defaults and docstrings, for `help`, which does not show docstrings of attributes."""
     fields = FitConfig.model_fields.items()
     lines = [f"    {name} = {field.default!r}: {' '.join((field.description or '').split())}" for name, field in fields]
     return "\n".join(textwrap.fill(line, 118, subsequent_indent=" " * 8) for line in lines)

@@ -1,4 +1,4 @@
-"""Where the settings of a run come from: keyword arguments, a mapping, an object of the caller's own, a file."""
+"""Read settings from keyword arguments, a mapping, an object or a file."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .settings import FitConfig
 
 
 def resolve(config: object = None, fields: Mapping[str, Any] | None = None) -> FitConfig:
-    """One `FitConfig` from whatever `fit` was given; ``fields`` win over ``config``.
+    """Build one `FitConfig` from the arguments of `fit`; ``fields`` override ``config``.
 
     Args:
         config: a `FitConfig`, a mapping, the path of a JSON or TOML file, or an object with attributes (a dataclass,
-            a namespace, a pydantic model). A mapping says what fit shall do, so each of its keys must be a setting. An
-            object of the caller's own may hold settings of other builders too (``learning_rate``): those are left to
-            them. Names that other trainers use (``max_epochs``, ``n_epochs``, ...) are understood.
-        fields: settings by their own names.
+            a namespace, a pydantic model). Each key of a mapping must be a setting of fit. An object may also hold
+            settings of other functions (``learning_rate``); these are ignored. Names that other trainers use
+            (``max_epochs``, ``n_epochs``, ...) are accepted.
+        fields: settings by their names in `FitConfig`.
 
     Raises:
-        ConfigError: as `FitConfig` does, and for a setting given under two names that differ.
+        ConfigError: as `FitConfig`; or a setting has two names with different values.
 
     Example:
         >>> resolve({"n_epochs": 5, "log_every": 10}, {"log_every": 20}).log_every
@@ -50,26 +50,26 @@ def _canonical(config: object) -> dict[str, Any]:
         own = ALIASES.get(name, name)
         if own in merged and merged[own] != value:
             raise ConfigError(
-                f"{own!r} is given twice, under two names: {merged[own]!r} and {value!r}",
+                f"{own!r} has two values, under two names: {merged[own]!r} and {value!r}",
                 where="fit",
-                hint=f"{own}={value!r}, and nothing under another name",
+                hint=f"pass only {own}={value!r}",
             )
         merged[own] = value
     return merged
 
 
 def as_mapping(config: object, *, where: str) -> dict[str, Any]:
-    """The settings in a mapping, a file or the attributes of an object, names as they are there.
+    """The settings in a mapping, a file or the attributes of an object. Names are not changed.
 
     Raises:
-        ConfigError: something that holds no settings.
+        ConfigError: ``config`` is none of these.
     """
     if isinstance(config, str | Path):
         return read(config)
     if isinstance(config, Mapping | BaseModel):
         return {str(name): value for name, value in dict(config).items()}
     if isinstance(config, tuple) and hasattr(config, "_asdict"):
-        return dict(config._asdict())  # pyright: ignore[reportAttributeAccessIssue]  # just asked for
+        return dict(config._asdict())  # pyright: ignore[reportAttributeAccessIssue]  # checked above
     if hasattr(config, "__dict__") and not isinstance(config, type):
         shared = {name: value for kind in reversed(type(config).__mro__) for name, value in vars(kind).items()}
         plain = {name: value for name, value in shared.items() if not hasattr(type(value), "__get__")}
@@ -79,15 +79,15 @@ def as_mapping(config: object, *, where: str) -> dict[str, Any]:
     raise ConfigError(
         f"{config!r} holds no settings",
         where=where,
-        hint="a mapping, a FitConfig, an object with attributes, or the path of a .json or .toml file",
+        hint="pass a mapping, a FitConfig, an object with attributes, or the path of a .json or .toml file",
     )
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The mapping in a JSON or TOML file, by the ending of its name. TOML has no null: leave the key out.
+    """The mapping in a JSON or TOML file; the suffix decides. TOML has no null: leave the key out.
 
     Raises:
-        ConfigError: no such file, another ending, text that does not parse, or JSON that is no mapping.
+        ConfigError: the file does not exist, has another suffix, does not parse, or contains no mapping.
 
     Example:
         >>> import tempfile
@@ -99,15 +99,15 @@ def read(path: str | Path) -> dict[str, Any]:
     file = Path(path)
     parsers = {".json": json.loads, ".toml": tomllib.loads}
     if file.suffix not in parsers:
-        raise ConfigError(f"a file ending in {file.suffix!r}", where=str(file), hint="a .json or a .toml file")
+        raise ConfigError(f"the suffix {file.suffix!r} is unknown", where=str(file), hint="pass a .json or .toml file")
     try:
         found = parsers[file.suffix](file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=str(file), hint="check the path") from error
     except ValueError as error:
-        raise ConfigError(f"does not parse: {error}", where=str(file), hint=f"mend the {file.suffix[1:]}") from error
+        raise ConfigError(f"does not parse: {error}", where=str(file), hint=f"correct the {file.suffix[1:]}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"holds a {type(found).__name__}", where=str(file), hint='a mapping: {"epochs": 10}')
+        raise ConfigError(f"holds a {type(found).__name__}", where=str(file), hint='write a mapping: {"epochs": 10}')
     return found
 
 
@@ -115,7 +115,7 @@ def load(path: str | Path) -> FitConfig:
     """The `FitConfig` in a JSON or TOML file.
 
     Raises:
-        ConfigError: as `read` and `FitConfig` do.
+        ConfigError: as `read` and `FitConfig`.
 
     Example:
         >>> import json, tempfile
@@ -129,18 +129,18 @@ def load(path: str | Path) -> FitConfig:
 
 
 def count_batches(limit: int | float | None, length: int | None, *, loader: str) -> int | None:
-    """How many batches of a loader a limit leaves.
+    """The number of batches of a loader that a limit allows.
 
     Args:
-        limit: an int is batches, a float a share in (0, 1], None all of them; see `FitConfig.limit`.
-        length: batches the loader has; None where it does not say.
-        loader: its name, for the error.
+        limit: an int is a number of batches, a float a share in (0, 1], None means all; see `FitConfig.limit`.
+        length: the number of batches of the loader, or None if it is unknown.
+        loader: the name of the loader, for the error.
 
     Returns:
-        None: all of them, however many there are.
+        The number, or None for all batches of a loader of unknown length.
 
     Raises:
-        ConfigError: a share of a loader without a length, or one that leaves nothing.
+        ConfigError: the limit is a share and the length is unknown, or the share leaves no batch.
 
     Example:
         >>> [count_batches(limit, 7, loader="train") for limit in (0.5, 10, None)]
@@ -152,13 +152,13 @@ def count_batches(limit: int | float | None, length: int | None, *, loader: str)
         return limit if length is None else min(limit, length)
     if length is None:
         raise ConfigError(
-            f"a share of {limit} of a loader that does not say how long it is",
+            f"limit {limit} is a share, and the length of the loader is unknown",
             where=loader,
-            hint="a number of batches (an int)",
+            hint="pass a number of batches (an int)",
         )
     found = whole(length * limit)
     if limit > 0.0 and found == 0:
         raise ConfigError(
-            f"a share of {limit} of {length} batches is none", where=loader, hint=f"{1 / length:.3g}, or 1"
+            f"a share of {limit} of {length} batches leaves none", where=loader, hint=f"pass {1 / length:.3g}, or 1"
         )
     return found

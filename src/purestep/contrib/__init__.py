@@ -1,4 +1,4 @@
-"""Programs of other libraries, read into purestep's: ``lightning.py`` takes the arguments of Lightning's Trainer."""
+"""Readers for the settings of other libraries. ``lightning.py`` reads the arguments of Lightning's Trainer."""
 
 from __future__ import annotations
 

@@ -1,10 +1,19 @@
 """Loaders, batches and devices.
 
-``feed.py``: what the loop trains from. ``opening.py``: which kind of loader it is. ``indexed.py``: datasets with
-indices. ``iterated.py``: everything else. ``workers.py``: the DataLoader that is really run. ``draws.py``: the
-generators that data code draws from. ``order.py``: a user's own sampler. ``attributes.py``: what loaders keep between
-epochs. ``position.py``: a loader's state as JSON. ``ahead.py``: whether there is more. ``moving.py``: batches to a
-device. ``alike.py``: whether two are the same. ``checking.py``: batches that are not like the first.
+open_feed        chooses the `Feed` for a loader
+feed             `Feed`: the batches of an epoch from any start, and the position as JSON
+map_style        the feed of a DataLoader over a dataset with indices
+sampler_order    the order of a user-defined sampler
+iterable         feeds of lists, iterables and loaders with ``state_dict``
+iterator         the feed of an iterator
+workers          the DataLoader that runs, and its worker processes
+random_state     torch's, numpy's and Python's generators, seeded and restored together
+attribute_state  attributes of loaders that change between epochs
+state_json       the state of a loader as JSON
+lookahead        an iterator with a look at the next element
+equality         bitwise comparison of batches and orders
+device           batches to a device
+batch_spec       checks each batch against the first one
 """
 
 from .batch_spec import BatchSpec as BatchSpec

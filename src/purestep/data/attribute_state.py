@@ -1,7 +1,7 @@
-"""What a loader keeps in attributes of its own: taken down, compared, put back.
+"""Record, compare and restore the attributes of loaders.
 
-A sampler that shuffles its own list, an iterable that counts its epochs: where they stand is in no training state. So
-the attributes of an object, and of what it iterates in turn, are taken down before it is iterated.
+A sampler may shuffle its own list, and an iterable may count its epochs. No training state contains that. So the
+attributes of an object, and of the objects that it iterates, are recorded before it is iterated.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .random_state import KINDS, outside
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _SEVERAL = (list, dict, deque, set)
-_LONG = 1 << 24  # numbers in a row; more are data
-_FEW = 64  # entries of a list whose objects are looked into one by one, as transforms are
-_MOST = 100_000  # containers that are looked into: a list of so many records is data
+_LONG = 1 << 24  # elements of a vector; a longer one is data
+_FEW = 64  # entries of a list whose objects are searched one by one, such as a list of transforms
+_MOST = 100_000  # containers to search; a list of more records is data
 
 
 class Attributes:
-    """The attributes of these objects as they are now, and of the objects that they hold.
+    """A record of the attributes of objects and of the objects in these attributes.
 
-    Lists, dicts, deques, sets and tensors or arrays of one dimension are copied (what is in them is not, unless it is
-    one of these too); what has more dimensions is data, and remembered as the object that it is. Generators are left
-    out: they are seeded.
+    Copies lists, dicts, deques, sets, and tensors and arrays of one dimension. Their elements are copied only if they
+    are such containers too. Tensors and arrays of more dimensions are data: only their identity is recorded. Random
+    generators are omitted, because they are seeded.
 
     Args:
         owners: samplers, iterables, datasets, collate functions.
-        but: objects that are not looked into.
+        but: objects to skip.
 
     Example:
         >>> class Sampler:
@@ -48,26 +48,25 @@ class Attributes:
         >>> sampler.epoch += 1
         >>> before.changed()
         ['epoch', 'order']
-        >>> before.put_back()
+        >>> before.restore()
         >>> sampler.order, sampler.epoch
         ([1, 2, 3], 0)
     """
 
     def __init__(self, *owners: Any, but: Collection[Any] = ()) -> None:
         self._owners = owners
-        self._taken = {id(part): _Taken(path, part, _content(part)) for path, part in _parts(owners, but)}
+        self._records = {id(part): _Record(path, part, _content(part)) for path, part in _parts(owners, but)}
 
     def changed(self) -> list[str]:
-        """The paths of what is not as it was."""
+        """The paths of the attributes that changed."""
         return [path for path, _ in self._changes()]
 
     def iterators(self) -> list[str]:
-        """The paths of the iterators that have come since: where they are, nobody can say."""
+        """The paths of new iterators. Their position cannot be stored."""
         return [path for path, value in self._changes() if isinstance(value, Iterator)]
 
     def values(self) -> dict[str, Any]:
-        """What `write` needs to bring an object that is as this one was to where this one is now. A list in another
-        order is told by the places of its items."""
+        """The changed attributes, for `write`. A permuted list is stored as the old indices of its items."""
         found: dict[str, Any] = {}
         for path, value in self._changes():
             places = self._places(path, value)
@@ -77,38 +76,38 @@ class Attributes:
                 found[path] = {"value": _stored(value)}
         return found
 
-    def put_back(self) -> None:
-        """Make everything as it was: the same objects, with what was in them. Files, threads and the like that have
-        come since stay; an iterator does not."""
-        for _, part, content in self._taken.values():
+    def restore(self) -> None:
+        """Restore the recorded objects and their contents. New files, threads and the like stay; new iterators are
+        removed."""
+        for _, part, content in self._records.values():
             if isinstance(part, _SEVERAL) or not isinstance(content, dict):
                 if not self._same_content(_content(part), content):
                     _fill(part, content)
                 continue
-            now, held = _content(part), vars(part)
+            now, attributes = _content(part), vars(part)
             for name, value in now.items():
                 if name in content and value is content[name]:
                     continue
                 if _is_plain(value) or isinstance(value, Iterator):
-                    held.pop(name)
-            held.update((name, value) for name, value in content.items() if name not in held)
+                    attributes.pop(name)
+            attributes.update((name, value) for name, value in content.items() if name not in attributes)
 
     def _changes(self) -> Iterator[tuple[str, Any]]:
-        """The path and the present value of what is not as it was."""
-        gone: set[str] = set()  # where there is another object by now
-        for path, part, content in self._taken.values():
+        """The path and the current value of each attribute that changed."""
+        replaced: set[str] = set()  # paths of replaced objects
+        for path, part, content in self._records.values():
             now = _content(part)
             if isinstance(part, _SEVERAL) or not isinstance(now, dict):
-                if not gone.intersection(_above(path)) and not self._same_content(now, content):
+                if not replaced.intersection(_above(path)) and not self._same_content(now, content):
                     yield path, part
                 continue
             for name in {**content, **now}:
                 if name not in content or name not in now or not self._same(now[name], content[name]):
-                    gone.add(_joined(path, name))
+                    replaced.add(_joined(path, name))
                     yield _joined(path, name), now.get(name)
 
     def _same(self, now: Any, then: Any) -> bool:
-        """Whether an attribute has the value that it had. What is still the same object is compared by itself."""
+        """True if an attribute has its old value. The contents of an unchanged object are compared separately."""
         if now is then:
             return True
         if type(now) is not type(then):
@@ -117,8 +116,8 @@ class Attributes:
             return bool(now == then) or now != now
         if isinstance(now, tuple):
             return self._same_content(now, then)
-        known = self._taken.get(id(then))
-        if known is not None and (isinstance(now, _SEVERAL) or _is_row(now)):
+        known = self._records.get(id(then))
+        if known is not None and (isinstance(now, _SEVERAL) or _is_vector(now)):
             return self._same_content(_content(now), known.content)
         return isinstance(now, Tensor | np.ndarray) and now.shape == then.shape and bool((now == then).all())
 
@@ -134,8 +133,8 @@ class Attributes:
         return all(map(operator.is_, now, then)) or all(map(self._same, now, then))
 
     def _places(self, path: str, value: Any) -> list[int] | None:
-        """Where the items of a list were in it; None where some were not."""
-        then = next((t.content for t in self._taken.values() if t.path == path and isinstance(t.part, list)), None)
+        """The old indices of the items of a list, or None if there are new items."""
+        then = next((t.content for t in self._records.values() if t.path == path and isinstance(t.part, list)), None)
         if not isinstance(value, list) or then is None:
             return None
         where = {id(item): place for place, item in enumerate(then)}
@@ -144,7 +143,7 @@ class Attributes:
 
 
 def write(owners: Iterable[Any], values: Mapping[str, Any], but: Collection[Any] = ()) -> None:
-    """Bring objects to where others of their kind were: see `Attributes.values`.
+    """Write the result of `Attributes.values` into the attributes of other objects of the same kind.
 
     Example:
         >>> one, other = types.SimpleNamespace(order=[5, 6]), types.SimpleNamespace(order=[7, 8])
@@ -155,13 +154,13 @@ def write(owners: Iterable[Any], values: Mapping[str, Any], but: Collection[Any]
         [8, 7]
     """
     parts = dict(_parts(tuple(owners), but))
-    for path, told in values.items():
+    for path, stored in values.items():
         part = parts.get(path)
-        if "places" in told and isinstance(part, list):
+        if "places" in stored and isinstance(part, list):
             items = list(cast(list[Any], part))
-            part[:] = [items[place] for place in told["places"]]
+            part[:] = [items[place] for place in stored["places"]]
             continue
-        value = told.get("value")
+        value = stored.get("value")
         if part is not None and isinstance(value, _SEVERAL):
             _fill(part, value)
             continue
@@ -175,8 +174,8 @@ def write(owners: Iterable[Any], values: Mapping[str, Any], but: Collection[Any]
 
 
 def generators(*owners: Any) -> dict[str, Any]:
-    """The random generators that objects hold, and what they hold in turn, by the path to them; those in closures and
-    globals of their methods too.
+    """The random generators in the attributes of objects, recursively, by path; also in closures and globals of their
+    methods.
 
     Args:
         owners: datasets, transforms, collate objects and functions.
@@ -199,14 +198,14 @@ def generators(*owners: Any) -> dict[str, Any]:
     return found
 
 
-class _Taken(NamedTuple):
+class _Record(NamedTuple):
     path: str
     part: Any
     content: Any
 
 
 def _parts(owners: tuple[Any, ...], but: Collection[Any]) -> Iterator[tuple[str, Any]]:
-    """Objects with attributes and containers, those first that hold the others."""
+    """Objects with attributes and containers, in breadth-first order."""
     seen = {id(part) for part in but}
     waiting: deque[tuple[str, Any, str]] = deque()  # the path, the part, the module of the object that holds it
     for number, owner in enumerate(owners):
@@ -224,13 +223,13 @@ def _parts(owners: tuple[Any, ...], but: Collection[Any]) -> Iterator[tuple[str,
         if isinstance(part, list | deque):
             items = cast("list[Any]", part)
             home = "" if len(items) > _FEW else home
-            if not any(_goes_on(value, home) for value in (items[:1] if len(items) > _FEW else items)):
-                continue  # as with the first of many, so with the others
+            if not any(_is_searched(value, home) for value in (items[:1] if len(items) > _FEW else items)):
+                continue  # assume that the others are like the first
         content = _content(part)
         held = content.items() if isinstance(content, dict) else () if not _is_listed(part) else enumerate(content)
         if isinstance(part, DataLoader):
             held = [(name, getattr(part, name, None)) for name in ("dataset", "sampler", "batch_sampler", "collate_fn")]
-        waiting.extend((_joined(path, name), value, home) for name, value in held if _goes_on(value, home))
+        waiting.extend((_joined(path, name), value, home) for name, value in held if _is_searched(value, home))
 
 
 def _joined(path: str, name: Any) -> str:
@@ -238,7 +237,7 @@ def _joined(path: str, name: Any) -> str:
 
 
 def _above(path: str) -> Iterator[str]:
-    """A path and those of what holds it."""
+    """A path and its parents."""
     while path:
         yield path
         path = path.rpartition("/")[0]
@@ -248,23 +247,23 @@ def _is_listed(part: Any) -> bool:
     return isinstance(part, list | deque)
 
 
-def _goes_on(value: Any, home: str) -> bool:
-    """Whether a value may change by itself, in an object of the module ``home``."""
-    if type(value) in _SEVERAL or isinstance(value, _SEVERAL) or _is_row(value):
+def _is_searched(value: Any, home: str) -> bool:
+    """True if a value in an object of the module ``home`` may have state that changes."""
+    if type(value) in _SEVERAL or isinstance(value, _SEVERAL) or _is_vector(value):
         return True
     if not has_attributes(value):
         return False
-    # Of other objects, one of the user's own beside the class that holds it.
+    # Other objects count if their class is in the same module as the holder's: the user wrote both.
     return isinstance(value, Dataset | Iterable) or type(value).__module__ == home
 
 
 def has_attributes(value: Any) -> bool:
-    """Whether this is an object that may keep something: no class, function, module or tensor."""
+    """True for an object with attributes that is no class, function, module or tensor."""
     others = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Tensor, np.ndarray)
     return hasattr(value, "__dict__") and not isinstance(value, others + KINDS)
 
 
-def _is_row(value: Any) -> bool:
+def _is_vector(value: Any) -> bool:
     if isinstance(value, Tensor):
         plain = value.layout is torch.strided and not (value.is_nested or value.is_quantized or value.requires_grad)
         return plain and value.dim() == 1 and value.device.type == "cpu" and value.numel() < _LONG
@@ -272,7 +271,7 @@ def _is_row(value: Any) -> bool:
 
 
 def _content(part: Any) -> Any:
-    """A copy of what may change: of an object its attributes."""
+    """A copy of a container, or of the attributes of an object."""
     if isinstance(part, Tensor):
         return part.detach().clone()
     if isinstance(part, np.ndarray):
@@ -283,7 +282,7 @@ def _content(part: Any) -> Any:
         return dict(cast("dict[Any, Any]", part))
     if isinstance(part, set):
         return set(cast("set[Any]", part))
-    hidden = isinstance(part, DataLoader)  # whose machinery is torch's business
+    hidden = isinstance(part, DataLoader)  # torch manages its private attributes
     return {k: v for k, v in vars(part).items() if not isinstance(v, KINDS) and not (hidden and k.startswith("_"))}
 
 
@@ -303,7 +302,7 @@ def _fill(part: Any, content: Any) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether there are but numbers, text and tensors in it."""
+    """True if a value contains only numbers, text and tensors."""
     if type(value) in _PLAIN or isinstance(value, np.bool_ | np.integer | np.floating | Tensor):
         return True
     if isinstance(value, np.ndarray):
@@ -315,7 +314,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _stored(value: Any) -> Any:
-    """A plain value with lists for sets and deques, as a manifest can hold it."""
+    """Convert sets and deques to lists, for JSON."""
     if isinstance(value, dict):
         return {key: _stored(part) for key, part in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list | deque | set):

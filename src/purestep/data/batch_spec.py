@@ -1,4 +1,4 @@
-"""A batch that is not like the first one: found before it reaches a step."""
+"""Check each batch against the first one of the run, before it reaches a step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .. import batch_objects, tensor_layout
 from ..errors import DataError
 
 Spec: TypeAlias = Any
-"""Nested tuples: what every batch of a run has in common with the first."""
+"""Nested tuples that describe the structure, dtypes and ranks of a batch."""
 
 
 class BatchSpec(NamedTuple):
-    """What a batch is made of: structure, dtypes and ranks. Sizes may differ from batch to batch."""
+    """The structure, dtypes and ranks of a batch. Sizes are not part of it."""
 
     spec: Spec
 
 
 class _Leaf(NamedTuple):
     kind: str  # "float32 tensor of rank 2", "str", "None"
-    moves: bool = False  # an object with a `to` method, of which nobody knows what is in it
+    moves: bool = False  # an object with a `to` method and unknown contents
 
 
 class _Node(NamedTuple):
@@ -33,26 +33,26 @@ class _Node(NamedTuple):
     children: tuple[Any, ...]
 
 
-_ALIKE = "a loader whose batches are alike but for their sizes: see its dataset and its collate_fn"
+_ALIKE = "make all batches alike except for their sizes: check the dataset and its collate_fn"
 
 
 def check_batch(batch: Any, first: BatchSpec | None = None, *, where: str = "batch") -> BatchSpec:
-    """Check a batch by itself and against the first one of the run.
+    """Check a batch, and compare it with the first one of the run.
 
-    Structure, kinds of leaves, dtypes and ranks must be the same; sizes may differ, and so may the length of a list
-    whose entries are all alike, as one entry an example is. Lists of text are one leaf.
+    Structure, kinds of leaves, dtypes and ranks must be equal. Sizes may differ, and so may the length of a list whose
+    entries are all alike (one entry per example). A list of text is one leaf.
 
     Args:
-        batch: already on its device.
-        first: what this function returned for the first batch; None for the first.
-        where: the loader's name, the epoch and the batch.
+        batch: a batch, already on its device.
+        first: the result of this function for the first batch; None for the first batch.
+        where: the name of the loader, the epoch and the batch, for the error.
 
     Returns:
-        What this batch is made of.
+        The spec of this batch.
 
     Raises:
-        DataError: with the path and what the first batch had there: no tensor at all, tensors on two devices or on
-            meta, another structure, dtype or rank.
+        DataError: the batch has no tensor, tensors on several devices or on meta, or another structure, dtype or rank
+            than the first. The message has the path and the value of the first batch.
 
     Example:
         >>> first = check_batch((torch.zeros(4, 2), torch.zeros(4)))
@@ -60,7 +60,7 @@ def check_batch(batch: Any, first: BatchSpec | None = None, *, where: str = "bat
         >>> check_batch((torch.zeros(3, 2), None), first, where="train, epoch 1, batch 5")
         Traceback (most recent call last):
         purestep.errors.DataError: train, epoch 1, batch 5: batch/1 is None; batch 1 had a float32 tensor of rank 1
-        (cure: a loader whose batches are alike ...)
+        (cure: make all batches alike except for ...)
     """
     devices: dict[torch.device, str] = {}
     spec = BatchSpec(_spec(batch, "batch", devices))
@@ -68,13 +68,14 @@ def check_batch(batch: Any, first: BatchSpec | None = None, *, where: str = "bat
         raise DataError(_difference(spec.spec, first.spec, "batch"), where=where, hint=_ALIKE)
     if not devices and not _moves(spec.spec):
         raise DataError(
-            f"{_text(spec.spec, 'batch')} without a tensor in it",
+            f"{_text(spec.spec, 'batch')} without a tensor",
             where=where,
-            hint="a loader gives tensors, or tuples, lists, dicts and objects of them",
+            hint="return tensors, or tuples, lists, dicts and objects of tensors from the loader",
         )
     if len(devices) > 1:
-        told = ", ".join(f"{path} on {device}" for device, path in devices.items())
-        raise DataError(f"tensors on {len(devices)} devices: {told}", where=where, hint="ps.to_device(batch, state)")
+        text = ", ".join(f"{path} on {device}" for device, path in devices.items())
+        hint = "call ps.to_device(batch, state)"
+        raise DataError(f"tensors on {len(devices)} devices: {text}", where=where, hint=hint)
     if devices and next(iter(devices)).type == "meta":
         raise DataError(f"{next(iter(devices.values()))} is on the meta device: it has no values", where=where)
     return spec
@@ -98,12 +99,12 @@ def _spec(tree: Any, path: str, devices: dict[torch.device, str]) -> Spec:
         return _Node(type(tree).__name__, keys, tuple(_spec(mapping[key], f"{path}/{key}", devices) for key in keys))
     if isinstance(tree, np.ndarray):
         return _Leaf(f"{tree.dtype} array of rank {tree.ndim}")
-    held = batch_objects.record(tree)
-    if held is not None:
-        parts = tuple(_spec(child, f"{path}/{name}", devices) for name, child in held.items())
-        return _Node(type(tree).__name__, tuple(held), parts)
+    attributes = batch_objects.attributes(tree)
+    if attributes is not None:
+        parts = tuple(_spec(child, f"{path}/{name}", devices) for name, child in attributes.items())
+        return _Node(type(tree).__name__, tuple(attributes), parts)
     device = getattr(tree, "device", None)
-    if isinstance(device, torch.device):  # a batch of graphs and its like: tensors inside
+    if isinstance(device, torch.device):  # a batch of graphs, for example: it contains tensors
         devices.setdefault(device, path)
     moves = not isinstance(tree, type) and callable(getattr(tree, "to", None))
     return _Leaf("None" if tree is None else type(tree).__name__, moves)
@@ -114,8 +115,10 @@ def _moves(spec: Spec) -> bool:
 
 
 def _alike(found: Spec, first: Spec, *, is_batch: bool = False) -> bool:
-    """Whether two specs agree but for the length of lists whose entries are all alike. A batch that is a tuple of
-    tensors is none of these: an input and a target may look alike."""
+    """True if two specs are equal except for the length of lists whose entries are all alike.
+
+    The length of a batch that is a tuple with tensors must be equal: its input and its target may be alike.
+    """
     if found == first:
         return True
     if not isinstance(found, _Node) or not isinstance(first, _Node) or found.kind != first.kind:
@@ -128,7 +131,7 @@ def _alike(found: Spec, first: Spec, *, is_batch: bool = False) -> bool:
 
 
 def _difference(found: Spec, first: Spec, path: str) -> str:
-    """The first place where two specs differ, in words."""
+    """Describe the first place where two specs differ."""
     if isinstance(found, _Node) and isinstance(first, _Node) and found.kind == first.kind:
         if found.keys == first.keys:
             pairs = zip(found.keys, found.children, first.children, strict=True)
@@ -137,8 +140,8 @@ def _difference(found: Spec, first: Spec, path: str) -> str:
         if isinstance(next(iter(found.keys or first.keys)), int):
             return f"{path} has {len(found.keys)} items; batch 1 had {len(first.keys)}"
         gone, new = [k for k in first.keys if k not in found.keys], [k for k in found.keys if k not in first.keys]
-        told = [f"misses {gone}" if gone else "", f"has the new {new}" if new else ""]
-        return f"{path} {' and '.join(part for part in told if part)}; batch 1 had {list(first.keys)}"
+        changes = [f"misses {gone}" if gone else "", f"has the new {new}" if new else ""]
+        return f"{path} {' and '.join(part for part in changes if part)}; batch 1 had {list(first.keys)}"
     return f"{_text(found, path)}; batch 1 had {_article(first)}"
 
 

@@ -1,4 +1,4 @@
-"""Batches to the device of the state, ahead of time on CUDA."""
+"""Move batches to the device of the state, on CUDA ahead of time."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _KEY = TrainState._fields.index("key")
 
 
 def to_device(tree: T, like: Tree) -> T:
-    """A batch on the device of ``like``, of the same classes; the very same object where nothing has to move. Or a
-    state, whose key stays on the CPU.
+    """Move a batch, or a state, to the device of ``like``. Returns the same object if nothing has to move.
 
-    Tuples, lists, NamedTuples, dicts, other mappings (Hugging Face's BatchEncoding), objects with a ``to(device)``
-    method, and without one dataclasses, attrs classes, namespaces and objects that hold tensors, in any nesting. Arrays
-    of numbers become tensors. What else there is stays as it is. From pinned memory to CUDA the copy does not wait.
+    Supports, in any nesting, tuples, lists, NamedTuples, dicts, other mappings (Hugging Face's BatchEncoding), objects
+    with a ``to(device)`` method, dataclasses, attrs classes, namespaces and objects that hold tensors, and keeps their
+    classes. Numeric arrays become tensors; other leaves are not changed. The key of a state stays on the CPU. A copy
+    from pinned memory to CUDA is asynchronous.
 
     Args:
-        tree: a batch.
+        tree: a batch or a state.
         like: a state, a tensor, a `torch.device` or its name.
 
     Raises:
-        DataError: with the path of a leaf that cannot be moved.
-        ConfigError: a name of no device of this machine.
+        DataError: a leaf cannot be moved; the message has its path.
+        ConfigError: this machine has no device with this name.
 
     Example:
         >>> batch = {"x": torch.zeros(2), "names": ["a", "b"]}
@@ -48,19 +48,19 @@ def to_device(tree: T, like: Tree) -> T:
     """
     device = device_of(like)
     if type(tree) in (tuple, list) and all(type(leaf) is Tensor and leaf.device == device for leaf in cast(Any, tree)):
-        return tree  # as nearly always on the CPU, where a small step is hardly longer than the walk
+        return tree  # the usual case on the CPU; a small step takes hardly longer than a walk over the tree
     try:
         return cast(T, _mapped(tree, lambda leaf: _moved(leaf, device), ""))
     except RecursionError as error:
-        hint = "no dict or list that contains itself"
-        raise DataError("nodes within nodes without end", where="batch", hint=hint) from error
+        hint = "pass no dict or list that contains itself"
+        raise DataError("the batch is nested too deeply", where="batch", hint=hint) from error
 
 
 def device_of(like: Tree) -> Device:
-    """The device of a state (whose key is on the CPU wherever the rest is), a tensor, or a device's name.
+    """The device of a state (except its key, which is on the CPU), of a tensor, or with this name.
 
     Raises:
-        ConfigError: a name of no device of this machine.
+        ConfigError: this machine has no device with this name.
     """
     if isinstance(like, torch.device):
         return like
@@ -83,33 +83,33 @@ def _moved(leaf: Any, device: Device) -> Any:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """An array of numbers as a tensor over the same memory; everything else as it is."""
+    """Convert a numeric array to a tensor over the same memory. Other leaves are returned unchanged."""
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufc":
         return leaf
     return torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
 
 
 def _mapped(tree: Any, fn: Callable[[Any], Any], path: str) -> Any:
-    """``fn`` of every leaf; a node none of whose children changed is returned itself."""
+    """Apply ``fn`` to every leaf. A node whose children did not change is returned itself."""
     if isinstance(tree, Tensor) or tree is None or isinstance(tree, (str, bytes, int, float, PackedSequence)):
         return _leaf(tree, fn, path)
     if isinstance(tree, (list, tuple)):
         items = cast("list[Any] | tuple[Any, ...]", tree)
         new = [_mapped(child, fn, f"{path}/{index}") for index, child in enumerate(items)]
         if isinstance(tree, TrainState):
-            new[_KEY] = tree.key  # which the host reads
+            new[_KEY] = tree.key  # the host reads it
         if all(a is b for a, b in zip(new, items, strict=True)):
             return items
         return items._make(new) if hasattr(items, "_make") else type(items)(new)  # pyright: ignore  # a NamedTuple
     if isinstance(tree, Mapping):
         return _mapped_mapping(cast("Mapping[Any, Any]", tree), fn, path)
-    held = None if _moves_itself(tree) else batch_objects.record(tree)
-    if held is None:
+    values = None if _moves_itself(tree) else batch_objects.attributes(tree)
+    if values is None:
         return _leaf(tree, fn, path)
-    fresh = {name: _mapped(child, fn, f"{path}/{name}") for name, child in held.items()}
-    if all(fresh[name] is child for name, child in held.items()):
+    new = {name: _mapped(child, fn, f"{path}/{name}") for name, child in values.items()}
+    if all(new[name] is child for name, child in values.items()):
         return tree
-    return batch_objects.made(type(tree), fresh)
+    return batch_objects.build(type(tree), new)
 
 
 def _moves_itself(leaf: Any) -> bool:
@@ -136,24 +136,23 @@ def _leaf(leaf: Any, fn: Callable[[Any], Any], path: str) -> Any:
     try:
         return fn(leaf)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        said = str(error).split("\n")[0]
-        raise DataError(f"a {type(leaf).__name__} cannot be moved: {said}", where=f"batch{path}") from error
+        reason = str(error).split("\n")[0]
+        raise DataError(f"a {type(leaf).__name__} cannot be moved: {reason}", where=f"batch{path}") from error
 
 
 def prefetch(batches: Iterator[Batch], device: Device, *, depth: int = 2, name: str = "") -> Iterator[Batch]:
-    """Batches on the device, on CUDA copied ahead of time from pinned memory on a stream of their own.
+    """Move batches to the device. On CUDA, copy them ahead of time, from pinned memory on a side stream.
 
-    The loader runs up to ``depth`` batches ahead of what was consumed. An error of the loader is raised where its
-    batch would have come.
+    On CUDA the loader runs up to ``depth`` batches ahead. An error of the loader is raised in place of its batch.
 
     Args:
-        batches: as a `Feed` gives them.
-        device: where to. On others than CUDA batches are moved as they come.
-        depth: batches held ahead, >= 1.
-        name: of the loader, for messages.
+        batches: the batches of a `Feed`.
+        device: the target. On other devices than CUDA each batch is moved when it is requested.
+        depth: the number of batches to copy ahead, >= 1.
+        name: the name of the loader, for messages.
 
     Raises:
-        DataError: with the path of a leaf that cannot be moved.
+        DataError: a leaf cannot be moved; the message has its path.
 
     Example:
         >>> list(prefetch(iter([torch.ones(1)]), torch.device("cpu")))
@@ -165,7 +164,7 @@ def prefetch(batches: Iterator[Batch], device: Device, *, depth: int = 2, name: 
 
 
 def _named(batches: Iterator[Batch], name: str) -> Iterator[Batch]:
-    """The batches; an error that names a place in one names the loader as well."""
+    """Yield the batches; add the name of the loader to errors that have a path in a batch."""
     try:
         yield from batches
     except DataError as error:
@@ -190,29 +189,31 @@ def _ahead(batches: Iterator[Batch], device: Device, depth: int) -> Iterator[Bat
                 ready.append(_copied(next(batches), device, stream))
             except StopIteration:
                 more = False
-            except Exception as error:  # raised below, after the batches before it
+            except Exception as error:  # raised below, after the earlier batches
                 more, failed = False, error
         if ready:
             batch, event = ready.popleft()
             current = torch.cuda.current_stream(device)
             current.wait_event(event)
-            # The allocator must not give this memory to the side stream again before the consumer's work is done.
+            # The allocator must not reuse this memory on the side stream before the consumer has finished.
             _mapped(batch, partial(_recorded, current), "")
-            yield to_device(batch, device)  # what is neither tensor nor array could not be recorded: it moves here
+            yield to_device(
+                batch, device
+            )  # other leaves than tensors and arrays could not be recorded, so they move here
     if failed is not None:
         raise failed
 
 
 @functools.cache
 def _stream(device: Device) -> torch.cuda.Stream:
-    """One a device for all loaders: memory that one stream has given back, torch gives to no other."""
+    """One stream per device, for all loaders: torch does not reuse the memory of one stream on another."""
     return torch.cuda.Stream(device)
 
 
 def _copied(batch: Batch, device: Device, stream: torch.cuda.Stream) -> _Copied:
     pinned = _mapped(batch, _pinned, "")
     with torch.cuda.stream(stream):
-        moved = _mapped(pinned, lambda leaf: _moved(leaf, device) if _goes_ahead(leaf) else leaf, "")
+        moved = _mapped(pinned, lambda leaf: _moved(leaf, device) if _is_copied_ahead(leaf) else leaf, "")
         event = torch.cuda.Event()
         event.record(stream)
     return _Copied(moved, event)
@@ -220,19 +221,19 @@ def _copied(batch: Batch, device: Device, stream: torch.cuda.Stream) -> _Copied:
 
 def _pinned(leaf: Any) -> Any:
     leaf = _as_tensor(leaf)
-    if not _goes_ahead(leaf) or leaf.device.type != "cpu" or leaf.is_pinned():
+    if not _is_copied_ahead(leaf) or leaf.device.type != "cpu" or leaf.is_pinned():
         return leaf
-    # Memory that several numbers share (an expanded mask) cannot be filled.
+    # An expanded tensor, whose elements share memory, cannot be filled.
     shared = any(stride == 0 and size > 1 for stride, size in zip(leaf.stride(), leaf.shape, strict=True))
     return (leaf.contiguous() if shared else leaf).pin_memory()
 
 
-def _goes_ahead(leaf: Any) -> bool:
-    """Whether a leaf is dense: of others torch neither pins nor records the memory, and they move when they are due."""
+def _is_copied_ahead(leaf: Any) -> bool:
+    """True for a dense tensor. torch can neither pin nor record the memory of other tensors, so they move later."""
     return isinstance(leaf, Tensor) and tensor_layout.is_dense(leaf)
 
 
 def _recorded(stream: torch.cuda.Stream, leaf: Any) -> Any:
-    if _goes_ahead(leaf) and leaf.is_cuda:
+    if _is_copied_ahead(leaf) and leaf.is_cuda:
         leaf.record_stream(stream)
     return leaf

@@ -1,4 +1,4 @@
-"""Whether two batches, items or orders are the same."""
+"""Bitwise comparison of batches, items and orders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two values agree bit for bit, as far as their kinds can be compared; nan agrees with nan.
+    """True if two values are equal bit for bit; nan equals nan. Values of other types count as equal.
 
     Example:
         >>> same([1, {"x": float("nan")}], [1, {"x": float("nan")}]), same((1, 2), (2, 1))

@@ -1,4 +1,4 @@
-"""What the loop trains from: batches by (epoch, start), a position that can be stored, errors that name the place."""
+"""`Feed`: the batches of a loader from any (epoch, start), a position to store, and errors that name the batch."""
 
 from __future__ import annotations
 
@@ -15,32 +15,30 @@ from ..validation import is_number, whole
 from .equality import same
 
 Resume: TypeAlias = Literal["skip", "state", "replay", "none"]
-"""How an epoch is entered in the middle: by skipping indices, by the loader's own state, by loading batches and
-dropping them, or not at all."""
+"""How to resume inside an epoch: skip indices, load the loader's state, load and drop batches, or not at all."""
 
 _log = logging.getLogger("purestep")
 _SHOWN = 16  # indices shown in a message
 
 
 class Feed(ABC):
-    """One loader, owned: its order depends on (seed, epoch) alone, and any epoch can be entered at any batch.
+    """The batches of one loader. Their order depends only on (seed, epoch), and an epoch can start at any batch.
 
     Args:
-        name: the loader's name, for messages.
-        length: batches an epoch, as far as the loader says; None where it does not. A hint: it may be wrong, and only
-            the end of the batches ends an epoch.
-        resume: how an epoch is entered in the middle.
-        facts: what must be the same when a stored position is restored: name -> number or text.
-        exact: ``length`` is no hint: every epoch has so many batches.
+        name: the name of the loader, for messages.
+        length: ``len(loader)``, or None. It may be wrong; an epoch ends when the batches end.
+        resume: how to resume inside an epoch.
+        facts: name -> number or text; a restored position must have the same facts.
+        exact: True if every epoch has exactly ``length`` batches.
     """
 
     ends: Callable[[int], int | None] = staticmethod(lambda epoch: None)
-    """Batches after which an epoch is left (see `limit`); None where it is run to its end."""
+    """``ends(epoch)`` is the number of batches after which an epoch stops early (see `limit`), or None."""
 
     repeats: bool = False
-    """Every pass over an epoch begins at the same place: what is evaluated."""
+    """True if every pass over an epoch starts at the same place, for evaluation."""
 
-    _begun_with: Any = None  # the first batch of the first pass, where it repeats
+    _first_batch: Any = None  # of the first pass, in a tuple, if `repeats`
 
     def __init__(
         self, *, name: str, length: int | None, resume: Resume, facts: Mapping[str, Any], exact: bool = False
@@ -53,10 +51,10 @@ class Feed(ABC):
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """The batches of an epoch from ``start`` on, errors as the loader raises them."""
+        """The batches of an epoch from ``start`` on, with the loader's own errors."""
 
     def count(self, epoch: int) -> int | None:
-        """How many batches an epoch has, where that is known for sure before its end."""
+        """The number of batches of an epoch, or None if it is uncertain."""
         del epoch
         return self.length if self.exact else None
 
@@ -65,16 +63,16 @@ class Feed(ABC):
 
         Args:
             epoch: 0-based.
-            start: batches of that epoch that were consumed before, >= 0.
+            start: the number of batches of this epoch to skip, >= 0.
 
         Raises:
-            DataError: the loader is empty, exhausted, raises, or cannot be entered in the middle. Epochs and batches
-                are counted from 1 in messages.
-            Mismatch: ``start`` lies behind the end of the epoch.
-            ConfigError: a negative number.
+            DataError: the loader is empty, exhausted or raises, or it cannot start inside an epoch. Messages count
+                epochs and batches from 1.
+            Mismatch: ``start`` is after the end of the epoch.
+            ConfigError: a number is negative.
         """
         if epoch < 0 or start < 0:
-            raise ConfigError(f"epoch={epoch}, start={start}: both are at least 0", where=self.name)
+            raise ConfigError(f"epoch={epoch}, start={start}: both must be at least 0", where=self.name)
         if start:
             self.require_resume()
         if self.exact:
@@ -82,19 +80,19 @@ class Feed(ABC):
         return self._named(epoch, start)
 
     def _check_start(self, epoch: int, start: int, found: int) -> None:
-        """Raise `Mismatch` for a start behind the end of an epoch that has ``found`` batches."""
+        """Raise `Mismatch` if the start is after the end of an epoch of ``found`` batches."""
         if start > found:
             raise Mismatch(
-                f"{start} batches of epoch {epoch + 1} are done, but the loader has only {found} an epoch",
+                f"{start} batches of epoch {epoch + 1} are done, but the loader has only {found} per epoch",
                 where=self.name,
-                hint="resume with the loader that the run was started with",
+                hint="resume with the loader of the interrupted run",
             )
 
     def _after(self, batches: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
-        """What follows the first ``start`` of an epoch's batches, or of their indices.
+        """Skip the first ``start`` batches, or index batches, of an epoch.
 
         Raises:
-            Mismatch: there are not so many.
+            Mismatch: there are fewer.
         """
         self._check_start(epoch, start, sum(1 for _ in islice(batches, start)))
         return batches
@@ -113,7 +111,7 @@ class Feed(ABC):
                 except Exception as error:
                     raise self._failure(error, epoch, number) from error
                 if number == 0 and self.repeats:
-                    self._check_begin(batch)
+                    self._check_first(batch)
                 number += 1
                 yield batch
         finally:
@@ -123,74 +121,73 @@ class Feed(ABC):
         if number == 0:
             raise self._nothing(epoch)
 
-    def _check_begin(self, batch: Batch) -> None:
-        """Warn of a pass that begins with another batch than the first one did, once."""
-        if self._begun_with is None:
+    def _check_first(self, batch: Batch) -> None:
+        """Warn once if a pass starts with another batch than the first pass."""
+        if self._first_batch is None:
             try:
-                self._begun_with = (copy.deepcopy(batch),)
-            except Exception:  # of an object that cannot be copied nothing is known
-                self._begun_with = ()
-        elif self._begun_with and not same(self._begun_with[0], batch):
-            self._begun_with = ()
+                self._first_batch = (copy.deepcopy(batch),)
+            except Exception:  # an object that cannot be copied is not compared
+                self._first_batch = ()
+        elif self._first_batch and not same(self._first_batch[0], batch):
+            self._first_batch = ()
             _log.warning(
-                "%s: this pass begins with another batch than the first one did, so that the values of the two are not "
-                "of the same data (cure: an __iter__ that begins again, or state_dict() and load_state_dict(); a "
-                "dataset that draws from torch's, numpy's or Python's global generator)",
+                "%s: this pass starts with another batch than the first pass, so its metrics are not of the same data "
+                "(cure: restart in __iter__, or define state_dict() and load_state_dict(); draw from torch's, numpy's "
+                "or Python's global generator)",
                 self.name,
             )
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
-        """The dataset's indices in a recent batch (both 0-based); None where they are not known."""
-        del epoch, batch  # Only feeds over a dataset with indices know.
+        """The dataset's indices of a recent batch (both 0-based), or None if they are unknown."""
+        del epoch, batch  # Only `IndexedFeed` has indices.
         return None
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        """Where the run is, as JSON: what `restore` needs to go on after ``consumed`` batches of ``epoch``.
+        """The position after ``consumed`` batches of ``epoch`` as JSON, for `restore`.
 
         Example:
             >>> from purestep.data import open_feed
             >>> open_feed([1, 2, 3]).position(0, 2)
             {'facts': {'kind': 'sequence', 'batches': 3}}
         """
-        del epoch, consumed  # The order follows from (seed, epoch, start), which the caller keeps.
+        del epoch, consumed  # The order follows from (seed, epoch, start), which the caller stores.
         return {"facts": self.facts}
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """Check a stored position against this loader, and take over what is in it.
+        """Check a stored position against this loader and restore it.
 
         Raises:
-            Mismatch: with both values, where the loader is another one: batch size, number of items, order.
+            Mismatch: batch size, number of items or order differ; the message has both values.
         """
         stored = dict(position.get("facts", {}))
         if "batches" not in self.facts:
-            stored.pop("batches", None)  # an earlier version took a hint for a fact
+            stored.pop("batches", None)  # an earlier version stored this hint as a fact
         differing = [key for key in {**stored, **self.facts} if stored.get(key) != self.facts.get(key)]
         if differing:
-            told = ", ".join(f"{key} was {stored.get(key)!r} and is {self.facts.get(key)!r}" for key in differing)
+            changes = ", ".join(f"{key} was {stored.get(key)!r} and is {self.facts.get(key)!r}" for key in differing)
             raise Mismatch(
-                f"the loader is not the one of the interrupted run: {told}",
+                f"the loader is not the one of the interrupted run: {changes}",
                 where=self.name,
                 hint="resume with the same loader, or start a new run from the restored state: "
                 "fit(snapshots.restore(state).state, ..., resume=None)",
             )
 
     def require_resume(self) -> None:
-        """Raise `DataError` where an epoch cannot be entered in the middle."""
+        """Raise `DataError` if the loader cannot start inside an epoch."""
         if self.resume == "none":
             raise DataError(
-                "cannot be entered in the middle of an epoch: it has neither indices nor state_dict()",
+                "cannot start inside an epoch: the loader has neither indices nor state_dict()",
                 where=self.name,
                 hint="give the loader state_dict() and load_state_dict(), use a map-style dataset, or pass "
-                "purestep.data.open_feed(loader, replay=True): on resuming, the consumed batches of that epoch are "
-                "loaded again and dropped",
+                "purestep.data.open_feed(loader, replay=True), which loads the consumed batches again and drops them",
             )
 
     def left(self, epoch: int, consumed: int) -> None:
-        """An epoch has been ended after so many batches, with more to come; the next one is asked for next."""
+        """Called after an epoch stopped early, after ``consumed`` batches."""
         return
 
     def close(self) -> None:
-        """Stop what runs for this feed; it can be used again afterwards."""
+        """Stop workers and release iterators. The feed can be used again."""
         return
 
     def _failure(self, error: Exception, epoch: int, number: int) -> DataError:
@@ -199,11 +196,11 @@ class Feed(ABC):
         if found is not None:
             more = f", ... ({len(found)} in all)" if len(found) > _SHOWN else ""
             items = f", items [{', '.join(str(i) for i in found[:_SHOWN])}{more}]"
-        # An error in a worker comes with its whole traceback as its message, and is the cause of this one anyway.
-        said = str(error).strip().splitlines()[-1:] or [""]
+        # The message of a worker's error is its whole traceback; it stays visible as the cause of this error.
+        lines = str(error).strip().splitlines()[-1:] or [""]
         notes = [f"; {note}" for note in getattr(error, "__notes__", ())]
         return DataError(
-            f"{type(error).__name__}: {said[0]}{''.join(notes)}",
+            f"{type(error).__name__}: {lines[0]}{''.join(notes)}",
             where=f"{self.name}, epoch {epoch + 1}, batch {number + 1}{items}",
             hint=_cure(f"{error}{notes}"),
         )
@@ -212,15 +209,15 @@ class Feed(ABC):
         return DataError(
             f"no batch in epoch {epoch + 1}: the loader is empty",
             where=self.name,
-            hint="check the dataset's length, and batch_size where drop_last=True",
+            hint="check the dataset's length, and batch_size if drop_last=True",
         )
 
 
 def _cure(message: str) -> str:
     if "DataLoader worker" in message or "ended by SIG" in message:
-        return "a worker died, mostly for lack of memory or of /dev/shm: fewer workers, smaller batches, more shm"
+        return "a worker died, usually for lack of memory or /dev/shm: use fewer workers, smaller batches or more shm"
     if "timed out" in message:
-        return "an item takes longer than the timeout or a worker hangs: DataLoader(..., timeout=seconds)"
+        return "an item took longer than the timeout, or a worker hangs: pass DataLoader(..., timeout=seconds)"
     return ""
 
 
@@ -240,7 +237,7 @@ class _Limited(Feed):
         return None if whole is None else min(self._last(epoch), whole)
 
     def _last(self, epoch: int) -> int:
-        """Batches of an epoch: of a share as many as the loader has for sure, else as it says."""
+        """The number of batches; a share is of the exact number of batches if that is known, else of ``length``."""
         if isinstance(self._amount, int):
             return self._amount
         return share(self._amount, self._feed.count(epoch) or self._feed.length or 1)
@@ -257,7 +254,7 @@ class _Limited(Feed):
             self._feed.left(epoch, consumed)
         elif not isinstance(self._amount, int):
             _log.warning(
-                "%s: %g of an epoch was to be %d batches, and it ended after %d: len(loader) is wrong (cure: "
+                "%s: %g of an epoch was %d batches, but the epoch ended after %d: len(loader) is wrong (cure: pass "
                 "limit_batches=%d, a number of batches)",
                 *(self.name, self._amount, last, consumed, consumed),
             )
@@ -277,15 +274,15 @@ class _Limited(Feed):
 
 
 def limit(feed: Feed, amount: int | float) -> Feed:
-    """The first batches of every epoch.
+    """Limit every epoch of a feed to its first batches.
 
     Args:
-        feed: what to shorten.
-        amount: a number of batches (int, >= 1) or a share of the epoch (float in (0, 1]; at least one batch): of the
-            epoch's batches where the feed can count them without loading any, else of its length at the start.
+        feed: the feed to limit.
+        amount: a number of batches (int, >= 1) or a share of the epoch (float in (0, 1]; at least one batch). The share
+            is of the epoch's batches if the feed can count them without loading, else of its length.
 
     Raises:
-        ConfigError: another amount, or a share of a loader without length.
+        ConfigError: the amount is no such number, or it is a share and the loader has no length.
 
     Example:
         >>> from purestep.data import open_feed
@@ -293,14 +290,15 @@ def limit(feed: Feed, amount: int | float) -> Feed:
         [1, 2]
     """
     if not is_number(amount) or amount <= 0 or (isinstance(amount, float) and not amount <= 1):
-        raise ConfigError(f"{amount!r} batches", where=feed.name, hint="100 (batches) or 0.25 (a quarter of the epoch)")
+        hint = "pass 100 (batches) or 0.25 (a quarter of the epoch)"
+        raise ConfigError(f"{amount!r} batches", where=feed.name, hint=hint)
     if isinstance(amount, float) and not feed.length:
-        raise ConfigError(f"{amount} of a loader without length", where=feed.name, hint="a number of batches: 100")
+        raise ConfigError(f"{amount} of a loader without length", where=feed.name, hint="pass a number of batches: 100")
     return feed if amount == 1.0 and isinstance(amount, float) else _Limited(feed, amount)
 
 
 def share(amount: float, count: int) -> int:
-    """A share of so many batches, rounded down, and one at least.
+    """A share of ``count`` batches, rounded down, at least 1.
 
     Example:
         >>> share(0.29, 100), share(0.01, 3)
@@ -340,10 +338,10 @@ class _Fixed(Feed):
 
 
 def hold(feed: Feed, count: int) -> Feed:
-    """The first ``count`` batches of the first epoch, loaded once and the same in every epoch.
+    """The first ``count`` batches of the first epoch, loaded once, for every epoch.
 
     Raises:
-        ConfigError: a ``count`` below 1.
+        ConfigError: ``count`` is less than 1.
     """
     if count < 1:
         raise ConfigError(f"{count} batches to overfit", where=feed.name, hint="overfit_batches=1")

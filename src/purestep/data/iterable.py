@@ -1,4 +1,4 @@
-"""Loaders without indices: sequences of batches, iterables, loaders with a state of their own."""
+"""Feeds of loaders without indices: sequences of batches, iterables, and loaders with ``state_dict``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .feed import Feed, Resume
 from .lookahead import Ahead
 
 _log = logging.getLogger("purestep")
-_REMEMBERED = 64  # states kept: more than any prefetching runs ahead
+_REMEMBERED = 64  # stored states: more than any prefetching depth
 
 
 class SequenceFeed(Feed):
-    """A list or tuple of batches, in its order in every epoch."""
+    """A list or tuple of batches, in the same order in every epoch."""
 
     def __init__(self, batches: Sequence[Batch], *, name: str) -> None:
         super().__init__(
@@ -39,13 +39,13 @@ class SequenceFeed(Feed):
         return (self._source[index] for index in range(start, len(self._source)))
 
 
-class Outlasting:
-    """What loaders keep in attributes from epoch to epoch: put back where an epoch is entered again, and a part of the
-    position.
+class EpochState:
+    """Attributes of a loader that change from epoch to epoch. They are part of the position, and are restored when an
+    epoch is repeated.
 
     Args:
-        owners: what is iterated, and what is called meanwhile.
-        name: of the loader, for messages.
+        owners: the objects that are iterated or called in an epoch.
+        name: the name of the loader, for messages.
     """
 
     def __init__(self, owners: Sequence[Any], *, name: str) -> None:
@@ -53,43 +53,43 @@ class Outlasting:
         self._name = name
         self._first = self._begun = Attributes(*owners)
         self._entered = -1
-        self._kept: Any = None  # attributes, as JSON, as the epoch that was entered last began; None: as they were
-        self._restored: list[Any] | None = None  # the epoch that begins with them, and they
-        self._is_told = False
+        self._kept: Any = None  # JSON of the attributes at the start of the last epoch; None: unchanged
+        self._restored: list[Any] | None = None  # [epoch, its attributes as JSON]
+        self._has_warned = False
 
     def position(self, epoch: int) -> dict[str, Any]:
-        """The part of a position."""
-        if self._restored is not None:  # saved again before a batch was asked for
+        """The attributes as part of a position."""
+        if self._restored is not None:  # saved again before the first batch
             return {"attributes": self._restored}
         kept = self._kept if epoch == self._entered else self._encoded()
         return {} if kept is None else {"attributes": [epoch, kept]}
 
     def restore(self, found: Mapping[str, Any]) -> None:
-        """Take over that part of a position."""
+        """Restore this part of a position."""
         self._restored = found.get("attributes")
 
-    def enter(self, epoch: int, *, tell: bool) -> None:
-        """Bring the attributes to where they were when this epoch began, or take down where that is.
+    def enter(self, epoch: int, *, warn: bool) -> None:
+        """Restore the attributes at the start of this epoch, or record them if the epoch is new.
 
         Args:
             epoch: 0-based.
-            tell: warn of what no position can hold.
+            warn: warn if the attributes contain an iterator, which no position can store.
         """
         restored, self._restored = self._restored, None
         if restored is not None:
             write(self._owners, position.decode(restored[1]))
         elif epoch <= self._entered:
-            (self._begun if epoch == self._entered else self._first).put_back()
+            (self._begun if epoch == self._entered else self._first).restore()
         self._entered = epoch
         self._begun, self._kept = Attributes(*self._owners), self._encoded()
         outside = [each for owner in self._owners for each in random_state.outside(owner).items()]
         hidden = [name for name, found in outside if _is_iterator(found)]
-        lost = [*hidden, *self._first.iterators()] if tell and not self._is_told else []
+        lost = [*hidden, *self._first.iterators()] if warn and not self._has_warned else []
         if lost:
-            self._is_told = True
+            self._has_warned = True
             _log.warning(
-                "%s: %s outlasts an epoch, and no snapshot can hold an iterator: a resumed run will not load the same "
-                "batches (cure: make it anew in __iter__, or state_dict() and load_state_dict())",
+                "%s: the iterator %s outlives an epoch, and a snapshot cannot store it: a resumed run will not load "
+                "the same batches (cure: create it in __iter__, or define state_dict() and load_state_dict())",
                 *(self._name, ", ".join(lost)),
             )
 
@@ -103,14 +103,14 @@ def _is_iterator(value: Any) -> bool:
 
 
 class IterableFeed(Feed):
-    """Anything that can be iterated once an epoch, entered in the middle by dropping batches.
+    """An iterable that is iterated once per epoch. To start inside an epoch, it loads and drops batches.
 
     Args:
-        source: gives the iterator of an epoch; called inside the random stream of that epoch.
-        owners: what is iterated, which may hold generators for itself, and what is called meanwhile.
+        source: ``source(epoch)`` returns the iterator of an epoch; it runs under the random seed of that epoch.
+        owners: the iterated object, whose generators are seeded, and the objects that it calls.
         name, seed: as in `open_feed`.
         length, resume: as in `Feed`.
-        announce: told the epoch before it begins.
+        announce: called with the epoch before it starts.
     """
 
     def __init__(
@@ -129,21 +129,21 @@ class IterableFeed(Feed):
         self._owner = owners[0]
         self._seed = seed
         self._announce = announce
-        self._outlasting = Outlasting(owners, name=name)
+        self._epoch_state = EpochState(owners, name=name)
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        """As of any feed, with the attributes that have changed, as they were when the epoch began."""
-        return {**super().position(epoch, consumed), **self._outlasting.position(epoch)}
+        """As `Feed.position`, with the attributes that have changed, as they were at the start of the epoch."""
+        return {**super().position(epoch, consumed), **self._epoch_state.position(epoch)}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         super().restore(position)
-        self._outlasting.restore(position)
+        self._epoch_state.restore(position)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        self._outlasting.enter(epoch, tell=self.resume != "none" and not self.repeats)
+        self._epoch_state.enter(epoch, warn=self.resume != "none" and not self.repeats)
         self._announce(epoch)
         seed = mix(self._seed, "order", epoch)
-        tell_cost(self.name, epoch, start)
+        log_dropped(self.name, epoch, start)
         own = random_state.own(self._owner)
         with random_state.scoped(seed, own):
             iterator = self._source(epoch)
@@ -158,7 +158,7 @@ class IterableFeed(Feed):
 def scoped(
     iterator: Iterator[Batch], seed: int, start: int = 0, own: Mapping[str, Any] = random_state.NONE
 ) -> Iterator[Batch]:
-    """Each batch is drawn under a seed of its own: where an epoch is entered, no random stream has to be put back."""
+    """Load each batch under its own seed, so that resuming inside an epoch needs no state of a random generator."""
     for number in itertools.count(start):
         with random_state.scoped(mix(seed, number), own):
             try:
@@ -168,22 +168,22 @@ def scoped(
         yield batch
 
 
-def tell_cost(name: str, epoch: int, start: int) -> None:
-    """Log how many batches are loaded for nothing."""
+def log_dropped(name: str, epoch: int, start: int) -> None:
+    """Log the number of batches that are loaded and dropped."""
     if start:
-        _log.info("%s: loads and drops %d batches to go on inside epoch %d", name, start, epoch + 1)
+        _log.info("%s: loads and drops %d batches to resume inside epoch %d", name, start, epoch + 1)
 
 
 class StatefulFeed(Feed):
-    """A loader that knows its own place: ``state_dict()`` after every batch, ``load_state_dict`` on resuming.
+    """A loader with a state: calls ``state_dict()`` after every batch, and ``load_state_dict`` on resuming.
 
     Args:
-        source: gives the iterator of an epoch.
-        owner: what has the two methods: the loader, or its dataset.
-        others: what is read meanwhile and is not in that state.
+        source: ``source(epoch)`` returns the iterator of an epoch.
+        owner: the object with the two methods: the loader or its dataset.
+        others: objects that are read meanwhile and are not part of that state.
         name, seed: as in `open_feed`.
         length: as in `Feed`.
-        announce: told the epoch before it begins.
+        announce: called with the epoch before it starts.
     """
 
     def __init__(
@@ -203,31 +203,33 @@ class StatefulFeed(Feed):
         self._seed = seed
         self._announce = announce
         self._others = others
-        self._outlasting = Outlasting(others, name=name)
+        self._epoch_state = EpochState(others, name=name)
         self._states: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._restored: Any = None
-        self._after_left: int | None = None  # an epoch that follows one which was not run to its end
-        self._ended: tuple[int, int] | None = None  # where an epoch was seen to end: its state may not say so
-        self._running: Ahead[Batch] | None = None  # the epoch that is being read
-        self._given = (-1, -1)  # the epoch and the batches of it that were given
-        self._initial: Any = None  # the state that every pass begins with, where it repeats
+        self._after_left: int | None = None  # an epoch whose predecessor stopped early
+        self._ended: tuple[int, int] | None = None  # where an epoch ended; its state may not show it
+        self._running: Ahead[Batch] | None = None  # the epoch that is running
+        self._yielded = (-1, -1)  # the epoch and the number of batches yielded from it
+        self._initial: Any = None  # the state at the start of every pass, if `repeats`
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
-        """As of any feed, with the loader's own state. Whether the epoch ends here, a state need not say, so the loader
-        is asked for one batch more.
+        """As `Feed.position`, with the loader's state. Reads one batch ahead, because a state need not show whether the
+        epoch ends here.
 
         Raises:
-            DataError: of a place whose state is not kept, or cannot be stored.
+            DataError: the state at this position is no longer stored, or cannot be stored as JSON.
         """
-        if self._running is not None and self._given == (epoch, consumed) and not self._running.more():
+        if self._running is not None and self._yielded == (epoch, consumed) and not self._running.more():
             self._ended = epoch, consumed
         stored = self._states.get((epoch, consumed))
-        if stored is None and self._restored is not None:  # saved again before a batch was asked for
+        if stored is None and self._restored is not None:  # saved again before the first batch
             stored = position.decode(self._restored)
         if stored is None and consumed:
-            raise DataError(f"no state is kept of batch {consumed} of epoch {epoch + 1}", where=self.name)
+            raise DataError(
+                f"the state after batch {consumed} of epoch {epoch + 1} is no longer stored", where=self.name
+            )
         found = {**super().position(epoch, consumed), "state": position.encode(stored, where=self.name)}
-        found.update(self._outlasting.position(epoch))
+        found.update(self._epoch_state.position(epoch))
         if self._ended == (epoch, consumed):
             found["ended"] = [epoch, consumed]
         return found if self._after_left is None else {**found, "after_left": self._after_left}
@@ -235,14 +237,14 @@ class StatefulFeed(Feed):
     def restore(self, position: Mapping[str, Any]) -> None:
         super().restore(position)
         self._restored = position.get("state")
-        self._outlasting.restore(position)
+        self._epoch_state.restore(position)
         self._after_left = position.get("after_left")
         self._ended = None if (ended := position.get("ended")) is None else (ended[0], ended[1])
 
     def left(self, epoch: int, consumed: int) -> None:
         if self.repeats:
             return
-        if self._restored is not None:  # the epoch was entered where it is left: nobody has loaded the state
+        if self._restored is not None:  # the epoch stops where it started: the state was not loaded yet
             self._keep(epoch, consumed, position.decode(self._restored))
         self._keep(epoch + 1, 0, self._states.get((epoch, consumed)))
         self._after_left = epoch + 1
@@ -253,7 +255,7 @@ class StatefulFeed(Feed):
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         if start and (epoch, start) == self._ended:
-            # The state is that of an end: it is loaded where the next epoch begins, and may be asked for before.
+            # The state is that of an ended epoch: the next epoch loads it, and `position` may need it before.
             if self._restored is not None:
                 ended = position.decode(self._restored)
                 self._keep(epoch, start, ended)
@@ -262,19 +264,19 @@ class StatefulFeed(Feed):
         try:
             self._running = Ahead(self._read(epoch, start))
             for number, batch in enumerate(self._running, start + 1):
-                self._given = epoch, number
+                self._yielded = epoch, number
                 yield batch
         finally:
-            self._running = None  # what was broken off is not at its end
+            self._running = None  # an interrupted epoch has not ended
 
     def _read(self, epoch: int, start: int) -> Iterator[Batch]:
         state = self._load(epoch, start)
         seed = mix(self._seed, "order", epoch)
         if self._is_after_left(epoch, start):
             with random_state.scoped(seed):
-                self._source(epoch)  # what goes on with the epoch that was left, where a loader does so; dropped
+                self._source(epoch)  # some loaders first continue the epoch that stopped early; drop that
         number = start
-        # A loader whose restored state is that of an end may have to run out before it begins anew.
+        # A loader with the restored state of an ended epoch may have to run out before it restarts.
         for _ in range(2 if state is not None and not start else 1):
             with random_state.scoped(seed):
                 iterator = self._source(epoch)
@@ -290,15 +292,15 @@ class StatefulFeed(Feed):
 
     def _load(self, epoch: int, start: int) -> Any:
         held, self._restored = self._restored, None
-        self._outlasting.enter(epoch, tell=not self.repeats)
+        self._epoch_state.enter(epoch, warn=not self.repeats)
         self._announce(epoch)
         if self.repeats:
-            return self._put_back()
-        # After an epoch that was left the state is loaded in any case: so does a run that is resumed there.
+            return self._rewound()
+        # After an epoch that stopped early, load the state in any case, as a run that is resumed there does.
         is_known = start or self._is_after_left(epoch, start)
         if self._others and not is_known:
             self._keep(epoch, start, None if held is None else position.decode(held))
-            return None  # the state of an end would have it begin an epoch more, which the others would count
+            return None  # loading the state of an ended epoch would start one more, which the others would count
         state = position.decode(held) if held is not None else self._states.get((epoch, start)) if is_known else None
         if start and state is None:
             raise DataError(f"no state of batch {start} was restored", where=self.name, hint="feed.restore(position)")
@@ -307,12 +309,11 @@ class StatefulFeed(Feed):
             self._keep(epoch, start, state)
         return state
 
-    def _put_back(self) -> Any:
-        """The loader at the place where its first pass began."""
+    def _rewound(self) -> Any:
+        """Load and return the state at the start of the first pass."""
         if self._initial is None:
-            with random_state.scoped(
-                mix(self._seed, "order", 0)
-            ):  # torchdata's begins to load where it is asked for a state
+            # torchdata's loader starts to load when state_dict is called.
+            with random_state.scoped(mix(self._seed, "order", 0)):
                 self._initial = (copy.deepcopy(self._owner.state_dict()),)
         self._owner.load_state_dict(copy.deepcopy(self._initial[0]))
         return self._initial[0]

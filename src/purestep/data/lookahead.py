@@ -1,4 +1,4 @@
-"""One element ahead: whether an iterator has more, which only the iterator itself can say."""
+"""An iterator that can say whether it has another element."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class Ahead(Iterator[T]):
-    """An iterator that can be asked whether there is more, for which it takes one element ahead.
+    """An iterator with `more`, which reads one element ahead.
 
-    An error that the source raises meanwhile is raised where its element would have come, since a run that ends here
-    does not need that element.
+    If the source raises while it reads ahead, ``next`` raises this error in place of the element: a run that ends here
+    does not need the element.
 
     Example:
         >>> letters = Ahead(iter("ab"))
@@ -33,7 +33,7 @@ class Ahead(Iterator[T]):
         return next(self._source)
 
     def more(self) -> bool:
-        """Whether there is another element, or an error in its place."""
+        """True if there is another element, or an error in its place."""
         if not self._held and self._failed is None:
             try:
                 self._held.append(next(self._source))
@@ -44,7 +44,7 @@ class Ahead(Iterator[T]):
         return True
 
     def close(self) -> None:
-        """End the source, whoever still holds it."""
+        """Close the source."""
         close = getattr(self._source, "close", None)
         if close is not None:
             close()

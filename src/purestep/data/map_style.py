@@ -1,8 +1,8 @@
-"""Loaders over a dataset with indices: one DataLoader for the run, fed with our own order.
+"""The feed of a DataLoader over a dataset with indices: one DataLoader for the whole run, with our order.
 
-The unit that travels to a worker is a `Ticket`: the indices of one batch and the seed of its epoch. The worker seeds
-the generators from (seed, epoch, index) where the dataset draws, so that a batch depends neither on the worker that
-loads it nor on what was loaded before.
+A worker receives a `Ticket`: the indices of one batch and the seed of its epoch. If the dataset draws random numbers,
+the worker seeds the generators from (seed, epoch, index), so that a batch depends neither on its worker nor on earlier
+batches.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from . import random_state
 from .attribute_state import Attributes, generators, has_attributes
 from .equality import same
 from .feed import Feed
-from .sampler_order import OwnOrder
+from .sampler_order import SamplerOrder
 from .workers import Engine
 
-_AGAIN = 6  # more loads of a batch, where something keeps count
-_REMEMBERED = 256  # batches whose indices are kept for messages
+_AGAIN = 6  # further loads to compare, if attributes change at each load
+_REMEMBERED = 256  # batches whose indices are stored for messages
 _log = logging.getLogger("purestep")
 
 
@@ -48,21 +48,22 @@ class Ticket(NamedTuple):
     number: int  # within the epoch, 0-based
     epoch: int  # 0-based
     seed: int  # of the epoch
-    indices: Any  # what the sampler gave: a list of indices, or one index where the loader does not batch
-    probe: bool  # load again and compare
+    indices: Any  # from the sampler: a list of indices, or one index if the loader does not batch
+    probe: bool  # load twice and compare
 
 
 class Loaded(NamedTuple):
-    """One batch, and what the probe found that cannot be loaded again as it was; "" for nothing."""
+    """One batch, and the probe's description of what differs at a second load, or ""."""
 
     batch: Batch
     inexact: str
 
 
 class Batches(Dataset[Loaded]):
-    """The user's dataset and collate function behind one index: ``batches[ticket]`` is a whole batch.
+    """The user's dataset and collate function: ``batches[ticket]`` is a whole batch.
 
-    Attributes are the dataset's, so that a ``worker_init_fn`` that sets some of ``get_worker_info().dataset`` works.
+    Attribute access goes to the dataset, so that ``worker_init_fn`` can set attributes of
+    ``get_worker_info().dataset``.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
@@ -70,7 +71,9 @@ class Batches(Dataset[Loaded]):
         self.__dict__.update(own, _epoch=None, _generators=None)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_dataset" not in self.__dict__:  # unpickling asks before there is a dataset
+        if (
+            name.startswith("__") or "_dataset" not in self.__dict__
+        ):  # unpickling reads attributes before the dataset is set
             raise AttributeError(name)
         return getattr(self.__dict__["_dataset"], name)
 
@@ -85,29 +88,29 @@ class Batches(Dataset[Loaded]):
         tensors = self._tensors()
         if tensors is not None:
             return Loaded(_gather(self._dataset, tensors, index.indices), inexact="")
-        if self._generators is None:  # once in each process: a `worker_init_fn` may set some
+        if self._generators is None:  # once per process: a `worker_init_fn` may set some
             self.__dict__["_generators"] = generators(self._dataset, _owner(self._collate))
         try:
             with random_state.scoped(mix(index.seed, index.number)):
                 batch = self._load(index, random_state.watch())
                 return Loaded(batch, self._probed(index) if index.probe else "")
-        except StopIteration as error:  # would end the epoch without a word
+        except StopIteration as error:  # it would silently end the epoch
             raise RuntimeError("the dataset raised StopIteration") from error
 
     def _load(self, ticket: Ticket, watch: random_state.Watch) -> Batch:
-        while True:  # again at most once for each generator
+        while True:  # repeats at most once for each generator
             try:
                 is_seeded = self._drawn_from or self._generators
                 batch = self._seeded(ticket) if is_seeded else self._collate(self._items(ticket.indices))
-            except Exception:  # which may hang on a draw, so it counts once the draws are seeded
-                if not self._learns(watch):
+            except Exception:  # it may depend on a draw, so it is raised only after the draws are seeded
+                if not self._found_generators(watch):
                     raise
             else:
-                if not self._learns(watch):
+                if not self._found_generators(watch):
                     return batch
 
-    def _learns(self, watch: random_state.Watch) -> bool:
-        """Whether the batch drew from a generator that its items were not seeded from. From now on they are."""
+    def _found_generators(self, watch: random_state.Watch) -> bool:
+        """True if the batch drew from a global generator that was not seeded. It is seeded from now on."""
         new = watch.drawn() - self._drawn_from
         self.__dict__["_drawn_from"] |= new
         return bool(new)
@@ -134,32 +137,32 @@ class Batches(Dataset[Loaded]):
         random_state.seed_own(number, self._generators)
 
     def _probed(self, ticket: Ticket) -> str:
-        """What cannot be loaded again as it was. What is found to keep something is left as it was found."""
+        """Describe what differs at a second load. Attributes that the loads changed are restored."""
         index = ticket.indices[0] if self._batched and ticket.indices else ticket.indices
         collate = _owner(self._collate)
         before = Attributes(self._dataset, collate)
         found = ""
         item = self._item(ticket, index)
-        # What counts its loads or calls may give something else only at some of them.
+        # A dataset that counts its loads may return something else only at some of them.
         if not self._repeats(before, item, lambda: self._item(ticket, index)):
-            found = "loading an item twice gave two different items"
+            found = "loading an item twice returned two different items"
         elif not _is_torchs(collate):
             try:
                 repeats = self._repeats(before, self._seeded(ticket), lambda: self._seeded(ticket))
-            except Exception:  # which comes again, with its place, where it is one of a batch of the run
+            except Exception:  # raised again, with the place, if a batch of the run raises it
                 repeats = True
             if not repeats:
                 name = getattr(collate, "__qualname__", type(collate).__name__)
-                found = f"{name}, which collates, made different batches of the same items"
+                found = f"the collate function {name} returned two different batches of the same items"
         if found or has_attributes(collate):
-            before.put_back()
+            before.restore()
         return found
 
     def _repeats(self, before: Attributes, first: Any, again: Callable[[], Any]) -> bool:
         return same(first, again()) and not (before.changed() and not all(same(first, again()) for _ in range(_AGAIN)))
 
     def _tensors(self) -> tuple[Tensor, ...] | None:
-        """The tensors of a plain TensorDataset with the default collation: gathered at once, nothing can be drawn."""
+        """The tensors of a TensorDataset with the default collation: index them directly, since nothing draws."""
         dataset = self._dataset
         while type(dataset) is Subset:
             dataset = dataset.dataset
@@ -170,7 +173,7 @@ class Batches(Dataset[Loaded]):
 
 
 def _owner(collate: Any) -> Any:
-    """The object whose method collates, or what collates."""
+    """The object of a bound collate method, or the collate function itself."""
     return getattr(collate, "__self__", collate)
 
 
@@ -193,12 +196,12 @@ def _number(index: Any) -> int | str:
 
 
 def _same_batch(batch: Any) -> Any:
-    """A collate function that does nothing."""
+    """Return the batch: a collate function for items that are batches already."""
     return batch
 
 
 class _Tickets(Sampler[Ticket]):
-    """The sampler of the one DataLoader: whatever was put in last."""
+    """The sampler of the DataLoader: iterates ``source``, which each pass replaces."""
 
     def __init__(self) -> None:
         self.source: Iterable[Ticket] = ()
@@ -211,10 +214,10 @@ class IndexedFeed(Feed):
     """A DataLoader over a dataset with indices.
 
     Args:
-        loader: its dataset, sampler and settings are used; it is never iterated itself.
+        loader: a loader; its dataset, sampler and settings are used, but it is never iterated.
         name, seed: as in `open_feed`.
-        timeout: seconds to wait for a worker where the loader sets none.
-        shuffle: False takes the items in the dataset's order whatever the sampler says.
+        timeout: seconds to wait for a worker if the loader sets none.
+        shuffle: False: load the items in the dataset's order, whatever the sampler.
     """
 
     def __init__(self, loader: DataLoader[Any], *, name: str, seed: int, timeout: float, shuffle: bool = True) -> None:
@@ -227,14 +230,14 @@ class IndexedFeed(Feed):
         self._drop_last = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
         ready = self._is_ready()
         super().__init__(name=name, length=length_of(loader), resume="skip", facts=self._facts(), exact=ready)
-        self._own = None if ready else OwnOrder(loader, name=name, seed=seed)
+        self._sampler_order = None if ready else SamplerOrder(loader, name=name, seed=seed)
         self._tickets = _Tickets()
         batches = Batches(loader.dataset, loader.collate_fn, batched=loader.batch_sampler is not None)
         how: dict[str, Any] = {"batch_size": None, "sampler": self._tickets, "collate_fn": _same_batch}
         self._engine = Engine(batches, like=loader, timeout=timeout, **how)
         self._recent: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._probed = False
-        self._begun: Attributes | None = None  # dataset and collation as they were at first, where passes repeat
+        self._begun: Attributes | None = None  # initial attributes of dataset and collation, if `repeats`
         self._inexact = False
 
     def _facts(self) -> dict[str, Any]:
@@ -245,7 +248,7 @@ class IndexedFeed(Feed):
         return facts | {"drop_last": bool(self._drop_last), "order": order}
 
     def unshuffled(self) -> IndexedFeed:
-        """The same loader in the dataset's order."""
+        """A feed of the same loader in the dataset's order."""
         return IndexedFeed(self._source, name=self.name, seed=self._seed, timeout=self._timeout, shuffle=False)
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
@@ -253,25 +256,27 @@ class IndexedFeed(Feed):
         return found if found is None or isinstance(found, list) else [found]
 
     def count(self, epoch: int) -> int | None:
-        if self._own is None:
+        if self._sampler_order is None:
             return super().count(epoch)
-        # One that says nothing of its length may have no end.
-        return None if self.length is None else self._own.count(epoch, self.ends, most=16 * self.length + 1000)
+        # A sampler without a length may be endless.
+        return (
+            None if self.length is None else self._sampler_order.count(epoch, self.ends, most=16 * self.length + 1000)
+        )
 
     def close(self) -> None:
         self._engine.close()
-        if self._own is not None:
-            self._own.put_back()
+        if self._sampler_order is not None:
+            self._sampler_order.restore()
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         if self.repeats:
-            self._put_back()
+            self._restore_attributes()
         self._tickets.source = self._order(epoch, start)
         loaded = self._engine.run(mix(self._seed, "workers", epoch))
         try:
             for batch, inexact in loaded:
                 if inexact:
-                    self._tell(inexact)
+                    self._warn(inexact)
                 yield batch
         finally:
             loaded.close()
@@ -286,21 +291,21 @@ class IndexedFeed(Feed):
             yield Ticket(number, epoch, seed, indices, probe)
 
     def _index_batches(self, epoch: int) -> Iterator[Any]:
-        if self._own is not None:
-            return self._own.epoch(epoch, self.ends)
+        if self._sampler_order is not None:
+            return self._sampler_order.epoch(epoch, self.ends)
         number = mix(self._seed, "order", epoch)
         if self._source.batch_sampler is None:
             return iter(self._ready_sampler(number))
         return iter(BatchSampler(self._ready_sampler(number), int(self._batch_size), bool(self._drop_last)))
 
     def _is_ready(self) -> bool:
-        """Whether the order is torch's own, random or sequential, and can be made again from a seed."""
+        """True if the order is that of torch's random or sequential sampler, which a seed reproduces."""
         batched = self._source.batch_sampler is None or _is_sampler(self._source.batch_sampler, "BatchSampler")
         return batched and (not self._shuffle or _is_sampler(self._sampler, "RandomSampler", "SequentialSampler"))
 
     def _ready_sampler(self, number: int) -> Any:
         if not self._shuffle:
-            return SequentialSampler(self._source.dataset)  # pyright: ignore[reportArgumentType]  # sized, or torch says
+            return SequentialSampler(self._source.dataset)  # pyright: ignore[reportArgumentType]  # torch checks
         sampler = self._sampler
         if not _is_sampler(sampler, "RandomSampler"):
             return sampler
@@ -308,36 +313,36 @@ class IndexedFeed(Feed):
         count = None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
         return RandomSampler(sampler.data_source, sampler.replacement, count, own)
 
-    def _put_back(self) -> None:
-        """Dataset and collation, where batches hang on what they keep, as they were before the first pass."""
+    def _restore_attributes(self) -> None:
+        """Restore the initial attributes of dataset and collation, if batches depend on them."""
         if self._begun is None:
             self._begun = Attributes(self._source.dataset, _owner(self._source.collate_fn))
         elif self._inexact:
-            self._engine.close()  # workers have what they keep to themselves
-            self._begun.put_back()
+            self._engine.close()  # workers have copies of the attributes
+            self._begun.restore()
 
-    def _tell(self, found: str) -> None:
+    def _warn(self, found: str) -> None:
         self._inexact = True
         if self._begun is not None and self._begun.changed():
-            return  # every pass begins with what it was
+            return  # every pass restores the attributes
         _log.warning(
             "%s: %s, so a resumed run will not be the same bit for bit (cure: draw from torch's, numpy's or Python's "
-            "global generator, or from one in an attribute, which are seeded per item; keep nothing from item to item "
-            "or batch to batch)",
+            "global generator, or from one in an attribute, which are seeded per item; keep no state between items or "
+            "batches)",
             self.name,
             found,
         )
 
 
 def _is_sampler(sampler: Any, *names: str) -> bool:
-    """Whether a sampler is one of these of torch's, or torchdata's copy of it; not a class derived from one."""
+    """True if a sampler is of one of these classes of torch or torchdata, but of no subclass."""
     kind = type(sampler)
     return kind.__name__ in names and kind.__module__.startswith(("torch.utils.data.", "torchdata."))
 
 
 def length_of(sized: Any) -> int | None:
-    """``len``, or None where there is none. A loader's is a hint."""
-    # torch's loader remembers that it was asked, and warns of every batch that is more.
+    """``len``, or None if there is none. That of a loader may be wrong."""
+    # torch's loader remembers its length when it is read, and warns at every further batch. A copy does not matter.
     asked = copy.copy(sized) if isinstance(sized, DataLoader) else sized
     try:
         return len(asked)

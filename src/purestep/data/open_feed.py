@@ -1,4 +1,4 @@
-"""Which kind of loader this is."""
+"""Choose the `Feed` for a loader."""
 
 from __future__ import annotations
 
@@ -27,47 +27,46 @@ def open_feed(
     timeout: float = 300.0,
     repeats: bool = False,
 ) -> Feed:
-    """Take over a loader: its order from (seed, epoch), its place as (epoch, batches consumed).
+    """Build the `Feed` of a loader: its order depends on (seed, epoch), its position is (epoch, batches consumed).
 
     ============================================  ==============================================================
     loader                                        order; how an epoch is entered in the middle
     ============================================  ==============================================================
-    DataLoader over a dataset with indices        a permutation of (seed, epoch) where it shuffles, a sampler of
-                                                  the user's drawn under (seed, epoch); by skipping indices
+    DataLoader over a dataset with indices        shuffled by (seed, epoch), or a user's sampler run under
+                                                  (seed, epoch); by skipping indices
     ``state_dict`` and ``load_state_dict``        its own; by its state
     list or tuple of batches                      its own; by index
-    any other iterable                            drawn under (seed, epoch); by loading and dropping
-    iterator that its ``__iter__`` puts back      the same
+    any other iterable                            run under (seed, epoch); by loading and dropping
+    iterator whose ``__iter__`` restarts it       the same
     DataLoader over an IterableDataset, iterator  the same, only with ``replay=True``
     ============================================  ==============================================================
 
-    The loader's settings are kept (workers, batch size, collation, pinning, time-out, ``worker_init_fn``); its
-    ``generator`` and ``in_order=False`` are not used. Items are loaded under seeds of (seed, epoch, index) where the
-    dataset draws from torch's, numpy's or Python's global generator, with or without workers. The caller's generators
-    are left as they were; those that a sampler, an iterable, a dataset, its transforms or a collate object hold in an
-    attribute, a closure or a global are seeded too, whenever something is drawn.
+    The feed keeps the loader's workers, batch size, collation, pinning, timeout and ``worker_init_fn``. It ignores its
+    ``generator`` and ``in_order=False``. If the dataset draws from torch's, numpy's or Python's global generator, each
+    item is loaded under a seed of (seed, epoch, index), with or without workers. Generators in attributes, closures or
+    globals of a sampler, an iterable, a dataset, its transforms or a collate object are seeded too. The caller's
+    global generators do not change. A loader with ``state_dict`` seeds its workers itself.
 
-    A loader with a state of its own is in charge of what its workers draw.
+    An epoch ends when the loader ends; ``len(loader)`` is only displayed. Attributes of a sampler or an iterable that
+    change from epoch to epoch (a list shuffled in place, a counter) are restored on resuming: a sampler's earlier
+    epochs are drawn again, an iterable's attributes are part of the position. ``set_epoch`` of the loader, its samplers
+    and its dataset is called before each epoch. Workers of an IterableDataset end with their epoch, whatever
+    ``persistent_workers`` says.
 
-    ``len(loader)`` is shown and believed nowhere: an epoch ends where the loader does. What a sampler or an iterable
-    keeps in attributes from epoch to epoch (a list that it shuffles in place, a count) is where it was when a run goes
-    on: the orders of earlier epochs are drawn again, or the attributes of an iterable are part of the position.
-    ``set_epoch`` of the loader, its samplers and its dataset is called before an epoch. What cannot be repeated is
-    logged at the start: a sampler that gives two orders from one seed, a dataset that gives two items for one index, a
-    collate function that makes two batches of the same items (the first batch is loaded again to see), an iterator in
-    a closure of an iterable. A list or number in the closure of an iterable is not seen. Workers of an IterableDataset
-    end with their epoch, whatever ``persistent_workers`` says.
+    At the start the feed warns if a run cannot be repeated: a sampler returns two orders for one seed, a dataset two
+    items for one index, a collate function two batches of the same items (the first batch is loaded twice to check),
+    or an iterable holds an iterator in a closure. It does not detect a list or a number in a closure.
 
     Args:
-        loader: see the table.
-        name: for messages and for stored positions.
+        loader: a loader as in the table.
+        name: the name for messages and stored positions.
         seed: in [0, 2**63).
         replay: allow to enter an epoch in the middle by loading and dropping the batches before.
-        timeout: seconds to wait for a batch from workers, > 0, where the loader's own is 0.
-        repeats: every pass over an epoch begins at the same place, as an evaluation has to.
+        timeout: seconds > 0 to wait for a batch from workers, if the loader sets none.
+        repeats: every pass over an epoch starts at the same place, as an evaluation needs.
 
     Raises:
-        DataError: not a loader, or an empty one.
+        DataError: the object is no loader, or the loader is empty.
 
     Example:
         >>> import torch
@@ -82,19 +81,19 @@ def open_feed(
     feed.repeats = repeats
     if feed.length == 0 and feed.exact:
         raise DataError(
-            "no batch in it: the loader is empty",
+            "the loader is empty: it has no batch",
             where=name,
-            hint="check the dataset's length, and batch_size where drop_last=True",
+            hint="check the dataset's length, and batch_size if drop_last=True",
         )
     return feed
 
 
 def overfit(feed: Feed, count: int) -> Feed:
-    """The first batches without shuffling, loaded once and the same in every epoch.
+    """The first batches without shuffling, loaded once, for every epoch.
 
     Args:
-        feed: where they come from.
-        count: batches, >= 1.
+        feed: the source of the batches.
+        count: the number of batches, >= 1.
 
     Example:
         >>> list(overfit(open_feed([1, 2, 3, 4]), 2).epoch(7))
@@ -110,7 +109,7 @@ def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float) 
     if isinstance(loader, DataLoader) and _by_indices(loader):
         return IndexedFeed(loader, name=name, seed=seed, timeout=timeout)
     if _stateful(loader):
-        # torchdata's loader knows how many batches it gave, and not what a dataset without a state has kept.
+        # torchdata's state counts batches; it lacks the attributes of a dataset without state_dict.
         alone = isinstance(loader, DataLoader) and not _stateful(loader.dataset)
         others = (loader.dataset, loader.collate_fn) if alone else ()
         return StatefulFeed(_iterate(loader), loader, others, **_described(loader, name, seed))
@@ -129,13 +128,16 @@ def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float) 
 
 
 def _iterable(loader: Any) -> bool:
-    # torch's Dataset says nothing of __iter__, yet Python would iterate it through __getitem__, item by item.
+    # torch's Dataset has no __iter__; Python would iterate it through __getitem__, item by item.
     return isinstance(loader, (Iterable, Sequence)) or hasattr(loader, "__iter__")
 
 
 def _by_indices(loader: DataLoader[Any]) -> bool:
-    """Whether the place in this loader is an index and nothing else. torchdata's StatefulDataLoader is one of these
-    unless its dataset or sampler has a state: by indices the draws of its workers are resumed too."""
+    """True if an index fully describes the position in this loader.
+
+    This includes torchdata's StatefulDataLoader unless its dataset or sampler has a state: with indices, the draws of
+    its workers are resumed too.
+    """
     kind = type(loader)
     known = kind.__iter__ is DataLoader.__iter__ or kind.__module__.startswith("torchdata.stateful_dataloader")
     parts: list[Any] = [loader.dataset, loader.sampler, loader.batch_sampler]
@@ -168,7 +170,7 @@ def _iterate(loader: Iterable[Batch]) -> Callable[[int], Iterator[Batch]]:
 
 def _streamed(loader: DataLoader[Any], seed: int, timeout: float) -> Callable[[int], Iterator[Batch]]:
     how = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "collate_fn": loader.collate_fn}
-    # Where a stream is in a worker that lives on, and which epoch it was told, no other run can know.
+    # Another run cannot restore the position of a stream in a persistent worker.
     engine = Engine(loader.dataset, like=loader, timeout=timeout, persistent=False, **how)
     return lambda epoch: engine.run(mix(seed, "workers", epoch))
 
@@ -176,12 +178,12 @@ def _streamed(loader: DataLoader[Any], seed: int, timeout: float) -> Callable[[i
 def _no_loader(loader: Any, name: str) -> DataError:
     if isinstance(loader, Dataset):
         return DataError(
-            "a dataset, which gives single items, not batches",
+            "a dataset returns single items, not batches",
             where=name,
-            hint=f"DataLoader({type(loader).__name__.lower()}, batch_size=32, shuffle=True)",
+            hint=f"pass DataLoader({type(loader).__name__.lower()}, batch_size=32, shuffle=True)",
         )
     return DataError(
         f"a {type(loader).__name__} is no loader",
         where=name,
-        hint="a DataLoader, a list of batches, or any object with __iter__ that gives batches",
+        hint="pass a DataLoader, a list of batches, or an object whose __iter__ yields batches",
     )

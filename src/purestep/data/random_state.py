@@ -1,7 +1,7 @@
-"""The generators that data code draws from (torch's, numpy's and Python's global ones), taken as one.
+"""Seed and restore the generators that data code draws from: torch's, numpy's and Python's global ones, together.
 
-Everything that runs a user's dataset, sampler, collate function or iterable does so inside `scoped`, so that what it
-draws depends on a seed alone, and the caller's generators are as they were. So is the import of a library that draws.
+Datasets, samplers, collate functions and iterables run inside `scoped`, so that their draws depend only on a seed, and
+the caller's generators stay unchanged. Imports of libraries that draw run inside it too.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from .. import host_generators, rng
+from .. import global_rng, host_generators, rng
 
 EVERY = frozenset({"torch", "numpy", "python"})
 """The three generators."""
 
 NONE: Mapping[str, Any] = MappingProxyType({})
-"""What `own` finds where there is nothing."""
+"""The result of `own` for an object without generators."""
 
 
 @contextmanager
 def scoped(number: int, more: Mapping[str, Any] = NONE) -> Generator[None]:
-    """Draw from ``number``, and leave the three generators as they were (60 us). Threads take turns: see `rng.held`.
+    """Seed the three generators inside the block and restore them after it (60 us), under `global_rng.locked`.
 
     Args:
         number: in [0, 2**63).
-        more: of `own`, each of them to draw from a seed of its own, and left where that has led it: one may be held by
-            two loaders, or by a loader and its user.
+        more: generators from `own`. Each gets its own seed and is not restored, because other code may share it.
 
     Example:
         >>> with scoped(1):
@@ -43,21 +42,21 @@ def scoped(number: int, more: Mapping[str, Any] = NONE) -> Generator[None]:
         ...     print(random.random() == first)
         True
     """
-    with rng.held(), rng.scoped(number), host_generators.scoped(number):
+    with global_rng.locked(), rng.scoped(number), host_generators.scoped(number):
         seed_own(number, more)
         yield
 
 
-if hasattr(os, "register_at_fork"):  # a worker of a loader, forked while another thread was drawing
-    os.register_at_fork(after_in_child=rng.renew_turn)
+if hasattr(os, "register_at_fork"):  # a loader's worker, forked while another thread holds the lock
+    os.register_at_fork(after_in_child=global_rng.replace_lock)
 
 
 def seed(number: int, generators: Collection[str] = EVERY) -> None:
-    """Inside `scoped`: draw from another seed (9 us, of which Python's generator takes 6).
+    """Seed the global generators. Call it inside `scoped`, which restores them. 9 us, 6 of them for Python's.
 
     Args:
         number: in [0, 2**63).
-        generators: which of `EVERY`.
+        generators: a subset of `EVERY`.
 
     Example:
         >>> with scoped(1):
@@ -68,16 +67,16 @@ def seed(number: int, generators: Collection[str] = EVERY) -> None:
         True
     """
     if "torch" in generators:
-        rng.seed(number)
+        global_rng.seed_cpu(number)
     host_generators.seed(number, generators)
 
 
 def seed_own(number: int, generators: Mapping[str, Any]) -> None:
-    """Let each of these generators draw from a seed of its own.
+    """Give each generator its own seed, from ``number`` and its path.
 
     Args:
         number: in [0, 2**63).
-        generators: as `own` finds them.
+        generators: the result of `own`.
 
     Example:
         >>> generator = random.Random()
@@ -92,14 +91,14 @@ def seed_own(number: int, generators: Mapping[str, Any]) -> None:
 
 
 def own(owner: Any) -> dict[str, Any]:
-    """The generators that an object holds for itself, by the path to them, for `scoped`.
+    """The random generators in the attributes of an object, by path, for `scoped`.
 
-    What it iterates is looked into as well: samplers, loaders, datasets; so are closures and globals of their methods.
-    One that is reached in another way (a list) is not found: where it stands depends on the epochs before, which a run
-    that goes on has not drawn.
+    Searches the object, samplers, loaders and datasets in its attributes, and closures and globals of their methods,
+    but no containers such as lists: the state of a generator there depends on earlier epochs, which a resumed run
+    has not drawn.
 
     Args:
-        owner: a sampler, or something to iterate.
+        owner: a sampler or an iterable.
 
     Example:
         >>> class Sampler:
@@ -118,7 +117,7 @@ def own(owner: Any) -> dict[str, Any]:
     while waiting:
         path, part = waiting.pop()
         held = dict(getattr(part, "__dict__", {}))
-        if isinstance(part, Sampler):  # which may have them as properties or in slots
+        if isinstance(part, Sampler):  # they may be properties or slots
             held |= {name: getattr(part, name, None) for name in ("generator", "sampler")}
         held = outside(part) | held
         for name, value in held.items():
@@ -135,8 +134,7 @@ def own(owner: Any) -> dict[str, Any]:
 
 
 def outside(part: Any) -> dict[str, Any]:
-    """What the code of a function, or of an object's methods, reads from closures and globals, by name: random
-    generators and iterators alone, which no attribute leads to.
+    """The random generators and iterators that a function, or the methods of an object, read from closures and globals.
 
     Example:
         >>> generator = random.Random()
@@ -153,7 +151,7 @@ def outside(part: Any) -> dict[str, Any]:
 
 
 def _functions(part: Any) -> Iterator[types.FunctionType]:
-    """A function, or the methods of an object that are in Python and not torch's."""
+    """A function itself, or the Python methods of an object, except torch's."""
     if isinstance(part, types.FunctionType):
         yield part
         return
@@ -173,7 +171,7 @@ KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Genera
 
 
 def _seed(generator: Any, number: int) -> None:
-    """One of `KINDS`."""
+    """Seed a generator of one of the `KINDS`."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(number)
     elif isinstance(generator, random.Random):
@@ -181,7 +179,7 @@ def _seed(generator: Any, number: int) -> None:
     elif isinstance(generator, np.random.Generator):
         bits: Any = generator.bit_generator
         bits.state = type(bits)(number).state
-    else:  # its `seed` knows but one kind of bit generator
+    else:  # its `seed` supports only one kind of bit generator
         state: Any = generator.get_state(legacy=False)
         fresh: Any = getattr(np.random, state["bit_generator"])(number).state
         generator.set_state({**fresh, "has_gauss": 0, "gauss": 0.0})
@@ -195,14 +193,13 @@ class Watch(NamedTuple):
     pythons: object
 
     def drawn(self) -> frozenset[str]:
-        """The generators of `EVERY` that were drawn from or seeded since. Code that reads a state, or draws and puts
-        it back, goes unnoticed."""
+        """The generators of `EVERY` with a draw or a seeding since. A draw that restores the state is missed."""
         pairs = zip(("torch", "numpy", "python"), self, watch(), strict=True)
         return frozenset(name for name, before, after in pairs if before != after)
 
 
 def watch() -> Watch:
-    """The present states of the generators (40 us).
+    """The current states of the three generators (40 us).
 
     Example:
         >>> with scoped(1):
@@ -211,4 +208,4 @@ def watch() -> Watch:
         ...     print(sorted(before.drawn()))
         ['python']
     """
-    return Watch(rng.position(), *host_generators.position())
+    return Watch(global_rng.cpu_state(), *host_generators.position())

@@ -1,4 +1,4 @@
-"""The order of a sampler of the user's own: a function of seed and epoch, whatever the sampler keeps to itself."""
+"""The order of a user-defined sampler, as a function of seed and epoch, whatever state the sampler has."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from . import random_state
 from .attribute_state import Attributes
 from .equality import same
 
-_CHUNK = 32  # batches of indices drawn at once: scoping the draws takes 20 us
-_FEW = 64  # batches of indices that are drawn twice and compared
+_CHUNK = 32  # index batches to draw at once, because each `scoped` block takes 20 us
+_FEW = 64  # index batches to draw twice and compare
 _log = logging.getLogger("purestep")
 
 Ends = Callable[[int], int | None]
-"""Of an epoch, after how many batches it is left; None where it is run to its end."""
+"""``ends(epoch)`` is the number of batches after which an epoch stops early, or None."""
 
 
-class OwnOrder:
-    """Batches of indices by epoch.
+class SamplerOrder:
+    """The index batches of each epoch.
 
-    A sampler may go from epoch to epoch by itself: shuffle its own list in place, count its epochs. So an epoch is
-    entered by drawing the orders of the epochs before, unless they change nothing about the sampler, and one that was
-    entered already by putting back what the sampler's attributes were at first.
+    A sampler may change from epoch to epoch: it may shuffle its own list in place or count its epochs. So before an
+    epoch, the orders of all earlier epochs are drawn, unless they do not change the sampler. Before an epoch that has
+    started already, the sampler's initial attributes are restored first.
 
     Args:
-        loader: its batch sampler or sampler is drawn from.
-        name: of the loader, for messages.
-        seed: of all epochs.
+        loader: the loader with the batch sampler or sampler.
+        name: the name of the loader, for messages.
+        seed: the seed of the loader.
     """
 
     def __init__(self, loader: DataLoader[Any], *, name: str, seed: int) -> None:
@@ -45,8 +45,8 @@ class OwnOrder:
         parts = [self._source, getattr(self._source, "sampler", None), loader.sampler]
         self._parts: list[Any] = list({id(part): part for part in parts}.values())
         self._first = self._attributes()
-        self._begun = self._first  # as the epoch that runs began
-        self._next = 0  # the epoch that the sampler stands before
+        self._at_start = self._first  # at the start of the epoch that runs
+        self._next = 0  # the next epoch of the sampler
         self._counts: dict[int, int | None] = {}
         self._is_iterator = any(isinstance(part, Iterator) for part in self._parts)
         self._is_hidden = self._is_iterator or not self._repeats()
@@ -55,49 +55,49 @@ class OwnOrder:
         """The order of an epoch."""
         if epoch < self._next and self._is_iterator:
             _log.warning(
-                "%s: its sampler is an iterator, so this pass goes on where the last one stopped, over other items "
-                "(cure: a sampler whose __iter__ begins again)",
+                "%s: its sampler is an iterator, so this pass continues where the last one stopped, with other items "
+                "(cure: pass a sampler whose __iter__ restarts)",
                 self._name,
             )
             self._next = epoch
-        self._stand_before(epoch, ends)
+        self._advance_to(epoch, ends)
         self._next = epoch + 1
-        self._begun = self._attributes()
+        self._at_start = self._attributes()
         return self._drawn(epoch, ends(epoch))
 
     def count(self, epoch: int, ends: Ends, *, most: int) -> int | None:
-        """How many batches an epoch has; None where that cannot be known before, or they are more than ``most``."""
+        """The number of batches of an epoch; None if it is unknown in advance or larger than ``most``."""
         if self._is_hidden:
             return None
         if epoch not in self._counts:
             now = self._attributes()
             if epoch == self._next - 1:
-                self._begun.put_back()
+                self._at_start.restore()
             else:
-                self._stand_before(epoch, ends)
+                self._advance_to(epoch, ends)
                 now = self._attributes()
             found = sum(1 for _ in self._drawn(epoch, most + 1))
-            now.put_back()
+            now.restore()
             self._counts = {epoch: found if found <= most else None}
         return self._counts[epoch]
 
-    def put_back(self) -> None:
-        """Leave the sampler as it was found."""
-        self._first.put_back()
+    def restore(self) -> None:
+        """Restore the sampler's initial attributes."""
+        self._first.restore()
         self._next = 0
 
     def _attributes(self) -> Attributes:
         return Attributes(self._source, but=(self._loader.dataset,))
 
-    def _stand_before(self, epoch: int, ends: Ends) -> None:
+    def _advance_to(self, epoch: int, ends: Ends) -> None:
         if epoch < self._next:
-            self.put_back()
+            self.restore()
         for earlier in range(self._next, epoch):
             self._announce(earlier)
             before = self._attributes()
             deque(self._drawn(earlier, ends(earlier)), maxlen=0)
             if not (self._is_hidden or before.changed()):
-                break  # nor will another pass change anything
+                break  # another pass would change nothing either
         self._next = epoch
 
     def _announce(self, epoch: int) -> None:
@@ -108,7 +108,7 @@ class OwnOrder:
     def _drawn(self, epoch: int, stop: int | None) -> Iterator[Any]:
         seed = mix(self._seed, "order", epoch)
         own = random_state.own(self._source)
-        with random_state.scoped(seed, own):  # in which no other thread gives a shared sampler another epoch
+        with random_state.scoped(seed, own):  # the lock keeps other threads from setting the epoch of a shared sampler
             self._announce(epoch)
             iterator = iter(self._source)
         for count in itertools.count():
@@ -120,26 +120,26 @@ class OwnOrder:
             yield from chunk
 
     def _repeats(self) -> bool:
-        """Whether two orders drawn from one seed are the same, once the attributes are put back in between."""
+        """True if two orders drawn from one seed are equal, with the attributes restored in between."""
         try:
             orders: list[Any] = []
             for _ in range(2):
                 orders.append(list(self._drawn(0, _FEW)))
-                self._first.put_back()
-        except Exception:  # which is raised again where the order is needed, with its place
-            self._first.put_back()
+                self._first.restore()
+        except Exception:  # raised again, with the epoch and batch, when the order is needed
+            self._first.restore()
             return True
         if same(*orders):
             return True
         _log.warning(
-            "%s: the %s gives two orders from one seed, since it keeps a state where it cannot be seen: a resumed run "
-            "will not be the same bit for bit, and evaluations will not see the same items (cure: keep that state in "
-            "attributes of the sampler, and draw from torch's, numpy's or Python's global generator)",
+            "%s: the %s returns two orders for one seed, because it has hidden state: a resumed run will not be the "
+            "same bit for bit, and evaluations will not see the same items (cure: store that state in attributes of "
+            "the sampler, and draw from torch's, numpy's or Python's global generator)",
             *(self._name, type(self._source if self._source is not None else self._loader).__name__),
         )
         return False
 
 
 def _copied(indices: Any) -> Any:
-    """A sampler may fill one list again and again."""
+    """Copy a list, because a sampler may reuse it for the next batch."""
     return list(cast("list[Any]", indices)) if isinstance(indices, list) else indices

@@ -1,4 +1,4 @@
-"""A loader's ``state_dict`` as JSON and back: plain values, tensors, arrays and bytes, and nothing that runs code."""
+"""Convert a ``state_dict`` to JSON and back: plain values, tensors, arrays and bytes. Decoding runs no code."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _TAG = "__purestep__"
 
 
 def encode(value: Any, *, where: str = "loader", path: str = "state_dict()") -> Any:
-    """A JSON value that `decode` turns back into ``value``.
+    """Convert a value to JSON; `decode` is the inverse.
 
     Raises:
-        DataError: with the path of what cannot be stored.
+        DataError: an object cannot be stored; the message has its path.
 
     Example:
         >>> decode(encode({"rng": (1, b"ab"), 3: None}))
@@ -60,7 +60,7 @@ def encode(value: Any, *, where: str = "loader", path: str = "state_dict()") -> 
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given (numpy numbers come back as Python's)."""
+    """The inverse of `encode`. numpy numbers come back as Python numbers."""
     if isinstance(value, list):
         return [decode(part) for part in cast(list[Any], value)]
     if not isinstance(value, dict):

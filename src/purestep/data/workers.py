@@ -1,4 +1,4 @@
-"""A DataLoader of our own with the settings of the user's, whose workers obey and end."""
+"""The DataLoader that loads the batches: the user's settings, our seeds, and workers that end in time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.utils.data._utils import signal_handling
 
 
 class Engine:
-    """A DataLoader of our own with the settings of the user's: our seeds, our handling of signals, workers that end.
+    """Runs a DataLoader with the user's settings, our seeds and our signal handling, and ends its workers.
 
     Args:
-        dataset: what it loads from.
-        like: where workers, pinning and time-out are taken from.
-        timeout: seconds to wait for a worker where ``like`` sets none.
-        persistent: workers may live from pass to pass, with what their dataset keeps.
+        dataset: the dataset to load from.
+        like: the user's DataLoader, for workers, pinning and timeout.
+        timeout: seconds to wait for a worker if ``like`` sets none.
+        persistent: workers and their datasets may stay alive from pass to pass.
         how: further arguments of the DataLoader: batch_size, sampler, collate_fn, drop_last.
     """
 
@@ -38,10 +38,10 @@ class Engine:
         self._generator = torch.Generator()  # else iter(DataLoader) draws from the caller's generator
         self._loader: DataLoader[Any] | None = None
         self._workers: list[Any] = []
-        self.starting = False  # workers are being made
+        self.starting = False  # workers are starting
 
     def run(self, seed: int) -> Generator[Any]:
-        """One pass, with ``seed`` for the workers."""
+        """Run one pass; ``seed`` seeds the workers."""
         if self._loader is None:
             self._loader = self._build()
         return self._passed(self._loader, seed)
@@ -54,10 +54,10 @@ class Engine:
                 return
             if not loader.persistent_workers:
                 self._workers = []
-            self.starting = not self._workers  # which of them has died, the first wait will know
+            self.starting = not self._workers  # the first wait checks which workers have died
             with _watch.waits(self):
                 iterator = iter(loader)
-                self._workers = list(getattr(iterator, "_workers", ()))  # torch has no public way to them
+                self._workers = list(getattr(iterator, "_workers", ()))  # torch has no public name for them
                 self.starting = False
             while True:
                 with _watch.waits(self):
@@ -68,23 +68,23 @@ class Engine:
                 yield batch
         except GeneratorExit:
             if not self._persistent:
-                self.close()  # else torch waits five seconds for each worker that is busy
+                self.close()  # else torch waits five seconds for each busy worker
             raise
         except BaseException as error:
             for worker in self._workers:
                 if isinstance(error, ConnectionError | EOFError):
-                    worker.join(0.5)  # a pipe that broke is seen before the end of its worker
+                    worker.join(0.5)  # the broken pipe shows before the exit code
                 if worker.exitcode:
                     error.add_note(f"worker {worker.pid} ended by {_ending(worker.exitcode)}")
             self.close()
             raise
 
     def dead(self) -> list[Any]:
-        """The workers that have ended otherwise than they should."""
+        """The workers that ended with an error."""
         return [worker for worker in self._workers if worker.exitcode]
 
     def close(self) -> None:
-        """End the workers: by SIGTERM, which they obey in Python code, else by SIGKILL."""
+        """End the workers with SIGTERM, which Python code obeys; after a second with SIGKILL."""
         workers, self._workers, self._loader = self._workers, [], None
         self.starting = False
         with _children_unwatched():
@@ -113,9 +113,9 @@ class Engine:
 
 
 class _Watch:
-    """torch's handler of SIGCHLD, which raises wherever the main process is, raises here in the wait for a worker only.
+    """Limits torch's SIGCHLD handler, which raises anywhere in the main process, to waits for a worker.
 
-    A worker that dies in the middle of a step or of a snapshot is told by the next wait for one of its batches.
+    If a worker dies during a step or a snapshot, the next wait for one of its batches raises.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class _Watch:
 
     @contextmanager
     def waits(self, engine: Engine) -> Generator[None]:
-        """Around what waits for a worker of the engine."""
+        """Enter this block to wait for a worker of the engine."""
         here = threading.current_thread() is threading.main_thread()
         if not here or not hasattr(signal, "SIGCHLD"):
             yield
@@ -142,7 +142,7 @@ class _Watch:
 
     def _set(self) -> None:
         torchs = signal_handling._set_SIGCHLD_handler  # pyright: ignore[reportPrivateUsage]
-        torchs()  # once in a process; iter(DataLoader) would do it
+        torchs()  # once per process, as iter(DataLoader) would
         found = signal.getsignal(signal.SIGCHLD)
         if callable(found) and getattr(found, "__module__", "") == signal_handling.__name__:
             self._raises = found
@@ -163,7 +163,7 @@ _watch = _Watch()
 
 @contextmanager
 def _children_unwatched() -> Generator[None]:
-    """Keep torch's SIGCHLD handler from raising for workers that are ended on purpose."""
+    """Keep torch's SIGCHLD handler from raising for workers that `Engine.close` ends."""
     number = getattr(signal, "SIGCHLD", None)  # not on Windows
     previous = None if number is None else signal.getsignal(number)
     if number is None or previous is None or threading.current_thread() is not threading.main_thread():
@@ -181,10 +181,10 @@ def _ending(code: int) -> str:
 
 
 class _WorkerStart:
-    """Runs first in a worker: signals are the main process's business, and SIGTERM ends a worker without an error.
+    """Runs first in a worker: ignore signals that the main process handles, and exit with status 0 on SIGTERM.
 
-    A worker that dies of a signal makes torch raise in the main process, wherever that is at the moment (a snapshot,
-    say); exit status 0 does not. A scheduler that signals the whole group must not have that effect.
+    A worker that dies of a signal makes torch raise in the main process, even during a snapshot; exit status 0 does
+    not. So a scheduler may signal the whole process group.
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
@@ -195,13 +195,13 @@ class _WorkerStart:
         for name in ("SIGINT", "SIGUSR1"):
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
-        threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
         if self.then is not None:
             self.then(worker)
 
 
-def _follow(parent: int) -> None:
-    """End with the parent, were it killed: torch looks for it only between two batches."""
+def _exit_with_parent(parent: int) -> None:
+    """Exit when the parent was killed: torch checks this only between two batches."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

@@ -1,8 +1,8 @@
-"""Checks of a step: whether it is pure, where a number that is not finite comes from, and a call written to a file.
+"""Diagnostics of a step.
 
-purity     a call made twice and compared: the batch, the state and the metrics
-nonfinite  the module, operation and line that first return nan or inf
-replay     a call that failed as a file, and that file called again
+purity     call a step twice, and compare its arguments and results
+nonfinite  find the module, operation and line that first return nan or inf
+replay     write the state and the batch of a step to a file, and read them
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a number that is not finite first appears in a step: module, operation, line."""
+"""Find where the first value that is not finite appears in a step: module, operation, line."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.overrides import TorchFunctionMode
 
 from .. import tensor_layout
 
-# These write infinities on purpose: masks.
+# These operations write infinities on purpose, for masks.
 _MASKING = frozenset(
     "full full_like new_full fill_ masked_fill masked_fill_ where tensor as_tensor __setitem__".split()
 )
 
 
 def not_finite(leaf: Any) -> int:
-    """How many numbers of a leaf are not finite; 0 for what holds none that could be."""
+    """The number of values of a leaf that are not finite; 0 if it is no floating or complex tensor."""
     if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
         return 0
     if not tensor_layout.is_dense(leaf):
@@ -31,13 +31,15 @@ def not_finite(leaf: Any) -> int:
 
 
 def differentiates(function: Any) -> bool:
-    """Whether this is `torch.autograd.grad`, where a forward pass ends."""
+    """True for `torch.autograd.grad`, the end of a forward pass."""
     return getattr(function, "__name__", "") == "grad" and getattr(function, "__module__", "") == "torch.autograd"
 
 
 class Watch(TorchFunctionMode):
-    """Looks at what every operation of a forward pass returns; ``first`` is the first that makes something that is not
-    finite of finite arguments: (text, module, operation)."""
+    """Checks the result of every operation of a forward pass.
+
+    ``first`` is (text, module, operation) of the first operation with finite arguments and a result that is not finite.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,16 +71,16 @@ class Watch(TorchFunctionMode):
         self._inside.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What follows the forward pass is the step's own arithmetic, which has to cope with everything.
+        # The step's own arithmetic after the forward pass handles such values.
         self._forward = self._forward and not differentiates(func)
         result = func(*args, **(kwargs or {}))
         if self._forward and self.first is None:
-            self._look(getattr(func, "__name__", str(func)), [*args, *(kwargs or {}).values()], result)
+            self._check(getattr(func, "__name__", str(func)), [*args, *(kwargs or {}).values()], result)
         return result
 
-    def _look(self, name: str, given: list[Any], result: Any) -> None:
+    def _check(self, name: str, inputs: list[Any], result: Any) -> None:
         counts = [not_finite(leaf) for leaf in _tensors(result)]
-        if not any(counts) or any(not_finite(leaf) for leaf in _tensors(given)):
+        if not any(counts) or any(not_finite(leaf) for leaf in _tensors(inputs)):
             return
         if name in _MASKING and not any(bool(leaf.isnan().any()) for leaf in _tensors(result)):
             return
@@ -98,14 +100,16 @@ def _tensors(found: Any) -> list[Tensor]:
 
 
 def _inner(name: str) -> str:
-    # The hollow copies that steps run hold the model beside the objective's own module.
+    # Steps run a copy that contains the model and the objective's module.
     return name.removeprefix("model.").removeprefix("model")
 
 
 def backward(step: Callable[[], Any]) -> tuple[str | None, str]:
-    """The function of the backward pass that returns the first nan, in words with the line of its forward call, and its
-    name; (None, "") where none does."""
-    with warnings.catch_warnings(record=True) as told, torch.autograd.set_detect_anomaly(True):
+    """Find the backward function that returns the first nan: (text with the line of its forward call, its name).
+
+    Returns (None, "") if no function returns nan.
+    """
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True):
         warnings.simplefilter("always")
         try:
             step()
@@ -113,13 +117,13 @@ def backward(step: Callable[[], Any]) -> tuple[str | None, str]:
             found = re.search(r"Function '(\w+)' returned nan values", str(error))
             if found is None:
                 raise
-            return f"{found[1]}, in the backward pass of {_forward_line(told)}", found[1]
+            return f"{found[1]}, in the backward pass of {_forward_line(caught)}", found[1]
     return None, ""
 
 
-def _forward_line(told: list[warnings.WarningMessage]) -> str:
-    """The last line of the user's code in the traceback that torch warns with."""
-    text = "".join(str(warning.message) for warning in told if "Traceback of forward call" in str(warning.message))
+def _forward_line(caught: list[warnings.WarningMessage]) -> str:
+    """The last line of the user's code in the traceback of torch's warning."""
+    text = "".join(str(warning.message) for warning in caught if "Traceback of forward call" in str(warning.message))
     frames = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s+(.*)', text)
     own = [frame for frame in frames if "/torch/" not in frame[0] and "/purestep/" not in frame[0]]
     return f"{own[-1][2]} ({own[-1][0]}:{own[-1][1]})" if own else "an operation of torch's own"

@@ -1,8 +1,7 @@
-"""Whether a step is a pure function of its arguments: what `fit` looks at on the first calls, and unit tests at any.
+"""Check that a step is a pure function of its arguments, in `fit` at the first calls, and in unit tests.
 
-`observe` makes the call that is wanted and a second one on the same arguments, and holds them against each other and
-against what there was before. Versions of tensors alone do not do: they miss writes through ``.data`` and numpy, so
-what is in the tensors is fingerprinted as well.
+`observe` calls the step twice with the same arguments. It compares the two results, and the arguments before and after.
+Version counters of tensors miss writes through ``.data`` and numpy, so the contents are fingerprinted too.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .. import rng, tensor_layout, tree
+from .. import global_rng, tensor_layout, tree
 from ..errors import StepContractError
 from ..types import Metrics, Tree
 
-_CHUNK = 1 << 20  # numbers fingerprinted at a time, which bounds the memory it takes
+_CHUNK = 1 << 20  # elements to fingerprint at a time, to bound the memory
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x1E3779B97F4A7C15
-_NOISE = 1e-2  # relative; what kernels that add in any order may do to a mean
+_NOISE = 1e-2  # relative; the error of a mean from kernels without a fixed order of addition
 
 Pair = tuple[Tree, Metrics]
 
 
 class Impure(StepContractError):
-    """What `observe` found; whoever called it says where in the run that was."""
+    """The step is not pure. The caller of `observe` adds the place in the run."""
 
 
 # --- the arguments ----------------------------------------------------------------------------------------------------
@@ -40,14 +39,14 @@ class Impure(StepContractError):
 class _Leaf(NamedTuple):
     version: int
     content: Tensor | None  # shape=(), dtype=int64
-    value: Any  # of what is no tensor
+    value: Any  # of a leaf that is no tensor
 
 
-class Untouched:
-    """What goes into a call, as it was before it.
+class Unchanged:
+    """A record of trees before a call, to check that the call does not change them.
 
     Args:
-        content: also what is in the tensors, which costs a pass over them.
+        content: also fingerprint the values, which takes a pass over them.
         parts: name -> tree.
     """
 
@@ -56,16 +55,16 @@ class Untouched:
         self._before = {name: _leaves(part, content=content) for name, part in parts.items()}
 
     def check(self, *, content: bool = True) -> None:
-        """Raise `Impure` for the first leaf that was written since, or for one that has come or gone."""
+        """Raise `Impure` for the first leaf that was written, added or removed since."""
         for name, part in self._parts.items():
             before, after = self._before[name], _leaves(part, content=content)
             for path in (*before, *after):
                 how = _written(before.get(path), after.get(path))
                 if how:
-                    where, hint = _join(name, path), "x + 1, not x.add_(1)"
+                    where, hint = _join(name, path), "write x + 1, not x.add_(1)"
                     if where.startswith(("state/params/", "state/frozen/")):
-                        hint += "; for what a forward pass does to its weights, torch.nn.utils.parametrize"
-                    raise Impure(f"the step writes what it was given{how}", where=where, hint=hint)
+                        hint += "; use torch.nn.utils.parametrize for weights that a forward pass computes"
+                    raise Impure(f"the step writes its arguments{how}", where=where, hint=hint)
 
 
 def _leaves(part: Tree, *, content: bool) -> dict[str, _Leaf]:
@@ -80,9 +79,9 @@ def _leaves(part: Tree, *, content: bool) -> dict[str, _Leaf]:
 
 
 def _written(before: _Leaf | None, after: _Leaf | None) -> str:
-    """How a leaf was written; "" where it was not."""
+    """Describe how a leaf was changed; "" if it was not."""
     if before is None or after is None:
-        return ": a leaf was added" if before is None else ": a leaf is gone"
+        return ": a leaf was added" if before is None else ": a leaf was removed"
     if before.version != after.version or before.value is not after.value:
         return ", in place"
     if before.content is None or after.content is None or bool(before.content == after.content):
@@ -91,21 +90,21 @@ def _written(before: _Leaf | None, after: _Leaf | None) -> str:
 
 
 def version(leaf: Any) -> int:
-    """How often a tensor was written in place; 0 for what does not count that."""
+    """The number of in-place writes to a tensor; 0 for a leaf that does not count them."""
     if not isinstance(leaf, Tensor) or leaf.is_inference():
         return 0
-    return leaf._version  # pyright: ignore[reportPrivateUsage]  # torch has no other
+    return leaf._version  # pyright: ignore[reportPrivateUsage]  # no public name
 
 
 def fingerprint(leaf: Tensor, weights: dict[torch.device, Tensor]) -> Tensor | None:
-    """A number that depends on every bit of the leaf and on its place, shape=(), dtype=int64, on its device. Of a
-    sparse or nested tensor, on its parts.
+    """A hash of every bit of the tensor and its position, shape=(), dtype=int64, on its device.
 
-    `torch.hash_tensor` is a plain XOR: it sees neither swapped numbers nor an even number of equal ones replaced.
+    For a sparse or nested tensor, a hash of its parts. `torch.hash_tensor` is a plain XOR, which misses swapped values
+    and an even number of equal replacements.
 
     Args:
-        leaf: of any dtype; None is the answer for what has no dense memory.
-        weights: the multipliers by device, made here.
+        leaf: a tensor of any dtype. The result is None if its values cannot be read.
+        weights: a cache of multipliers by device.
     """
     if leaf.device.type == "meta" or leaf.is_quantized:
         return None
@@ -128,18 +127,21 @@ def fingerprint(leaf: Tensor, weights: dict[torch.device, Tensor]) -> Tensor | N
 
 
 def _generators() -> dict[str, Any]:
-    """The states of the generators that belong to the caller."""
-    return {"torch's": tuple(state.numpy().tobytes() for state in rng.states()), **rng.host_states()}
+    """The states of the caller's global generators."""
+    return {
+        "torch's": tuple(state.numpy().tobytes() for state in global_rng.torch_states()),
+        **global_rng.host_states(),
+    }
 
 
 # --- the result -------------------------------------------------------------------------------------------------------
 
 
 class Kind:
-    """Structure, shapes, dtypes and devices of a state, which every step has to keep.
+    """Structure, shapes, dtypes and devices of a state, which every step must keep.
 
     Args:
-        state: the one that goes in.
+        state: the state before the step.
     """
 
     def __init__(self, state: Tree) -> None:
@@ -147,7 +149,7 @@ class Kind:
         self._leaves = _described(state)
 
     def check(self, new: Tree) -> None:
-        """Raise `Impure` with the first leaf that became something else."""
+        """Raise `Impure` for the first leaf that differs."""
         if tree.signature(new) == self._signature:
             return
         before, after = self._leaves, _described(new)
@@ -156,7 +158,7 @@ class Kind:
         raise Impure(
             f"the step changes its state: {found or 'other node types'}",
             where=_join("state", path or ""),
-            hint="return a state of the structure, shapes, dtypes and devices that went in (.to(old.dtype))",
+            hint="return a state with the structure, shapes, dtypes and devices of the old one (.to(old.dtype))",
         )
 
 
@@ -170,42 +172,44 @@ def _described(state: Tree) -> dict[str, str]:
 
 
 def _check_detached(pair: Pair, given: Tree) -> None:
-    known = {id(leaf) for leaf in tree.leaves(given)}  # a parameter that was handed in may come out again
+    known = {id(leaf) for leaf in tree.leaves(given)}  # the step may return an argument
     for name, part in zip(("state", "metrics"), pair, strict=True):
         for path, leaf in tree.with_paths(part):
             if isinstance(leaf, Tensor) and leaf.requires_grad and (leaf.grad_fn is not None or id(leaf) not in known):
                 raise Impure(
-                    "carries a graph, which keeps its whole step in memory", where=_join(name, path), hint=".detach()"
+                    "has an autograd graph, which keeps the whole step in memory",
+                    where=_join(name, path),
+                    hint="call .detach()",
                 )
 
 
 def check_repeated(first: Pair, second: Pair) -> None:
-    """Raise `Impure` where two results of one input differ.
+    """Raise `Impure` if two results for the same arguments differ.
 
-    On the CPU to the bit. Kernels on other devices may add in any order, unless they are told not to
-    (`torch.use_deterministic_algorithms`): there metrics may differ by a hundredth, and floating leaves of the state by
-    anything, since an optimizer makes whole steps of rounding errors.
+    On the CPU all bits must be equal. On other devices kernels may add in any order, unless
+    `torch.use_deterministic_algorithms` is set: metrics may then differ by 1 %, and floating leaves of the state by any
+    amount, because an optimizer can turn a rounding error into a whole step.
     """
-    hint = "everything a step reads must be in its arguments: no counters, clocks, caches or global generators"
+    hint = "pass everything that the step reads as an argument: no counters, clocks, caches or global generators"
     if tree.paths(first) != tree.paths(second):
-        raise Impure("the second call on the same state and batch gives another structure", where="step", hint=hint)
+        raise Impure("the second call with the same state and batch returns another structure", where="step", hint=hint)
     for name, one, other in zip(("state", "metrics"), first, second, strict=True):
         for (path, left), (_, right) in zip(tree.with_paths(one), tree.with_paths(other), strict=True):
             if not _equal(left, right, ordered=name == "metrics"):
                 raise Impure(
-                    "the second call on the same state and batch gives another value",
+                    "the second call with the same state and batch returns another value",
                     where=_join(name, path),
                     hint=hint,
                 )
 
 
 def _equal(left: Any, right: Any, *, ordered: bool) -> bool:
-    """Whether two leaves are the same; ``ordered`` False: a floating one need not be, where sums have no order."""
+    """True if two leaves are equal. With ``ordered=False``, floating leaves may differ if sums have no order."""
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return type(left) is type(right) and left == right
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    if left.is_floating_point() and left.itemsize == 1:  # torch does not compare these
+    if left.is_floating_point() and left.itemsize == 1:  # torch cannot compare these
         return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
     if torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all()):
         return True
@@ -215,35 +219,35 @@ def _equal(left: Any, right: Any, *, ordered: bool) -> bool:
     return not ordered or torch.allclose(left, right, rtol=_NOISE, atol=_NOISE, equal_nan=True)
 
 
-# --- what stays behind ------------------------------------------------------------------------------------------------
+# --- leaks ------------------------------------------------------------------------------------------------
 
 
 class _Births(TorchFunctionMode):
-    """Weak references to the tensors that torch makes."""
+    """Collects weak references to the tensors that torch operations create."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[weakref.ref[Tensor]] = []
+        self.created: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {id(arg) for arg in args}
+        inputs = {id(arg) for arg in args}
         several = isinstance(result, tuple | list)
         for found in cast("list[Any]", result) if several else [result]:
-            if isinstance(found, Tensor) and id(found) not in given:
-                self.made.append(weakref.ref(found))
+            if isinstance(found, Tensor) and id(found) not in inputs:
+                self.created.append(weakref.ref(found))
         return result
 
     def alive(self) -> list[Tensor]:
-        """Those that still exist."""
-        return [found for made in self.made if (found := made()) is not None]
+        """The tensors that still exist."""
+        return [found for reference in self.created if (found := reference()) is not None]
 
 
-def check_forgets(call: Callable[[], Any]) -> None:
-    """Raise `Impure` where every call leaves tensors behind, as a list does that they are appended to.
+def check_leaks(call: Callable[[], Any]) -> None:
+    """Raise `Impure` if every call keeps tensors alive, for example in a list.
 
     Args:
-        call: made once; twice where the first leaves something, which may be a cache.
+        call: the step. It is called once, and again if the first call keeps a tensor, which may be a cache.
     """
     first = _traces(call)
     if first is None or not first.alive():
@@ -256,7 +260,7 @@ def check_forgets(call: Callable[[], Any]) -> None:
         raise Impure(
             f"every call keeps {len(newer)} tensors alive, one of them {list(kept.shape)} {kept.dtype}{graph}",
             where="step",
-            hint="return what is to be kept as a metric; .item() or .detach() of what is only looked at",
+            hint="return values to keep as metrics; call .item() or .detach() on values to inspect",
         )
 
 
@@ -265,19 +269,19 @@ def _traces(call: Callable[[], Any]) -> _Births | None:
     try:
         with _uncompiled(), births:
             call()
-    except Exception:  # no memory, code that such a mode stops: the call has been made before and has worked
+    except Exception:  # out of memory, or the mode breaks the code: the call worked before
         return None
     if births.alive():
-        gc.collect()  # cycles are no leak
+        gc.collect()  # reference cycles are no leak
     return births
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    # A module that is compiled on its own would be compiled anew under a mode.
+    # A module with its own torch.compile would be recompiled under a mode.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-# --- all of it --------------------------------------------------------------------------------------------------------
+# --- the whole check --------------------------------------------------------------------------------------------------
 
 
 def observe(
@@ -287,43 +291,43 @@ def observe(
     again: Callable[[], Pair] | None = None,
     leaks: bool = True,
 ) -> Pair:
-    """The result of a call of a step, which must be a function of its arguments and of nothing else.
+    """Call a step, check that it is pure, and return its result.
 
     Args:
-        call: the step on its arguments.
-        parts: those arguments: "state", and others by any name.
-        again: the second call; ``call`` unless given.
-        leaks: look for tensors that stay alive as well, by a third call.
+        call: calls the step.
+        parts: the arguments of the step: "state", and others by any name.
+        again: the second call; by default ``call``.
+        leaks: also check for tensors that stay alive, with a third call.
 
     Raises:
-        Impure: naming the kind of impurity and the leaf.
-        Exception: what the first call raises.
+        Impure: the step is not pure; the message has the reason and the leaf.
+        Exception: the error of the first call.
     """
-    with rng.held():  # else another thread's draws would be this step's
+    with global_rng.locked():  # else draws of another thread would count as this step's
         return _observed(call, parts, again or call, leaks=leaks)
 
 
 def _observed(call: Callable[[], Pair], parts: dict[str, Tree], again: Callable[[], Pair], *, leaks: bool) -> Pair:
-    watched, kind, drawn = Untouched(**parts), Kind(parts["state"]), _generators()
+    watched, kind, drawn = Unchanged(**parts), Kind(parts["state"]), _generators()
     first = call()
     watched.check()
     _check_generators(drawn)
     kind.check(first[0])
     _check_detached(first, parts["state"])
-    # What a step hands out of its own memory would be overwritten by the second call.
-    handed = Untouched(content=False, state=first[0], metrics=first[1])
+    # If the step returns its own memory, the second call overwrites it.
+    returned = Unchanged(content=False, state=first[0], metrics=first[1])
     second = again()
     watched.check(content=False)
-    _check_kept(handed)
+    _check_not_reused(returned)
     check_repeated(first, second)
     del second
     if leaks:
-        check_forgets(again)
+        check_leaks(again)
     return first
 
 
-_SCOPED = "with rng.scoped(seed): ... (in eager mode alone), or a torch.Generator of its own"
-_IN_TORCH = "draw with torch (torch.rand), which the key of the state seeds, or in the loader: as a mask in the batch"
+_SCOPED = "draw inside rng.scoped(seed) (only in eager mode), or from your own torch.Generator"
+_IN_TORCH = "draw with torch (torch.rand), which the state's key seeds, or in the loader, as a mask in the batch"
 
 
 def _check_generators(before: dict[str, Any]) -> None:
@@ -336,14 +340,14 @@ def _check_generators(before: dict[str, Any]) -> None:
             )
 
 
-def _check_kept(handed: Untouched) -> None:
+def _check_not_reused(returned: Unchanged) -> None:
     try:
-        handed.check(content=False)
+        returned.check(content=False)
     except Impure as error:
         raise Impure(
-            "the next call writes into what this one returned",
+            "the next call overwrites the result of this one",
             where=error.where,
-            hint="return tensors of its own: x.clone(), not a buffer that the step keeps",
+            hint="return new tensors: x.clone(), not a buffer that the step keeps",
         ) from None
 
 

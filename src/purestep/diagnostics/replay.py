@@ -1,9 +1,8 @@
-"""A step written down, to be repeated elsewhere: its state and its batch in one file, to the bit.
+"""Write the state and the batch of a step to one file, bit for bit, and read them to repeat the step elsewhere.
 
-The file is a safetensors file. Its metadata hold, as JSON, the structure of both trees, the memory layout and the
-digest of every tensor, and notes; a digest of that JSON stands beside it. Nothing in it is ever run or imported: nodes
-come back as the dicts, lists and tuples they were, NamedTuples of the state as those of a template, other objects as
-namespaces with their attributes.
+The file is a safetensors file. Its metadata contain a JSON text and the digest of this text. The JSON has the structure
+of both trees, the memory layout and the digest of every tensor, and notes. Reading runs and imports nothing: dicts,
+lists and tuples come back as such, NamedTuples of the state as those of a template, other objects as namespaces.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _PLAIN = (bool, int, float, str)
 
 
 class Incident(NamedTuple):
-    """What a file held."""
+    """The contents of a file."""
 
     state: Tree
     batch: Any
@@ -38,18 +37,18 @@ class Incident(NamedTuple):
 
 
 def write(path: Path | str, state: Tree, batch: Any, notes: Mapping[str, Any]) -> Path:
-    """State and batch into one file, atomically.
+    """Write a state and a batch to one file, atomically.
 
     Args:
-        path: of the file.
+        path: the file.
         state: a tree of tensors.
-        batch: dicts, lists, tuples, NamedTuples, dataclasses and the like (`records.record`), of tensors, arrays of
-            numbers, numbers, text and None.
-        notes: what JSON can hold.
+        batch: dicts, lists, tuples, NamedTuples, dataclasses and similar objects (`batch_objects.attributes`) of
+            tensors, numeric arrays, numbers, text and None.
+        notes: JSON values.
 
     Raises:
-        StateError: something in the batch cannot be stored; with its path.
-        WriteFailed: nothing was written.
+        StateError: the batch contains an object that cannot be stored; the message has its path.
+        WriteFailed: the file could not be written.
     """
     from safetensors.torch import save_file
 
@@ -64,23 +63,23 @@ def write(path: Path | str, state: Tree, batch: Any, notes: Mapping[str, Any]) -
     with replacing(path) as temporary:
         try:
             save_file(tensors, temporary, metadata={"about": text, "crc32": str(zlib.crc32(text.encode()))})
-        except Exception as error:  # a full disk comes as an error of safetensors' own
+        except Exception as error:  # safetensors reports a full disk with its own error class
             raise write_failed(path, error) from error
     return Path(path)
 
 
 def read(path: Path | str, like: Tree, device: torch.device | str = "cpu") -> Incident:
-    """What `write` has written.
+    """Read a file of `write`.
 
     Args:
-        path: of the file.
+        path: the file.
         like: a state of the same structure, from ``program.init()``.
-        device: where tensors go that were not on the CPU.
+        device: the device for tensors that were not on the CPU.
 
     Raises:
-        NotFound: no such file.
-        Corrupt: a digest does not match.
-        Mismatch: the state is of another structure.
+        NotFound: the file does not exist.
+        Corrupt: a digest differs.
+        Mismatch: the state has another structure.
     """
     about, tensors = _opened(Path(path))
 
@@ -93,9 +92,9 @@ def read(path: Path | str, like: Tree, device: torch.device | str = "cpu") -> In
     if found != expected:
         place = next(place for place in {**expected, **found} if expected.get(place) != found.get(place))
         raise Mismatch(
-            f"{place} is {found.get(place, 'not there')}, and {expected.get(place, 'nothing')} in the program's state",
+            f"{place} is {found.get(place, 'missing')}, but {expected.get(place, 'missing')} in the program's state",
             where=str(path),
-            hint="the program of that run",
+            hint="pass the program of that run",
         )
     state = tree.unflatten(tree.flatten(like)[1], [leaf(stored[place]) for place in expected])
     return Incident(state, _tree(about["batch"], leaf), about["notes"])
@@ -108,7 +107,7 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise NotFound("no such file", where=str(path), hint="the path that the error named")
+        raise NotFound("no such file", where=str(path), hint="pass the path in the error message")
     try:
         with safe_open(path, framework="pt") as opened:
             metadata = opened.metadata() or {}
@@ -118,9 +117,9 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (SafetensorError, KeyError, ValueError, RecursionError) as error:
         raise Corrupt(f"cannot be read: {error}", where=str(path)) from error
     if metadata.get("crc32") != str(zlib.crc32(text.encode())):
-        raise Corrupt("its description is not the one that was written", where=str(path))
+        raise Corrupt("its metadata are damaged (their digest differs)", where=str(path))
     if about["format"] > FORMAT:
-        raise Mismatch(f"format {about['format']}, and this version reads {FORMAT}", where=str(path))
+        raise Mismatch(f"format {about['format']}, but this version reads up to {FORMAT}", where=str(path))
     return about, tensors
 
 
@@ -130,16 +129,18 @@ def _bytes(found: Tensor) -> Tensor:
 
 def _stored(path: str, leaf: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if leaf.layout != torch.strided or leaf.is_quantized or leaf.device.type == "meta":
-        raise StateError(f"a {leaf.layout} tensor on {leaf.device} cannot be stored", where=path, hint=".to_dense()")
+        raise StateError(
+            f"a {leaf.layout} tensor on {leaf.device} cannot be stored", where=path, hint="call .to_dense()"
+        )
     values = leaf.detach().resolve_conj().resolve_neg().cpu()
-    name = f"{len(tensors)}:{path}"  # a key of a dict may hold a slash
-    tensors[name] = _bytes(values).clone()  # as bytes: there are dtypes that the format does not know
+    name = f"{len(tensors)}:{path}"  # a key of a dict may contain a slash
+    tensors[name] = _bytes(values).clone()  # as bytes, because the format lacks some dtypes
     return {
         "path": path,
         "name": name,
         "shape": list(leaf.shape),
         "dtype": str(leaf.dtype),
-        "stride": list(torch.empty_like(leaf, device="meta").stride()),  # kernels are chosen by it
+        "stride": list(torch.empty_like(leaf, device="meta").stride()),  # the choice of kernels depends on it
         "device": leaf.device.type,
         "crc32": zlib.crc32(tensors[name].numpy().data),
     }
@@ -148,7 +149,7 @@ def _stored(path: str, leaf: Tensor, tensors: dict[str, Tensor]) -> dict[str, An
 def _loaded(entry: dict[str, Any], tensors: dict[str, Tensor], device: torch.device | str, *, where: str) -> Tensor:
     name, dtype = entry["name"], getattr(torch, entry["dtype"].removeprefix("torch."))
     if name not in tensors or zlib.crc32(tensors[name].numpy().data) != entry["crc32"]:
-        raise Corrupt(f"{entry['path']} is not what was written", where=where)
+        raise Corrupt(f"{entry['path']} is damaged (its digest differs)", where=where)
     values = tensors[name].view(dtype).view(entry["shape"])
     target = "cpu" if entry["device"] == "cpu" else device
     return torch.empty_strided(entry["shape"], entry["stride"], dtype=dtype, device=target).copy_(values)
@@ -176,11 +177,11 @@ def _node(path: str, node: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
         children = [_node(f"{path}/{index}", child, tensors) for index, child in enumerate(items)]
         found: dict[str, Any] = {"list" if isinstance(node, list) else "tuple": children}
         return found if fields is None else {**found, "name": type(items).__name__, "fields": list(fields)}
-    held = batch_objects.record(node)
-    if held is not None:
-        return {"object": [[name, _node(f"{path}/{name}", child, tensors)] for name, child in held.items()]}
+    attributes = batch_objects.attributes(node)
+    if attributes is not None:
+        return {"object": [[name, _node(f"{path}/{name}", child, tensors)] for name, child in attributes.items()]}
     kind = f"{type(node).__module__}.{type(node).__qualname__}"
-    raise StateError(f"a {kind} cannot be stored", where=path, hint="tensors, numbers and text in dicts and lists")
+    raise StateError(f"a {kind} cannot be stored", where=path, hint="pass tensors, numbers and text in dicts and lists")
 
 
 def _in_parts(path: str, node: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -188,7 +189,7 @@ def _in_parts(path: str, node: Tensor, tensors: dict[str, Tensor]) -> dict[str, 
     holes = node.layout is torch.jagged and (jagged.lengths() is not None or not node.is_contiguous())
     if node.is_quantized or holes:
         kind = "nested tensor with holes, or a transposed one," if holes else "quantized tensor"
-        raise StateError(f"a {kind} cannot be stored", where=path, hint=".contiguous(), or a dense tensor")
+        raise StateError(f"a {kind} cannot be stored", where=path, hint="call .contiguous(), or pass a dense tensor")
     layout = str(node.layout)[6:]
     parts = [_stored(path, part, tensors) for part in tensor_layout.dense_parts(node)]
     return {"layout": layout, "parts": parts, "shape": [] if node.is_nested else list(node.shape)}
@@ -221,6 +222,6 @@ def _tree(node: dict[str, Any], leaf: Any) -> Any:
         children = tuple(_tree(child, leaf) for child in node["tuple"])
         if "fields" not in node:
             return children
-        kind = namedtuple(node["name"], node["fields"])  # pyright: ignore[reportUntypedNamedTuple]  # known only now
+        kind = namedtuple(node["name"], node["fields"])  # pyright: ignore[reportUntypedNamedTuple]  # read from the file
         return kind(*children)
     return node["value"]

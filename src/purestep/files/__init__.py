@@ -1,7 +1,11 @@
-"""Files that are whole or not there, one writer for each directory, and the points at which tests make both fail.
+"""Atomic files, a lock for each directory, and failpoints for tests.
 
-A file written here appears under its name only after its bytes and its directory entry are on the disk. `OSError`s come
-out as `WriteFailed`, which says the file, the reason and what to do.
+A file gets its name only after its bytes are on the disk. An `OSError` becomes a `WriteFailed` with the file, the
+reason and the cure.
+
+atomic      write, replace, flush and delete files
+lock        `DirectoryLock`: one writer for each directory
+failpoints  places where a test makes the disk, the process or the clock fail
 """
 
 from .atomic import read_json as read_json

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: temporary name, bytes on the disk, rename, directory on the disk."""
+"""Write files atomically: write under a temporary name, flush, rename, flush the directory."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ _serial = count()
 
 
 def write_failed(path: Path | str, error: BaseException, *, size: int | None = None) -> WriteFailed:
-    """The `WriteFailed` that tells a failed write: which file, how many bytes, why, and what to do about it.
+    """Build the `WriteFailed` for a failed write, with the file, the number of bytes, the reason and the cure.
 
     Example:
         >>> import errno
-        >>> print(write_failed("run/a.json", OSError(errno.EDQUOT, "Disk quota exceeded"), size=10))
-        run/a.json: could not be written (10 bytes): [Errno 122] Disk quota exceeded (cure: free space or another disk)
+        >>> print(write_failed("run/a.json", OSError(errno.EDQUOT, "Disk quota exceeded")))
+        run/a.json: could not be written: [Errno 122] Disk quota exceeded (cure: free space or use another disk)
     """
     code = error.errno if isinstance(error, OSError) else None
     reason = f"[Errno {code}] {error.strerror}" if isinstance(error, OSError) and code else _first_line(error)
     hint = {
-        errno.ENOSPC: "free space or another disk",
-        errno.EDQUOT: "free space or another disk",
-        errno.EFBIG: "a higher limit on file sizes (ulimit -f)",
-        errno.EACCES: "a directory that this user may write to",
-        errno.EPERM: "a directory that this user may write to",
-        errno.EROFS: "a directory on a disk that is not mounted read-only",
-        errno.ENOTDIR: "the path of a directory, not of a file",
-        errno.EEXIST: "the path of a directory, not of a file",
+        errno.ENOSPC: "free space or use another disk",
+        errno.EDQUOT: "free space or use another disk",
+        errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
+        errno.EACCES: "use a directory that this user may write to",
+        errno.EPERM: "use a directory that this user may write to",
+        errno.EROFS: "use a directory on a disk that is not mounted read-only",
+        errno.ENOTDIR: "pass the path of a directory, not of a file",
+        errno.EEXIST: "pass the path of a directory, not of a file",
     }.get(code or 0, "")
     amount = f" ({size:,} bytes)" if size is not None else ""
-    made = WriteFailed(f"could not be written{amount}: {reason}", where=str(path), hint=hint)
-    made.errno = code
-    return made
+    failed = WriteFailed(f"could not be written{amount}: {reason}", where=str(path), hint=hint)
+    failed.errno = code
+    return failed
 
 
 def _first_line(error: BaseException) -> str:
@@ -63,10 +63,9 @@ _SPECIAL = (
 
 
 def special_file(path: Path | str) -> str:
-    """What is at the path that can be written to and not replaced: ``"a FIFO"``, ``"a socket"``, ``"a character
-    device"``, ...; "" where there is a file, a directory or nothing.
+    """The kind of a path that cannot be replaced, such as ``"a FIFO"`` or ``"a socket"``; "" for other paths.
 
-    Links are followed. What lies below ``/dev`` and ``/proc`` (``/dev/stdout``, which may lead to a file) counts too.
+    Follows links. Paths below ``/dev`` and ``/proc`` count too (``/dev/stdout``, which may be a file).
 
     Example:
         >>> special_file("/dev/null"), special_file("notes.txt")
@@ -91,13 +90,13 @@ def special_file(path: Path | str) -> str:
 
 @contextmanager
 def replacing(path: Path | str) -> Generator[Path]:
-    """A temporary path beside ``path``; what is written there takes the name ``path`` when the block ends well.
+    """Yield a temporary path in the same directory, and rename it to ``path`` at the end of the block.
 
-    The file is flushed to the disk, renamed over ``path`` and the directory is flushed, in this order: after a crash or
-    a power cut ``path`` holds the old bytes or the new ones. An exception in the block leaves ``path`` as it was.
+    Flushes the file, renames it, and flushes the directory, in this order: after a crash or a power cut, ``path`` has
+    the old bytes or the new ones. After an exception in the block, ``path`` is unchanged.
 
     Raises:
-        WriteFailed: for every `OSError`, in the block as well.
+        WriteFailed: an `OSError` occurred, here or in the block.
 
     Example:
         >>> import tempfile
@@ -109,7 +108,7 @@ def replacing(path: Path | str) -> Generator[Path]:
     """
     target = Path(path)
     if kind := special_file(target):
-        raise WriteFailed(f"is {kind}, which is not replaced", where=str(path), hint="pass the path of a file")
+        raise WriteFailed(f"is {kind} and cannot be replaced", where=str(path), hint="pass the path of a file")
     temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.{next(_serial)}.tmp")
     try:
         failpoint("files.write")
@@ -131,13 +130,13 @@ def replacing(path: Path | str) -> Generator[Path]:
 
 
 def write_bytes(path: Path | str, data: bytes) -> None:
-    """``data`` under ``path``, atomically and durably; see `replacing`."""
+    """Write ``data`` to ``path``, atomically and durably; see `replacing`."""
     with replacing(path) as temporary:
         temporary.write_bytes(data)
 
 
 def write_json(path: Path | str, value: Any, *, indent: int | None = 1) -> None:
-    """``value`` as JSON (with NaN and Infinity, as Python writes them) under ``path``; see `replacing`.
+    """Write ``value`` as JSON to ``path``, with Python's NaN and Infinity; see `replacing`.
 
     Example:
         >>> import tempfile
@@ -150,14 +149,14 @@ def write_json(path: Path | str, value: Any, *, indent: int | None = 1) -> None:
 
 
 def read_json(path: Path | str, *, limit: int = 1 << 28) -> Any:
-    """The JSON value stored under ``path``.
+    """Read the JSON value in a file.
 
     Args:
-        limit: bytes; a larger file is refused before it is read.
+        limit: the maximum size in bytes; a larger file is not read.
 
     Raises:
-        ValueError: too large, not UTF-8, not JSON, or nested too deeply.
-        OSError: no such file, or not readable.
+        ValueError: the file is too large, not UTF-8, not JSON, or nested too deeply.
+        OSError: the file does not exist or cannot be read.
     """
     size = os.stat(path).st_size
     if size > limit:
@@ -169,7 +168,7 @@ def read_json(path: Path | str, *, limit: int = 1 << 28) -> Any:
 
 
 def sync_file(path: Path | str) -> None:
-    """Returns when the bytes of this file are on the disk."""
+    """Wait until the bytes of this file are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
         _sync(descriptor)
@@ -178,14 +177,14 @@ def sync_file(path: Path | str) -> None:
 
 
 def sync_directory(path: Path | str) -> None:
-    """Returns when the names in this directory are on the disk; nothing where directories cannot be flushed."""
+    """Wait until the names in this directory are on the disk. Does nothing if directories cannot be flushed."""
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _sync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems have no such call
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems lack this call
             raise
     finally:
         os.close(descriptor)
@@ -193,7 +192,7 @@ def sync_directory(path: Path | str) -> None:
 
 def _sync(descriptor: int) -> None:
     full = getattr(fcntl, "F_FULLFSYNC", None)
-    if full is not None:  # on macOS fsync leaves the bytes in the drive's own cache
+    if full is not None:  # on macOS fsync leaves the bytes in the drive's cache
         with suppress(OSError):
             fcntl.fcntl(descriptor, full)  # pyright: ignore[reportOptionalMemberAccess]: `full` came from it
             return
@@ -201,7 +200,7 @@ def _sync(descriptor: int) -> None:
 
 
 def sync_tree(path: Path | str) -> None:
-    """Returns when every file and directory below ``path``, itself included, is on the disk."""
+    """Wait until ``path`` and every file and directory below it are on the disk."""
     for folder, _, names in os.walk(path, topdown=False):
         for name in names:
             sync_file(os.path.join(folder, name))
@@ -209,10 +208,9 @@ def sync_tree(path: Path | str) -> None:
 
 
 def remove_tree(path: Path | str) -> None:
-    """Deletes a file or a directory with all that is in it; links are deleted, not followed.
+    """Delete a file, or a directory with its contents. Links are deleted, not followed.
 
-    What is already gone is no error. The caller gives the tree another name first, where readers could see it half
-    deleted.
+    A missing file is no error. If readers could see a partly deleted tree, rename it first.
     """
     if os.path.islink(path) or not os.path.isdir(path):
         failpoint("files.unlink")

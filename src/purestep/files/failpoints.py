@@ -1,4 +1,4 @@
-"""The points at which a test makes the disk, the process or the clock fail, in a real process."""
+"""Points at which a test makes the disk, the process or the clock fail, in a real process."""
 
 from __future__ import annotations
 
@@ -13,50 +13,49 @@ from pathlib import Path
 from ..errors import ConfigError
 
 POINTS: dict[str, str] = {
-    "loop.batch": "the loader has given a batch, no step has seen it",
-    "loop.step": "a step has been made, nothing of it is on record; a donated state is gone",
-    "loop.epoch": "the last batch of an epoch is done, its boundary is not begun",
+    "loop.batch": "after the loader returned a batch, before the step",
+    "loop.step": "after a step, before the loop has recorded it; a donated state is gone",
+    "loop.epoch": "after the last batch of an epoch, before its boundary",
     "loop.evaluate": "before an evaluation",
-    "loop.snapshot": "in fit, before it hands a snapshot to the writer",
+    "loop.snapshot": "in fit, before a snapshot is passed to the writer",
     "files.write": "before a file is written under its temporary name",
-    "files.rename": "file whole on the disk, its name not yet",
-    "files.renamed": "file under its name, the directory not yet on the disk",
+    "files.rename": "after a file was flushed, before the rename",
+    "files.renamed": "after the rename, before the directory is flushed",
     "files.unlink": "before each file or directory of a tree is deleted",
     "snapshot.copy": "in the caller's thread, before the state is copied to host memory",
     "snapshot.stage": "in the writer, before the first byte is written",
-    "snapshot.digest": "arrays written, digests not yet computed",
-    "snapshot.manifest": "digests computed, manifest not yet written",
-    "snapshot.sync": "manifest written, nothing known to be on the disk",
-    "snapshot.verify": "everything on the disk, not yet read back",
-    "snapshot.archive": "before steps of an abandoned branch are set aside",
-    "snapshot.replace": "before a step that is overwritten is moved out of the way",
-    "snapshot.commit": "whole and verified, but under its temporary name",
-    "snapshot.committed": "under its name, the directory not yet on the disk",
-    "snapshot.retire": "before an old step loses its name",
-    "snapshot.delete": "an old step has lost its name, its files are still there",
+    "snapshot.digest": "after the arrays were written, before the digests",
+    "snapshot.manifest": "after the digests, before the manifest is written",
+    "snapshot.sync": "after the manifest was written, before the flush",
+    "snapshot.verify": "after the flush, before the step is read back",
+    "snapshot.archive": "before later steps are renamed to <step>.archived",
+    "snapshot.replace": "before an overwritten step is renamed",
+    "snapshot.commit": "after the verification, before the rename",
+    "snapshot.committed": "after the rename, before the directory is flushed",
+    "snapshot.retire": "before an old step is renamed for deletion",
+    "snapshot.delete": "after an old step was renamed, before its files are deleted",
     "snapshot.quarantine": "before a damaged step is renamed",
 }
-"""Where a fault can be planted, and what has happened by then."""
+"""The names of the failpoints and their positions."""
 
 _PLAN = "PURESTEP_FAILPOINT"
 _hits: Counter[str] = Counter()
 
 
 def armed() -> bool:
-    """Whether there is a plan, for code that cannot afford to ask at every point. What is in ``loop`` asks once, when a
-    run starts."""
+    """True if ``PURESTEP_FAILPOINT`` is set. The loop checks it once, at the start of a run."""
     return bool(os.environ.get(_PLAN))
 
 
 def failpoint(name: str) -> None:
-    """Nothing, unless ``PURESTEP_FAILPOINT`` in the environment asks for a fault here.
+    """Run the action that the environment variable ``PURESTEP_FAILPOINT`` sets for this point, if any.
 
-    The variable holds ``name=action`` or ``name=action@n`` (only the n-th time, from 1), several separated by commas.
+    The variable is a list of ``name=action`` or ``name=action@n`` (only the n-th time, from 1), separated by commas.
     Actions: ``kill`` (SIGKILL to this process), ``raise:ENOSPC`` (an `OSError`) or ``raise:MemoryError`` (any builtin
-    exception), ``sleep:0.5`` (seconds), ``wait:/path`` (makes ``/path.reached``, then waits until ``/path`` exists).
+    exception), ``sleep:0.5`` (seconds), ``wait:/path`` (create ``/path.reached``, then wait until ``/path`` exists).
 
     Raises:
-        ConfigError: the variable names a point or an action that does not exist.
+        ConfigError: the variable has an unknown point or action.
 
     Example:
         >>> failpoint("files.write")
@@ -64,7 +63,7 @@ def failpoint(name: str) -> None:
     assert name in POINTS, name
     plan = os.environ.get(_PLAN)
     if plan:
-        _hits[name] = now = _hits[name] + 1  # another thread may pass while this one waits
+        _hits[name] = now = _hits[name] + 1  # another thread may count while this one waits
         for point, action, turn in _parse_plan(plan):
             if point == name and turn in (0, now):
                 _act(name, action)
@@ -76,7 +75,7 @@ def _parse_plan(plan: str) -> list[tuple[str, str, int]]:
         point, _, rest = part.strip().partition("=")
         action, _, turn = rest.partition("@")
         if point not in POINTS or not action or (turn and not turn.isdigit()):
-            hint = f"name=action@n with a name out of: {', '.join(POINTS)}"
+            hint = f"set name=action@n with one of the names {', '.join(POINTS)}"
             raise ConfigError(f"{part!r} is no failpoint", where="PURESTEP_FAILPOINT", hint=hint)
         found.append((point, action, int(turn or 0)))
     return found
@@ -98,5 +97,5 @@ def _act(name: str, action: str) -> None:
     elif verb == "raise" and isinstance(kind := getattr(builtins, argument, None), type):
         raise kind(f"failpoint {name}")
     else:
-        hint = "kill, raise:ENOSPC, raise:MemoryError, sleep:0.5 or wait:/path"
+        hint = "use kill, raise:ENOSPC, raise:MemoryError, sleep:0.5 or wait:/path"
         raise ConfigError(f"{action!r} is no action", where="PURESTEP_FAILPOINT", hint=hint)

@@ -1,4 +1,4 @@
-"""One writer for each directory."""
+"""A lock that allows one writer for each directory."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _log = logging.getLogger("purestep")
 
 
 class DirectoryLock:
-    """The right to write into a directory, held by one object at a time on this machine (and on NFS, between machines).
+    """A lock for writing into a directory. One object on this machine holds it at a time; on NFS, one of all machines.
 
-    The lock is an flock on ``.lock``, so the kernel drops it when its holder dies, however it dies; the file says who
-    holds it: pid, host and since when. A process forked from the holder (a DataLoader worker) does not hold it.
+    The lock is an flock on ``.lock``, so the kernel releases it when its holder dies. The file contains the pid, the
+    host and the start time of the holder. A forked process (a DataLoader worker) does not hold it.
 
     Args:
-        directory: made where it does not exist.
+        directory: the directory; `acquire` creates it.
 
     Example:
         >>> import tempfile
@@ -47,18 +47,18 @@ class DirectoryLock:
 
     @property
     def held(self) -> bool:
-        """Whether this object holds the lock, in this process."""
+        """True while this object holds the lock, in this process."""
         return self._descriptor is not None
 
     def acquire(self, *, patience: float = 0.2) -> None:
-        """Takes the lock; nothing when this object holds it already.
+        """Acquire the lock. Does nothing if this object holds it already.
 
         Args:
-            patience: seconds to go on trying.
+            patience: seconds to retry.
 
         Raises:
-            Locked: another one holds it; the message has its pid, host and start.
-            WriteFailed: the directory cannot be made or written to.
+            Locked: another object holds it; the message has its pid, host and start time.
+            WriteFailed: the directory cannot be created or written to.
         """
         if self.held:
             return
@@ -76,8 +76,8 @@ class DirectoryLock:
                 raise write_failed(self.path, error) from error
             raise
         self._descriptor = descriptor
-        # A lock that nobody can release any more, in a notebook say, goes with its last reference.
-        self._finalizer = weakref.finalize(self, _give_back, descriptor)
+        # A lock without references, in a notebook for example, is released.
+        self._finalizer = weakref.finalize(self, _unlock, descriptor)
         _held.add(self)
 
     def _flock(self, descriptor: int, deadline: float) -> None:
@@ -86,20 +86,20 @@ class DirectoryLock:
                 return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                    _log.warning("%s: this file system has no locks; see that only one run writes here", self.path)
+                    _log.warning("%s: this file system has no locks (cure: let only one run write here)", self.path)
                     return
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
             if time.monotonic() > deadline:
                 holder = self._holder(descriptor)
-                hint = "end that run, take another directory, or read with Snapshots(directory, writer=False)"
+                hint = "end that run, use another directory, or read with Snapshots(directory, writer=False)"
                 raise Locked(f"another run writes here: {holder}", where=str(self.path.parent), hint=hint)
             time.sleep(0.01)
 
     def _sign(self, descriptor: int) -> None:
         last = _read(descriptor)
         if last.strip(b"\0 \n"):
-            _log.warning("%s: taking over from a run that did not end well: %s", self.path, self._holder(descriptor))
+            _log.warning("%s: the previous run did not end normally: %s", self.path, self._holder(descriptor))
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now})
         os.ftruncate(descriptor, 0)
@@ -113,17 +113,17 @@ class DirectoryLock:
             mine = ", this very process" if found["pid"] == os.getpid() else ""
             return f"pid {found['pid']} on {found['host']} since {found['since']}{mine}"
         except (ValueError, TypeError, KeyError):
-            return "it has not signed the lock yet"
+            return "it has not written its pid yet"
 
     def release(self) -> None:
-        """Gives the lock back; nothing when it is not held."""
+        """Release the lock. Does nothing if it is not held."""
         self._descriptor = None
         _held.discard(self)
         if self._finalizer is not None:
             self._finalizer()
 
     def abandon(self) -> None:
-        """Closes a forked child's copy of the lock; the parent keeps its own."""
+        """Close a forked child's copy of the lock. The parent keeps its lock."""
         descriptor, self._descriptor = self._descriptor, None
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -143,8 +143,8 @@ def _read(descriptor: int) -> bytes:
     return os.read(descriptor, 4096)
 
 
-def _give_back(descriptor: int) -> None:
-    with suppress(OSError):  # a disk that fails now must not hide the error that ended the run
+def _unlock(descriptor: int) -> None:
+    with suppress(OSError):  # a failing disk must not hide the error that ended the run
         os.ftruncate(descriptor, 0)
     os.close(descriptor)
 
@@ -159,6 +159,6 @@ def _forget_locks() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # flock belongs to the open file, which a forked worker shares: a worker that outlives a killed trainer would keep
+    # A forked worker shares the open file, and with it the flock: a worker that outlives a killed trainer would keep
     # the directory locked.
     os.register_at_fork(after_in_child=_forget_locks)

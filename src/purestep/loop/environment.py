@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .. import rng
+from .. import global_rng
 from ..data import random_state
 from ..errors import ConfigError, StepContractError
 
@@ -50,7 +50,7 @@ def surroundings(config: FitConfig, device: torch.device) -> Generator[None]:
     """
     back = ExitStack()
     thread = threading.current_thread()
-    with rng.held():
+    with global_rng.locked():
         wanted = _wanted(config)
         others = [run for run in _ACTIVE if run.thread != thread.ident]
         for other in others:
@@ -58,14 +58,14 @@ def surroundings(config: FitConfig, device: torch.device) -> Generator[None]:
         own = _Active(thread.ident or 0, thread.name, wanted)
         if not others:
             with ExitStack() as failed:
-                failed.callback(rng.aside(0, device))
+                failed.callback(global_rng.seed_with_restore(0, device))
                 _set(config, failed)
                 back = failed.pop_all()
         _ACTIVE.append(own)
     try:
         yield
     finally:
-        with rng.held():
+        with global_rng.locked():
             del _ACTIVE[next(at for at, run in enumerate(_ACTIVE) if run is own)]
             if any(run.thread != own.thread for run in _ACTIVE):
                 _BACK.append(back)
@@ -88,10 +88,10 @@ def watched(call: Callable[[], Any], name: str) -> Any:
     """
     if not several():
         return call()
-    with rng.held():
+    with global_rng.locked():
         before = random_state.watch()
     found = call()
-    with rng.held():
+    with global_rng.locked():
         drawn = before.drawn()
     if drawn:
         told = " and ".join(f"{each}'s" for each in sorted(drawn)).replace("python's", "Python's")

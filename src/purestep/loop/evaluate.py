@@ -233,4 +233,4 @@ def _kinds(leaves: list[Any]) -> list[Any]:
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.dim(), leaf.device, leaf.layout
-    return object() if isinstance(leaf, Mapping) or batch_objects.record(leaf) is not None else type(leaf)
+    return object() if isinstance(leaf, Mapping) or batch_objects.attributes(leaf) is not None else type(leaf)

@@ -1,12 +1,13 @@
-"""Metrics that merge: sums and what to divide them by, added over batches and resumes, divided once at the end.
+"""Mergeable metrics: totals and weights are added over batches and resumes, and divided once at the end.
 
-A metric is ``f(outputs, targets) -> Mean``, computed on the device; nothing here waits for it but `compute` and
-`to_json`. Options are keyword arguments, to be bound with `functools.partial`::
+A metric is ``f(outputs, targets) -> Mean``, computed on the device; only `compute` and `to_json` wait for the device.
+Options are keyword arguments; bind them with `functools.partial`::
 
     ps.supervised(criterion, metrics={"accuracy": metrics.accuracy, "top5": partial(metrics.accuracy, k=5)})
 
-Precision, recall and F1 are ratios of counts, so they too are Means; averaging them over batches would be wrong. A mean
-over classes is a `Mean` of vectors: ``compute()`` gives the classes, ``float`` the mean over those that were counted.
+Precision, recall and F1 are ratios of counts, so they are Means too; averaging their values over batches would be
+wrong. A metric by class is a `Mean` of vectors: ``compute()`` returns one value per class, ``float`` the mean over the
+classes with a weight > 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The monoid: empty, merge, compute, and the way through JSON."""
+"""Operations on metrics: empty, merge, compute, and conversion to and from JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..types import Mean, Metrics
 
 
 def empty() -> Metrics:
-    """The metrics of no batch: merging them changes nothing.
+    """Return the metrics of no batch, the neutral element of `merge`.
 
     Example:
         >>> merge(empty(), empty())
@@ -25,14 +25,14 @@ def empty() -> Metrics:
 
 
 def merge(first: Metrics, second: Metrics) -> Metrics:
-    """Sums of totals and of weights; a name that is only in one of them stays as it is.
+    """Add totals and weights by name; a name in only one of the two is copied.
 
     Args:
         first: name -> Mean, shapes () or (n,).
-        second: the same; shapes agree where the names do.
+        second: name -> Mean; Means of one name have one shape.
 
     Raises:
-        StepContractError: they do not.
+        StepContractError: two Means of one name have different shapes.
 
     Example:
         >>> one, two = as_mean(torch.tensor(1.0), 3), as_mean(torch.tensor(5.0), 1)
@@ -46,27 +46,27 @@ def merge(first: Metrics, second: Metrics) -> Metrics:
 def _add(name: str, first: Mean, second: Mean) -> Mean:
     if first.total.shape != second.total.shape:
         raise StepContractError(
-            f"{name!r} of shape {list(first.total.shape)} and {list(second.total.shape)}",
+            f"{name!r} has shape {list(first.total.shape)} and {list(second.total.shape)}",
             where="metrics.merge",
-            hint="one number in both, or one for each class",
+            hint="return one number in both, or one per class in both",
         )
-    # A metric with an ending of its own (`from_torchmetrics`) keeps it, whichever side it is on.
+    # A subclass (`from_torchmetrics`) keeps its type on either side.
     like = second if isinstance(second, type(first)) else first
-    return counted_anew(like, first.total + second.total, first.weight + second.weight)
+    return with_sums(like, first.total + second.total, first.weight + second.weight)
 
 
-def counted_anew(mean: Mean, total: Tensor, weight: Tensor) -> Mean:
-    """The same metric with other numbers."""
-    # Dynamo of torch 2.11 cannot return what `_replace` has made.
+def with_sums(mean: Mean, total: Tensor, weight: Tensor) -> Mean:
+    """Return a metric of the same type with another total and weight."""
+    # Dynamo of torch 2.11 cannot return the result of `_replace`.
     return Mean(total, weight) if type(mean) is Mean else mean._replace(total=total, weight=weight)
 
 
 def compute(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
-    """What they come to, as Python numbers; nan where nothing was counted. Waits for the device, once.
+    """Return the values as Python numbers, nan for weight 0. Waits for the device once.
 
     Args:
-        metrics: name -> Mean, on any device, or several.
-        prefix: put before each name (``"val_"``).
+        metrics: name -> Mean, on one or several devices.
+        prefix: prepended to each name (``"val_"``).
 
     Example:
         >>> compute({"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))}, prefix="val_")
@@ -76,33 +76,33 @@ def compute(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
 
 
 def _on_host(metrics: Metrics) -> Metrics:
-    """The same on the CPU, in one copy: of each device and dtype, where there are several."""
-    found, treedef = tree.flatten(metrics)
-    together: dict[Any, list[int]] = {}
-    for at, leaf in enumerate(found):
-        if _is_elsewhere(leaf):
-            together.setdefault((leaf.device, leaf.dtype), []).append(at)
-    for places in together.values():
-        leaves = [found[at] for at in places]
-        parts = torch.cat([leaf.reshape(-1) for leaf in leaves]).cpu().split([leaf.numel() for leaf in leaves])
-        for at, leaf, part in zip(places, leaves, parts, strict=True):
-            found[at] = part.reshape(leaf.shape)
-    return tree.unflatten(treedef, found)
+    """Copy the metrics to the CPU, with one transfer per device and dtype."""
+    leaves, treedef = tree.flatten(metrics)
+    groups: dict[Any, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if _is_on_device(leaf):
+            groups.setdefault((leaf.device, leaf.dtype), []).append(index)
+    for indices in groups.values():
+        group = [leaves[index] for index in indices]
+        parts = torch.cat([leaf.reshape(-1) for leaf in group]).cpu().split([leaf.numel() for leaf in group])
+        for index, leaf, part in zip(indices, group, parts, strict=True):
+            leaves[index] = part.reshape(leaf.shape)
+    return tree.unflatten(treedef, leaves)
 
 
-def _is_elsewhere(leaf: Tensor) -> bool:
+def _is_on_device(leaf: Tensor) -> bool:
     return leaf.device.type != "cpu"
 
 
 def as_mean(value: Tensor | float, weight: Tensor | float = 1.0) -> Mean:
-    """A mean that somebody else took, so that it can be merged.
+    """Convert a mean to a `Mean`, so that it can be merged.
 
     Args:
         value: a mean, shape=() or (n,), of any real dtype.
-        weight: what it is a mean over, at least 0: examples, tokens, elements.
+        weight: the number of examples, tokens or elements that it is a mean over, at least 0.
 
     Raises:
-        StepContractError: a matrix, or complex numbers.
+        StepContractError: the value is a matrix or complex.
 
     Example:
         >>> as_mean(torch.tensor(0.5), 8)
@@ -111,37 +111,37 @@ def as_mean(value: Tensor | float, weight: Tensor | float = 1.0) -> Mean:
     mean = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
     if mean.dim() > 1 or mean.is_complex():
         raise StepContractError(
-            f"a metric of shape {list(mean.shape)} and dtype {mean.dtype}",
+            f"the value has shape {list(mean.shape)} and dtype {mean.dtype}",
             where="metrics.as_mean",
-            hint="a real number, or one for each class: value.mean()",
+            hint="pass a real number, or one per class: value.mean()",
         )
     mean = mean.float()
-    over = torch.as_tensor(weight, dtype=torch.float32, device=mean.device).detach().expand_as(mean)
+    count = torch.as_tensor(weight, dtype=torch.float32, device=mean.device).detach().expand_as(mean)
     # A mean over nothing is nan, and nan x 0 would be nan.
-    return Mean(torch.where(over > 0, mean * over, torch.zeros_like(mean)), over.clone())
+    return Mean(torch.where(count > 0, mean * count, torch.zeros_like(mean)), count.clone())
 
 
 def to_json(metrics: Metrics) -> dict[str, dict[str, Any]]:
-    """Totals and weights as numbers that JSON can hold (what is not finite as None). Waits for the device.
+    """Convert totals and weights to JSON numbers; a number that is not finite becomes None. Waits for the device.
 
     Example:
         >>> to_json({"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))})
         {'loss': {'total': 6.0, 'weight': 4.0}}
     """
     return {
-        name: {field: _plain(value.tolist()) for field, value in mean._asdict().items()}
+        name: {field: _to_json_number(value.tolist()) for field, value in mean._asdict().items()}
         for name, mean in _on_host(metrics).items()
     }
 
 
-def _plain(value: Any) -> Any:
+def _to_json_number(value: Any) -> Any:
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_to_json_number(one) for one in value]
     return value if math.isfinite(value) else None
 
 
 def from_json(found: Mapping[str, Mapping[str, Any]], *, device: torch.device | str = "cpu") -> Metrics:
-    """The way back from `to_json`: plain Means, which take on their kind when they are merged with the next batch.
+    """Restore the metrics of `to_json` as plain Means; merging with the next batch restores a subclass of `Mean`.
 
     Example:
         >>> metrics = {"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))}
@@ -149,12 +149,14 @@ def from_json(found: Mapping[str, Mapping[str, Any]], *, device: torch.device | 
         True
     """
     return {
-        name: Mean(*(torch.tensor(_numbers(mean[field]), dtype=torch.float32, device=device) for field in Mean._fields))
+        name: Mean(
+            *(torch.tensor(_from_json(mean[field]), dtype=torch.float32, device=device) for field in Mean._fields)
+        )
         for name, mean in found.items()
     }
 
 
-def _numbers(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if isinstance(value, list):
-        return [_numbers(one) for one in value]
+        return [_from_json(one) for one in value]
     return math.nan if value is None else value

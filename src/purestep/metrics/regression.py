@@ -1,4 +1,4 @@
-"""How far numbers are from numbers."""
+"""Regression metrics: mean absolute and mean squared error."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from .classification import logits_of
 
 
 def mean_absolute_error(outputs: Any, targets: Tensor) -> Mean:
-    """``|outputs - targets|`` over all elements.
+    """Mean of ``|outputs - targets|`` over all elements.
 
     Args:
-        outputs: any shape, or something with ``.logits`` of it.
+        outputs: a tensor of any shape, or an object with such ``.logits``.
         targets: the same shape.
 
     Raises:
-        StepContractError: two shapes (broadcasting would compare each with each).
+        StepContractError: the shapes differ (broadcasting would compare each output with each target).
 
     Example:
         >>> float(mean_absolute_error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])))
         1.0
     """
     difference = _difference("mean_absolute_error", outputs, targets)
-    return Mean(difference.abs().sum(), _number(difference))
+    return Mean(difference.abs().sum(), _numel(difference))
 
 
 def mean_squared_error(outputs: Any, targets: Tensor) -> Mean:
-    """``(outputs - targets)^2`` over all elements.
+    """Mean of ``(outputs - targets)^2`` over all elements.
 
     Args:
-        outputs: any shape, or something with ``.logits`` of it.
+        outputs: a tensor of any shape, or an object with such ``.logits``.
         targets: the same shape.
 
     Raises:
-        StepContractError: two shapes (broadcasting would compare each with each).
+        StepContractError: the shapes differ (broadcasting would compare each output with each target).
 
     Example:
         >>> float(mean_squared_error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])))
         2.0
     """
     difference = _difference("mean_squared_error", outputs, targets)
-    return Mean(difference.square().sum(), _number(difference))
+    return Mean(difference.square().sum(), _numel(difference))
 
 
 def _difference(name: str, outputs: Any, targets: Tensor) -> Tensor:
-    found = logits_of(name, outputs)
-    if found.shape != targets.shape:
+    predictions = logits_of(name, outputs)
+    if predictions.shape != targets.shape:
         raise StepContractError(
-            f"outputs {list(found.shape)} and targets {list(targets.shape)}",
+            f"outputs {list(predictions.shape)} and targets {list(targets.shape)} have different shapes",
             where=f"metrics.{name}",
-            hint="one shape: targets.unsqueeze(-1), or outputs.squeeze(-1)",
+            hint="call targets.unsqueeze(-1), or outputs.squeeze(-1)",
         )
-    return found.float() - targets.float()
+    return predictions.float() - targets.float()
 
 
-def _number(of: Tensor) -> Tensor:
-    return torch.full((), of.numel(), dtype=torch.float32, device=of.device)
+def _numel(tensor: Tensor) -> Tensor:
+    return torch.full((), tensor.numel(), dtype=torch.float32, device=tensor.device)

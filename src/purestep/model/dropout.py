@@ -69,7 +69,7 @@ def _is_replaced(value: Any, rate: Any) -> bool:
     plain = isinstance(value, Tensor) and isinstance(rate, float) and 0 < rate < 1
     if not plain or value.device.type != "cpu" or 0 in value.shape:
         return False
-    return torch.compiler.is_compiling() or not tracing.mapped(value)  # Dynamo cannot trace `mapped`
+    return torch.compiler.is_compiling() or not tracing.is_mapped(value)  # Dynamo cannot trace `mapped`
 
 
 def _dropped(value: Tensor, rate: float) -> Tensor:

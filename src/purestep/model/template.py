@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import tree
+from .. import tensor_layout
 from ..errors import StateError, StepContractError
 
 Named = Iterable[tuple[str, Tensor]]
@@ -251,7 +251,7 @@ def _address(value: Tensor) -> int:
 
 
 def _length(value: Tensor) -> int:
-    return tree.extent(value) * value.element_size()
+    return tensor_layout.extent(value) * value.element_size()
 
 
 def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:

@@ -30,7 +30,7 @@ def marks(tensors: Params) -> dict[str, Mark]:
     if torch.compiler.is_dynamo_compiling():
         return {}
     if tracing.transformed():
-        tensors = {name: tracing.behind(tensor) for name, tensor in tensors.items()}
+        tensors = {name: tracing.unwrapped(tensor) for name, tensor in tensors.items()}
     return {name: _mark(tensor) for name, tensor in tensors.items()}
 
 

@@ -1,4 +1,4 @@
-"""Objectives: what is differentiated, what it weighs, and what is measured on the way."""
+"""Objectives: functions of model and batch that return a loss, its weight, and metrics."""
 
 from __future__ import annotations
 

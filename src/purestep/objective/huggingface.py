@@ -1,4 +1,4 @@
-"""The losses that Hugging Face models compute themselves."""
+"""The losses that Hugging Face models compute, and their weights."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .measure import mean_of
 
 _HF_BATCH = '{"input_ids": ..., "labels": ...}'
 _CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
-_UNSHIFTED = (  # decoders that expect labels shifted already, though their names say otherwise
+_UNSHIFTED = (  # decoders that expect shifted labels, although their names say otherwise
     *("Bart", "BigBirdPegasus", "Blenderbot", "CpmAnt", "FlaubertWith", "MBart", "Marian", "Musicgen", "Mvp", "PLBart"),
     *("Pegasus", "ProphetNet", "TrOCR", "Whisper", "XLMWith", "XLNet"),
 )
-_SHIFTED = (  # heads that shift labels, though no part of their names that is common to others says so
+_SHIFTED = (  # further heads that shift labels
     *("LMHeadModel", "ModelWithLMHead", "DoubleHeadsModel", "ForConditionalGeneration", "ForCausalImageModeling"),
     *("BertGenerationDecoder", "Blip2Model", "BlipForQuestionAnswering", "ForProteinText2Text", "ForVisionText2Text"),
 )
 _ATTENDED = ("ElectraForPreTraining", "FunnelForPreTraining")
-"""Their loss is a mean over the tokens that are attended to, whatever their labels are."""
-_UNKNOWN = (  # sums of several means, means over boxes, masks, matched pairs or observed values
+"""Their loss is a mean over the attended tokens, whatever the labels are."""
+_UNKNOWN = (  # losses that are sums of several means, or means over boxes, masks, matched pairs or observed values
     *("ForPreTraining", "ForPretraining", "DoubleHeadsModel", "ForMaskedImageModeling", "ForObjectDetection"),
     *("ForSegmentation", "ForInstanceSegmentation", "ForUniversalSegmentation", "ForPanopticSegmentation"),
     *("ForDepthEstimation", "ForNormalEstimation", "ForPrediction", "ForVideoGrounding", "ForRNNT", "ForTDT"),
@@ -60,35 +60,36 @@ def hf_loss(
     ignore_index: int | None = None,
     weight: Callable[[Mapping[str, Any]], Tensor | float] | None = None,
 ) -> Objective:
-    """The loss that a Hugging Face model computes itself, weighted by the labels it counts.
+    """Build the objective of a Hugging Face model: the loss that the model computes, weighted by its counted labels.
 
-    The batch is a mapping that goes to the model as keyword arguments. A causal model predicts each label from the
-    tokens before it, so the first label of every row is not counted. What has no ``labels`` weighs its number of rows:
-    two-tower models, which are asked for their loss (``return_loss=True``), and masked images; so does a CTC loss,
-    which is a mean over rows (1 where the model's configuration asks for their sum).
+    The batch is a mapping; the model receives it as keyword arguments. The weight has the role of
+    ``num_items_in_batch`` in transformers: micro-batches with different numbers of tokens add up to the gradient of the
+    whole batch. It is
 
-    Discriminators (`ElectraForPreTraining`) weigh the tokens that are attended to. Behind the virtual tokens of PEFT's
-    prompt tuning the first label counts too. Answers (``start_positions``, ``end_positions``) beyond the last token are
-    not counted. Of losses that are a sum of several means, or a mean over boxes, masks or observed values (pretraining
-    with two heads, two kinds of labels, a router's loss, detection, forecasts), the weight is not known: a warning says
-    so. It also says that a contrastive loss (`CLIPModel`) compares the rows of a batch, so that micro-batches do not
-    add up.
-
-    The weight does what ``num_items_in_batch`` does elsewhere: micro-batches with different numbers of tokens add up to
-    the gradient of the whole batch.
+    - the number of labels that are not ignored. A causal model predicts each label from the tokens before it, so the
+      first label of every row does not count, except after the virtual tokens of PEFT's prompt tuning;
+    - the number of rows for a batch without ``labels`` (two-tower models, which get ``return_loss=True``, and masked
+      images) and for a CTC loss, which is a mean over rows (1 if the model's configuration sums them);
+    - the number of answers (``start_positions``, ``end_positions``) within the tokens;
+    - the number of attended tokens for discriminators (`ElectraForPreTraining`);
+    - unknown for losses that are a sum of several means, or a mean over boxes, masks or observed values (pretraining
+      with two heads, two kinds of labels, a router's loss, detection, forecasts): labels or rows are counted, with a
+      warning. Contrastive losses (`CLIPModel`) warn too: they compare the rows of a batch, so micro-batches do not add
+      up.
 
     Args:
         metrics: name -> ``f(outputs, labels)``; without ``labels``, ``f(outputs, batch)``.
-        causal: whether the model shifts the labels; None reads it from the model's class.
-        ignore_index: labels that do not count; None: -100, or what the configuration of a segmentation model says.
-        weight: ``f(batch)``: what the model's loss is a mean over, a number or a 0-d tensor; None: as above.
+        causal: True if the model shifts the labels; None derives it from the model's class.
+        ignore_index: the label value that does not count; None: -100, or that of a segmentation model's configuration.
+        weight: ``f(batch)`` returns the count that the model's loss is a mean over, a number or a 0-d tensor; None: as
+            above.
 
     Warns:
-        UserWarning: when called: it is not known what this model's loss is a mean over, or it is no mean over rows.
+        UserWarning: when called, if the weight is unknown or the loss is no mean over rows.
 
     Raises:
-        DataError: when called: a batch that is no mapping or has no labels.
-        StepContractError: when called: the model returned no loss, or a metric none of what a `Metric` may.
+        DataError: when called, if the batch is not a mapping or has no labels.
+        StepContractError: when called, if the model returns no loss, or a metric returns an invalid value.
 
     Example:
         >>> import torch, purestep as ps
@@ -104,7 +105,7 @@ def hf_loss(
     measured = dict(metrics or {})
 
     def objective(model: Any, batch: Any, /, *context: Any) -> Loss:
-        del context  # a Hugging Face loss depends on the batch alone
+        del context  # A Hugging Face loss depends on the batch only.
         named = _labelled(model, batch)
         outputs = model(**named)
         mean = _loss_of(outputs)
@@ -113,17 +114,17 @@ def hf_loss(
         labels = named.get("labels")
         targets, sized = (named if labels is None else labels), _sized(named)
         if weight is None:
-            known = _weight(model, named, sized.shape[0], mean, causal=causal, ignore_index=ignore_index)
+            total = _weight(model, named, sized.shape[0], mean, causal=causal, ignore_index=ignore_index)
         else:
-            known = torch.as_tensor(weight(named), device=mean.device)
+            total = torch.as_tensor(weight(named), device=mean.device)
         values = {name: mean_of(metric(outputs, targets), sized) for name, metric in measured.items()}
-        return Loss(mean, known.to(torch.float32), values)
+        return Loss(mean, total.to(torch.float32), values)
 
     return objective
 
 
 def _labelled(model: Any, batch: Any) -> Mapping[str, Any]:
-    """What goes to a Hugging Face model so that it returns a loss."""
+    """Return the keyword arguments with which a Hugging Face model returns a loss."""
     if isinstance(batch, Mapping):
         named = cast(Mapping[str, Any], batch)
         if any("label" in name or name in ("start_positions", "return_loss") for name in named):
@@ -134,7 +135,7 @@ def _labelled(model: Any, batch: Any) -> Mapping[str, Any]:
         if named and _has_own_targets(taken):
             return named
     found = f"a mapping of {_names(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-    raise DataError(f"hf_loss needs a mapping with 'labels', and this is {found}", where="batch", hint=_HF_BATCH)
+    raise DataError(f"hf_loss needs a mapping with 'labels', but this is {found}", where="batch", hint=_HF_BATCH)
 
 
 def _has_own_targets(taken: Mapping[str, inspect.Parameter]) -> bool:
@@ -149,8 +150,8 @@ def _names(named: Mapping[str, Any]) -> str:
 
 def _no_loss(module: Any, named: Mapping[str, Any]) -> StepContractError:
     forward = inspect.signature(getattr(module, "forward", module)).parameters
-    taken = [name for name in forward if "label" in name and name not in named]
-    hint = f"{' and '.join(map(repr, taken))} in the batch, which its forward takes" if taken else ""
+    missing = [name for name in forward if "label" in name and name not in named]
+    hint = f"add {' and '.join(map(repr, missing))}, arguments of its forward, to the batch" if missing else ""
     return StepContractError(
         f"the model returned no loss for a batch of {_names(named)}",
         where=type(module).__name__,
@@ -159,7 +160,7 @@ def _no_loss(module: Any, named: Mapping[str, Any]) -> StepContractError:
 
 
 def _loss_of(outputs: Any) -> Any:
-    """The loss of a ModelOutput, of a mapping, or of a tuple, in which it comes first; None where there is none."""
+    """Return the loss of a ModelOutput, a mapping, or a tuple (its first entry); None if there is none."""
     if isinstance(outputs, tuple) and not hasattr(cast(Any, outputs), "loss"):
         first: Any = cast(tuple[Any, ...], outputs)[0]
         return first if isinstance(first, Tensor) and first.dim() == 0 else None
@@ -169,11 +170,11 @@ def _loss_of(outputs: Any) -> Any:
 
 
 def _sized(named: Mapping[str, Any]) -> Tensor:
-    """What tells the size of a batch: the labels where they are one tensor, else the first that has a size."""
-    found = [value for value in (named.get("labels"), *named.values()) if isinstance(value, Tensor) and value.dim()]
-    if not found:
-        raise DataError("holds no tensor with a batch size", where="batch", hint=_HF_BATCH)
-    return found[0]
+    """Return a tensor with the batch size: the labels if they are one tensor, else the first one with a dimension."""
+    tensors = [value for value in (named.get("labels"), *named.values()) if isinstance(value, Tensor) and value.dim()]
+    if not tensors:
+        raise DataError("it has no tensor with a batch dimension", where="batch", hint=_HF_BATCH)
+    return tensors[0]
 
 
 def _weight(
@@ -193,7 +194,7 @@ def _weight(
     if not isinstance(labels, Tensor):
         return torch.full((), rows, device=mean.device)
     segments = "ForSemanticSegmentation" in name
-    # What such a model says of one class alone, with or without it, is a mean over all elements.
+    # With a single class, the loss of a segmentation model is a mean over all elements.
     if labels.is_floating_point() or (segments and getattr(config, "num_labels", None) == 1):
         return torch.full((), labels.numel(), device=labels.device)
     if ignore_index is None:
@@ -220,13 +221,13 @@ def _warn_of_unknown(module: Any, name: str, config: Any, batch: Mapping[str, An
     cure = "(cure: ps.hf_loss(weight=lambda batch: ...))"
     if name.endswith(_CONTRASTIVE) and "labels" not in batch:
         text = (
-            f"the loss of {name} compares the rows of a batch with each other: those of micro-batches do not add up to "
-            f"the loss of the batch; they are weighed by their rows {cure}"
+            f"the loss of {name} compares the rows of a batch with each other: losses of micro-batches do not add up "
+            f"to that of the batch; they are weighted by rows {cure}"
         )
     elif (why := _unknown(module, name, config, batch)) is not None:
         text = (
-            f"it is not known what the loss of {name}{why} is a mean over: micro-batches and evaluations of several "
-            f"batches are weighed by their labels or rows, which may not add up {cure}"
+            f"the count that the loss of {name}{why} is a mean over is unknown: micro-batches and evaluations of "
+            f"several batches are weighted by labels or rows, which may be inexact {cure}"
         )
     else:
         return
@@ -264,29 +265,29 @@ def _module(model: Any) -> Any:
 
 
 def _base(module: Any) -> Any:
-    """The model inside of a `peft.PeftModel`, whose own name says what the user called the task."""
+    """Return the model inside of a `peft.PeftModel`, whose class has the name of the task type only."""
     unwrap = getattr(module, "get_base_model", None)
     return module if unwrap is None else unwrap()
 
 
 def _head(base: Any) -> str:
-    """The name of the model's class: of a subclass of one of transformers' heads, the name of that."""
+    """Return the name of the first class from transformers among the model's bases, else that of its own class."""
     kinds = type(base).__mro__
-    known = (kind.__name__ for kind in kinds if kind.__module__.startswith("transformers.models."))
-    return next(known, kinds[0].__name__)
+    heads = (kind.__name__ for kind in kinds if kind.__module__.startswith("transformers.models."))
+    return next(heads, kinds[0].__name__)
 
 
 def _virtual_tokens(module: Any) -> str:
-    """The kind of prompt that PEFT puts before the tokens, with labels of its own; "" where there is none."""
+    """Return the PEFT type if PEFT prepends virtual tokens with labels to the tokens, else ""."""
     config = getattr(module, "active_peft_config", None)
     if config is None or not getattr(config, "is_prompt_learning", False):
         return ""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    return "" if kind == "PREFIX_TUNING" else kind  # which goes into keys and values
+    return "" if kind == "PREFIX_TUNING" else kind  # Prefix tuning changes keys and values only.
 
 
 def _is_causal(module: Any) -> bool:
-    """Whether the first label of a row is not counted, since no token comes before it."""
+    """Return True if the first label of a row does not count, because no token is before it."""
     if _virtual_tokens(module):
         return False
     base = _base(module)

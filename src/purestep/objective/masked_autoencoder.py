@@ -1,4 +1,4 @@
-"""What a masked autoencoder did not see, and how well it guessed it."""
+"""Reconstruction losses over the masked elements of a masked autoencoder."""
 
 from __future__ import annotations
 
@@ -17,39 +17,40 @@ from .measure import describe
 def masked_reconstruction(
     loss: Literal["mse", "sse"] = "mse", reduction: Literal["mean", "sum", "batch_mean"] | None = None
 ) -> Objective:
-    """Squared error on what a masked autoencoder did not see.
+    """Build the objective of a masked autoencoder: the squared error over the masked elements.
 
-    The model returns ``(reconstruction, latent, visible)``; the loss runs over ``~visible``. Batches are ``x`` or
+    The model returns ``(reconstruction, latent, visible)``; the loss covers ``~visible``. A batch is ``x`` or
     ``(x, meta)``.
 
     Args:
-        loss: "mse" and "sse" compute the same and differ in the default reduction: "mean" and "batch_mean".
-        reduction: "mean" over masked elements, "sum", or "batch_mean" (the sum over the batch size, which keeps the
-            weight of an example when masks differ in size).
+        loss: "mse" or "sse"; they differ only in the default reduction, "mean" and "batch_mean".
+        reduction: "mean" over masked elements, "sum", or "batch_mean": the sum divided by the batch size, which keeps
+            the weight of an example if masks differ in size.
 
     Raises:
-        ConfigError: no such loss or reduction.
-        DataError: when called: a batch whose input is no tensor.
-        StepContractError: when called: the model returns something else; reconstruction, input and mask of different
-            shapes, or a mask that is not boolean.
+        ConfigError: the loss or reduction is unknown.
+        DataError: when called, if the input is not a tensor.
+        StepContractError: when called, if the model returns something else, if the shapes of reconstruction, input and
+            mask differ, or if the mask is not boolean.
 
     Example:
         >>> import torch, purestep as ps
-        >>> model = lambda x: (torch.zeros_like(x), None, x > 0)  # sees what is positive
+        >>> model = lambda x: (torch.zeros_like(x), None, x > 0)  # positive numbers are visible
         >>> loss = ps.masked_reconstruction()(model, torch.tensor([[1.0, -2.0, -4.0]]))
         >>> loss.mean.item(), loss.weight.item()
         (10.0, 2.0)
     """
     if loss not in ("mse", "sse"):
-        raise ConfigError(f"{loss!r} is no loss", where="masked_reconstruction", hint='"mse" or "sse"')
+        raise ConfigError(f"loss is {loss!r}", where="masked_reconstruction", hint='"mse" or "sse"')
     chosen = reduction or ("mean" if loss == "mse" else "batch_mean")
     _check_reduction(chosen)
 
     def objective(model: Any, batch: Any, /, *context: Any) -> Loss:
-        del context  # the masks are drawn by the model
+        del context  # The model draws the masks.
         x = batch[0] if isinstance(batch, tuple | list) and batch else batch
         if not isinstance(x, Tensor):
-            raise DataError(f"the input is a {type(x).__name__}, not a tensor", where="batch", hint="x, or (x, meta)")
+            hint = "pass x, or (x, meta)"
+            raise DataError(f"the input is a {type(x).__name__}, not a tensor", where="batch", hint=hint)
         recon, visible = _reconstructed(model(x))
         mask = ~visible if visible.dtype == torch.bool else visible
         mean = masked_sse(recon, x, mask, reduction=chosen)
@@ -67,7 +68,7 @@ def _reconstructed(output: Any) -> tuple[Tensor, Tensor]:
     raise StepContractError(
         f"the model returned {describe(output)}" + (f" of {len(parts)}" if len(parts) != 1 else ""),
         where="masked_reconstruction",
-        hint="return (reconstruction, latent, visible), all of it tensors but the latent, visible of dtype bool",
+        hint="return (reconstruction, latent, visible) with tensors, visible of dtype bool; latent may be anything",
     )
 
 
@@ -76,16 +77,16 @@ def masked_mse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "me
 
     Args:
         x_recon: any shape, floating.
-        x: the same shape. What is not masked may be nan.
-        mask: the same shape, dtype=bool; True where the error counts.
+        x: the same shape. Elements that are not masked may be nan.
+        mask: the same shape, dtype=bool; True for the elements whose error counts.
         reduction: "mean" over masked elements, "sum", or "batch_mean": the sum over the leading dimension.
 
     Returns:
         shape=(), differentiable.
 
     Raises:
-        ConfigError: no such reduction.
-        StepContractError: different shapes, or a mask of another dtype.
+        ConfigError: the reduction is unknown.
+        StepContractError: the shapes differ, or the mask is not boolean.
 
     Example:
         >>> import torch
@@ -96,27 +97,26 @@ def masked_mse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "me
 
 
 def masked_sse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "batch_mean") -> Tensor:
-    """As `masked_mse`, arguments and errors too, but by default the summed error over the batch size.
+    """Squared error as in `masked_mse`, by default the sum divided by the batch size.
+
+    Raises:
+        ConfigError: the reduction is unknown.
+        StepContractError: the shapes differ, or the mask is not boolean.
 
     Example:
         >>> import torch
         >>> masked_sse(torch.ones(2, 2), torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool)).item()
         2.0
-
-    Raises:
-        ConfigError: no such reduction.
-        StepContractError: different shapes, or a mask of another dtype.
     """
     _check_reduction(reduction)
     if mask.dtype != torch.bool or not x_recon.shape == x.shape == mask.shape:
         raise StepContractError(
             f"reconstruction {list(x_recon.shape)}, input {list(x.shape)} and mask {list(mask.shape)} ({mask.dtype})",
             where="masked_reconstruction",
-            hint="three tensors of one shape, the mask of dtype bool",
+            hint="pass three tensors of one shape, the mask of dtype bool",
         )
-    # No boolean indexing: its result has a shape that depends on the data, which no graph can hold. No product with
-    # the mask: nan x 0 is nan, and what is not scored may be missing.
-    # In at least float32: of squares in float16, a few thousand add up to infinity.
+    # Not boolean indexing, whose shape depends on the data; not a product with the mask, since nan x 0 is nan.
+    # In at least float32: the sum of a few thousand squares in float16 is inf.
     error = x_recon.to(torch.promote_types(x_recon.dtype, torch.float32)) - x
     total = torch.where(mask, error, torch.zeros_like(error)).square().sum()
     if reduction == "sum":

@@ -1,4 +1,4 @@
-"""What a metric may return, made a Mean, and how many examples there are."""
+"""Conversion of a metric's result to a `Mean`, and the number of examples in a batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..types import Mean
 
 
 def mean_of(value: Any, targets: Any, inputs: Any = None) -> Mean:
-    """What a metric returned, as a Mean: a bare tensor is a mean over the examples that `leading` counts.
+    """Convert a metric's result to a Mean. A bare tensor is a mean over the examples that `leading` counts.
 
     Raises:
-        StepContractError: something else than a Mean, a pair or a 0-d tensor.
-        DataError: targets without a leading dimension to count.
+        StepContractError: the result is not a Mean, a pair or a 0-d tensor.
+        DataError: the examples of the targets cannot be counted.
     """
     if isinstance(value, Mean) and all(isinstance(part, Tensor) for part in cast(tuple[Any, ...], value)):
         return value._replace(total=value.total.detach(), weight=value.weight.detach())
@@ -36,18 +36,18 @@ def mean_of(value: Any, targets: Any, inputs: Any = None) -> Mean:
 
 
 def leading(targets: Any, inputs: Any = None) -> int:
-    """How many examples there are: the leading dimension of a tensor (1 for a 0-d one), the length of a list.
+    """Count the examples: the leading dimension of a tensor (1 for a 0-d tensor), or the length of a list.
 
-    A list holds an entry an example (an image's boxes, say), unless it is a list of columns: tensors that all have the
-    leading dimension of the inputs, or that have one leading dimension and differ in rank or dtype (two heads). Of a
-    mapping, the first value counts.
+    A list has one entry per example (such as the boxes of an image), unless it is a list of columns: all its tensors
+    have the leading dimension of the inputs, or one leading dimension and different ranks or dtypes (the targets of two
+    heads). A mapping is counted by its first value.
 
     Args:
-        targets: tensors, or mappings, lists and tuples of what there is for an example.
-        inputs: what belongs to them.
+        targets: a tensor, or a mapping, list or tuple.
+        inputs: the inputs of the same batch.
 
     Raises:
-        DataError: nothing that could be counted.
+        DataError: the targets cannot be counted.
 
     Example:
         >>> boxes = [torch.ones(3, 4), torch.ones(3, 4)]
@@ -59,27 +59,27 @@ def leading(targets: Any, inputs: Any = None) -> int:
     if isinstance(targets, Mapping) and targets:
         return leading(next(iter(cast(Mapping[str, Any], targets).values())), inputs)
     if isinstance(targets, tuple | list) and targets:
-        return _listed(cast("tuple[Any, ...] | list[Any]", targets), inputs)
+        return _examples_of_list(cast("tuple[Any, ...] | list[Any]", targets), inputs)
     raise DataError(
         f"cannot count the examples of {describe(targets)}",
         where="targets",
-        hint="a tensor with a leading batch size, or a list of one entry an example",
+        hint="pass a tensor with a leading batch dimension, or a list with one entry per example",
     )
 
 
-def _listed(targets: tuple[Any, ...] | list[Any], inputs: Any) -> int:
+def _examples_of_list(targets: tuple[Any, ...] | list[Any], inputs: Any) -> int:
     rows, count = _rows(targets), len(targets)
     if rows is not None and (rows in _sizes(inputs) or _are_columns(targets)):
         return rows
     lengths = {len(cast(Any, entry)) if isinstance(entry, tuple | list) else None for entry in targets}
     length = lengths.pop()
     if not lengths and length is not None and length != count and length in _sizes(inputs, lists=True):
-        return length  # columns that are lists of one entry an example
+        return length  # Each column is a list with one entry per example.
     return count
 
 
 def _sizes(inputs: Any, *, lists: bool = False) -> set[int]:
-    """The leading dimensions of inputs, those of the arguments of a model; with ``lists`` the lengths of lists too."""
+    """Return the leading dimensions of the model's inputs; with ``lists`` also the lengths of lists."""
     if isinstance(inputs, Tensor):
         return {inputs.shape[0]} if inputs.dim() else set()
     if isinstance(inputs, Mapping):
@@ -87,19 +87,19 @@ def _sizes(inputs: Any, *, lists: bool = False) -> set[int]:
         return {size for part in parts for size in _sizes(part, lists=lists)}
     if not isinstance(inputs, tuple | list):
         return set()
-    listed = cast("tuple[Any, ...] | list[Any]", inputs)
-    rows = _rows(listed)
-    found = {rows} if rows is not None and _are_columns(listed) else set[int]()
-    return found | {len(listed)} if lists else found
+    entries = cast("tuple[Any, ...] | list[Any]", inputs)
+    rows = _rows(entries)
+    sizes = {rows} if rows is not None and _are_columns(entries) else set[int]()
+    return sizes | {len(entries)} if lists else sizes
 
 
 def _rows(node: Any) -> int | None:
-    """The leading dimension that all of the tensors have, where there is nothing else; else None."""
+    """Return the common leading dimension of all tensors inside; None if there is none, or a leaf is not a tensor."""
     if isinstance(node, Tensor):
         return node.shape[0] if node.dim() else None
     parts: list[Any] = list(cast(Any, node).values() if isinstance(node, Mapping) else node) if _is_node(node) else []
-    found = {_rows(part) for part in parts}
-    return found.pop() if len(found) == 1 else None
+    sizes = {_rows(part) for part in parts}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _is_node(node: Any) -> bool:
@@ -107,10 +107,10 @@ def _is_node(node: Any) -> bool:
 
 
 def _are_columns(parts: tuple[Any, ...] | list[Any]) -> bool:
-    """Whether tensors differ in rank or dtype, as entries of one kind do not."""
+    """Return True if all parts are tensors and they differ in rank or dtype; entries per example do not differ."""
     return all(isinstance(part, Tensor) for part in parts) and len({(part.dim(), part.dtype) for part in parts}) > 1
 
 
 def describe(value: Any) -> str:
-    """What it is, in words: a tensor's shape, or the class."""
+    """Describe a value for an error message: a tensor by its shape, any other value by its class."""
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

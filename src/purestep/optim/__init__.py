@@ -1,18 +1,30 @@
-"""Optimizers by name, each one `chain` of documented parts, and the algebra of gradient transformations.
+"""Optimizers by name, and the gradient transformations that they are composed of.
 
-The names and the algebra are optax's (Babuschkin et al., 2020), the formulas and defaults those of torch.optim. A
-parameter that no loss of an update depends on (an unused layer, the other task's head) is skipped, as torch skips one
-whose ``grad`` is None: neither decay nor momentum moves it, and its own count of updates, by which Adam corrects its
-means, stands still. Two things go on: the schedule of the learning rate, and Nadam's product of momentum coefficients.
-A transform of one's own that counts updates counts them for all parameters.
+Names and composition follow optax (Babuschkin et al., 2020); formulas and defaults follow torch.optim. Each file holds
+one algorithm, in the order State, ``scale_by_x``, ``x``; the optimizer ``x`` is a `chain` of documented parts.
 
-``init`` of each transform raises a ConfigError where a ``mask`` does not fit the parameters (`masked`). ``update``
-raises a StateError where the state belongs to another chain or, with a mask, to other parameters; without a mask,
-parameters missing from the state are a KeyError with their name.
+A parameter that the loss does not depend on (an unused layer, the head of another task) is skipped, as torch skips a
+parameter whose ``grad`` is None: weight decay and momentum do not move it, and its update count for bias correction
+does not advance. The learning rate schedule and Nadam's product of momentum coefficients advance for all parameters.
+A user's own transform that counts updates counts them for all parameters.
+
+``init`` of each transform raises a ConfigError if a ``mask`` does not fit the parameters (see `masked`). ``update``
+raises a StateError if the state belongs to another chain or, with a mask, to other parameters. Without a mask, a
+parameter missing from the state raises a KeyError with its name.
 """
 
 from __future__ import annotations
 
+from .adadelta import adadelta as adadelta
+from .adadelta import scale_by_adadelta as scale_by_adadelta
+from .adafactor import adafactor as adafactor
+from .adafactor import clip_by_block_rms as clip_by_block_rms
+from .adafactor import scale_by_factored_rms as scale_by_factored_rms
+from .adafactor import scale_by_param_block_rms as scale_by_param_block_rms
+from .adafactor import scale_by_relative_step as scale_by_relative_step
+from .adagrad import adagrad as adagrad
+from .adagrad import scale_by_inverse_time as scale_by_inverse_time
+from .adagrad import scale_by_rss as scale_by_rss
 from .adam import adam as adam
 from .adam import adamax as adamax
 from .adam import adamw as adamw
@@ -20,7 +32,6 @@ from .adam import nadam as nadam
 from .adam import radam as radam
 from .adam import scale_by_adam as scale_by_adam
 from .adam import scale_by_adamax as scale_by_adamax
-from .adam import scale_by_lion as scale_by_lion
 from .adam import scale_by_nadam as scale_by_nadam
 from .adam import scale_by_radam as scale_by_radam
 from .base import Transform as Transform
@@ -36,30 +47,21 @@ from .from_torch import from_torch as from_torch
 from .hyperparameters import hyperparams as hyperparams
 from .hyperparameters import inject as inject
 from .hyperparameters import set_hyperparams as set_hyperparams
-from .muon import adafactor as adafactor
-from .muon import clip_by_block_rms as clip_by_block_rms
-from .muon import lamb as lamb
+from .lamb import lamb as lamb
+from .lamb import scale_by_trust_ratio as scale_by_trust_ratio
+from .lion import lion as lion
+from .lion import scale_by_lion as scale_by_lion
 from .muon import muon as muon
 from .muon import muon_labels as muon_labels
-from .muon import scale_by_factored_rms as scale_by_factored_rms
 from .muon import scale_by_muon as scale_by_muon
-from .muon import scale_by_param_block_rms as scale_by_param_block_rms
-from .muon import scale_by_relative_step as scale_by_relative_step
 from .muon import scale_by_shape as scale_by_shape
-from .muon import scale_by_trust_ratio as scale_by_trust_ratio
-from .rmsprop import adadelta as adadelta
-from .rmsprop import adagrad as adagrad
 from .rmsprop import rmsprop as rmsprop
-from .rmsprop import scale_by_adadelta as scale_by_adadelta
-from .rmsprop import scale_by_inverse_time as scale_by_inverse_time
 from .rmsprop import scale_by_rms as scale_by_rms
-from .rmsprop import scale_by_rss as scale_by_rss
 from .scale import add_decayed_weights as add_decayed_weights
 from .scale import scale as scale
 from .scale import scale_by_learning_rate as scale_by_learning_rate
-from .scale import trace as trace
-from .sgd import lion as lion
 from .sgd import sgd as sgd
+from .sgd import trace as trace
 from .wrappers import decay_mask as decay_mask
 from .wrappers import freeze as freeze
 from .wrappers import masked as masked

@@ -1,7 +1,4 @@
-"""Directions from running means of gradients and of their squares.
-
-Adam and its kin.
-"""
+"""Adam and its relatives: adam, adamw, nadam, radam, adamax."""
 
 from __future__ import annotations
 
@@ -12,23 +9,23 @@ from torch import Tensor
 
 from ..pickling import recipe
 from ..types import Empty, Params, Tree
-from .base import Transform, chain, require, require_typed
+from .base import Transform, chain, require, require_arguments
 from .numerics import (
     Rate,
     Scalar,
-    adam_ratios,
+    adam_quotients,
+    by_name,
     complement_power,
     decay_square,
-    divided,
-    each,
+    divide,
     exact_dtype,
     lerp,
-    none_missed,
-    own_count,
-    root,
+    multiply,
+    no_missed_updates,
+    safe_sqrt,
     scalar_dtype,
-    times,
-    wide,
+    upcast,
+    update_count,
     zero_count,
     zeros_like,
     zeros_like_squares,
@@ -43,8 +40,8 @@ class ScaleByAdamState(NamedTuple):
     step: Tensor  # shape=(), dtype=int64: updates done
     mu: Params  # name -> P: running mean of gradients
     nu: Params  # name -> P: running mean of their squares
-    nu_max: Tree  # name -> P: the greatest nu so far; Empty without amsgrad
-    missed: Tree = Empty()  # of the updates, those that a parameter had no gradient in
+    nu_max: Tree  # name -> P: running maximum of nu; Empty without amsgrad
+    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
 
 
 @recipe
@@ -63,14 +60,14 @@ def scale_by_adam(
         b1: decay of the mean, in [0, 1).
         b2: decay of the mean of squares, in [0, 1).
         eps: in [0, inf), outside the root, as in torch.
-        amsgrad: divide by the greatest :math:`v` so far.
-        mu_dtype: of the mean; None: each parameter's.
-        nu_dtype: of the mean of squares; None: each parameter's, and float32 for float16, in which the square of
-            anything below 2e-4 is 0. In bfloat16 it stands still once it is near its value, since 1 - b2 is below the
-            rounding.
+        amsgrad: divide by the running maximum of :math:`v`.
+        mu_dtype: dtype of the mean; None: each parameter's.
+        nu_dtype: dtype of the mean of squares; None: each parameter's, but float32 for float16, where the square of
+            any number below 2e-4 is 0. In bfloat16 the mean of squares stops changing close to its limit, because
+            1 - b2 is smaller than the rounding error.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Kingma and Ba, 2015, Adam; Reddi et al., 2018, On the Convergence of Adam and Beyond.
@@ -87,31 +84,115 @@ def scale_by_adam(
     def init(params: Params) -> ScaleByAdamState:
         nu_max = zeros_like_squares(params, nu_dtype) if amsgrad else Empty()
         nu = zeros_like_squares(params, nu_dtype)
-        return ScaleByAdamState(zero_count(params), zeros_like(params, mu_dtype), nu, nu_max, none_missed(params))
+        return ScaleByAdamState(zero_count(params), zeros_like(params, mu_dtype), nu, nu_max, no_missed_updates(params))
 
     def update(updates: Params, state: ScaleByAdamState, params: Params) -> tuple[Params, ScaleByAdamState]:
-        del params  # A function of gradients alone.
+        del params  # Depends on the gradients only.
         step = state.step + 1
         mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
         nu_max = {name: torch.maximum(state.nu_max[name], nu[name]) for name in nu} if amsgrad else state.nu_max
-        dtype, own = scalar_dtype(updates), own_count(step, state.missed, updates)
+        dtype, own = scalar_dtype(updates), update_count(step, state.missed, updates)
         mean_weight = complement_power(b1, own, dtype)
         root_weight = complement_power(b2, own, dtype).sqrt()
-        under = nu_max if amsgrad else nu
-        new = adam_ratios(updates, mu, under, mean_weight, root_weight, eps)
+        new = adam_quotients(updates, mu, nu_max if amsgrad else nu, mean_weight, root_weight, eps)
         return new, ScaleByAdamState(step, mu, nu, nu_max, state.missed)
 
     return Transform(init, update)
 
 
-class MomentsState(NamedTuple):
-    """State of `scale_by_radam` and `scale_by_adamax`."""
+@recipe
+def adam(
+    learning_rate: Rate = 1e-3,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    *,
+    weight_decay: Scalar = 0.0,
+    mask: Mask | None = None,
+    amsgrad: bool = False,
+    mu_dtype: torch.dtype | None = None,
+    nu_dtype: torch.dtype | None = None,
+) -> Transform:
+    r"""Adam, as `torch.optim.Adam`: :math:`\theta_t = \theta_{t-1} - \gamma \hat m_t / (\sqrt{\hat v_t} + \epsilon)`.
 
-    step: Tensor  # shape=(), dtype=int64: updates done
-    mu: Params  # name -> P: running mean of gradients
-    nu: Params  # name -> P: running mean of their squares; for Adamax their decaying maximum
-    missed: Tree = Empty()  # of the updates, those that a parameter had no gradient in
+    Args:
+        learning_rate: :math:`\gamma` in [0, inf), or a schedule.
+        b1: decay of the mean of gradients, in [0, 1).
+        b2: decay of the mean of their squares, in [0, 1).
+        eps: in [0, inf), outside the root.
+        weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient. `adamw` decouples it.
+        mask: the parameters that decay, as in `masked`; None: all.
+        amsgrad: divide by the running maximum of the mean of squares.
+        mu_dtype: dtype of the mean of gradients; None: each parameter's.
+        nu_dtype: dtype of the mean of squares; None: each parameter's, but float32 for float16.
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    References:
+        Kingma and Ba, 2015, Adam: A Method for Stochastic Optimization.
+
+    Example:
+        >>> tx = adam(0.1)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+    """
+    require_arguments("adam", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
+    return chain(
+        *decay_parts(weight_decay, mask),
+        scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+@recipe
+def adamw(
+    learning_rate: Rate = 1e-3,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    weight_decay: Scalar = 1e-2,
+    mask: Mask | None = None,
+    *,
+    amsgrad: bool = False,
+    mu_dtype: torch.dtype | None = None,
+    nu_dtype: torch.dtype | None = None,
+) -> Transform:
+    r"""Adam with decoupled weight decay, as `torch.optim.AdamW`.
+
+    .. math:: \theta_t = \theta_{t-1} - \gamma (\hat m_t / (\sqrt{\hat v_t} + \epsilon) + \lambda \theta_{t-1})
+
+    Args:
+        learning_rate: :math:`\gamma` in [0, inf), or a schedule.
+        b1: decay of the mean of gradients, in [0, 1).
+        b2: decay of the mean of their squares, in [0, 1).
+        eps: in [0, inf), outside the root.
+        weight_decay: :math:`\lambda` in [0, inf).
+        mask: the parameters that decay, as in `masked`; None: all. See `decay_mask`.
+        amsgrad: divide by the running maximum of the mean of squares.
+        mu_dtype: dtype of the mean of gradients; None: each parameter's.
+        nu_dtype: dtype of the mean of squares; None: each parameter's, but float32 for float16.
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    References:
+        Loshchilov and Hutter, 2019, Decoupled Weight Decay Regularization.
+
+    Example:
+        >>> tx = adamw(0.1, weight_decay=0.0)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+    """
+    require_arguments("adamw", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
+    return chain(
+        scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
+        *decay_parts(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
 
 
 class ScaleByNadamState(NamedTuple):
@@ -140,7 +221,7 @@ def scale_by_nadam(
         momentum_decay: :math:`\psi` in [0, inf).
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Dozat, 2016, Incorporating Nesterov Momentum into Adam.
@@ -161,7 +242,7 @@ def scale_by_nadam(
         )
 
     def update(updates: Params, state: ScaleByNadamState, params: Params) -> tuple[Params, ScaleByNadamState]:
-        del params  # A function of gradients alone.
+        del params  # Depends on the gradients only.
         step, dtype = state.step + 1, exact_dtype(updates)
         now = b1 * (1 - 0.5 * torch.pow(0.96, step.to(dtype) * momentum_decay))
         following = b1 * (1 - 0.5 * torch.pow(0.96, (step + 1).to(dtype) * momentum_decay))
@@ -173,251 +254,11 @@ def scale_by_nadam(
         nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
         new: Params = {}
         for name, g in updates.items():
-            ahead = times(wide(g), gradient_weight) + times(wide(mu[name]), mean_weight)
-            new[name] = (ahead / (divided(root(nu[name]), root_weight) + eps)).to(g.dtype)
+            ahead = multiply(upcast(g), gradient_weight) + multiply(upcast(mu[name]), mean_weight)
+            new[name] = (ahead / (divide(safe_sqrt(nu[name]), root_weight) + eps)).to(g.dtype)
         return new, ScaleByNadamState(step, product, mu, nu)
 
     return Transform(init, update)
-
-
-@recipe
-def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
-    r"""Adam's direction, rectified while the variance of :math:`v` is large, as in `torch.optim.RAdam`.
-
-    With :math:`\rho_t = \rho_\infty - 2 t \beta_2^t / (1 - \beta_2^t)`: :math:`\hat m_t` where
-    :math:`\rho_t \le 5`, else :math:`r_t \hat m_t \sqrt{1 - \beta_2^t} / (\sqrt{v_t} + \epsilon)`.
-
-    Args:
-        b1: decay of the mean, in [0, 1).
-        b2: decay of the mean of squares, in [0, 1).
-        eps: in [0, inf), added before the correction of bias.
-
-    Raises:
-        ConfigError: for numbers out of range.
-
-    References:
-        Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
-
-    Example:
-        >>> params = {"w": torch.tensor([3.0])}
-        >>> tx = scale_by_radam()
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)  # not yet adaptive
-        3.0
-    """
-    require("scale_by_radam", high=1.0, b1=b1, b2=b2)
-    require("scale_by_radam", eps=eps)
-
-    def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
-        del params  # A function of gradients alone.
-        step, dtype = state.step + 1, exact_dtype(updates)
-        mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
-        nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
-        own = own_count(step, state.missed, updates)
-        mean_weight, square_weight = complement_power(b1, own, dtype), complement_power(b2, own, dtype)
-        is_adaptive, rectifier = _rectifier(own.to(dtype), b2, square_weight)
-        mean_weights, adaptive = each(mean_weight, updates), each(is_adaptive, updates)
-        factors = each(rectifier * square_weight.sqrt(), updates)
-        new: Params = {}
-        for name, g in updates.items():
-            mean, divisor = divided(wide(mu[name]), mean_weights[name]), root(nu[name]) + eps
-            new[name] = torch.where(adaptive[name], times(mean, factors[name]) / divisor, mean).to(g.dtype)
-        return new, MomentsState(step, mu, nu, state.missed)
-
-    return Transform(_init_moments, update)
-
-
-def _rectifier(step: Tensor, b2: Scalar, square_weight: Tensor) -> tuple[Tensor, Tensor]:
-    last = 2 / (1 - b2) - 1
-    rho = last - 2 * step * (1 - square_weight) / square_weight
-    is_adaptive = rho > 5
-    # Below the threshold the root may be of a negative number; it is not used there.
-    rho = torch.where(is_adaptive, rho, 5.0)
-    return is_adaptive, ((rho - 4) * (rho - 2) * last / ((last - 4) * (last - 2) * rho)).sqrt()
-
-
-@recipe
-def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
-    r"""Adam's direction with a maximum for the root mean square, as in `torch.optim.Adamax`.
-
-    .. math:: \frac{m_t}{(1 - \beta_1^t) u_t}, \quad u_t = \max(\beta_2 u_{t-1}, |g_t| + \epsilon)
-
-    Args:
-        b1: decay of the mean, in [0, 1).
-        b2: decay of the maximum, in [0, 1).
-        eps: in [0, inf).
-
-    Raises:
-        ConfigError: for numbers out of range.
-
-    References:
-        Kingma and Ba, 2015, Adam, section 7.1.
-
-    Example:
-        >>> params = {"w": torch.tensor([2.0, -3.0])}
-        >>> tx = scale_by_adamax()
-        >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
-        [1.0, -1.0]
-    """
-    require("scale_by_adamax", high=1.0, b1=b1, b2=b2)
-    require("scale_by_adamax", eps=eps)
-
-    def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
-        del params  # A function of gradients alone.
-        step = state.step + 1
-        mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
-        nu = {name: _decay_max(state.nu[name], g, b2, eps) for name, g in updates.items()}
-        weights = each(complement_power(b1, own_count(step, state.missed, updates), scalar_dtype(updates)), updates)
-        new = {n: (divided(wide(mu[n]), weights[n]) / wide(nu[n])).to(g.dtype) for n, g in updates.items()}
-        return new, MomentsState(step, mu, nu, state.missed)
-
-    return Transform(_init_moments, update)
-
-
-def _init_moments(params: Params) -> MomentsState:
-    return MomentsState(zero_count(params), zeros_like(params), zeros_like_squares(params), none_missed(params))
-
-
-def _decay_max(peak: Tensor, update: Tensor, decay: Scalar, eps: Scalar) -> Tensor:
-    return torch.maximum(times(wide(peak), decay), wide(update.abs()) + eps).to(peak.dtype)
-
-
-class ScaleByLionState(NamedTuple):
-    """State of `scale_by_lion`."""
-
-    mu: Params  # name -> P: running mean of gradients
-
-
-@recipe
-def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, *, mu_dtype: torch.dtype | None = None) -> Transform:
-    r"""The sign of an interpolation, :math:`\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t)`.
-
-    Args:
-        b1: weight of the mean in the direction, in [0, 1).
-        b2: decay of the mean, :math:`m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t`, in [0, 1).
-        mu_dtype: of the mean; None: each parameter's.
-
-    Raises:
-        ConfigError: for numbers out of range.
-
-    References:
-        Chen et al., 2023, Symbolic Discovery of Optimization Algorithms.
-
-    Example:
-        >>> params = {"w": torch.tensor([2.0, -3.0])}
-        >>> tx = scale_by_lion()
-        >>> tx.update(params, tx.init(params), params)[0]["w"].tolist()
-        [1.0, -1.0]
-    """
-    require("scale_by_lion", high=1.0, b1=b1, b2=b2)
-
-    def init(params: Params) -> ScaleByLionState:
-        return ScaleByLionState(zeros_like(params, mu_dtype))
-
-    def update(updates: Params, state: ScaleByLionState, params: Params) -> tuple[Params, ScaleByLionState]:
-        del params  # A function of gradients alone.
-        new = {
-            name: lerp(state.mu[name].to(torch.promote_types(state.mu[name].dtype, g.dtype)), g, 1 - b1)
-            .sign()
-            .to(g.dtype)
-            for name, g in updates.items()
-        }
-        return new, ScaleByLionState({name: lerp(state.mu[name], g, 1 - b2) for name, g in updates.items()})
-
-    return Transform(init, update)
-
-
-@recipe
-def adamw(
-    learning_rate: Rate = 1e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
-    weight_decay: Scalar = 1e-2,
-    mask: Mask | None = None,
-    *,
-    amsgrad: bool = False,
-    mu_dtype: torch.dtype | None = None,
-    nu_dtype: torch.dtype | None = None,
-) -> Transform:
-    r"""Adam with decoupled weight decay, as `torch.optim.AdamW`.
-
-    .. math:: \theta_t = \theta_{t-1} - \gamma (\hat m_t / (\sqrt{\hat v_t} + \epsilon) + \lambda \theta_{t-1})
-
-    Args:
-        learning_rate: :math:`\gamma` in [0, inf), or a schedule.
-        b1: decay of the mean of gradients, in [0, 1).
-        b2: decay of the mean of their squares, in [0, 1).
-        eps: in [0, inf), outside the root.
-        weight_decay: :math:`\lambda` in [0, inf).
-        mask: what decays, as in `masked`; None: everything. See `decay_mask`.
-        amsgrad: divide by the greatest mean of squares so far.
-        mu_dtype: of the mean of gradients; None: each parameter's.
-        nu_dtype: of the mean of squares; None: each parameter's, and float32 for float16.
-
-    Raises:
-        ConfigError: for numbers out of range.
-
-    References:
-        Loshchilov and Hutter, 2019, Decoupled Weight Decay Regularization.
-
-    Example:
-        >>> tx = adamw(0.1, weight_decay=0.0)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.1
-    """
-    require_typed("adamw", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
-    return chain(
-        scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
-        *decay_parts(weight_decay, mask),
-        scale_by_learning_rate(learning_rate),
-    )
-
-
-@recipe
-def adam(
-    learning_rate: Rate = 1e-3,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.999,
-    eps: Scalar = 1e-8,
-    *,
-    weight_decay: Scalar = 0.0,
-    mask: Mask | None = None,
-    amsgrad: bool = False,
-    mu_dtype: torch.dtype | None = None,
-    nu_dtype: torch.dtype | None = None,
-) -> Transform:
-    r"""Adam, as `torch.optim.Adam`: :math:`\theta_t = \theta_{t-1} - \gamma \hat m_t / (\sqrt{\hat v_t} + \epsilon)`.
-
-    Args:
-        learning_rate: :math:`\gamma` in [0, inf), or a schedule.
-        b1: decay of the mean of gradients, in [0, 1).
-        b2: decay of the mean of their squares, in [0, 1).
-        eps: in [0, inf), outside the root.
-        weight_decay: in [0, inf), coupled: added to the gradient times the weights. `adamw` decouples it.
-        mask: what decays, as in `masked`; None: everything.
-        amsgrad: divide by the greatest mean of squares so far.
-        mu_dtype: of the mean of gradients; None: each parameter's.
-        nu_dtype: of the mean of squares; None: each parameter's, and float32 for float16.
-
-    Raises:
-        ConfigError: for numbers out of range.
-
-    References:
-        Kingma and Ba, 2015, Adam: A Method for Stochastic Optimization.
-
-    Example:
-        >>> tx = adam(0.1)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.1
-    """
-    require_typed("adam", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
-    return chain(
-        *decay_parts(weight_decay, mask),
-        scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
-        scale_by_learning_rate(learning_rate),
-    )
 
 
 @recipe
@@ -439,13 +280,13 @@ def nadam(
         b1: decay of the mean of gradients, in [0, 1).
         b2: decay of the mean of their squares, in [0, 1).
         eps: in [0, inf), outside the root.
-        momentum_decay: how fast the momentum warms up, in [0, inf).
-        weight_decay: in [0, inf), coupled: added to the gradient times the weights, unless decoupled.
-        decoupled_weight_decay: take the decay out of the moments, as AdamW does.
-        mask: what decays, as in `masked`; None: everything.
+        momentum_decay: :math:`\psi`, the rate at which the momentum warms up, in [0, inf).
+        weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient, unless decoupled.
+        decoupled_weight_decay: add the decay after the moments, as AdamW does.
+        mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Dozat, 2016, Incorporating Nesterov Momentum into Adam.
@@ -457,11 +298,75 @@ def nadam(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1056
     """
-    typed = {"eps": eps, "momentum_decay": momentum_decay, "weight_decay": weight_decay}
-    require_typed("nadam", learning_rate, below_one={"b1": b1, "b2": b2}, **typed)
+    numbers = {"eps": eps, "momentum_decay": momentum_decay, "weight_decay": weight_decay}
+    require_arguments("nadam", learning_rate, below_one={"b1": b1, "b2": b2}, **numbers)
     decay = decay_parts(weight_decay, mask)
     direction = scale_by_nadam(b1, b2, eps=eps, momentum_decay=momentum_decay)
-    return _decayed(direction, decay, decoupled_weight_decay, learning_rate)
+    return _chain_with_decay(direction, decay, decoupled_weight_decay, learning_rate)
+
+
+class MomentsState(NamedTuple):
+    """State of `scale_by_radam` and `scale_by_adamax`."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+    mu: Params  # name -> P: running mean of gradients
+    nu: Params  # name -> P: running mean of their squares; for Adamax the decaying maximum of their magnitudes
+    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+
+
+@recipe
+def scale_by_radam(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
+    r"""Adam's direction with a rectifier for the large variance of :math:`v` in early updates, as `torch.optim.RAdam`.
+
+    With :math:`\rho_t = \rho_\infty - 2 t \beta_2^t / (1 - \beta_2^t)`: :math:`\hat m_t` where
+    :math:`\rho_t \le 5`, else :math:`r_t \hat m_t \sqrt{1 - \beta_2^t} / (\sqrt{v_t} + \epsilon)`.
+
+    Args:
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the mean of squares, in [0, 1).
+        eps: in [0, inf), added before the bias correction.
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    References:
+        Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
+
+    Example:
+        >>> params = {"w": torch.tensor([3.0])}
+        >>> tx = scale_by_radam()
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)  # not yet adaptive
+        3.0
+    """
+    require("scale_by_radam", high=1.0, b1=b1, b2=b2)
+    require("scale_by_radam", eps=eps)
+
+    def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
+        del params  # Depends on the gradients only.
+        step, dtype = state.step + 1, exact_dtype(updates)
+        mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
+        nu = {name: decay_square(state.nu[name], g, b2) for name, g in updates.items()}
+        own = update_count(step, state.missed, updates)
+        mean_weight, square_weight = complement_power(b1, own, dtype), complement_power(b2, own, dtype)
+        is_adaptive, rectifier = _rectifier(own.to(dtype), b2, square_weight)
+        mean_weights, adaptive = by_name(mean_weight, updates), by_name(is_adaptive, updates)
+        factors = by_name(rectifier * square_weight.sqrt(), updates)
+        new: Params = {}
+        for name, g in updates.items():
+            mean, divisor = divide(upcast(mu[name]), mean_weights[name]), safe_sqrt(nu[name]) + eps
+            new[name] = torch.where(adaptive[name], multiply(mean, factors[name]) / divisor, mean).to(g.dtype)
+        return new, MomentsState(step, mu, nu, state.missed)
+
+    return Transform(_init_moments, update)
+
+
+def _rectifier(step: Tensor, b2: Scalar, square_weight: Tensor) -> tuple[Tensor, Tensor]:
+    last = 2 / (1 - b2) - 1
+    rho = last - 2 * step * (1 - square_weight) / square_weight
+    is_adaptive = rho > 5
+    # Below the threshold the radicand may be negative; the result is not used there.
+    rho = torch.where(is_adaptive, rho, 5.0)
+    return is_adaptive, ((rho - 4) * (rho - 2) * last / ((last - 4) * (last - 2) * rho)).sqrt()
 
 
 @recipe
@@ -482,12 +387,12 @@ def radam(
         b1: decay of the mean of gradients, in [0, 1).
         b2: decay of the mean of their squares, in [0, 1).
         eps: in [0, inf), outside the root.
-        weight_decay: in [0, inf), coupled: added to the gradient times the weights, unless decoupled.
-        decoupled_weight_decay: take the decay out of the moments, as AdamW does.
-        mask: what decays, as in `masked`; None: everything.
+        weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient, unless decoupled.
+        decoupled_weight_decay: add the decay after the moments, as AdamW does.
+        mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Liu et al., 2020, On the Variance of the Adaptive Learning Rate and Beyond.
@@ -499,9 +404,53 @@ def radam(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_typed("radam", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
+    require_arguments("radam", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
     decay = decay_parts(weight_decay, mask)
-    return _decayed(scale_by_radam(b1, b2, eps=eps), decay, decoupled_weight_decay, learning_rate)
+    return _chain_with_decay(scale_by_radam(b1, b2, eps=eps), decay, decoupled_weight_decay, learning_rate)
+
+
+@recipe
+def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, *, eps: Scalar = 1e-8) -> Transform:
+    r"""Adam's direction with a decaying maximum instead of the root mean square, as in `torch.optim.Adamax`.
+
+    .. math:: \frac{m_t}{(1 - \beta_1^t) u_t}, \quad u_t = \max(\beta_2 u_{t-1}, |g_t| + \epsilon)
+
+    Args:
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the maximum, in [0, 1).
+        eps: in [0, inf).
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    References:
+        Kingma and Ba, 2015, Adam, section 7.1.
+
+    Example:
+        >>> params = {"w": torch.tensor([2.0, -3.0])}
+        >>> tx = scale_by_adamax()
+        >>> tx.update(params, tx.init(params), params)[0]["w"].round(decimals=4).tolist()
+        [1.0, -1.0]
+    """
+    require("scale_by_adamax", high=1.0, b1=b1, b2=b2)
+    require("scale_by_adamax", eps=eps)
+
+    def update(updates: Params, state: MomentsState, params: Params) -> tuple[Params, MomentsState]:
+        del params  # Depends on the gradients only.
+        step = state.step + 1
+        mu = {name: lerp(state.mu[name], g, 1 - b1) for name, g in updates.items()}
+        nu = {name: _decay_max(state.nu[name], g, b2, eps) for name, g in updates.items()}
+        weights = by_name(
+            complement_power(b1, update_count(step, state.missed, updates), scalar_dtype(updates)), updates
+        )
+        new = {n: (divide(upcast(mu[n]), weights[n]) / upcast(nu[n])).to(g.dtype) for n, g in updates.items()}
+        return new, MomentsState(step, mu, nu, state.missed)
+
+    return Transform(_init_moments, update)
+
+
+def _decay_max(peak: Tensor, update: Tensor, decay: Scalar, eps: Scalar) -> Tensor:
+    return torch.maximum(multiply(upcast(peak), decay), upcast(update.abs()) + eps).to(peak.dtype)
 
 
 @recipe
@@ -519,13 +468,13 @@ def adamax(
     Args:
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         b1: decay of the mean of gradients, in [0, 1).
-        b2: decay of the greatest gradient, in [0, 1).
-        eps: in [0, inf), added to each gradient's size.
-        weight_decay: in [0, inf), coupled: added to the gradient times the weights.
-        mask: what decays, as in `masked`; None: everything.
+        b2: decay of the maximum, in [0, 1).
+        eps: in [0, inf), added to each gradient's magnitude.
+        weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient.
+        mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Kingma and Ba, 2015, Adam, section 7.1.
@@ -537,10 +486,14 @@ def adamax(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_typed("adamax", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
-    return _decayed(scale_by_adamax(b1, b2, eps=eps), decay_parts(weight_decay, mask), False, learning_rate)
+    require_arguments("adamax", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
+    return _chain_with_decay(scale_by_adamax(b1, b2, eps=eps), decay_parts(weight_decay, mask), False, learning_rate)
 
 
-def _decayed(direction: Transform, decay: list[Transform], decoupled: bool, learning_rate: Rate) -> Transform:
+def _init_moments(params: Params) -> MomentsState:
+    return MomentsState(zero_count(params), zeros_like(params), zeros_like_squares(params), no_missed_updates(params))
+
+
+def _chain_with_decay(direction: Transform, decay: list[Transform], decoupled: bool, learning_rate: Rate) -> Transform:
     parts = [direction, *decay] if decoupled else [*decay, direction]
     return chain(*parts, scale_by_learning_rate(learning_rate))

@@ -1,4 +1,4 @@
-"""The pair of functions, how pairs compose, and what all of them check."""
+"""`Transform`, a pair of functions; the composition of transforms; and the argument checks that all of them share."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ..types import Empty, Labels, Params, Tree
 from ..validation import is_number
 from .numerics import Rate, scalar_dtype
 
-# Norms of larger leaves are taken row by row: one running float32 sum over 34 million numbers is 0.2 % off on a CPU.
+# Large leaves are reduced row by row: on a CPU one running float32 sum over 34 million numbers is wrong by 0.2 %.
 _NORM_ROW = 1024
 
 
-def _alike(params: Params) -> Labels:
+def _one_label(params: Params) -> Labels:
     return dict.fromkeys(params, ())
 
 
 class Transform(NamedTuple):
-    """A gradient transformation: two pure functions, and what packing needs to know about them.
+    """A gradient transformation: two pure functions, and the facts that packing (`packed.py`) needs about them.
 
     Args:
-        init: ``params -> state``. Makes every tensor of the state; scalars are 0-d int64 or float32. Masks are
-            resolved here, on the named tree, and kept as the state's structure.
-        update: ``(updates, state, params) -> (updates, state)``. The first updates of a chain are the gradients, the
-            last are added to the parameters. Inputs are left as they are; structure and dtypes are kept.
-        elementwise: each number of the update depends on the same number of the inputs, on scalars, and on reductions
-            over all values, so that ``update`` may be given flat concatenations instead of the named tensors.
-        labels: ``params -> {name: label}``; parameters with equal labels and dtypes are treated alike, and so may be
-            concatenated.
+        init: ``params -> state``. Creates every tensor of the state; scalars are 0-d int64 or float32. Masks are
+            resolved here, on the named tree, and stored in the structure of the state.
+        update: ``(updates, state, params) -> (updates, state)``. A chain receives gradients; its result is added to
+            the parameters. ``update`` does not modify its inputs, and keeps structure and dtypes.
+        elementwise: True if each number of the update depends only on the same number of the inputs, on scalars, and
+            on reductions over all values. ``update`` may then receive flat buffers instead of the named tensors.
+        labels: ``params -> {name: label}``. Parameters with equal labels and dtypes are treated alike and may share a
+            buffer.
 
     Example:
         >>> double = Transform(lambda params: Empty(), lambda updates, state, params: (
@@ -47,12 +47,12 @@ class Transform(NamedTuple):
     init: Callable[[Params], Tree]
     update: Callable[[Params, Tree, Params], tuple[Params, Tree]]
     elementwise: bool = True
-    labels: Callable[[Params], Labels] = _alike
+    labels: Callable[[Params], Labels] = _one_label
 
 
 @recipe
 def identity() -> Transform:
-    """Updates as they come.
+    """Return the updates unchanged.
 
     Example:
         >>> identity().init({"w": torch.ones(2)})
@@ -63,12 +63,12 @@ def identity() -> Transform:
 
 @recipe
 def stateless(fn: Callable[[Params, Params], Params], *, elementwise: bool = False) -> Transform:
-    """A transform without state from ``fn(updates, params) -> updates``.
+    """Build a transform without state from ``fn(updates, params) -> updates``.
 
     Args:
         fn: a pure function of the updates and the parameters.
-        elementwise: see `Transform`. Compiled steps are smaller where it is True, and wrong where ``fn`` goes by names
-            or by whole tensors.
+        elementwise: see `Transform`. True makes compiled steps smaller; it is wrong if ``fn`` depends on names or on
+            whole tensors.
 
     Example:
         >>> halve = stateless(lambda updates, params: {name: u / 2 for name, u in updates.items()})
@@ -77,7 +77,7 @@ def stateless(fn: Callable[[Params, Params], Params], *, elementwise: bool = Fal
     """
 
     def init(params: Params) -> Empty:
-        del params  # There is nothing to remember.
+        del params  # No state.
         return Empty()
 
     def update(updates: Params, state: Empty, params: Params) -> tuple[Params, Empty]:
@@ -88,28 +88,30 @@ def stateless(fn: Callable[[Params, Params], Params], *, elementwise: bool = Fal
 
 @recipe
 def chain(*transforms: Transform) -> Transform:
-    """One transform after another; the state is the tuple of their states.
+    """Apply transforms one after another; the state is the tuple of their states.
 
     Args:
         transforms: applied from left to right. Chains nest.
 
     Raises:
-        ConfigError: a part that is no transform.
-        StateError: at update, for a state of another number of parts.
+        ConfigError: a part is not a `Transform`.
+        StateError: at update, if the state has another number of parts.
 
     Example:
         >>> tx = chain(identity(), identity())
         >>> tx.init({"w": torch.ones(2)})
         (Empty(), Empty())
     """
-    given: tuple[Any, ...] = transforms
-    for number, part in enumerate(given):
+    parts: tuple[Any, ...] = transforms
+    for number, part in enumerate(parts):
         if not isinstance(part, Transform):
             many = isinstance(part, list | tuple)
             raise ConfigError(
-                f"part {number} is a {type(part).__name__}",
+                f"part {number} is a {type(part).__name__}, not a Transform",
                 where="chain",
-                hint="optim.chain(first, second), not a list of them" if many else "optim.adamw(1e-3), called",
+                hint="pass the parts one by one: optim.chain(first, second)"
+                if many
+                else "call the factory: optim.adamw(1e-3)",
             )
 
     def init(params: Params) -> tuple[Tree, ...]:
@@ -118,7 +120,7 @@ def chain(*transforms: Transform) -> Transform:
     def update(updates: Params, state: tuple[Tree, ...], params: Params) -> tuple[Params, tuple[Tree, ...]]:
         if len(state) != len(transforms):
             raise StateError(
-                f"a chain of {len(transforms)} transforms was given a state of {len(state)} parts",
+                f"the chain has {len(transforms)} transforms, the state {len(state)} parts",
                 where="opt_state",
                 hint="opt_state = tx.init(params)",
             )
@@ -135,8 +137,15 @@ def chain(*transforms: Transform) -> Transform:
     return Transform(init, update, all(tx.elementwise for tx in transforms), labels)
 
 
+class StepState(NamedTuple):
+    """State of a transform that only counts updates."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+
+
 def apply_updates(params: Params, updates: Params) -> Params:
-    """``params + updates``, each in its parameter's dtype, rounded once.
+    """Return ``params + updates``, rounded once to each parameter's dtype.
 
     Args:
         params: name -> P.
@@ -150,13 +159,13 @@ def apply_updates(params: Params, updates: Params) -> Params:
 
 
 def global_norm(updates: Params) -> Tensor:
-    """The 2-norm of all numbers together, accumulated in at least float32.
+    """Return the 2-norm of all numbers together, accumulated in at least float32.
 
     Args:
         updates: name -> P, on one device; may be empty (norm 0).
 
     Returns:
-        shape=(); float64 where a leaf is float64, else float32.
+        shape=(); float64 if any leaf is float64, else float32.
 
     Example:
         >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}).item()
@@ -172,7 +181,7 @@ def global_norm(updates: Params) -> Tensor:
 def _leaf_norm(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     if leaf.numel() < 64 * _NORM_ROW:
         return torch.linalg.vector_norm(leaf, dtype=dtype)
-    # In the order that it lies in, so that a turned weight has the same norm as in a packed state.
+    # In memory order, so that a transposed weight has the same norm as in a packed state, bit for bit.
     flat = leaf.permute(sorted(range(leaf.dim()), key=lambda dim: -leaf.stride(dim))).flatten()
     rows, rest = flat.split([flat.numel() // _NORM_ROW * _NORM_ROW, flat.numel() % _NORM_ROW])
     norms = torch.linalg.vector_norm(rows.view(-1, _NORM_ROW), dim=1, dtype=dtype)
@@ -182,10 +191,10 @@ def _leaf_norm(leaf: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def require(where: str, /, *, low: float = 0.0, high: float = math.inf, **values: Any) -> None:
-    """Numbers in ``[low, high)``; tensors are taken on trust, since reading one would wait for the device.
+    """Check that numbers are in ``[low, high)``. Tensors are not checked, since reading one waits for the device.
 
     Raises:
-        ConfigError: naming the argument, its value and the range.
+        ConfigError: a number out of range; the message has the argument, its value and the range.
 
     Example:
         >>> require("scale_by_adam", high=1.0, b1=1.5)
@@ -197,41 +206,49 @@ def require(where: str, /, *, low: float = 0.0, high: float = math.inf, **values
             continue
         if callable(value):
             raise ConfigError(
-                f"{name} is a schedule, and only learning_rate takes one",
+                f"{name} is a schedule; only learning_rate takes one directly",
                 where=where,
                 hint=f"optim.inject(optim.{where})(..., {name}=schedule)",
             )
         if not is_number(value) or not low <= value < high:
-            found = (
-                f"outside [{low}, {high})" if is_number(value) else f"a {type(value).__name__}, no int, float or tensor"
+            problem = (
+                f"outside [{low}, {high})"
+                if is_number(value)
+                else f"a {type(value).__name__}, not an int, float or tensor"
             )
             hint = f"{name}={1e-3 if name == 'learning_rate' else 1.0 if math.isinf(low) else low}"
-            raise ConfigError(f"{name} is {value!r}, {found}", where=where, hint=hint)
+            raise ConfigError(f"{name} is {value!r}, {problem}", where=where, hint=hint)
 
 
 def require_rate(where: str, learning_rate: Rate) -> None:
-    """A learning rate that is a schedule, a tensor or a number of at least 0; else a `ConfigError`."""
-    given: Any = learning_rate
-    if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+    """Check that a learning rate is a schedule, a tensor or a number of at least 0.
+
+    Raises:
+        ConfigError: a number out of range, another type, or one of torch's schedulers.
+    """
+    value: Any = learning_rate
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         raise ConfigError(
-            f"learning_rate is a {type(given).__name__}, which counts its own steps",
+            f"learning_rate is a {type(value).__name__}, which counts its own steps",
             where=where,
-            hint=f"schedules.from_torch_scheduler({type(given).__name__}, 1e-3, steps=10_000, ...)",
+            hint=f"schedules.from_torch_scheduler({type(value).__name__}, 1e-3, steps=10_000, ...)",
         )
     if not callable(learning_rate):
         require(where, learning_rate=learning_rate)
 
 
-def require_typed(
+def require_arguments(
     where: str, /, learning_rate: Rate, *, below_one: Mapping[str, Any] | None = None, **values: Any
 ) -> None:
-    """What a named optimizer was called with, under the names of its own arguments, which its parts do not know.
+    """Check the arguments of a named optimizer under the optimizer's own argument names.
+
+    Its parts check them too, but their messages would have the names of the parts.
 
     Raises:
-        ConfigError: naming the optimizer, the argument, its value and the range.
+        ConfigError: a number out of range; the message has the optimizer, the argument, its value and the range.
 
     Example:
-        >>> require_typed("sgd", 0.1, momentum=-0.9)
+        >>> require_arguments("sgd", 0.1, momentum=-0.9)
         Traceback (most recent call last):
         purestep.errors.ConfigError: sgd: momentum is -0.9, outside [0.0, inf) (cure: momentum=0.0)
     """

@@ -1,4 +1,4 @@
-"""Bounds on gradients: their norm together, each number, each unit's norm against that of its weights."""
+"""Gradient clipping: by the global norm, by value, and by each unit's weight norm."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import Tensor
 from ..pickling import recipe
 from ..types import Params
 from .base import Transform, global_norm, require, stateless
-from .numerics import Scalar, times, wide
+from .numerics import Scalar, multiply, upcast
 
 
 @recipe
 def clip_by_global_norm(max_norm: Scalar) -> Transform:
-    """All updates times ``min(1, max_norm / (norm + 1e-6))``, norm that of all numbers together.
+    """Multiply all updates by ``min(1, max_norm / (norm + 1e-6))``, with the norm of all numbers together.
 
-    The 1e-6 is that of `torch.nn.utils.clip_grad_norm_` (optax has none). A norm that is not finite makes every update
-    so; the step skips those.
+    The 1e-6 is taken from `torch.nn.utils.clip_grad_norm_`; optax has none. A norm that is not finite makes every
+    update not finite, and the step then skips the update.
 
     Args:
         max_norm: in [0, inf).
@@ -36,16 +36,16 @@ def clip_by_global_norm(max_norm: Scalar) -> Transform:
     require("clip_by_global_norm", max_norm=max_norm)
 
     def clip(updates: Params, params: Params) -> Params:
-        del params  # A norm of gradients alone.
+        del params  # The norm depends on the gradients only.
         factor = torch.clamp(max_norm / (global_norm(updates) + 1e-6), max=1.0)
-        return {name: times(u, factor) for name, u in updates.items()}
+        return {name: multiply(u, factor) for name, u in updates.items()}
 
     return stateless(clip, elementwise=True)
 
 
 @recipe
 def clip_by_value(max_value: Scalar) -> Transform:
-    """Each number clamped to ``[-max_value, max_value]``, as `torch.nn.utils.clip_grad_value_`.
+    """Clamp each number to ``[-max_value, max_value]``, as `torch.nn.utils.clip_grad_value_`.
 
     Args:
         max_value: in [0, inf).
@@ -61,7 +61,7 @@ def clip_by_value(max_value: Scalar) -> Transform:
     require("clip_by_value", max_value=max_value)
 
     def clip(updates: Params, params: Params) -> Params:
-        del params  # A bound on gradients alone.
+        del params  # The bound depends on the gradients only.
         return {name: _clamp(u, max_value) for name, u in updates.items()}
 
     return stateless(clip, elementwise=True)
@@ -76,13 +76,13 @@ def _clamp(leaf: Tensor, limit: Scalar) -> Tensor:
 
 @recipe
 def adaptive_grad_clip(clipping: Scalar, *, eps: float = 1e-3) -> Transform:
-    """Each unit's gradient bounded by its weights: norm at most ``clipping * max(norm of the weights, eps)``.
+    """Clip the gradient norm of each unit to ``clipping * max(weight norm, eps)``.
 
     A unit is one row of a weight matrix, one output channel of a convolution, or a whole vector or scalar.
 
     Args:
         clipping: in [0, inf); 0.01 in the paper.
-        eps: in [0, inf): the least norm of weights, so that those at zero can move.
+        eps: in [0, inf), a lower bound on the weight norm, so that weights at zero can move.
 
     Raises:
         ConfigError: for numbers out of range.
@@ -106,15 +106,15 @@ def adaptive_grad_clip(clipping: Scalar, *, eps: float = 1e-3) -> Transform:
 
 
 def _clip_units(update: Tensor, param: Tensor, clipping: Scalar, eps: float) -> Tensor:
-    limit = times(_unit_norm(param).clamp(min=eps), clipping)
+    limit = multiply(_unit_norm(param).clamp(min=eps), clipping)
     norm = _unit_norm(update).to(limit.dtype)
-    # 1e-6 keeps units without gradient at zero; they are within every limit.
+    # The clamp avoids 0 / 0 for a unit without gradient.
     factor = torch.where(norm > limit, limit / norm.clamp(min=1e-6), 1.0)
-    value = wide(update)
+    value = upcast(update)
     return (value * factor.to(value.dtype)).to(update.dtype)
 
 
 def _unit_norm(leaf: Tensor) -> Tensor:
     if leaf.ndim < 2:
-        return torch.linalg.vector_norm(wide(leaf))
-    return torch.linalg.vector_norm(wide(leaf), dim=tuple(range(1, leaf.ndim)), keepdim=True)
+        return torch.linalg.vector_norm(upcast(leaf))
+    return torch.linalg.vector_norm(upcast(leaf), dim=tuple(range(1, leaf.ndim)), keepdim=True)

@@ -1,4 +1,4 @@
-"""Hyperparameters as state: leaves that a schedule fills or a user replaces between two steps, without recompiling."""
+"""Hyperparameters as state leaves: a schedule or the user sets them between steps, without recompilation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class InjectState(NamedTuple):
     """State of `inject`."""
 
     step: Tensor  # shape=(), dtype=int64: updates done
-    hyperparams: dict[str, Tensor]  # name -> shape=(), float32: of the next update, scheduled ones of the last
-    scheduled: dict[str, Empty]  # names that a schedule fills; no leaves
+    hyperparams: dict[str, Tensor]  # name -> shape=(), float32: for the next update; scheduled ones of the last
+    scheduled: dict[str, Empty]  # names that follow a schedule; no leaves
     inner: Tree
 
 
@@ -31,21 +31,21 @@ class InjectState(NamedTuple):
 def inject(
     factory: Callable[..., Transform], *, static: tuple[str, ...] = ("mask", "labels")
 ) -> Callable[..., Transform]:
-    """The same factory with the floats and schedules that it is given as float32 leaves of the state.
+    """Wrap a factory so that its floats and schedules become float32 leaves of the state.
 
-    Only what the call names becomes a leaf: defaults stay constants. A leaf is rounded to float32, by up to 6e-8 of
-    itself: ``b2=0.999`` leaves ``1 - b2`` off by 1.3e-5, which a float64 run shows.
+    Only arguments of the call become leaves; defaults stay constants. A leaf is rounded to float32, a relative error of
+    up to 6e-8: for ``b2=0.999``, ``1 - b2`` has a relative error of 1.3e-5, which is visible in float64.
 
     Args:
         factory: a function that returns a transform, such as ``optim.adamw``; its arguments have names.
-        static: arguments that are passed on as they are, besides bools, ints, strings, None and the like.
+        static: names of arguments that are never leaves. Bools, ints, strings and None never are.
 
     Returns:
-        A function of the factory's arguments; every one given as float, 0-d tensor or schedule is a leaf.
+        A function of the factory's arguments; each float, 0-d tensor or schedule among them becomes a leaf.
 
     Raises:
-        ConfigError: positional arguments that have no name in the factory's signature; at init, where one of torch's
-            own optimizers is among what the factory makes.
+        ConfigError: a positional argument has no name in the factory's signature; at init, the factory builds a
+            `from_torch`.
 
     Example:
         >>> from purestep.optim import scale_by_learning_rate
@@ -59,28 +59,28 @@ def inject(
     def build(*positional: Any, **named: Any) -> Transform:
         arguments = _by_name(factory, positional, named) if positional else named
         fixed = {name: value for name, value in arguments.items() if name in static or not _is_injected(value)}
-        given = {name: value for name, value in arguments.items() if name not in fixed}
-        return _injected(factory, fixed, given)
+        injected = {name: value for name, value in arguments.items() if name not in fixed}
+        return _injected(factory, fixed, injected)
 
     return build
 
 
 def _by_name(factory: Callable[..., Transform], positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by the names that they have in the factory's signature."""
+    """Return all arguments of a call by their names in the factory's signature."""
     name = getattr(factory, "__name__", type(factory).__name__)
     try:
         signature = inspect.signature(factory)
-        found = signature.bind_partial(*positional).arguments
+        bound = signature.bind_partial(*positional).arguments
     except (TypeError, ValueError) as error:
         hint = "pass arguments by name: inject(optim.adamw)(learning_rate=0.1)"
         raise ConfigError(
             f"cannot name its {len(positional)} positional arguments: {error}", where=name, hint=hint
         ) from error
-    unnamed = [key for key in found if signature.parameters[key].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    for key in (*unnamed, *(key for key in found if key in named)):
-        how = "by position and by name" if key in named else "by position, and has no name"
-        raise ConfigError(f"{key} is given {how}", where=name, hint="pass each argument by name, once")
-    return {**found, **named}
+    unnamed = [key for key in bound if signature.parameters[key].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    for key in (*unnamed, *(key for key in bound if key in named)):
+        how = "by position and by name" if key in named else "by position, but has no name"
+        raise ConfigError(f"{key} is passed {how}", where=name, hint="pass each argument by name, once")
+    return {**bound, **named}
 
 
 def _is_injected(value: Any) -> bool:
@@ -88,23 +88,24 @@ def _is_injected(value: Any) -> bool:
 
 
 @recipe
-def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], given: dict[str, Any]) -> Transform:
+def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], injected: dict[str, Any]) -> Transform:
     schedules: dict[str, Schedule] = {}
     constants: dict[str, float | Tensor] = {}
-    for name, value in given.items():
+    for name, value in injected.items():
         (schedules if callable(value) else constants)[name] = value
     start = torch.zeros((), dtype=torch.int64)
-    # Built once with numbers, so that those out of range are refused before the first step.
+    # Built once with plain numbers, so that a number out of range raises here and not at the first step.
     template = factory(**fixed, **constants, **{name: rate_at(schedule, start) for name, schedule in schedules.items()})
 
     def leaves(count: Tensor, stored: Mapping[str, Any]) -> dict[str, Tensor]:
-        values = {name: rate_at(schedules[name], count) if name in schedules else stored[name] for name in given}
+        values = {name: rate_at(schedules[name], count) if name in schedules else stored[name] for name in injected}
         return {name: _leaf(value, count) for name, value in values.items()}
 
     def init(params: Params) -> InjectState:
         count = zero_count(params)
         values = leaves(count, constants)
-        _check_may_be_made_anew(inner := factory(**fixed, **values).init(params))
+        inner = factory(**fixed, **values).init(params)
+        _check_cheap_to_rebuild(inner)
         return InjectState(count, values, {name: Empty() for name in schedules}, inner)
 
     def update(updates: Params, state: InjectState, params: Params) -> tuple[Params, InjectState]:
@@ -118,12 +119,12 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], given: d
     return Transform(init, update, template.elementwise, labels)
 
 
-def _check_may_be_made_anew(inner: Tree) -> None:
-    """Every update calls the factory with the leaves as they are then, so what it makes must be cheap to make."""
+def _check_cheap_to_rebuild(inner: Tree) -> None:
+    """Raise for a `from_torch` inside: every update calls the factory again, with the current leaves."""
     for part in tree.flatten(inner, is_leaf=lambda node: hasattr(node, "cure_for_inject"))[0]:
         cure = getattr(part, "cure_for_inject", None)
         if cure is not None:
-            raise ConfigError("the factory makes an optimizer of torch's, in every update", where="inject", hint=cure)
+            raise ConfigError("the factory builds a from_torch, again in every update", where="inject", hint=cure)
 
 
 def _leaf(value: Any, count: Tensor) -> Tensor:
@@ -133,39 +134,39 @@ def _leaf(value: Any, count: Tensor) -> Tensor:
 
 
 def hyperparams(opt_state: Tree) -> dict[str, Tensor]:
-    """The hyperparameters in a state: the learning rate of the last update, and what `inject` made leaves of.
+    """Return the hyperparameters in a state: the learning rate of the last update, and the leaves of `inject`.
 
     Args:
-        opt_state: of any transform.
+        opt_state: the state of any transform.
 
     Returns:
-        name -> shape=(), float32. Below a `partition` the name is ``label/learning_rate``.
+        name -> shape=(), float32. Inside a `partition` the name is ``label/learning_rate``.
 
     Example:
         >>> from purestep.optim import scale_by_learning_rate
         >>> {name: value.item() for name, value in hyperparams(scale_by_learning_rate(0.5).init({})).items()}
         {'learning_rate': 0.5}
     """
-    return dict(_found(opt_state, ""))
+    return dict(_hyperparams(opt_state, ""))
 
 
-def _found(node: Tree, prefix: str) -> Iterator[tuple[str, Tensor]]:
+def _hyperparams(node: Tree, prefix: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(node, PartitionState):
         for label, group in node.groups.items():
-            yield from _found(group.inner, f"{prefix}{label}/")
+            yield from _hyperparams(group.inner, f"{prefix}{label}/")
     elif isinstance(node, InjectState):
-        # The leaves come last: they are what the next update uses.
-        yield from _found(node.inner, prefix)
+        # Last, so that these replace a learning rate from inside: the next update uses them.
+        yield from _hyperparams(node.inner, prefix)
         yield from ((f"{prefix}{name}", value) for name, value in node.hyperparams.items())
     elif isinstance(rate := getattr(node, "learning_rate", None), Tensor):
         yield f"{prefix}learning_rate", rate
     elif isinstance(node, tuple):
         for part in node:  # pyright: ignore[reportUnknownVariableType]  # a chain's state, or any NamedTuple
-            yield from _found(part, prefix)
+            yield from _hyperparams(part, prefix)
 
 
 def injected(opt_state: Tree) -> dict[str, Tensor]:
-    """The leaves that `inject` made and no schedule fills, by the names of `hyperparams`.
+    """Return the leaves of `inject` that follow no schedule, by the names of `hyperparams`.
 
     Example:
         >>> from purestep.optim import scale
@@ -173,19 +174,19 @@ def injected(opt_state: Tree) -> dict[str, Tensor]:
         {'factor': 2.0}
     """
     scheduled = dict(_leaves(opt_state, ""))
-    return {name: value for name, value in _found(opt_state, "") if scheduled.get(name) is False}
+    return {name: value for name, value in _hyperparams(opt_state, "") if scheduled.get(name) is False}
 
 
 def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
-    """The state with other values for leaves that `inject` made; a compiled step uses them without recompiling.
+    """Return the state with other values for leaves of `inject`; a compiled step uses them without recompiling.
 
     Args:
-        opt_state: the state of a transform with an `inject` in it; it stays as it is.
-        values: name -> number, by the names of `hyperparams`. Below a `partition`, ``learning_rate=0.1`` is for every
-            group, ``**{"head/learning_rate": 0.1}`` for one, and comes before the other.
+        opt_state: the state of a transform that contains an `inject`; it is not modified.
+        values: name -> number, by the names of `hyperparams`. Inside a `partition`, ``learning_rate=0.1`` sets every
+            group; ``**{"head/learning_rate": 0.1}`` sets one, and takes precedence.
 
     Raises:
-        ConfigError: for a name that is no leaf, or one that a schedule fills.
+        ConfigError: a name is not a leaf, or follows a schedule.
 
     Example:
         >>> from purestep.optim import scale
@@ -194,30 +195,30 @@ def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
         3.0
     """
     leaves: dict[str, bool] = {}
-    for name, scheduled in _leaves(opt_state, ""):  # two parts of a chain may have one of the same name
+    for name, scheduled in _leaves(opt_state, ""):  # Two parts of a chain may have leaves of the same name.
         leaves[name] = scheduled or leaves.get(name, False)
     for name in values:
         if name not in leaves and not any(leaf.rpartition("/")[2] == name for leaf in leaves):
             hint = f"one of {', '.join(leaves)}, or " if leaves else ""
             hint += f"optim.inject(optim.adamw)({name.rpartition('/')[2]}=...)"
-            raise ConfigError(f"{name} is no leaf of this state", where="set_hyperparams", hint=hint)
+            raise ConfigError(f"{name} is not a leaf of this state", where="set_hyperparams", hint=hint)
     named = {leaf: key for leaf in leaves for key in (leaf.rpartition("/")[2], leaf) if key in values}
     for leaf, key in named.items():
         if leaves[leaf]:
-            hint = f"a number instead of a schedule for {leaf.rpartition('/')[2]} in inject"
+            hint = f"pass a number instead of a schedule for {leaf.rpartition('/')[2]} to inject"
             raise ConfigError(f"{key} follows a schedule", where="set_hyperparams", hint=hint)
     return _replaced(opt_state, {leaf: values[key] for leaf, key in named.items()}, "")
 
 
 def _leaves(node: Tree, prefix: str) -> Iterator[tuple[str, bool]]:
-    """Of every leaf that `inject` made, its name and whether a schedule fills it."""
+    """Yield ``(name, follows a schedule)`` for each leaf of `inject`."""
     if isinstance(node, InjectState):
         yield from ((f"{prefix}{name}", name in node.scheduled) for name in node.hyperparams)
-    for part, within in _inside(node, prefix):
+    for part, within in _children(node, prefix):
         yield from _leaves(part, within)
 
 
-def _inside(node: Tree, prefix: str) -> Iterator[tuple[Tree, str]]:
+def _children(node: Tree, prefix: str) -> Iterator[tuple[Tree, str]]:
     if isinstance(node, PartitionState):
         yield from ((group, f"{prefix}{label}/") for label, group in node.groups.items())
     elif isinstance(node, InjectState | MaskedState):
@@ -227,13 +228,13 @@ def _inside(node: Tree, prefix: str) -> Iterator[tuple[Tree, str]]:
 
 
 def _replaced(node: Tree, values: Mapping[str, float | Tensor], prefix: str) -> Tree:
-    inside = [_replaced(part, values, within) for part, within in _inside(node, prefix)]
+    children = [_replaced(part, values, within) for part, within in _children(node, prefix)]
     if isinstance(node, PartitionState):
-        return PartitionState(dict(zip(node.groups, inside, strict=True)))
+        return PartitionState(dict(zip(node.groups, children, strict=True)))
     if isinstance(node, InjectState):
         old = node.hyperparams.items()
         new = {name: _leaf(values.get(f"{prefix}{name}", value), node.step) for name, value in old}
-        return node._replace(hyperparams=new, inner=inside[0])
+        return node._replace(hyperparams=new, inner=children[0])
     if isinstance(node, MaskedState):
-        return node._replace(inner=inside[0])
-    return tuple(inside) if type(node) is tuple else node
+        return node._replace(inner=children[0])
+    return tuple(children) if type(node) is tuple else node

@@ -1,4 +1,4 @@
-"""Arithmetic that keeps dtypes: scalars of any dtype never promote a leaf, 16-bit leaves are computed in float32."""
+"""Arithmetic for updates that keeps dtypes: a scalar never promotes a leaf, and 16-bit leaves compute in float32."""
 
 from __future__ import annotations
 
@@ -9,67 +9,75 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import rng, tracing
+from .. import tracing
 from ..errors import PurestepError, StepContractError
 from ..types import Empty, Missed, Params, Tree
 
 Scalar: TypeAlias = float | Tensor
-"""A Python number, which stays a constant in a compiled graph, or a 0-d tensor, which may change from call to call."""
+"""A Python number, which is a constant in a compiled graph, or a 0-d tensor, which may change between calls."""
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor]
-"""Count of updates done, shape=() int64, to a value, shape=()."""
+"""Count of updates done, shape=(), int64 -> value, shape=()."""
 Rate: TypeAlias = float | Tensor | Schedule
+"""A learning rate: a number, a 0-d tensor or a schedule."""
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def scalar_dtype(tree: Params) -> torch.dtype:
-    """What scalars that multiply these tensors are computed in: float64 where one of them is float64, else float32."""
+    """Dtype for scalars that multiply these tensors: float64 if any of them is float64, else float32."""
     return torch.float64 if any(leaf.dtype == torch.float64 for leaf in tree.values()) else torch.float32
 
 
 def exact_dtype(tree: Params) -> torch.dtype:
-    """Float64 for scalars that cancel, as torch computes them in Python; float32 where the device has no float64."""
+    """Dtype for scalars that suffer cancellation: float64, as in torch's Python code; float32 on mps (no float64)."""
     return torch.float32 if any(leaf.device.type == "mps" for leaf in tree.values()) else torch.float64
 
 
-def wide(leaf: Tensor) -> Tensor:
-    """The leaf in the dtype to compute in: float32 for the 16-bit ones, else as it is."""
+def upcast(leaf: Tensor) -> Tensor:
+    """Return the leaf in its compute dtype: float32 for 16-bit leaves, else unchanged."""
     return leaf.float() if leaf.dtype in _LOW_PRECISION else leaf
 
 
-def wide_dtype(leaf: Tensor) -> torch.dtype:
-    """The dtype that `wide` gives this leaf."""
+def upcast_dtype(leaf: Tensor) -> torch.dtype:
+    """The dtype that `upcast` returns for this leaf."""
     return torch.float32 if leaf.dtype in _LOW_PRECISION else leaf.dtype
 
 
-def times(leaf: Tensor, factor: Scalar) -> Tensor:
-    """``leaf * factor`` in the leaf's dtype: a 0-d float64 factor promotes nothing, and is not rounded to 16 bits.
+def multiply(leaf: Tensor, factor: Scalar) -> Tensor:
+    """Return ``leaf * factor`` in the leaf's dtype: the factor promotes nothing and is not rounded to 16 bits.
 
     Args:
         leaf: P, floating.
         factor: a number or a tensor, shape=().
 
     Example:
-        >>> times(torch.ones((), dtype=torch.float32), torch.tensor(0.1, dtype=torch.float64)).dtype
+        >>> multiply(torch.ones((), dtype=torch.float32), torch.tensor(0.1, dtype=torch.float64)).dtype
         torch.float32
     """
     if not isinstance(factor, Tensor) or (factor.dtype == leaf.dtype and leaf.dtype not in _LOW_PRECISION):
         return leaf * factor
-    value = wide(leaf)
+    value = upcast(leaf)
     return (value * factor.to(value.dtype)).to(leaf.dtype)
 
 
+def add_scaled(update: Tensor, param: Tensor, factor: Scalar) -> Tensor:
+    """Return ``update + factor * param`` in the dtype of the update."""
+    if isinstance(factor, Tensor):
+        return (upcast(update) + multiply(upcast(param), factor)).to(update.dtype)
+    return torch.add(update, param, alpha=factor).to(update.dtype)
+
+
 def lerp(old: Tensor, new: Tensor, weight: Scalar) -> Tensor:
-    """``old + weight * (new - old)``, computed in the wider dtype of the two and kept in that of ``old``."""
+    """Return ``old + weight * (new - old)``, computed in the wider dtype of the two, in the dtype of ``old``."""
     start, end = _promoted(old, new)
     if isinstance(weight, Tensor):
-        return (start + times(end - start, weight)).to(old.dtype)
+        return (start + multiply(end - start, weight)).to(old.dtype)
     return torch.lerp(start, end, weight).to(old.dtype)
 
 
 def _promoted(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the wider dtype of the two."""
+    """Convert both to the wider dtype of the two."""
     if one.dtype == other.dtype:
         return one, other
     dtype = torch.promote_types(one.dtype, other.dtype)
@@ -77,59 +85,59 @@ def _promoted(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def complement_power(base: Scalar, count: Tensor, dtype: torch.dtype) -> Tensor:
-    """``1 - base ** count`` without cancellation: ``-expm1(count * log(base))``. shape=()."""
+    """Return ``1 - base ** count`` without cancellation: ``-expm1(count * log(base))``. shape=()."""
     if isinstance(base, Tensor):
         return -torch.expm1(count.to(dtype) * torch.log(base.to(dtype)))
     return -torch.expm1(count.to(dtype) * (math.log(base) if base else -math.inf))
 
 
 def zero_count(params: Params) -> Tensor:
-    """A counter at 0 on the parameters' device. shape=(), dtype=int64."""
+    """Return a counter at 0 on the device of the parameters. shape=(), dtype=int64."""
     device = next(iter(params.values())).device if params else None
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
-def none_missed(params: Params) -> Missed:
-    """No parameter has missed an update."""
+def no_missed_updates(params: Params) -> Missed:
+    """Return a `Missed` with zeros: no parameter has missed an update."""
     count = zero_count(params)
     return Missed(dict.fromkeys(params, Empty()), count.expand(len(params)).clone())
 
 
-def own_count(step: Tensor, missed: Tree, names: Collection[str]) -> Tensor:
-    """Updates of each parameter: those that it had a gradient in.
+def update_count(step: Tensor, missed: Tree, names: Collection[str]) -> Tensor:
+    """Return each parameter's update count: the updates in which it had a gradient.
 
     Args:
-        step: shape=(), int64: updates so far.
-        missed: how many of them each parameter has missed; Empty for none.
-        names: of parameters, or of flat buffers of such as have missed as many.
+        step: shape=(), int64: updates done.
+        missed: Missed, the updates that each parameter has missed; or Empty.
+        names: of parameters, or of flat buffers; the parameters in one buffer have missed equally many updates.
 
     Returns:
-        shape=() where it is the same for all names, else shape=(n,), for `each`.
+        shape=() if all names have the same count, else shape=(n,); `by_name` splits it.
 
     Example:
-        >>> missed = none_missed({"a": torch.ones(2), "b": torch.ones(2)})
-        >>> each(own_count(torch.tensor(3), missed, ["a", "b"]), ["a", "b"])
+        >>> missed = no_missed_updates({"a": torch.ones(2), "b": torch.ones(2)})
+        >>> by_name(update_count(torch.tensor(3), missed, ["a", "b"]), ["a", "b"])
         {'a': tensor(3), 'b': tensor(3)}
-        >>> own_count(torch.tensor(3), missed._replace(counts=torch.tensor([0, 2])), ["a", "b"]).tolist()
+        >>> update_count(torch.tensor(3), missed._replace(counts=torch.tensor([0, 2])), ["a", "b"]).tolist()
         [3, 1]
     """
     if not isinstance(missed, Missed) or not names:
         return step
     counts = missed.counts
     if counts.device.type == "cpu" and tracing.may_read(counts) and not bool(counts.any()):
-        return step  # one scalar for all, as long as no parameter lags behind
+        return step  # One scalar for all parameters is cheaper.
     if len(names) < len(missed.names):
-        places = {name: place for place, name in enumerate(sorted(missed.names))}
-        picked = [counts[places[name]] for name in sorted(names)]
-        return step - (picked[0] if len(picked) == 1 else torch.stack(picked))
+        index = {name: position for position, name in enumerate(sorted(missed.names))}
+        selected = [counts[index[name]] for name in sorted(names)]
+        return step - (selected[0] if len(selected) == 1 else torch.stack(selected))
     return step - (counts[0] if len(names) == 1 else counts)
 
 
-def each(value: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """A scalar of every name, from what was computed from an `own_count`.
+def by_name(value: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+    """Split a value computed from `update_count` into one scalar per name.
 
     Example:
-        >>> {name: value.item() for name, value in each(torch.tensor([1, 2]), ["b", "a"]).items()}
+        >>> {name: value.item() for name, value in by_name(torch.tensor([1, 2]), ["b", "a"]).items()}
         {'a': 1, 'b': 2}
     """
     if value.dim() == 0:
@@ -138,14 +146,14 @@ def each(value: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def zeros_like(params: Params, dtype: torch.dtype | None = None) -> Params:
-    """Zeros of the parameters' shapes and memory layout, in ``dtype`` or each in its parameter's."""
+    """Return zeros with the shapes and memory layouts of the parameters, in ``dtype`` or in each parameter's dtype."""
     return {name: torch.zeros_like(param, dtype=dtype, requires_grad=False) for name, param in params.items()}
 
 
 def zeros_like_squares(params: Params, dtype: torch.dtype | None = None) -> Params:
-    """Zeros for means of squares: as `zeros_like`, but float32 where the parameter is float16.
+    """Return zeros for means of squares: as `zeros_like`, but float32 for float16 parameters.
 
-    There the square of anything below 2e-4 is 0, and torch's own optimizers divide by 0.
+    In float16 the square of any number below 2e-4 is 0, and torch's own optimizers then divide by 0.
     """
     default = {torch.float16: torch.float32}
     return {
@@ -155,103 +163,108 @@ def zeros_like_squares(params: Params, dtype: torch.dtype | None = None) -> Para
 
 
 def rate_at(rate: Rate, step: Tensor) -> Scalar:
-    """The rate of the update after ``step`` updates.
+    """Return the rate of the update after ``step`` updates.
+
+    The value itself is not read from the device: the train step refuses an update whose rate is not in [0, inf).
 
     Raises:
-        StepContractError: a schedule that fails, or gives something else than a real number. What the number is stays
-            on the device: the step refuses an update whose rate is not in [0, inf).
+        StepContractError: the schedule fails, or returns something other than a real number.
     """
     if not callable(rate):
         return rate
-    # `init` has asked the same schedule outside of any graph.
+    # Dynamo cannot trace the checks; `init` has run them on the same schedule outside of any graph.
     return rate(step) if torch.compiler.is_dynamo_compiling() else _checked_rate(rate, step)
 
 
 def on_count(schedule: Rate, count: Tensor) -> Tensor:
-    """A schedule's scalar at a count of updates, float32, on the device of the count.
+    """Return a schedule's value at a count of updates as a float32 scalar on the device of the count.
 
     Example:
         >>> on_count(lambda count: count * 0.5, torch.tensor(3)).item()
         1.5
     """
-    found = rate_at(schedule, count)
-    if isinstance(found, Tensor):
-        return found.to(device=count.device, dtype=torch.float32)
-    return torch.full((), found, dtype=torch.float32, device=count.device)
+    value = rate_at(schedule, count)
+    if isinstance(value, Tensor):
+        return value.to(device=count.device, dtype=torch.float32)
+    return torch.full((), value, dtype=torch.float32, device=count.device)
 
 
 def _checked_rate(schedule: Schedule, step: Tensor) -> Scalar:
     try:
-        found: Any = schedule(step)
+        value: Any = schedule(step)
     except PurestepError:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise _no_rate(schedule, step, f"raised {type(error).__name__}: {error}") from error
-    if isinstance(found, Tensor):
-        if found.is_nested or found.dim() or found.is_complex():
-            shape = "that is nested" if found.is_nested else f"of shape {list(found.shape)}"
-            raise _no_rate(schedule, step, f"gave a {found.dtype} tensor {shape}")
-    elif not isinstance(found, int | float):
-        raise _no_rate(schedule, step, f"gave a {type(found).__name__}")
-    return found
+        raise _schedule_error(schedule, step, f"raised {type(error).__name__}: {error}") from error
+    if isinstance(value, Tensor):
+        if value.is_nested or value.dim() or value.is_complex():
+            shape = "that is nested" if value.is_nested else f"of shape {list(value.shape)}"
+            raise _schedule_error(schedule, step, f"returned a {value.dtype} tensor {shape}")
+    elif not isinstance(value, int | float):
+        raise _schedule_error(schedule, step, f"returned a {type(value).__name__}")
+    return value
 
 
-def _no_rate(schedule: Schedule, step: Tensor, found: str) -> StepContractError:
+def _schedule_error(schedule: Schedule, step: Tensor, problem: str) -> StepContractError:
     name = getattr(schedule, "__qualname__", type(schedule).__name__)
     return StepContractError(
-        f"the schedule {found} for count {int(step)}",
+        f"the schedule {problem} for count {int(step)}",
         where=f"schedule {name}",
-        hint="a 0-d tensor or a number for every count of updates: schedules.warmup_cosine(...)",
+        hint="return a number or a 0-d tensor for every count of updates, as schedules.warmup_cosine(...) does",
     )
 
 
-def is_on(scalar: Scalar) -> bool:
-    """Whether the part that this scalar switches is there: a tensor may be anything later, so it is."""
+def is_enabled(scalar: Scalar) -> bool:
+    """Return True unless the scalar is the number 0. A tensor enables its part, since its value may change later."""
     return isinstance(scalar, Tensor) or scalar != 0
 
 
 def decay_square(nu: Tensor, update: Tensor, decay: Scalar) -> Tensor:
-    """``decay * nu + (1 - decay) * update ** 2`` in the dtype of ``nu``."""
+    """Return ``decay * nu + (1 - decay) * update ** 2`` in the dtype of ``nu``."""
     old, new = _promoted(nu, update)
     if isinstance(decay, Tensor):
-        return (times(old, decay) + times(new * new, 1 - decay)).to(nu.dtype)
+        return (multiply(old, decay) + multiply(new * new, 1 - decay)).to(nu.dtype)
     return torch.addcmul(old * decay, new, new, value=1 - decay).to(nu.dtype)
 
 
-def root(square: Tensor) -> Tensor:
-    """The root in at least float32, with a derivative of 0 at 0: autograd's is inf there, times a gradient of 0 nan.
+def safe_sqrt(square: Tensor) -> Tensor:
+    """Return the square root in at least float32, with derivative 0 at 0.
 
-    In a graph it is the plain root: nobody differentiates through a compiled step.
+    Autograd's derivative is inf at 0, and inf times a gradient of 0 is nan. In a graph this is the plain root, since a
+    compiled step is not differentiated.
     """
-    value = wide(square)
-    if rng.in_graph() or not tracing.followed([value]):
+    value = upcast(square)
+    if tracing.in_graph() or not tracing.followed([value]):
         return value.sqrt()
-    zero = value == 0
-    return torch.where(zero, value, torch.where(zero, 1.0, value).sqrt())
+    is_zero = value == 0
+    return torch.where(is_zero, value, torch.where(is_zero, 1.0, value).sqrt())
 
 
 class _Correction(NamedTuple):
-    """What Adam's quotient is corrected by, in the dtype that it is computed in."""
+    """The bias corrections of Adam's quotient, in its compute dtype."""
 
-    inverse: Scalar  # of the weight of the root
+    inverse: Scalar  # 1 / root_weight
     eps: Scalar
-    weight: Scalar  # of the mean
+    weight: Scalar  # mean_weight
 
 
-def adam_ratios(
+def adam_quotients(
     updates: Params, mu: Params, nu: Params, mean_weight: Tensor, root_weight: Tensor, eps: Scalar
 ) -> Params:
-    """``mu / mean_weight / (sqrt(nu) / root_weight + eps)`` of every name, computed in at least float32 and rounded to
-    the dtype of its update; both weights are one for all, or one a name (`each`)."""
+    """Return ``mu / mean_weight / (sqrt(nu) / root_weight + eps)`` for every name.
+
+    Each quotient is computed in at least float32 and rounded to the dtype of its update. Both weights have shape=(), or
+    shape=(n,) with one weight per name (`by_name`).
+    """
     scalars = [scalar for scalar in (mean_weight, root_weight, eps) if isinstance(scalar, Tensor)]
-    ratio = _ratio_in_place if tracing.may_overwrite([*mu.values(), *nu.values(), *scalars]) else _ratio
+    quotient = _quotient_in_place if tracing.may_overwrite([*mu.values(), *nu.values(), *scalars]) else _quotient
     inverse = 1 / root_weight
-    corrections = {  # once, not once a leaf
+    corrections = {  # Once per dtype, not once per leaf.
         dtype: _corrections(updates, inverse.to(dtype), in_dtype(eps, dtype), mean_weight.to(dtype))
-        for dtype in dict.fromkeys(wide_dtype(leaf) for leaf in nu.values())
+        for dtype in dict.fromkeys(upcast_dtype(leaf) for leaf in nu.values())
     }
     return {
-        name: ratio(wide(mu[name]), wide(nu[name]), corrections[wide_dtype(nu[name])][name]).to(update.dtype)
+        name: quotient(upcast(mu[name]), upcast(nu[name]), corrections[upcast_dtype(nu[name])][name]).to(update.dtype)
         for name, update in updates.items()
     }
 
@@ -259,26 +272,26 @@ def adam_ratios(
 def _corrections(names: Iterable[str], inverse: Tensor, eps: Scalar, weight: Tensor) -> dict[str, _Correction]:
     if inverse.dim() == 0:
         return dict.fromkeys(names, _Correction(inverse, eps, weight))
-    inverses, weights = each(inverse, names), each(weight, names)
+    inverses, weights = by_name(inverse, names), by_name(weight, names)
     return {name: _Correction(inverses[name], eps, weights[name]) for name in names}
 
 
-def _ratio(mean: Tensor, square: Tensor, by: _Correction) -> Tensor:
-    # Times the inverse: of a large update, divisions and roots are the larger part of the arithmetic.
-    return mean / ((root(square) * by.inverse + by.eps) * by.weight)
+def _quotient(mean: Tensor, square: Tensor, by: _Correction) -> Tensor:
+    # Multiplying by the inverse is faster: in a large update most of the time goes to divisions and roots.
+    return mean / ((safe_sqrt(square) * by.inverse + by.eps) * by.weight)
 
 
-def _ratio_in_place(mean: Tensor, square: Tensor, by: _Correction) -> Tensor:
-    # The same: in eager mode fresh memory costs more than the arithmetic.
-    spread = square.sqrt().mul_(by.inverse).add_(by.eps).mul_(by.weight)
-    return torch.div(mean, spread, out=spread) if mean.dtype == spread.dtype else mean / spread
+def _quotient_in_place(mean: Tensor, square: Tensor, by: _Correction) -> Tensor:
+    # The same values; in eager mode allocating memory costs more than the arithmetic.
+    divisor = square.sqrt().mul_(by.inverse).add_(by.eps).mul_(by.weight)
+    return torch.div(mean, divisor, out=divisor) if mean.dtype == divisor.dtype else mean / divisor
 
 
-def divided(leaf: Tensor, divisor: Scalar) -> Tensor:
-    """``leaf / divisor`` without promotion by a 0-d divisor."""
+def divide(leaf: Tensor, divisor: Scalar) -> Tensor:
+    """Return ``leaf / divisor`` in the leaf's dtype."""
     return leaf / in_dtype(divisor, leaf.dtype)
 
 
 def in_dtype(scalar: Scalar, dtype: torch.dtype) -> Scalar:
-    """The scalar in a leaf's dtype, so that it promotes nothing."""
+    """Convert a tensor scalar to a leaf's dtype, so that it promotes nothing; return a number unchanged."""
     return scalar.to(dtype) if isinstance(scalar, Tensor) else scalar

@@ -1,53 +1,47 @@
-"""The plain parts: a factor, the learning rate, weight decay, momentum."""
+"""Parts that most optimizers share: a constant factor, the learning rate, weight decay."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
 from ..pickling import recipe
-from ..types import Empty, Params, Tree
+from ..types import Params
 from .base import Transform, require, require_rate, stateless
 from .numerics import (
     Rate,
     Scalar,
-    each,
-    is_on,
-    none_missed,
-    own_count,
+    add_scaled,
+    is_enabled,
+    multiply,
     rate_at,
-    scalar_dtype,
-    times,
-    wide,
     zero_count,
-    zeros_like,
 )
 from .wrappers import Mask, masked
 
 
 @recipe
 def scale(factor: Scalar) -> Transform:
-    """Updates times a number; ``chain(scale(-1.0), ...)`` maximizes.
+    """Multiply updates by a number; ``chain(scale(-1.0), ...)`` maximizes.
 
     Args:
         factor: finite.
 
     Raises:
-        ConfigError: for another value; a schedule is for `inject`.
+        ConfigError: the factor is not a finite number. For a schedule use `inject`.
 
     Example:
-        >>> scale(0.5).update({"w": torch.ones(1)}, Empty(), {})[0]["w"].item()
+        >>> scale(0.5).update({"w": torch.ones(1)}, (), {})[0]["w"].item()
         0.5
     """
     require("scale", low=-math.inf, factor=factor)
 
     def fn(updates: Params, params: Params) -> Params:
         del params  # A constant factor.
-        return {name: times(u, factor) for name, u in updates.items()}
+        return {name: multiply(u, factor) for name, u in updates.items()}
 
     return stateless(fn, elementwise=True)
 
@@ -56,19 +50,19 @@ class ScaleByLearningRateState(NamedTuple):
     """State of `scale_by_learning_rate`."""
 
     step: Tensor  # shape=(), dtype=int64: updates done
-    learning_rate: Tensor  # shape=(), dtype=float32: of the last update, for reports; at init that of the first
+    learning_rate: Tensor  # shape=(), dtype=float32: of the last update, for logging; at init of the first update
 
 
 @recipe
 def scale_by_learning_rate(learning_rate: Rate) -> Transform:
-    """Updates times ``-learning_rate``: the last part of every named optimizer, which turns directions into descent.
+    """Multiply updates by ``-learning_rate``: the last part of every named optimizer.
 
     Args:
-        learning_rate: in [0, inf): a number, a 0-d tensor, or a schedule of the count of updates done, so that the
-            first update sees ``schedule(0)``.
+        learning_rate: in [0, inf): a number, a 0-d tensor, or a schedule of the count of updates done. The first
+            update uses ``schedule(0)``.
 
     Raises:
-        ConfigError: for a number out of range, or one of torch's schedulers.
+        ConfigError: a number is out of range, or the rate is one of torch's schedulers.
 
     Example:
         >>> tx = scale_by_learning_rate(lambda count: 1.0 / (count + 1))
@@ -83,21 +77,21 @@ def scale_by_learning_rate(learning_rate: Rate) -> Transform:
 
     def init(params: Params) -> ScaleByLearningRateState:
         count = zero_count(params)
-        return ScaleByLearningRateState(count, reported(rate_at(learning_rate, count), count))
+        return ScaleByLearningRateState(count, rate_leaf(rate_at(learning_rate, count), count))
 
     def update(
         updates: Params, state: ScaleByLearningRateState, params: Params
     ) -> tuple[Params, ScaleByLearningRateState]:
-        del params  # The rate depends on the count alone.
+        del params  # The rate depends on the count only.
         rate = rate_at(learning_rate, state.step)
-        scaled = {name: times(u, -rate) for name, u in updates.items()}
-        return scaled, ScaleByLearningRateState(state.step + 1, reported(rate, state.step))
+        scaled = {name: multiply(u, -rate) for name, u in updates.items()}
+        return scaled, ScaleByLearningRateState(state.step + 1, rate_leaf(rate, state.step))
 
     return Transform(init, update)
 
 
-def reported(rate: Scalar, count: Tensor) -> Tensor:
-    """The rate as a float32 leaf of its own on the counter's device. shape=()."""
+def rate_leaf(rate: Scalar, count: Tensor) -> Tensor:
+    """Copy the rate into a new float32 tensor on the device of the count. shape=()."""
     if isinstance(rate, Tensor):
         return rate.detach().to(device=count.device, dtype=torch.float32, copy=True)
     return torch.full((), rate, dtype=torch.float32, device=count.device)
@@ -105,101 +99,35 @@ def reported(rate: Scalar, count: Tensor) -> Tensor:
 
 @recipe
 def add_decayed_weights(weight_decay: Scalar, *, mask: Mask | None = None) -> Transform:
-    """``updates + weight_decay * params``.
+    """Weight decay: ``updates + weight_decay * params``.
 
-    Before the moments it is torch's coupled weight decay (an L2 penalty), after them the decoupled one of AdamW.
+    Before the moments this is torch's coupled weight decay (an L2 penalty); after them, the decoupled one of AdamW.
 
     Args:
         weight_decay: in [0, inf).
-        mask: which parameters decay, as in `masked`; None: all. See `decay_mask`.
+        mask: the parameters that decay, as in `masked`; None: all. See `decay_mask`.
 
     Raises:
-        ConfigError: for numbers out of range; at init, for a mask that does not fit, as in `masked`.
-        StateError: at update with a mask, for a state of other parameters.
+        ConfigError: a number is out of range; at init, the mask does not fit, as in `masked`.
+        StateError: at update with a mask, the state belongs to other parameters.
 
     References:
         Loshchilov and Hutter, 2019, Decoupled Weight Decay Regularization.
 
     Example:
         >>> params = {"w": torch.full((1,), 2.0)}
-        >>> add_decayed_weights(0.1).update({"w": torch.ones(1)}, Empty(), params)[0]["w"].item()
+        >>> add_decayed_weights(0.1).update({"w": torch.ones(1)}, (), params)[0]["w"].item()
         1.2000000476837158
     """
     require("add_decayed_weights", weight_decay=weight_decay)
 
     def decay(updates: Params, params: Params) -> Params:
-        return {name: _add_scaled(u, params[name], weight_decay) for name, u in updates.items()}
+        return {name: add_scaled(u, params[name], weight_decay) for name, u in updates.items()}
 
     inner = stateless(decay, elementwise=True)
     return inner if mask is None else masked(inner, mask)
 
 
-def _add_scaled(update: Tensor, param: Tensor, factor: Scalar) -> Tensor:
-    if isinstance(factor, Tensor):
-        return (wide(update) + times(wide(param), factor)).to(update.dtype)
-    return torch.add(update, param, alpha=factor).to(update.dtype)
-
-
 def decay_parts(weight_decay: Scalar, mask: Mask | None) -> list[Transform]:
-    """The part of a chain that decays weights, or nothing where the decay is the number 0."""
-    return [add_decayed_weights(weight_decay, mask=mask)] if is_on(weight_decay) else []
-
-
-class TraceState(NamedTuple):
-    """State of `trace`."""
-
-    step: Tree  # shape=(), dtype=int64: updates done; Empty without dampening
-    trace: Params  # name -> P: the decaying sum of updates
-    missed: Tree = Empty()  # with dampening: of the updates, those that a parameter had no gradient in
-
-
-@recipe
-def trace(
-    decay: Scalar, *, nesterov: bool = False, dampening: Scalar = 0.0, accumulator_dtype: torch.dtype | None = None
-) -> Transform:
-    """Momentum: ``b = decay * b + (1 - dampening) * g``, and ``b``, or ``g + decay * b`` with Nesterov.
-
-    As in `torch.optim.SGD`, the first gradient is not dampened.
-
-    Args:
-        decay: in [0, inf); 0.9 is usual.
-        nesterov: looks ahead by one step; needs ``dampening=0``.
-        dampening: how much of each new gradient is left out, in [0, inf).
-        accumulator_dtype: of the sum; None: the parameter's.
-
-    Raises:
-        ConfigError: for numbers out of range, or Nesterov momentum that is dampened.
-
-    Example:
-        >>> tx = trace(0.5)
-        >>> params = {"w": torch.ones(1)}
-        >>> _, state = tx.update(params, tx.init(params), params)
-        >>> tx.update(params, state, params)[0]["w"].item()
-        1.5
-    """
-    require("trace", decay=decay, dampening=dampening)
-    if nesterov and not isinstance(dampening, Tensor) and dampening != 0:
-        raise ConfigError(f"nesterov with dampening={dampening}", where="trace", hint="dampening=0.0")
-    is_dampened = isinstance(dampening, Tensor) or dampening != 0
-
-    def init(params: Params) -> TraceState:
-        total = zeros_like(params, accumulator_dtype)
-        return TraceState(zero_count(params), total, none_missed(params)) if is_dampened else TraceState(Empty(), total)
-
-    def update(updates: Params, state: TraceState, params: Params) -> tuple[Params, TraceState]:
-        del params  # A sum of gradients alone.
-        kept: dict[str, Any] = dict.fromkeys(updates, 1.0)
-        if is_dampened:
-            later = own_count(state.step, state.missed, updates) > 0
-            kept = each(1.0 - later.to(scalar_dtype(updates)) * dampening, updates)
-        new = {name: _accumulate(state.trace[name], u, decay, kept[name]) for name, u in updates.items()}
-        ahead = {name: _add_scaled(u, new[name], decay) for name, u in updates.items()} if nesterov else new
-        step = state.step + 1 if is_dampened else state.step
-        return {name: ahead[name].to(u.dtype) for name, u in updates.items()}, TraceState(step, new, state.missed)
-
-    return Transform(init, update)
-
-
-def _accumulate(total: Tensor, update: Tensor, decay: Scalar, kept: Scalar) -> Tensor:
-    dtype = torch.promote_types(total.dtype, update.dtype)
-    return (times(total.to(dtype), decay) + times(update.to(dtype), kept)).to(total.dtype)
+    """Return the weight decay part of a chain in a list; an empty list if the decay is the number 0."""
+    return [add_decayed_weights(weight_decay, mask=mask)] if is_enabled(weight_decay) else []

@@ -1,16 +1,95 @@
-"""Gradient descent without second moments."""
+"""SGD, with and without momentum."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
+from torch import Tensor
 
 from ..errors import ConfigError
 from ..pickling import recipe
-from .adam import scale_by_lion
-from .base import Transform, chain, require_typed
-from .numerics import Rate, Scalar, is_on
-from .scale import decay_parts, scale_by_learning_rate, trace
+from ..types import Empty, Params, Tree
+from .base import Transform, chain, require, require_arguments
+from .numerics import (
+    Rate,
+    Scalar,
+    add_scaled,
+    by_name,
+    is_enabled,
+    multiply,
+    no_missed_updates,
+    scalar_dtype,
+    update_count,
+    zero_count,
+    zeros_like,
+)
+from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask
+
+
+class TraceState(NamedTuple):
+    """State of `trace`."""
+
+    step: Tree  # shape=(), dtype=int64: updates done; Empty without dampening
+    trace: Params  # name -> P: the decaying sum of updates
+    missed: Tree = Empty()  # with dampening, Missed: for each parameter, the updates without a gradient
+
+
+@recipe
+def trace(
+    decay: Scalar, *, nesterov: bool = False, dampening: Scalar = 0.0, accumulator_dtype: torch.dtype | None = None
+) -> Transform:
+    """Momentum: ``b = decay * b + (1 - dampening) * g``; the update is ``b``, or ``g + decay * b`` with Nesterov.
+
+    As in `torch.optim.SGD`, the first gradient is not dampened.
+
+    Args:
+        decay: in [0, inf); 0.9 is usual.
+        nesterov: use Nesterov momentum; needs ``dampening=0``.
+        dampening: the share of each new gradient that is left out, in [0, inf).
+        accumulator_dtype: dtype of the sum; None: each parameter's.
+
+    Raises:
+        ConfigError: a number is out of range, or Nesterov momentum is combined with dampening.
+
+    Example:
+        >>> tx = trace(0.5)
+        >>> params = {"w": torch.ones(1)}
+        >>> _, state = tx.update(params, tx.init(params), params)
+        >>> tx.update(params, state, params)[0]["w"].item()
+        1.5
+    """
+    require("trace", decay=decay, dampening=dampening)
+    if nesterov and not isinstance(dampening, Tensor) and dampening != 0:
+        raise ConfigError(f"nesterov with dampening={dampening}", where="trace", hint="dampening=0.0")
+    is_dampened = isinstance(dampening, Tensor) or dampening != 0
+
+    def init(params: Params) -> TraceState:
+        total = zeros_like(params, accumulator_dtype)
+        return (
+            TraceState(zero_count(params), total, no_missed_updates(params))
+            if is_dampened
+            else TraceState(Empty(), total)
+        )
+
+    def update(updates: Params, state: TraceState, params: Params) -> tuple[Params, TraceState]:
+        del params  # Depends on the gradients only.
+        kept: dict[str, Any] = dict.fromkeys(updates, 1.0)
+        if is_dampened:
+            later = update_count(state.step, state.missed, updates) > 0
+            kept = by_name(1.0 - later.to(scalar_dtype(updates)) * dampening, updates)
+        new = {name: _accumulate(state.trace[name], u, decay, kept[name]) for name, u in updates.items()}
+        ahead = {name: add_scaled(u, new[name], decay) for name, u in updates.items()} if nesterov else new
+        step = state.step + 1 if is_dampened else state.step
+        return {name: ahead[name].to(u.dtype) for name, u in updates.items()}, TraceState(step, new, state.missed)
+
+    return Transform(init, update)
+
+
+def _accumulate(total: Tensor, update: Tensor, decay: Scalar, kept: Scalar) -> Tensor:
+    dtype = torch.promote_types(total.dtype, update.dtype)
+    return (multiply(total.to(dtype), decay) + multiply(update.to(dtype), kept)).to(total.dtype)
 
 
 @recipe
@@ -29,12 +108,12 @@ def sgd(
         learning_rate: :math:`\gamma` in [0, inf), or a schedule.
         momentum: in [0, inf): :math:`b_t = \mu b_{t-1} + (1 - \tau) g_t`; 0: :math:`b_t = g_t`.
         nesterov: step along :math:`g_t + \mu b_t`; needs momentum and no dampening.
-        dampening: :math:`\tau` in [0, inf), of all gradients but the first.
-        weight_decay: in [0, inf), coupled: added to the gradient times the weights.
-        mask: what decays, as in `masked`; None: everything.
+        dampening: :math:`\tau` in [0, inf), for all gradients but the first.
+        weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient.
+        mask: the parameters that decay, as in `masked`; None: all.
 
     Raises:
-        ConfigError: for numbers out of range, or Nesterov without momentum or with dampening.
+        ConfigError: a number is out of range, or Nesterov is combined with no momentum or with dampening.
 
     References:
         Sutskever et al., 2013, On the importance of initialization and momentum in deep learning.
@@ -45,50 +124,10 @@ def sgd(
         >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
         -0.1
     """
-    require_typed("sgd", learning_rate, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
-    if nesterov and not is_on(momentum):
+    require_arguments("sgd", learning_rate, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
+    if nesterov and not is_enabled(momentum):
         raise ConfigError("nesterov without momentum", where="sgd", hint="momentum=0.9")
     if nesterov and not isinstance(dampening, torch.Tensor) and dampening != 0:
         raise ConfigError(f"nesterov with dampening={dampening}", where="sgd", hint="dampening=0.0")
-    velocity = [trace(momentum, nesterov=nesterov, dampening=dampening)] if is_on(momentum) else []
+    velocity = [trace(momentum, nesterov=nesterov, dampening=dampening)] if is_enabled(momentum) else []
     return chain(*decay_parts(weight_decay, mask), *velocity, scale_by_learning_rate(learning_rate))
-
-
-@recipe
-def lion(
-    learning_rate: Rate = 1e-4,
-    b1: Scalar = 0.9,
-    b2: Scalar = 0.99,
-    *,
-    weight_decay: Scalar = 1e-3,
-    mask: Mask | None = None,
-    mu_dtype: torch.dtype | None = None,
-) -> Transform:
-    r"""The sign of momentum, as `optax.lion`; torch has none.
-
-    .. math:: \theta_t = \theta_{t-1} - \gamma (s_t + \lambda \theta_{t-1}), \quad
-        s_t = \operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t)
-
-    Args:
-        learning_rate: :math:`\gamma` in [0, inf), or a schedule; a third to a tenth of AdamW's.
-        b1: weight of the mean in the direction, in [0, 1).
-        b2: decay of the mean of gradients, in [0, 1).
-        weight_decay: :math:`\lambda` in [0, inf), decoupled.
-        mask: what decays, as in `masked`; None: everything.
-        mu_dtype: of the mean; None: each parameter's.
-
-    Raises:
-        ConfigError: for numbers out of range.
-
-    References:
-        Chen et al., 2023, Symbolic Discovery of Optimization Algorithms.
-
-    Example:
-        >>> tx = lion(0.1, weight_decay=0.0)
-        >>> params = {"w": torch.ones(1)}
-        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
-        -0.1
-    """
-    require_typed("lion", learning_rate, below_one={"b1": b1, "b2": b2}, weight_decay=weight_decay)
-    direction = scale_by_lion(b1, b2, mu_dtype=mu_dtype)
-    return chain(direction, *decay_parts(weight_decay, mask), scale_by_learning_rate(learning_rate))

@@ -1,4 +1,4 @@
-"""Parameters without a gradient in an update: as in torch, they and all that is kept for them stay as they are."""
+"""Parameters without a gradient in an update: as in torch, neither they nor their optimizer state change."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .hyperparameters import InjectState
 from .wrappers import MaskedState, PartitionState
 
 Reached = Mapping[str, Tensor | None]
-"""Name -> whether a gradient has reached the parameter, shape=(), dtype=bool; None: none has."""
+"""Name -> True if a gradient has reached the parameter, shape=(), dtype=bool; None: no gradient has."""
 
 
 def skip(reached: Reached, params: Params, old: Tree, new: Tree) -> Tree:
-    """A transform's new state with the entries of some parameters as they were.
+    """Restore the entries of unused parameters in a transform's new state to their old values.
 
-    Entries are what stands under a parameter's name in a dict that has no other keys than parameters' names. Counts of
-    updates are one for all parameters; where a state keeps a `Missed` beside its count, the update is counted there.
+    An entry is the value under a parameter's name in a dict whose keys are all parameter names. The update count is
+    shared by all parameters; a state with a `Missed` counts there the updates that a parameter has missed.
 
     Args:
-        reached: the parameters to leave as they are.
-        params: name -> P, all of them.
-        old: of a transform, before its update.
-        new: after it.
+        reached: the parameters that may be unused.
+        params: name -> P, all parameters.
+        old: the transform's state before the update.
+        new: the transform's state after the update.
 
     Example:
         >>> from purestep.optim import trace
@@ -38,34 +38,34 @@ def skip(reached: Reached, params: Params, old: Tree, new: Tree) -> Tree:
         >>> {name: value.item() for name, value in new.trace.items()}
         {'a': 1.0, 'b': 0.0}
     """
-    return _skipped(reached, params.keys(), old, new) if reached else new
+    return _restore(reached, params.keys(), old, new) if reached else new
 
 
-def _skipped(reached: Reached, names: Collection[str], old: Any, new: Any) -> Any:
+def _restore(reached: Reached, names: Collection[str], old: Any, new: Any) -> Any:
     if isinstance(new, Missed):
-        return _counted(reached, new)
-    if isinstance(new, InjectState):  # whose hyperparameters may go by a parameter's name
-        return new._replace(inner=_skipped(reached, names, old.inner, new.inner))
-    if isinstance(new, PartitionState):  # whose labels may
-        groups = {label: _skipped(reached, names, old.groups[label], group) for label, group in new.groups.items()}
+        return _count_missed(reached, new)
+    if isinstance(new, InjectState):  # A hyperparameter may have the name of a parameter.
+        return new._replace(inner=_restore(reached, names, old.inner, new.inner))
+    if isinstance(new, PartitionState):  # So may a label.
+        groups = {label: _restore(reached, names, old.groups[label], group) for label, group in new.groups.items()}
         return PartitionState(groups)
     if isinstance(new, MaskedState):
-        return new._replace(inner=_skipped(reached, names, old.inner, new.inner))
+        return new._replace(inner=_restore(reached, names, old.inner, new.inner))
     if isinstance(new, dict):
         if new and all(key in names for key in new):
-            return {key: _chosen(reached[key], old[key], new[key]) if key in reached else new[key] for key in new}
-        return {key: _skipped(reached, names, old[key], new[key]) for key in new}
+            return {key: _select(reached[key], old[key], new[key]) if key in reached else new[key] for key in new}
+        return {key: _restore(reached, names, old[key], new[key]) for key in new}
     if isinstance(new, list | tuple):
-        parts = [_skipped(reached, names, one, other) for one, other in zip(old, new, strict=True)]
+        parts = [_restore(reached, names, one, other) for one, other in zip(old, new, strict=True)]
         return type(new)(*parts) if hasattr(new, "_fields") else type(new)(parts)
     return new
 
 
-def _chosen(reached: Tensor | None, old: Tree, new: Tree) -> Tree:
+def _select(reached: Tensor | None, old: Tree, new: Tree) -> Tree:
     return old if reached is None else tree.where(reached, new, old)
 
 
-def _counted(reached: Reached, missed: Missed) -> Missed:
+def _count_missed(reached: Reached, missed: Missed) -> Missed:
     if not any(name in reached for name in missed.names):
         return missed
     counts = dict(zip(sorted(missed.names), missed.counts.unbind(), strict=True))

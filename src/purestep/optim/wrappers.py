@@ -1,7 +1,7 @@
-"""Transforms for some of the parameters: masks, groups by path, frozen ones, and the mask of what weight decay is for.
+"""Transforms for a subset of the parameters: masks, parameter groups, freezing, and the weight decay mask.
 
-A mask is resolved once, by ``init`` on the named tree, and lives on as the structure of the state: a dict of the
-selected names without leaves. ``update`` never looks at shapes or at the mask again, so it may be given flat buffers.
+``init`` resolves a mask once, on the named tree, and stores the selected names in the structure of the state, as a dict
+without leaves. ``update`` uses only these names, so it also works on flat buffers.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from ..types import Empty, Labels, Params, Tree
 from .base import Transform, stateless
 
 Mask: TypeAlias = str | Mapping[str, bool] | Callable[[Params], Mapping[str, bool]]
-"""A regular expression searched in names, name -> bool, or a function of the parameters that gives one."""
+"""A regular expression searched in names; name -> bool; or a function ``params -> {name: bool}``."""
 Rules: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[Params], Mapping[str, str]]
-"""Name -> label, (regular expression, label) pairs of which the first match counts, or a function of the parameters."""
+"""Name -> label; (regular expression, label) pairs, the first match counts; or ``params -> {name: label}``."""
 
 
 class MaskedState(NamedTuple):
-    """State of `masked`: the names that the inner transform sees, and its state."""
+    """State of `masked`: the selected names and the state of the inner transform."""
 
-    selected: dict[str, Empty]  # no leaves: the mask is structure
-    inner: Tree  # Empty where nothing is selected
+    selected: dict[str, Empty]  # no leaves: the mask is part of the structure
+    inner: Tree  # Empty if nothing is selected
 
 
 @recipe
 def masked(inner: Transform, mask: Mask) -> Transform:
-    r"""``inner`` for the selected parameters; the updates of the others pass as they are.
+    r"""Apply ``inner`` to the selected parameters; pass the updates of the others through.
 
     Args:
-        inner: any transform. It has state for the selected parameters alone.
+        inner: any transform. It keeps state for the selected parameters only.
         mask: name -> bool for every parameter, a function ``params -> mask``, or a regular expression.
 
     Raises:
-        ConfigError: at init, for parameters that the mask does not mention, or an expression that matches nothing.
-        StateError: at update, for a state of other parameters.
+        ConfigError: at init, the mask has no entry for a parameter, or the expression matches no parameter.
+        StateError: at update, the state belongs to other parameters.
 
     Example:
         >>> from purestep.optim import scale
@@ -54,10 +54,10 @@ def masked(inner: Transform, mask: Mask) -> Transform:
     """
 
     def init(params: Params) -> MaskedState:
-        return _init_on(inner, [name for name, chosen in _resolve(mask, params).items() if chosen], params)
+        return _init_selected(inner, [name for name, chosen in _resolve(mask, params).items() if chosen], params)
 
     def update(updates: Params, state: MaskedState, params: Params) -> tuple[Params, MaskedState]:
-        changed, new_state = _update_on(inner, updates, state, params)
+        changed, new_state = _update_selected(inner, updates, state, params)
         return {name: changed.get(name, u) for name, u in updates.items()}, new_state
 
     def labels(params: Params) -> Labels:
@@ -70,19 +70,19 @@ def masked(inner: Transform, mask: Mask) -> Transform:
 
 @recipe
 def freeze(mask: Mask) -> Transform:
-    """Zero updates for the selected parameters. The last part of a chain, so that no weight decay follows it.
+    """Set the updates of the selected parameters to zero. Put it last in a chain, after weight decay.
 
-    A parameter with ``requires_grad=False`` costs neither a gradient nor moments, this one does; it is for parameters
-    that stay as they are in some phase of a run, or whose gradient counts in a global norm. What is frozen is fixed
-    when a program is made. To unfreeze, ``ps.load_into(model, state)``, ``model.requires_grad_(True)``, and go on with
-    another program of the model, in another directory of snapshots.
+    Use it for parameters that do not train in one phase of a run, or whose gradient counts in a global norm. It still
+    costs a gradient and moments; a parameter with ``requires_grad=False`` costs neither. The frozen set is fixed when
+    the program is built. To unfreeze, call ``ps.load_into(model, state)`` and ``model.requires_grad_(True)``, and
+    continue with a new program of the model in another snapshot directory.
 
     Args:
-        mask: which parameters stay as they are, as in `masked`.
+        mask: the parameters to freeze, as in `masked`.
 
     Raises:
-        ConfigError: at init, for a mask that does not fit, as in `masked`.
-        StateError: at update, for a state of other parameters.
+        ConfigError: at init, the mask does not fit, as in `masked`.
+        StateError: at update, the state belongs to other parameters.
 
     Example:
         >>> tx = freeze("encoder")
@@ -95,7 +95,7 @@ def freeze(mask: Mask) -> Transform:
 
 @recipe
 def set_to_zero() -> Transform:
-    """Updates of zeros: the transform of a group that does not train.
+    """Set all updates to zero: the transform of a group that does not train.
 
     Example:
         >>> set_to_zero().update({"w": torch.ones(1)}, Empty(), {})[0]["w"].item()
@@ -112,16 +112,16 @@ class PartitionState(NamedTuple):
 
 @recipe
 def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
-    r"""Another transform for each group of parameters.
+    r"""Apply a different transform to each group of parameters.
 
     Args:
-        transforms: label -> transform. A label that no parameter has costs nothing.
-        labels: name -> label for every parameter; or ``(regular expression, label)`` pairs, searched in the name, of
-            which the first that matches counts; or a function ``params -> {name: label}``.
+        transforms: label -> transform. A label without parameters costs nothing.
+        labels: name -> label for every parameter; or ``(regular expression, label)`` pairs, searched in the name, where
+            the first match counts; or a function ``params -> {name: label}``.
 
     Raises:
-        ConfigError: at init, for a parameter without label or a label without transform.
-        StateError: at update, for a state of other parameters.
+        ConfigError: at init, a parameter has no label, or a label has no transform.
+        StateError: at update, the state belongs to other parameters.
 
     Example:
         >>> from purestep.optim import scale
@@ -134,40 +134,42 @@ def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
     transforms = dict(transforms)
 
     def init(params: Params) -> PartitionState:
-        found = _resolve_labels(labels, params, transforms)
-        names = {label: [name for name in params if found[name] == label] for label in transforms}
-        return PartitionState({label: _init_on(tx, names[label], params) for label, tx in transforms.items()})
+        label_of = _resolve_labels(labels, params, transforms)
+        names = {label: [name for name in params if label_of[name] == label] for label in transforms}
+        return PartitionState({label: _init_selected(tx, names[label], params) for label, tx in transforms.items()})
 
     def update(updates: Params, state: PartitionState, params: Params) -> tuple[Params, PartitionState]:
         changed: Params = {}
         groups: dict[str, MaskedState] = {}
         for label, tx in transforms.items():
-            new, groups[label] = _update_on(tx, updates, state.groups[label], params)
+            new, groups[label] = _update_selected(tx, updates, state.groups[label], params)
             changed.update(new)
         return {name: changed[name] for name in updates}, PartitionState(groups)
 
     def group_labels(params: Params) -> Labels:
-        found = _resolve_labels(labels, params, transforms)
+        label_of = _resolve_labels(labels, params, transforms)
         result: Labels = {}
         for label, tx in transforms.items():
-            within = tx.labels({name: param for name, param in params.items() if found[name] == label})
+            within = tx.labels({name: param for name, param in params.items() if label_of[name] == label})
             result.update({name: (label, inner) for name, inner in within.items()})
         return {name: result[name] for name in params}
 
     return Transform(init, update, all(tx.elementwise for tx in transforms.values()), group_labels)
 
 
-def _init_on(inner: Transform, names: Iterable[str], params: Params) -> MaskedState:
+def _init_selected(inner: Transform, names: Iterable[str], params: Params) -> MaskedState:
     selected = {name: Empty() for name in names}
     return MaskedState(selected, inner.init({name: params[name] for name in selected}) if selected else Empty())
 
 
-def _update_on(inner: Transform, updates: Params, state: MaskedState, params: Params) -> tuple[Params, MaskedState]:
+def _update_selected(
+    inner: Transform, updates: Params, state: MaskedState, params: Params
+) -> tuple[Params, MaskedState]:
     if not state.selected:
         return {}, state
     unknown = next((name for name in state.selected if name not in updates), None)
     if unknown is not None:
-        raise StateError("the optimizer's state is of other parameters", where=unknown, hint="tx.init(params)")
+        raise StateError("the optimizer state belongs to other parameters", where=unknown, hint="tx.init(params)")
     chosen = {name: updates[name] for name in updates if name in state.selected}
     changed, new_inner = inner.update(chosen, state.inner, {name: params[name] for name in chosen})
     return changed, MaskedState(state.selected, new_inner)
@@ -175,45 +177,45 @@ def _update_on(inner: Transform, updates: Params, state: MaskedState, params: Pa
 
 def _resolve(mask: Mask, params: Params) -> dict[str, bool]:
     if isinstance(mask, str):
-        found = {name: re.search(mask, name) is not None for name in params}
-        if not any(found.values()):
+        selected = {name: re.search(mask, name) is not None for name in params}
+        if not any(selected.values()):
             raise ConfigError(
-                f"{mask!r} matches none of {_some(params)}", where="mask", hint=f'mask="{_first(params)}"'
+                f"{mask!r} matches none of {_shortened(params)}", where="mask", hint=f'mask="{_first(params)}"'
             )
-        return found
-    given: Any = mask(params) if callable(mask) else mask
-    if not isinstance(given, Mapping):
-        hint = f'mask={{"{_first(params)}": True, ...}}, or a pattern'
-        raise ConfigError(f"a {type(given).__name__} is no mapping of names", where="mask", hint=hint)
-    given = cast(Mapping[str, Any], given)
-    missing = [name for name in params if name not in given]
+        return selected
+    resolved: Any = mask(params) if callable(mask) else mask
+    if not isinstance(resolved, Mapping):
+        hint = f'pass mask={{"{_first(params)}": True, ...}}, or a regular expression'
+        raise ConfigError(f"it is a {type(resolved).__name__}, not a mapping of names", where="mask", hint=hint)
+    resolved = cast(Mapping[str, Any], resolved)
+    missing = [name for name in params if name not in resolved]
     if missing:
         hint = f'mask={{**mask, "{missing[0]}": False}}'
-        raise ConfigError(f"nothing is said about {_some(missing)}", where="mask", hint=hint)
-    return {name: bool(given[name]) for name in params}
+        raise ConfigError(f"it has no entry for {_shortened(missing)}", where="mask", hint=hint)
+    return {name: bool(resolved[name]) for name in params}
 
 
 def _resolve_labels(labels: Rules, params: Params, transforms: Mapping[str, Transform]) -> dict[str, str]:
     if callable(labels):
-        given = labels(params)
+        resolved = labels(params)
     elif isinstance(labels, Mapping):
-        given = labels
+        resolved = labels
     else:
         matches = {name: [label for pattern, label in labels if re.search(pattern, name)] for name in params}
-        given = {name: found[0] for name, found in matches.items() if found}
+        resolved = {name: matched[0] for name, matched in matches.items() if matched}
     for name in params:
-        if name not in given:
-            hint = f'("", "{_first(transforms)}") as the last rule takes the rest'
+        if name not in resolved:
+            hint = f'add ("", "{_first(transforms)}") as the last rule, for all remaining parameters'
             raise ConfigError("no label for this parameter", where=name, hint=hint)
-        if given[name] not in transforms:
+        if resolved[name] not in transforms:
             hint = f"one of {', '.join(map(repr, transforms))}"
-            raise ConfigError(f"no transform for label {given[name]!r}", where=name, hint=hint)
-    return {name: given[name] for name in params}
+            raise ConfigError(f"no transform for label {resolved[name]!r}", where=name, hint=hint)
+    return {name: resolved[name] for name in params}
 
 
-def _some(names: Iterable[str]) -> str:
-    found = list(names)
-    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+def _shortened(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
 
 
 def _first(names: Iterable[str]) -> str:
@@ -221,18 +223,18 @@ def _first(names: Iterable[str]) -> str:
 
 
 def decay_mask(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[str, bool]:
-    """Which parameters weight decay is for: not biases, not the weights of norms, nothing of fewer than 2 dimensions.
+    """Mask of the parameters that should decay: all but biases, norm weights, and tensors of fewer than 2 dimensions.
 
     Args:
-        model: its parameters' names are the mask's, tied ones under each of their names.
-        skip: further names that are not decayed: full ones, or any part between dots (``"pos_embed"``). Any name of a
-            tied parameter will do.
+        model: a module; a tied parameter is in the mask under each of its names.
+        skip: further parameters that do not decay: full names, or any part between two dots (``"pos_embed"``). One
+            name of a tied parameter is enough.
 
     Returns:
-        name -> bool. A module counts as a norm where its class has "norm" in its name.
+        name -> bool. A module is a norm if its class name contains "norm".
 
     Raises:
-        ConfigError: for an entry of ``skip`` that no parameter has.
+        ConfigError: no parameter has a name in ``skip``.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
@@ -241,8 +243,8 @@ def decay_mask(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[str,
     """
     model = uncompiled(model)
     mask: dict[str, bool] = {}
-    words: dict[int, set[str]] = {}  # of one parameter, whatever it is called: names and their parts
-    named: dict[str, set[str]] = {}
+    words: dict[int, set[str]] = {}  # id of a parameter -> all its names and their parts
+    named: dict[str, set[str]] = {}  # full name -> the same set
     for path, module in model.named_modules(remove_duplicate=False):
         is_norm = "norm" in type(module).__name__.lower()
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -1,11 +1,11 @@
-r"""Schedules: pure functions from the count of updates to a 0-d tensor, with no state of their own.
+r"""Schedules: pure functions without state from the count of updates to a 0-d tensor.
 
-The count :math:`t` is that of the updates applied so far, so 0 at the first update: an update that was skipped does not
-move a schedule. Every schedule stays at its last value past its end. The result is float64 (float32 on mps, which has
-no float64): as a 0-d tensor it takes on the dtype of what it multiplies. Argument names are those of optax or, where
-optax has no such schedule, of `torch.optim.lr_scheduler`.
+The count :math:`t` is the number of updates applied so far, 0 at the first update; a skipped update does not advance a
+schedule. Past its end a schedule keeps its last value. The result is float64 (float32 on mps, which has no float64),
+and a 0-d tensor does not promote the tensors that it multiplies. Argument names are those of optax or, for schedules
+that optax does not have, of `torch.optim.lr_scheduler`.
 
-The functions trace: no value is read back to the host, so a whole warm-up and decay is one graph.
+A schedule reads no value back to the host, so one graph contains the whole warm-up and decay.
 """
 
 from __future__ import annotations

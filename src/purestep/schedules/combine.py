@@ -1,4 +1,4 @@
-"""Schedules of schedules: one after another, by the epoch, and torch's own."""
+"""Combined and converted schedules: a sequence of schedules, schedules by epoch, and torch's schedulers."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from ..validation import check_callable, check_count, check_finite, is_number, l
 from .interpolate import Count, Schedule
 
 AnySchedule: TypeAlias = Callable[[Tensor], Tensor]
-"""One of a user's own, which need not take a Python int."""
+"""A schedule, or a user's function of the count, which need not accept a Python int."""
 
 
 @recipe
 def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedule:
-    """One schedule after another; each counts from its own beginning. torch's `SequentialLR`.
+    """Run schedules one after another; each counts from its own begin. torch's `SequentialLR`.
 
     Args:
         schedules: at least one.
-        boundaries: the count at which each but the first begins: rising, one fewer than schedules.
+        boundaries: rising counts at which the second and each later schedule begins, one fewer than schedules.
 
     Raises:
-        ConfigError: boundaries that are no rising counts of at least 1, or another number of them; what is no schedule.
+        ConfigError: the boundaries are not rising counts of at least 1, or their number is wrong; an entry of
+            ``schedules`` is not a function.
 
     Example:
         >>> from purestep.schedules import constant, linear
@@ -51,14 +52,14 @@ def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedul
         raise ConfigError(
             f"{len(parts)} schedules and the boundaries {begins}",
             where="join",
-            hint=f"rising boundaries, one fewer than schedules: {cure}",
+            hint=f"pass rising boundaries, one fewer than schedules: {cure}",
         )
 
     def schedule(count: Count) -> Tensor:
         t = torch.as_tensor(count)
         value = parts[0](t)
         for begin, part in zip(begins, parts[1:], strict=True):
-            # A schedule that has not begun is asked for its first value, never for one before it.
+            # Before its begin a schedule is evaluated at 0, never at a negative count.
             value = torch.where(t < begin, value, part((t - begin).clamp(min=0)))
         return value
 
@@ -67,14 +68,14 @@ def join(schedules: Sequence[AnySchedule], boundaries: Sequence[int]) -> Schedul
 
 @recipe
 def per_epoch(schedule: AnySchedule, *, updates_per_epoch: int) -> Schedule:
-    """A schedule of epochs as one of updates: it holds its value throughout an epoch.
+    """Convert a schedule by epoch to a schedule by update: the value is constant within an epoch.
 
     Args:
-        schedule: of the count of epochs.
-        updates_per_epoch: at least 1; with accumulation, the number of windows.
+        schedule: a function of the count of epochs.
+        updates_per_epoch: at least 1; with accumulation, the number of accumulation windows per epoch.
 
     Raises:
-        ConfigError: for numbers out of range, or no schedule.
+        ConfigError: a number is out of range, or ``schedule`` is not a function.
 
     Example:
         >>> from purestep.schedules import step
@@ -91,26 +92,26 @@ def per_epoch(schedule: AnySchedule, *, updates_per_epoch: int) -> Schedule:
 def from_torch_scheduler(
     scheduler: Callable[..., LRScheduler], learning_rate: float, *, steps: int, key: str = "lr", **kwargs: Any
 ) -> Schedule:
-    """The learning rates that one of torch's schedulers goes through, written down in a table.
+    """Tabulate the learning rates of one of torch's schedulers.
 
-    `OneCycleLR` and `CyclicLR` cycle the momentum too, unless they are told ``cycle_momentum=False``. A table is of one
-    number: ``key="momentum"`` gives that of the momentum, for an optimizer with both injected:
-    ``optim.inject(optim.sgd)(learning_rate=rates, momentum=momenta)``, or ``b1=momenta`` of ``optim.adamw``.
+    `OneCycleLR` and `CyclicLR` also cycle the momentum, unless ``cycle_momentum=False`` is passed. A table holds one
+    hyperparameter: ``key="momentum"`` tabulates the momentum, for an optimizer with both injected:
+    ``optim.inject(optim.sgd)(learning_rate=rates, momentum=momenta)``, or ``b1=momenta`` for ``optim.adamw``.
 
     Args:
-        scheduler: a class of `torch.optim.lr_scheduler`, a subclass of your own, or a function
-            ``optimizer -> scheduler`` (for `SequentialLR` and `ChainedScheduler`).
-        learning_rate: what the optimizer starts with, finite.
-        steps: how many values to write down, at least 1; the last one holds from then on. Epochs, under `per_epoch`.
-        key: which number of the optimizer's parameter group: "lr" or "momentum".
-        **kwargs: the scheduler's own arguments.
+        scheduler: a class of `torch.optim.lr_scheduler` or a subclass, or a function ``optimizer -> scheduler`` (for
+            `SequentialLR` and `ChainedScheduler`).
+        learning_rate: the initial learning rate of the optimizer, finite.
+        steps: length of the table, at least 1; its last value holds afterwards. Inside `per_epoch`, in epochs.
+        key: the entry of the optimizer's parameter group: "lr" or "momentum".
+        **kwargs: further arguments of the scheduler.
 
     Raises:
-        ConfigError: `ReduceLROnPlateau`, whose values depend on a metric; a scheduler that is built already; a value
-            that is not finite; another key.
+        ConfigError: the scheduler is `ReduceLROnPlateau`, which depends on a metric, or is an instance; a value is not
+            finite; ``key`` has another value.
 
     Warns:
-        UserWarning: the scheduler cycles the momentum, and the table is of the learning rate.
+        UserWarning: the scheduler cycles the momentum, and the table holds the learning rate only.
 
     Example:
         >>> from torch.optim.lr_scheduler import LambdaLR
@@ -124,16 +125,16 @@ def from_torch_scheduler(
         raise ConfigError(f"key={key!r}", where="from_torch_scheduler", hint='"lr" or "momentum"')
     table = torch.tensor(_tabulate(scheduler, learning_rate, steps, key, kwargs), dtype=torch.float64)
 
-    held: dict[torch.device, Tensor] = {}
+    tables: dict[torch.device, Tensor] = {}
 
     def schedule(count: Count) -> Tensor:
         t = torch.as_tensor(count)
         dtype = torch.float32 if t.device.type == "mps" else torch.float64
-        # A graph must not copy from the host: the table goes where an eager call, `init` for one, has a count.
+        # A graph must not copy from the host, so an eager call (such as in `init`) copies the table to its device.
         is_eager = type(t) is Tensor and not torch.compiler.is_dynamo_compiling()
-        if is_eager and t.device != table.device and t.device not in held:
-            held[t.device] = table.to(dtype=dtype).to(t.device)  # once: a copy from the host waits for the device
-        values = held[t.device] if t.device in held else table.to(dtype=dtype).to(t.device, non_blocking=True)
+        if is_eager and t.device != table.device and t.device not in tables:
+            tables[t.device] = table.to(dtype=dtype).to(t.device)  # Once: a copy from the host waits for the device.
+        values = tables[t.device] if t.device in tables else table.to(dtype=dtype).to(t.device, non_blocking=True)
         # Not table[t]: indexing with a 0-d tensor reads it back to the host.
         return values.index_select(0, t.clamp(0, steps - 1).reshape(1)).reshape(())
 
@@ -144,24 +145,26 @@ def _tabulate(
     scheduler: Callable[..., LRScheduler], learning_rate: float, steps: int, key: str, kwargs: dict[str, Any]
 ) -> list[float]:
     _check_scheduler(scheduler)
-    optimizer = SGD([torch.zeros(1)], lr=learning_rate, momentum=0.9)  # momentum: what cyclic schedulers insist on
-    made: Any = scheduler(optimizer, **kwargs)  # a user's function may return anything
-    _check_scheduler(type(made) if isinstance(made, LRScheduler) else made)
+    optimizer = SGD([torch.zeros(1)], lr=learning_rate, momentum=0.9)  # Cyclic schedulers require momentum.
+    built: Any = scheduler(optimizer, **kwargs)  # A user's function may return anything.
+    _check_scheduler(type(built) if isinstance(built, LRScheduler) else built)
     group = optimizer.param_groups[0]
     values, momenta = [float(group[key])], {float(group["momentum"])}
     for _ in range(steps - 1):
         optimizer.step()
-        made.step()
+        built.step()
         values.append(float(group[key]))
         momenta.add(float(group["momentum"]))
     if key == "momentum" and len(momenta) == 1:
-        raise ConfigError(f"{type(made).__name__} cycles no momentum", where="from_torch_scheduler", hint='key="lr"')
+        name = type(built).__name__
+        raise ConfigError(f"{name} does not cycle the momentum", where="from_torch_scheduler", hint='key="lr"')
     if key == "lr" and len(momenta) > 1:
-        name = type(made).__name__
+        name = type(built).__name__
         warnings.warn(
-            f"{name} cycles the momentum between {min(momenta):g} and {max(momenta):g}, and this schedule is of the "
-            f'learning rate alone (cure: cycle_momentum=False; or from_torch_scheduler({name}, ..., key="momentum"), '
-            "and both in optim.inject(optim.sgd)(learning_rate=..., momentum=...))",
+            f"{name} cycles the momentum between {min(momenta):g} and {max(momenta):g}, but this schedule holds the "
+            "learning rate only (cure: pass cycle_momentum=False; or call "
+            f'from_torch_scheduler({name}, ..., key="momentum") and pass both to '
+            "optim.inject(optim.sgd)(learning_rate=..., momentum=...))",
             UserWarning,
             stacklevel=4,
         )
@@ -179,13 +182,13 @@ def _check_scheduler(scheduler: Any) -> None:
     kind = scheduler if inspect.isclass(scheduler) else type(scheduler)
     if issubclass(kind, ReduceLROnPlateau):
         raise ConfigError(
-            "ReduceLROnPlateau depends on a metric, a schedule on the count of updates alone",
+            "ReduceLROnPlateau depends on a metric, but a schedule depends only on the count of updates",
             where="from_torch_scheduler",
-            hint="stopping.Plateau in a callback, which writes its scale through optim.inject",
+            hint="use stopping.Plateau in a callback, and write its scale through optim.inject",
         )
     if isinstance(scheduler, LRScheduler) or not callable(scheduler):
         raise ConfigError(
-            f"a {type(scheduler).__name__}, where a class is needed",
+            f"the scheduler is a {type(scheduler).__name__}, not a class",
             where="from_torch_scheduler",
-            hint="the class and its arguments: from_torch_scheduler(StepLR, 0.1, steps=100, step_size=30)",
+            hint="pass the class and its arguments: from_torch_scheduler(StepLR, 0.1, steps=100, step_size=30)",
         )

@@ -1,4 +1,4 @@
-"""Curves: each value follows from the count by one formula."""
+"""Schedules along a curve: linear, polynomial, cosine, exponential, and warm-up followed by decay."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..pickling import recipe
 from ..validation import check_count, check_finite, check_positive
-from .interpolate import Count, Schedule, clock, half_wave, line, share
+from .interpolate import Count, Schedule, count_as_float, half_cosine, line, progress
 
 
 @recipe
 def constant(value: float) -> Schedule:
-    """``value`` at every count.
+    """Return ``value`` at every count.
 
     Args:
         value: finite.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     Example:
         >>> float(constant(0.1)(7))
         0.1
     """
     check_finite("constant", value=value)
-    return lambda count: torch.full_like(clock(count), value)
+    return lambda count: torch.full_like(count_as_float(count), value)
 
 
 @recipe
@@ -41,7 +41,7 @@ def linear(init_value: float, end_value: float, *, transition_steps: int) -> Sch
         transition_steps: T, updates, at least 1.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     Example:
         >>> [float(linear(0.0, 1.0, transition_steps=4)(t)) for t in (0, 1, 4, 9)]
@@ -49,7 +49,7 @@ def linear(init_value: float, end_value: float, *, transition_steps: int) -> Sch
     """
     check_finite("linear", init_value=init_value, end_value=end_value)
     check_count("linear", least=1, transition_steps=transition_steps)
-    return lambda count: line(init_value, end_value, share(clock(count), transition_steps))
+    return lambda count: line(init_value, end_value, progress(count_as_float(count), transition_steps))
 
 
 @recipe
@@ -63,7 +63,7 @@ def polynomial(init_value: float, end_value: float, *, transition_steps: int, po
         power: p > 0.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     Example:
         >>> [float(polynomial(1.0, 0.0, transition_steps=4, power=2.0)(t)) for t in (0, 2, 4)]
@@ -72,14 +72,14 @@ def polynomial(init_value: float, end_value: float, *, transition_steps: int, po
     check_finite("polynomial", init_value=init_value, end_value=end_value)
     check_count("polynomial", least=1, transition_steps=transition_steps)
     check_positive("polynomial", power=power)
-    return lambda count: line(end_value, init_value, (1.0 - share(clock(count), transition_steps)) ** power)
+    return lambda count: line(end_value, init_value, (1.0 - progress(count_as_float(count), transition_steps)) ** power)
 
 
 @recipe
 def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Schedule:
     r""":math:`b + (a - b) (1 + \cos(\pi t / T)) / 2`: half a wave.
 
-    torch's `CosineAnnealingLR` is the same up to ``T_max=decay_steps`` and climbs again after it; this stays.
+    torch's `CosineAnnealingLR` is equal up to ``T_max=decay_steps`` and rises afterwards; this one stays at b.
 
     Args:
         init_value: a, finite.
@@ -87,7 +87,7 @@ def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Sc
         end_value: b, finite.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     References:
         Loshchilov and Hutter, 2017, SGDR (without the restarts).
@@ -98,7 +98,7 @@ def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Sc
     """
     check_finite("cosine", init_value=init_value, end_value=end_value)
     check_count("cosine", least=1, decay_steps=decay_steps)
-    return lambda count: half_wave(init_value, end_value, share(clock(count), decay_steps))
+    return lambda count: half_cosine(init_value, end_value, progress(count_as_float(count), decay_steps))
 
 
 @recipe
@@ -116,11 +116,11 @@ def exponential(
         init_value: a, finite.
         gamma: > 0 (optax's ``decay_rate``).
         transition_steps: T, updates, at least 1.
-        staircase: whether the exponent is rounded down.
-        end_value: where it stops: a lower bound for gamma < 1, else an upper one. None: it goes on.
+        staircase: round the exponent down.
+        end_value: a lower bound for gamma < 1, else an upper bound. None: no bound.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     Example:
         >>> [float(exponential(1.0, 0.5, end_value=0.2)(t)) for t in (0, 1, 2, 3)]
@@ -131,7 +131,7 @@ def exponential(
     check_count("exponential", least=1, transition_steps=transition_steps)
 
     def schedule(count: Count) -> Tensor:
-        exponent = clock(count) / transition_steps
+        exponent = count_as_float(count) / transition_steps
         value = init_value * gamma ** (torch.floor(exponent) if staircase else exponent)
         if end_value is None:
             return value
@@ -142,19 +142,19 @@ def exponential(
 
 @recipe
 def warmup_cosine(peak: float, warmup: int, *, total: int, end: float = 0.0, start: float = 0.0) -> Schedule:
-    """A straight line from ``start`` to ``peak`` over ``warmup`` updates, then half a cosine to ``end`` at ``total``.
+    """Linear warm-up from ``start`` to ``peak`` over ``warmup`` updates, then half a cosine to ``end`` at ``total``.
 
-    The first update is made with ``start``, as in optax and Hugging Face.
+    The first update uses ``start``, as in optax and Hugging Face.
 
     Args:
         peak: finite.
         warmup: updates, in [0, total).
-        total: updates of both parts together, at least 1.
+        total: updates of warm-up and decay together, at least 1.
         end: finite.
         start: finite.
 
     Raises:
-        ConfigError: for numbers out of range, such as a warm-up that does not end before ``total``.
+        ConfigError: a number is out of range, or the warm-up does not end before ``total``.
 
     Example:
         >>> [round(float(warmup_cosine(1.0, 2, total=6)(t)), 4) for t in (0, 1, 2, 4, 6)]
@@ -165,15 +165,15 @@ def warmup_cosine(peak: float, warmup: int, *, total: int, end: float = 0.0, sta
     check_count("warmup_cosine", least=1, total=total)
     if warmup >= total:
         raise ConfigError(
-            f"warmup={warmup} leaves nothing of total={total} to decay over",
+            f"warmup={warmup} leaves no updates of total={total} for the decay",
             where="warmup_cosine",
             hint=f"warmup={total // 10}, total={total}",
         )
 
     def schedule(count: Count) -> Tensor:
-        t = clock(count)
-        down = half_wave(peak, end, share(t - warmup, total - warmup))
-        return torch.where(t < warmup, line(start, peak, share(t, max(warmup, 1))), down)
+        t = count_as_float(count)
+        down = half_cosine(peak, end, progress(t - warmup, total - warmup))
+        return torch.where(t < warmup, line(start, peak, progress(t, max(warmup, 1))), down)
 
     return schedule
 
@@ -189,22 +189,22 @@ def warmup_stable_decay(
     start: float = 0.0,
     shape: Literal["linear", "cosine", "sqrt"] = "linear",
 ) -> Schedule:
-    """Up over ``warmup`` updates, level, and down over the last ``decay`` of ``total``.
+    """Linear warm-up over ``warmup`` updates, a constant phase, and a decay over the last ``decay`` of ``total``.
 
-    The level part does not depend on ``total``, so a run can be prolonged from a snapshot taken in it.
+    The constant phase does not depend on ``total``, so a run can be extended from a snapshot taken in it.
 
     Args:
         peak: finite.
         warmup: updates, at least 0.
         decay: updates, at least 1.
-        total: updates of the three parts together, at least ``warmup + decay``.
+        total: updates of the three phases together, at least ``warmup + decay``.
         end: finite.
         start: finite.
-        shape: how it goes down, as a function of the share s of the decay that is over: ``"linear"`` 1 - s,
-            ``"cosine"`` half a wave, ``"sqrt"`` 1 - sqrt(s).
+        shape: of the decay, as a function of its progress s in [0, 1]: ``"linear"`` 1 - s, ``"cosine"`` half a cosine,
+            ``"sqrt"`` 1 - sqrt(s).
 
     Raises:
-        ConfigError: for numbers out of range, parts that do not fit into ``total``, or no such shape.
+        ConfigError: a number is out of range, the phases do not fit into ``total``, or the shape is unknown.
 
     References:
         Hu et al., 2024, MiniCPM; ``"sqrt"``: Hägele et al., 2024, Scaling laws and compute-optimal training beyond
@@ -227,11 +227,13 @@ def warmup_stable_decay(
         raise ConfigError(f"shape={shape!r}", where="warmup_stable_decay", hint='"linear", "cosine" or "sqrt"')
 
     def schedule(count: Count) -> Tensor:
-        t = clock(count)
-        over = share(t - (total - decay), decay)
+        t = count_as_float(count)
+        over = progress(t - (total - decay), decay)
         down = (
-            half_wave(peak, end, over) if shape == "cosine" else line(peak, end, over**0.5 if shape == "sqrt" else over)
+            half_cosine(peak, end, over)
+            if shape == "cosine"
+            else line(peak, end, over**0.5 if shape == "sqrt" else over)
         )
-        return torch.where(t < warmup, line(start, peak, share(t, max(warmup, 1))), down)
+        return torch.where(t < warmup, line(start, peak, progress(t, max(warmup, 1))), down)
 
     return schedule

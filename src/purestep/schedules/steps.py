@@ -1,4 +1,4 @@
-"""Steps and phases: values that hold between the counts at which they change, or that lead from one to the next."""
+"""Schedules in steps and phases: constant or interpolated values between given counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..pickling import recipe
 from ..validation import check_count, check_finite, check_positive, listed
-from .interpolate import Count, Schedule, clock, half_wave, jump, line, through
+from .interpolate import Count, Schedule, count_as_float, half_cosine, hold, interpolate_points, line
 
 
 @recipe
@@ -25,7 +25,7 @@ def step(init_value: float, step_size: int, *, gamma: float = 0.1) -> Schedule:
         gamma: > 0.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     Example:
         >>> [round(float(step(1.0, 10)(t)), 4) for t in (9, 10, 20)]
@@ -34,7 +34,7 @@ def step(init_value: float, step_size: int, *, gamma: float = 0.1) -> Schedule:
     check_finite("step", init_value=init_value)
     check_count("step", least=1, step_size=step_size)
     check_positive("step", gamma=gamma)
-    return lambda count: init_value * gamma ** torch.floor(clock(count) / step_size)
+    return lambda count: init_value * gamma ** torch.floor(count_as_float(count) / step_size)
 
 
 @recipe
@@ -43,11 +43,11 @@ def multistep(init_value: float, milestones: Iterable[int], *, gamma: float = 0.
 
     Args:
         init_value: a, finite.
-        milestones: updates, each at least 1; one that is there twice counts twice.
+        milestones: updates, each at least 1; a repeated milestone counts twice.
         gamma: > 0.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: a number is out of range.
 
     Example:
         >>> [round(float(multistep(1.0, [10, 15])(t)), 4) for t in (9, 10, 15)]
@@ -60,7 +60,7 @@ def multistep(init_value: float, milestones: Iterable[int], *, gamma: float = 0.
     check_positive("multistep", gamma=gamma)
 
     def schedule(count: Count) -> Tensor:
-        t = clock(count)
+        t = count_as_float(count)
         reached = torch.zeros_like(t)
         for milestone in points:
             reached = reached + (t >= milestone)
@@ -80,21 +80,21 @@ def one_cycle(
     final_div_factor: float = 1e4,
     three_phase: bool = False,
 ) -> Schedule:
-    """From ``max_lr / div_factor`` up to ``max_lr``, down to the first over ``final_div_factor``: torch's `OneCycleLR`.
+    """Rise from ``max_lr / div_factor`` to ``max_lr``, fall to the initial value over ``final_div_factor``.
 
-    The momentum is left alone (torch cycles it too unless told ``cycle_momentum=False``).
+    torch's `OneCycleLR`, without the cycled momentum: torch cycles the momentum unless ``cycle_momentum=False``.
 
     Args:
         max_lr: finite.
         total_steps: updates, at least 2; the last value is that of update ``total_steps - 1``, as in torch.
-        pct_start: the share spent going up, in (0, 1), with ``three_phase`` in (0, 0.5); more than one update.
-        anneal_strategy: half waves or straight lines.
+        pct_start: the rising share of the cycle, in (0, 1), with ``three_phase`` in (0, 0.5); more than one update.
+        anneal_strategy: half cosines or straight lines.
         div_factor: > 0.
         final_div_factor: > 0.
-        three_phase: down to the first value in the time that it took to go up, and only then to the last.
+        three_phase: fall to the initial value in as many updates as the rise took, and then to the last value.
 
     Raises:
-        ConfigError: for numbers out of range, a phase without an update, or no such strategy.
+        ConfigError: a number is out of range, a phase has no update, or the strategy is unknown.
 
     References:
         Smith and Topin, 2017, Super-convergence.
@@ -108,16 +108,18 @@ def one_cycle(
     check_positive("one_cycle", pct_start=pct_start, div_factor=div_factor, final_div_factor=final_div_factor)
     if anneal_strategy not in ("cos", "linear"):
         raise ConfigError(f"anneal_strategy={anneal_strategy!r}", where="one_cycle", hint='"cos" or "linear"')
-    first, up = max_lr / div_factor, pct_start * total_steps - 1
-    back = [(2 * pct_start * total_steps - 2, first)] if three_phase else []
-    points = [(0.0, first), (up, max_lr), *back, (float(total_steps - 1), first / final_div_factor)]
+    initial, top = max_lr / div_factor, pct_start * total_steps - 1
+    middle = [(2 * pct_start * total_steps - 2, initial)] if three_phase else []
+    points = [(0.0, initial), (top, max_lr), *middle, (float(total_steps - 1), initial / final_div_factor)]
     if any(later <= sooner for (sooner, _), (later, _) in pairwise(points)):
         raise ConfigError(
             f"pct_start={pct_start} of total_steps={total_steps} leaves a phase without an update",
             where="one_cycle",
             hint="pct_start=0.3, total_steps=100",
         )
-    return lambda count: through(clock(count), points, half_wave if anneal_strategy == "cos" else line)
+    return lambda count: interpolate_points(
+        count_as_float(count), points, half_cosine if anneal_strategy == "cos" else line
+    )
 
 
 @recipe
@@ -127,15 +129,15 @@ def piecewise(
     *,
     interpolate_type: Literal["linear", "cosine"] | None = None,
 ) -> Schedule:
-    """``init_value`` times every scale whose boundary has been reached, in jumps or interpolated.
+    """Multiply ``init_value`` by the scale of every boundary reached, in steps or interpolated.
 
     Args:
         init_value: finite.
         boundaries_and_scales: update -> factor >= 0; updates of at least 1.
-        interpolate_type: how it goes from one boundary's value to the next one's. None: it jumps at the boundary.
+        interpolate_type: interpolation between the values of two boundaries. None: a step at each boundary.
 
     Raises:
-        ConfigError: for numbers out of range, what is no mapping, or no such interpolation.
+        ConfigError: a number is out of range, the boundaries are not a mapping, or the interpolation is unknown.
 
     Example:
         >>> [float(piecewise(1.0, {10: 0.5, 20: 0.5})(t)) for t in (9, 10, 20)]
@@ -144,19 +146,21 @@ def piecewise(
         0.75
     """
     check_finite("piecewise", init_value=init_value)
-    given: Any = boundaries_and_scales
-    if not isinstance(given, Mapping):
-        found = f"boundaries_and_scales={given!r} is no mapping"
-        raise ConfigError(found, where="piecewise", hint="{30: 0.1, 60: 0.1}")
+    mapping: Any = boundaries_and_scales
+    if not isinstance(mapping, Mapping):
+        problem = f"boundaries_and_scales={mapping!r} is not a mapping"
+        raise ConfigError(problem, where="piecewise", hint="{30: 0.1, 60: 0.1}")
     for boundary in boundaries_and_scales:
         check_count("piecewise", least=1, boundaries_and_scales=boundary)
     points = [(0.0, init_value)]
     for boundary, scale in sorted(boundaries_and_scales.items()):
         check_finite("piecewise", boundaries_and_scales=scale)
         if scale < 0:
-            raise ConfigError(f"a scale of {scale} at {boundary}", where="piecewise", hint=f"{{{boundary}: 0.1}}")
+            raise ConfigError(
+                f"the scale {scale} at {boundary} is negative", where="piecewise", hint=f"{{{boundary}: 0.1}}"
+            )
         points.append((float(boundary), points[-1][1] * scale))
-    ways = {None: jump, "linear": line, "cosine": half_wave}
-    if interpolate_type not in ways:
+    interpolations = {None: hold, "linear": line, "cosine": half_cosine}
+    if interpolate_type not in interpolations:
         raise ConfigError(f"interpolate_type={interpolate_type!r}", where="piecewise", hint='"linear" or "cosine"')
-    return lambda count: through(clock(count), points, ways[interpolate_type])
+    return lambda count: interpolate_points(count_as_float(count), points, interpolations[interpolate_type])

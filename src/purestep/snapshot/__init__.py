@@ -1,6 +1,14 @@
-"""Snapshots of a training state: written in the background, verified when read, never half there.
+"""Snapshots of a training state: written in the background, committed atomically, verified when read.
 
-`store` is the only file that imports orbax, on first use; small leaves are restored without it.
+snapshots        `Snapshots`: save, restore, list the steps, decide when one is due
+save_policy      when a snapshot is due
+state_copy       the copy of a state in host memory; staging: its tensors as arrays
+writer           one save, from the copy to the committed directory, in a thread
+reader           one step of a directory back to a state; partial_restore: ``only="params"``
+directory        the steps in a directory; manifest: the contents of one step
+history_rows     long histories in a file of their own
+orbax_io         the only file that imports orbax, at first use; small leaves are restored without it
+versions         the versions and the hardware, for the manifest
 """
 
 from .history_rows import Table as Table

@@ -1,8 +1,8 @@
-"""A directory of snapshots: which are there, which go, and what a killed writer left behind.
+"""A directory of snapshots: which steps it has, which to delete, and how to clean up after a killed writer.
 
-``12`` is a snapshot of step 12. Names with a dot in front are nobody's business but the writer's: ``.tmp-12-...`` is
-being written, ``.old-12-...`` is being deleted, ``.replaced-12`` waits for its successor. ``12.corrupt`` and
-``12.archived`` are set aside for a person to look at; they are never listed and never deleted.
+``12`` is the snapshot of step 12. Names that start with a dot belong to the writer: ``.tmp-12-...`` is being written,
+``.old-12-...`` is being deleted, ``.replaced-12`` is being overwritten. ``12.corrupt`` and ``12.archived`` are kept for
+the user; they are never listed and never deleted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REPLACED = ".replaced-"
 
 
 class Entry(NamedTuple):
-    """A committed step, as far as its manifest and its files' sizes tell."""
+    """A committed step, according to its manifest and the sizes of its files."""
 
     step: int
     metrics: dict[str, float]
@@ -33,10 +33,10 @@ class Entry(NamedTuple):
 
 
 class Abandoned:
-    """The steps that a run has left behind, where it went back to an older one.
+    """The steps to archive after a restore of an older step.
 
-    What is restored first is what a run begins from: newer steps are another run's, and go with the next save. A later
-    restore may be a look, at the best step so far: they go where they are in the way.
+    A run continues from its first restore: newer steps are another run's, and the next save archives them. A later
+    restore may only read, for example the best step: newer steps are archived only if a save conflicts with them.
     """
 
     def __init__(self) -> None:
@@ -46,22 +46,22 @@ class Abandoned:
         self._first: int | None = None
 
     def restored(self, root: Path, step: int) -> None:
-        """This step has been read."""
+        """Call this after a step was read."""
         if not self._begun:
             self._first, self._begun = step, True
         self.steps = {s for s in numbered(root) if s > step}
         self.at_once = step == self._first
 
     def saved(self) -> None:
-        """A step has been written: none that is older is in the way any more."""
+        """Call this after a step was written: earlier conflicts are resolved."""
         self.steps = set()
         self.at_once, self._first, self._begun = False, None, True
 
 
 def numbered(root: Path) -> list[int]:
-    """Every step that has a directory, whole or not, in ascending order.
+    """Every step that has a directory, intact or not, in ascending order.
 
-    A step whose writer died while it overwrote it counts: what it held is there, under another name.
+    Includes a step whose writer died while it overwrote it: the old contents still exist under another name.
     """
     try:
         with os.scandir(root) as found:
@@ -72,13 +72,13 @@ def numbered(root: Path) -> list[int]:
 
 
 def place(root: Path, step: int) -> Path:
-    """The directory of a step, whether it is there or not."""
+    """The path of a step, which may not exist."""
     path = root / str(step)
     return path if path.exists() or not replaced(root, step).exists() else replaced(root, step)
 
 
 def is_step(name: str) -> bool:
-    """Whether this is the name of a snapshot.
+    """True for the name of a snapshot.
 
     Example:
         >>> [is_step(name) for name in ("12", "012", "12.corrupt", ".tmp-12", "-1")]
@@ -88,22 +88,22 @@ def is_step(name: str) -> bool:
 
 
 def checked_step(root: Path, step: Any) -> int:
-    """The step as a number that can be a name.
+    """Convert the step to an int that can be a name.
 
     Raises:
-        SnapshotError: it is no count.
+        SnapshotError: the step is no int in [0, 10**18).
     """
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
         number = -1
     if not 0 <= number < 10**18:
-        raise SnapshotError(f"step is {step!r}", where=str(root), hint="save(int(state.step), state)")
+        raise SnapshotError(f"step is {step!r}", where=str(root), hint="call save(int(state.step), state)")
     return number
 
 
 def entry(root: Path, step: int) -> Entry | None:
-    """The step, or None where it is not whole (or was written by a newer release, or cannot be read by this user)."""
+    """The step, or None if it is damaged, written by a newer release, or not readable for this user."""
     try:
         found = manifests.read(place(root, step))
     except SnapshotError:
@@ -112,56 +112,60 @@ def entry(root: Path, step: int) -> Entry | None:
 
 
 def entries(root: Path) -> list[Entry]:
-    """Every whole step in ascending order."""
+    """Every intact step in ascending order."""
     return [found for step in numbered(root) if (found := entry(root, step)) is not None]
 
 
 def best(found: list[Entry], monitor: str, mode: str, *, count: int = 1) -> list[int]:
-    """The steps with the best values of a metric, best first, of equal ones the older. NaN is never best."""
+    """The steps with the best values of a metric, best first, older first among equals. NaN is never best."""
     sign = 1.0 if mode == "min" else -1.0
     known = [(sign * value, e.step) for e in found if math.isfinite(value := e.metrics.get(monitor, math.nan))]
     return [step for _, step in sorted(known)[:count]]
 
 
 def to_archive(root: Path, step: int, *, abandoned: Abandoned, overwrite: bool) -> tuple[int, ...]:
-    """The steps to set aside so that this one can be saved.
+    """The steps to archive before this step can be saved.
 
     Args:
-        step: about to be saved.
-        abandoned: what was there after an older step when that one was restored, and whether it is to go at once.
-        overwrite: whether an equal step may be replaced.
+        step: the step to save.
+        abandoned: the steps after the last restored one.
+        overwrite: an equal step may be replaced.
 
     Raises:
-        SnapshotError: the step is there, or a later one, and nothing older was restored.
+        SnapshotError: the step or a later one exists, and no older one was restored.
     """
     there = numbered(root)
     later = [s for s in there if s >= step]
-    goes = abandoned.steps.issuperset(later)
-    if goes and (later or abandoned.at_once):
+    archivable = abandoned.steps.issuperset(later)
+    if archivable and (later or abandoned.at_once):
         return tuple(s for s in there if s in abandoned.steps)
     if not later or (overwrite and later == [step]):
         return ()
     if step in later and not overwrite:
-        raise SnapshotError(f"step {step} is there already", where=str(root), hint="save(..., overwrite=True)")
+        raise SnapshotError(f"step {step} exists already", where=str(root), hint="call save(..., overwrite=True)")
     older = [s for s in there if s < step]
-    hint = f"restore(template, step={older[-1]}) first" if older else "snapshots.start_over(), which sets all aside"
-    hint += ", or another directory"
-    raise SnapshotError(f"step {step} is older than step {later[-1]}, which is there", where=str(root), hint=hint)
+    hint = (
+        f"call restore(template, step={older[-1]}) first"
+        if older
+        else "call snapshots.start_over(), which archives all"
+    )
+    hint += ", or use another directory"
+    raise SnapshotError(f"step {step} is older than the existing step {later[-1]}", where=str(root), hint=hint)
 
 
 def check_room(root: Path, needed: int) -> None:
-    """Warns where the disk under the directory, or under where it will be, has fewer bytes left than are needed."""
+    """Warn if the disk of the directory, which need not exist yet, has fewer free bytes than needed."""
     try:
         free = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
-    except (OSError, StopIteration):  # a disk that does not say
+    except (OSError, StopIteration):  # the disk does not report its free space
         return
     if free < needed:
         text = f"{root}: snapshots need {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB"
-        warnings.warn(f"{text} (cure: keep=1, keep_best=0, or another disk)", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"{text} (cure: pass keep=1, keep_best=0, or use another disk)", RuntimeWarning, stacklevel=3)
 
 
 def set_aside(root: Path, step: int, ending: str) -> Path:
-    """Renames a step to ``<step>.<ending>`` (``.<ending>.2``, ... where that is taken) and returns the new path."""
+    """Rename a step to ``<step>.<ending>`` (``.<ending>.2``, ... if that exists) and return the new path."""
     target = root / f"{step}.{ending}"
     number = 1
     while target.exists():
@@ -172,15 +176,15 @@ def set_aside(root: Path, step: int, ending: str) -> Path:
     return target
 
 
-def aside(root: Path, ending: str) -> list[str]:
-    """The names that `set_aside` gave."""
+def names_aside(root: Path, ending: str) -> list[str]:
+    """The names that `set_aside` has created."""
     if not root.is_dir():
         return []
     return sorted(name for name in os.listdir(root) if is_step(name.split(".")[0]) and name.split(".")[1:2] == [ending])
 
 
-def pass_over(root: Path, damaged: Mapping[int, Corrupt], used: int, *, rename: bool) -> None:
-    """Warns that newer steps are damaged, and where asked to renames them to ``<step>.corrupt``."""
+def skip_damaged(root: Path, damaged: Mapping[int, Corrupt], used: int, *, rename: bool) -> None:
+    """Warn that newer steps are damaged; with ``rename``, rename them to ``<step>.corrupt``."""
     lines = [f"  {step}: {error}" for step, error in damaged.items()]
     if rename:
         for step in damaged:
@@ -193,17 +197,17 @@ def pass_over(root: Path, damaged: Mapping[int, Corrupt], used: int, *, rename: 
 
 
 def nothing_good(root: Path, damaged: Mapping[int, Corrupt]) -> SnapshotError:
-    """What to raise where no step can be restored: never what an empty directory gets, where there is a damaged one."""
-    names = aside(root, "corrupt")
+    """The error if no step can be restored: `NotFound` for an empty directory, `Corrupt` if a step is damaged."""
+    names = names_aside(root, "corrupt")
     if not damaged and not names:
-        return NotFound("no snapshot here", where=str(root), hint="the directory a run was saved to")
+        return NotFound("no snapshot here", where=str(root), hint="pass the directory of a run")
     lines = [f"{step}: {error}" for step, error in damaged.items()] + [f"{name}: set aside" for name in names]
     text = "\n  ".join(["every snapshot here is damaged", *lines])
-    return Corrupt(text, where=str(root), hint="another directory, to start afresh")
+    return Corrupt(text, where=str(root), hint="use another directory to start from the beginning")
 
 
 def retire(root: Path, step: int) -> None:
-    """Deletes a step; from the first moment on nobody sees it, and what a kill leaves of it is swept later."""
+    """Delete a step. The rename hides it at once; `sweep` removes what a kill leaves."""
     failpoint("snapshot.retire")
     hidden = root / f".old-{step}-{os.getpid()}"
     remove_tree(hidden)
@@ -213,29 +217,29 @@ def retire(root: Path, step: int) -> None:
 
 
 def replaced(root: Path, step: int) -> Path:
-    """Where a step that is overwritten waits until its successor is there."""
+    """The path of an overwritten step until its successor is committed."""
     return root / f"{_REPLACED}{step}"
 
 
-def put_back(root: Path, step: int) -> None:
-    """Gives an overwritten step its name back where the successor never came."""
+def restore_replaced(root: Path, step: int) -> None:
+    """Rename an overwritten step back if its successor was not committed."""
     if replaced(root, step).exists() and not (root / str(step)).exists():
         os.rename(replaced(root, step), root / str(step))
 
 
 def sweep(root: Path) -> None:
-    """Deletes what killed writers left; only for the holder of the lock."""
+    """Delete leftovers of killed writers. Only the holder of the lock may call it."""
     for name in os.listdir(root):
         step = name.removeprefix(_REPLACED)
         if step != name and is_step(step):
-            put_back(root, int(step))
+            restore_replaced(root, int(step))
         if name.startswith((".tmp-", ".old-", _REPLACED)):
             remove_tree(root / name)
     _sweep_rows(root)
 
 
 def _sweep_rows(root: Path) -> None:
-    """Deletes files of rows that no snapshot refers to, one that is set aside neither."""
+    """Delete files of rows that no snapshot uses, including those set aside."""
     if not tables.unused(root, set()):
         return
     used: set[str] = set()
@@ -243,13 +247,13 @@ def _sweep_rows(root: Path) -> None:
         try:
             used |= {earlier["file"] for earlier in read_json(path).get("earlier", {}).values()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return  # it may refer to any
+            return  # this step may use any file
     for path in tables.unused(root, used):
         remove_tree(path)
 
 
 def probe(root: Path) -> None:
-    """Makes and deletes a directory, so that a run learns before its first step that it could not save.
+    """Create and delete a directory, so that a run that cannot save fails before its first step.
 
     Raises:
         WriteFailed: the directory cannot be written to.

@@ -1,8 +1,9 @@
-"""A history that grows by a row at a time, and the file beside the snapshots that holds its earlier rows.
+"""A history that grows by one row at a time, and the file with its earlier rows.
 
-A manifest holds the last rows of a history itself. The rows before them are in ``rows-1.jsonl`` (one JSON object a
-line), to which every save appends only what is new; the manifest says how many of its bytes belong to the snapshot,
-and their digest. So a save costs the same after 20,000 rows, and a history of less than 32 rows has no such file.
+A manifest contains the last rows of a history. The rows before them are in ``rows-1.jsonl`` in the directory of the
+snapshots, one JSON object per line. Every save appends only the new rows, and the manifest stores how many bytes of the
+file belong to the snapshot, and their digest. So a save costs the same after 20,000 rows. A history of less than 32
+rows has no such file.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ..errors import Corrupt
 from ..files import sync_directory
 from ..validation import is_count
 
-BLOCK = 16  # rows; a manifest holds at least so many, and less than twice as many
+BLOCK = 16  # rows; a manifest contains at least this number, and less than twice this number
 _NAME = re.compile(r"rows-(\d{1,9})\.jsonl")
 
 
 class Table(Mapping[str, list[Any]]):
-    """Columns of JSON values, an entry a row, as an immutable value that can be made longer by a row at no more cost.
+    """An immutable table of JSON values, as a mapping from a column's name to its list.
 
-    A longer table shares the rows of the one that it was made from. As a mapping it is name -> list.
+    `with_row` takes constant time: the longer table shares the rows of the shorter one.
 
     Example:
         >>> short = Table({"epoch": [1], "loss": [0.5]})
@@ -49,9 +50,9 @@ class Table(Mapping[str, list[Any]]):
         ]
 
     def with_row(self, row: Mapping[str, Any]) -> Table:
-        """The table with one more row; what the row or an earlier one lacks is None."""
+        """The table with one more row. A missing value is None."""
         longer = Table()
-        # Of two tables made from one, only the first can use its memory.
+        # If two tables are made from one, only the first can append to its list.
         is_last = self.count and len(self._rows) == self.count
         longer._rows = self._rows if is_last else self._rows[: self.count]
         longer._rows.append(dict(row))
@@ -60,26 +61,26 @@ class Table(Mapping[str, list[Any]]):
         return longer
 
     def last(self, name: str, count: int) -> list[Any]:
-        """The last entries of a column, at most so many; nothing where there is no such column."""
+        """The last ``count`` entries of a column, or an empty list if the column does not exist."""
         rows = self._rows[max(self.count - count, 0) : self.count]
         return [row.get(name) for row in rows] if name in self._names else []
 
     def rows(self, start: int, stop: int) -> list[Mapping[str, Any]]:
-        """Some of the rows, each without what it lacks."""
+        """The rows from ``start`` to ``stop``; missing values have no key."""
         return self._rows[start : min(stop, self.count)]
 
     def columns(self, start: int) -> dict[str, list[Any]]:
-        """The columns from a row on."""
+        """The columns from row ``start`` on."""
         rows = self._rows[start : self.count]
         return {name: [row.get(name) for row in rows] for name in self._names}
 
     def grew_from(self, rows: list[Mapping[str, Any]] | None) -> bool:
-        """Whether the table shares its memory with this list."""
+        """True if the table stores its rows in this list."""
         return self._rows is rows
 
     @property
     def memory(self) -> list[Mapping[str, Any]]:
-        """The list in which the rows are, and those of longer tables."""
+        """The list with the rows of this table and of longer ones."""
         return self._rows
 
     def __getitem__(self, name: str) -> list[Any]:
@@ -101,19 +102,19 @@ class Table(Mapping[str, list[Any]]):
 
 
 class Earlier(NamedTuple):
-    """The earlier rows of a table: a part of a file."""
+    """The earlier rows of a table: the first ``size`` bytes of a file."""
 
-    file: str  # in the directory of the snapshots
+    file: str  # name, in the directory of the snapshots
     rows: int
-    size: int  # bytes from the file's beginning
-    crc32: int  # of them
+    size: int  # bytes from the start of the file
+    crc32: int  # of these bytes
 
     @classmethod
     def of(cls, entry: Any) -> Earlier:
-        """From a manifest.
+        """Parse an entry of a manifest.
 
         Raises:
-            ValueError: no such thing. TypeError, KeyError: the same.
+            ValueError, TypeError, KeyError: the entry is invalid.
         """
         found = cls(entry["file"], entry["rows"], entry["size"], entry["crc32"])
         if not _NAME.fullmatch(found.file) or not all(map(is_count, found[1:])):
@@ -122,18 +123,18 @@ class Earlier(NamedTuple):
 
 
 class RowsFile:
-    """Writes the earlier rows of one table after another, each longer than the last one; used by one thread."""
+    """Writes the earlier rows of a growing table. Only one thread may use it."""
 
     def __init__(self) -> None:
         self._known: list[Mapping[str, Any]] | None = None
         self._written = Earlier("", 0, 0, 0)
 
     def write(self, root: Path, table: Table) -> Earlier | None:
-        """Returns when all but the last rows are on the disk; None where there are none before those.
+        """Write all rows but the last ones to the disk and flush; None if there are no earlier rows.
 
         Raises:
-            Corrupt: they read back as something else.
-            OSError: they cannot be written.
+            Corrupt: the file reads back other bytes.
+            OSError: the file cannot be written.
         """
         stop = (table.count // BLOCK - 1) * BLOCK
         if stop <= 0:
@@ -144,13 +145,13 @@ class RowsFile:
         data = b"".join(json.dumps(row).encode() + b"\n" for row in table.rows(written.rows, stop))
         with open(root / written.file, "r+b" if written.size else "w+b") as file:
             file.seek(written.size)
-            file.truncate()  # what a save that failed has left
+            file.truncate()  # drop the bytes of a failed save
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
             file.seek(written.size)
             if file.read() != data:
-                raise Corrupt("reads back as damaged", where=file.name, hint="look at the disk")
+                raise Corrupt("reads back as damaged", where=file.name, hint="check the disk")
         if not written.size:
             sync_directory(root)
         self._known = table.memory
@@ -176,15 +177,15 @@ def _free(root: Path) -> str:
 
 
 def unused(root: Path, used: set[str]) -> list[Path]:
-    """The files of rows that no snapshot refers to."""
+    """The files of rows that no snapshot uses."""
     return [root / name for name in _numbers(root).values() if name not in used]
 
 
 def read(root: Path, earlier: Earlier) -> list[dict[str, Any]]:
-    """The earlier rows.
+    """Read the earlier rows.
 
     Raises:
-        Corrupt: they are missing, or not those that were written.
+        Corrupt: the file is missing or damaged.
     """
     path = root / earlier.file
     try:
@@ -203,7 +204,7 @@ def read(root: Path, earlier: Earlier) -> list[dict[str, Any]]:
 
 
 def joined(rows: list[dict[str, Any]], columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """The columns of the earlier rows and of the later ones, which know every name.
+    """The columns of the earlier rows followed by the later columns, which have every name.
 
     Example:
         >>> joined([{"epoch": 1}], {"epoch": [2], "loss": [0.5]})
@@ -213,7 +214,7 @@ def joined(rows: list[dict[str, Any]], columns: Mapping[str, list[Any]]) -> dict
 
 
 def placed(loop: Any, keys: list[str], columns: Mapping[str, list[Any]]) -> Any:
-    """JSON with these columns at a path.
+    """A copy of a JSON value with these columns at a path.
 
     Example:
         >>> placed({"record": {"history": None, "epoch": 1}}, ["record", "history"], {"loss": [0.5]})
@@ -228,7 +229,7 @@ def placed(loop: Any, keys: list[str], columns: Mapping[str, list[Any]]) -> Any:
 
 
 def found(loop: Any, keys: list[str]) -> Any:
-    """What is at a path of JSON."""
+    """The value at a path of a JSON value."""
     for key in keys:
         loop = loop[int(key) if isinstance(loop, list) else key]
     return loop

@@ -1,12 +1,12 @@
-"""The manifest of one snapshot: what is in it, in our own words, and whether that fits a template.
+"""The manifest of one snapshot: its contents, its digests, and the comparison with a template.
 
-``manifest.json`` names every leaf and every file with its digest, and carries what is no tensor: Python leaves, the
-loop's record, metrics, the user's notes. ``manifest.sha256`` holds its own digest in the format of ``sha256sum -c``. A
-directory without both is no snapshot.
+``manifest.json`` lists every leaf and every file with its digest, and contains everything that is no tensor: Python
+leaves, the loop's state, metrics and notes. ``manifest.sha256`` contains its digest in the format of ``sha256sum -c``.
+A directory without both files is no snapshot.
 """
 
 # pyright: reportUnnecessaryIsInstance=false
-# What is handed in here may be anything, whatever the annotations say.
+# Users may pass values of other types than the annotations.
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ FORMAT = 1
 NAME = "manifest.json"
 DIGEST_NAME = "manifest.sha256"
 _DEEP = 100  # levels of JSON
-_OWN_ERRORS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM)  # of the process, not of the file
-_LIMIT = 1 << 28  # bytes; a million leaves with a long history stay below
+# errors of the process, not of the file
+_OWN_ERRORS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM)
+_LIMIT = 1 << 28  # bytes; a million leaves with a long history need less
 
 
 class Leaf(NamedTuple):
@@ -51,12 +52,12 @@ class Leaf(NamedTuple):
 
     @property
     def is_python(self) -> bool:
-        """Whether the leaf is a Python number or text."""
+        """True for a Python number or text."""
         return self.dtype.startswith("python.")
 
     @property
     def is_stored(self) -> bool:
-        """Whether orbax holds values of it."""
+        """True if orbax stores its values."""
         return not self.is_python and 0 not in self.shape
 
 
@@ -64,11 +65,11 @@ class File(NamedTuple):
     """One file of a step."""
 
     size: int  # bytes
-    crc32: int | None  # None for the files that hold values: those have a digest for each leaf
+    crc32: int | None  # None for files with values, which have one digest for each leaf
 
 
 class Manifest(NamedTuple):
-    """What one snapshot holds."""
+    """The contents of one snapshot."""
 
     step: int
     leaves: dict[str, Leaf]
@@ -77,25 +78,25 @@ class Manifest(NamedTuple):
     meta: Any
     monitor: tuple[str, str] | None  # (metric, "min" or "max") that decided which snapshot is best
     environment: dict[str, Any]  # versions, thread count, device
-    files: dict[str, File]  # by path below the step's directory
-    earlier: Mapping[str, Earlier] = MappingProxyType({})  # by path in ``loop``: the rows before those that are there
+    files: dict[str, File]  # by path relative to the step's directory
+    earlier: Mapping[str, Earlier] = MappingProxyType({})  # by path in ``loop``: earlier rows in a file
 
 
 # --- leaves -------------------------------------------------------------------------------------------------------
 
 
 def describe(leaves: list[tuple[str, Any]]) -> dict[str, Leaf]:
-    """The records of a tree's leaves, without digests.
+    """A `Leaf` for each leaf of a tree, without digests.
 
     Raises:
-        StateError: a leaf that cannot be stored.
-        SnapshotError: two leaves with one path.
+        StateError: a leaf cannot be stored.
+        SnapshotError: two leaves have one path.
     """
     found: dict[str, Leaf] = {}
     for path, leaf in leaves:
         staging.check(path, leaf)
         if path in found:
-            raise SnapshotError("two leaves have this path", where=path, hint="keys without '/', of one type")
+            raise SnapshotError("two leaves have this path", where=path, hint="use keys without '/', all of one type")
         if isinstance(leaf, Tensor):
             found[path] = Leaf(staging.NAMES[leaf.dtype], tuple(leaf.shape))
         else:
@@ -104,10 +105,10 @@ def describe(leaves: list[tuple[str, Any]]) -> dict[str, Leaf]:
 
 
 def compare(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, where: str) -> None:
-    """Holds the stored leaves against a template's.
+    """Compare the stored leaves with those of a template.
 
     Raises:
-        Mismatch: with one line for each leaf that differs: what is stored, what was expected, the nearest name.
+        Mismatch: leaves differ; the message has a line for each: stored, expected, the nearest name.
     """
     missing = [path for path in wanted if path not in stored]
     extra = [path for path in stored if path not in wanted]
@@ -120,7 +121,7 @@ def compare(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, where: st
     lines += [f"{path}: {stored[path].text()} in the snapshot only{near}" for path, near in _nearest(extra, missing)]
     if lines:
         count = f"{len(lines)} leaves differ" if len(lines) > 1 else "1 leaf differs"
-        hint = 'the template the snapshot was made from; for its weights alone, restore(template, only="params")'
+        hint = 'pass a template like the saved state; for its weights alone, call restore(template, only="params")'
         raise Mismatch("\n  ".join([f"{count} from the template", *lines]), where=where, hint=hint)
 
 
@@ -129,18 +130,18 @@ def _nearest(names: list[str], candidates: list[str]) -> list[tuple[str, str]]:
         found = difflib.get_close_matches(name, candidates, n=1)
         return f" (nearest name: {found[0]})" if found else ""
 
-    # Comparing thousands of names with thousands takes minutes; after so many a reader has seen the pattern.
+    # Comparing thousands of names with thousands takes minutes; 20 lines show the pattern.
     return [(name, near(name) if index < 20 else "") for index, name in enumerate(names)]
 
 
 def select(paths: list[str], only: set[str] | None, *, where: str) -> set[str]:
-    """The paths that lie under one of the prefixes; all of them for None.
+    """The paths below one of the prefixes; all paths for None.
 
-    A prefix ends where a path's part or a dotted name's part ends: ``params/layers.1`` takes ``params/layers.1.weight``
-    and leaves ``params/layers.10.weight``. It may have a slash at its end.
+    A prefix ends at a "/" or a "." of the path: ``params/layers.1`` selects ``params/layers.1.weight`` but not
+    ``params/layers.10.weight``. It may end with a slash.
 
     Raises:
-        Mismatch: a prefix under which there is nothing.
+        Mismatch: no leaf is below a prefix.
     """
     if only is None:
         return set(paths)
@@ -150,23 +151,25 @@ def select(paths: list[str], only: set[str] | None, *, where: str) -> set[str]:
         below = {path for path in paths if path == name or path.startswith((f"{name}/", f"{name}."))}
         if not below:
             tops = ", ".join(sorted({path.split("/")[0] for path in paths}))
-            raise Mismatch(f"no leaf is under {prefix!r}", where=where, hint=f"only= some of: {tops}")
+            raise Mismatch(f"no leaf is under {prefix!r}", where=where, hint=f"pass only= some of: {tops}")
         found |= below
     return found
 
 
 def as_json(value: Any, *, where: str, tables: dict[str, Table] | None = None) -> Any:
-    """A copy of ``value`` made of what JSON can hold: dict with text keys, list, text, numbers, bool, None.
+    """Copy ``value`` as JSON values: dict with text keys, list, text, numbers, bool, None.
 
-    Tuples become lists. NaN and infinities stay. A `Table` goes into ``tables``, under its path, where that is given.
+    Tuples become lists. NaN and infinities stay. If ``tables`` is a dict, a `Table` is moved into it, under its path.
 
     Raises:
-        SnapshotError: naming the entry that JSON would lose or change.
+        SnapshotError: JSON would lose or change an entry; the message names it.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if where.count("/") > _DEEP:
-        raise SnapshotError(f"more than {_DEEP} levels", where=where[:40], hint="no dict or list that contains itself")
+        raise SnapshotError(
+            f"more than {_DEEP} levels", where=where[:40], hint="pass no dict or list that contains itself"
+        )
     if isinstance(value, Table) and tables is not None:
         tables[where] = value
         return None
@@ -179,15 +182,15 @@ def as_json(value: Any, *, where: str, tables: dict[str, Table] | None = None) -
     if isinstance(value, list | tuple):
         entries = cast("list[Any]", value)
         return [as_json(entry, where=f"{where}/{index}", tables=tables) for index, entry in enumerate(entries)]
-    hint = "float(x), int(x), str(x) or a list of those; tensors belong into the state"
+    hint = "pass float(x), int(x), str(x) or a list of these; put tensors into the state"
     raise SnapshotError(f"a {type(value).__qualname__} cannot be stored in JSON", where=where, hint=hint)
 
 
 def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Plain floats by name, from numbers, 0-d tensors and `Mean`s.
+    """Convert numbers, 0-d tensors and `Mean`s to floats.
 
     Raises:
-        SnapshotError: a value that is no number.
+        SnapshotError: a value is no number.
     """
     found: dict[str, float] = {}
     if metrics is not None and not isinstance(metrics, Mapping):
@@ -206,7 +209,7 @@ def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Writes both files into a directory that is not yet under its final name; the caller flushes it."""
+    """Write both files into a directory that has no final name yet. The caller flushes it."""
     record = manifest._asdict() | {
         "format": FORMAT,
         "library": "purestep",
@@ -220,24 +223,24 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def inventory(folder: Path) -> dict[str, File]:
-    """Every file below ``folder`` with size and digest; the manifest's own two left out.
+    """Every file below ``folder`` with size and digest, except the two files of the manifest.
 
     Raises:
-        Corrupt: a symbolic link, a pipe or a device among them.
+        Corrupt: the folder contains a symbolic link, a pipe or a device.
     """
     return {name: File(size, _file_digest(folder / name)) for name, size in _sizes(folder).items()}
 
 
 def _file_digest(path: Path) -> int | None:
-    # orbax keeps values in ocdbt.process_0/d; everything else is small and tells where they are.
+    # orbax stores values in ocdbt.process_0/d; the other files are small and contain their positions.
     return None if path.match("ocdbt.process_*/d/*") else zlib.crc32(path.read_bytes())
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every regular file by path below ``folder``.
+    """The size in bytes of every file, by path relative to ``folder``.
 
     Raises:
-        Corrupt: a symbolic link, a pipe or a device among them.
+        Corrupt: the folder contains a symbolic link, a pipe or a device.
     """
     found: dict[str, int] = {}
     waiting = [folder]
@@ -254,11 +257,11 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a step's directory, after a check of its digest and of every file's presence and size.
+    """Read the manifest of a step's directory; check its digest and the presence and size of every file.
 
     Raises:
-        Corrupt: what is wrong, and in which file.
-        Mismatch: written by a newer release.
+        Corrupt: a file is missing or damaged; the message names it.
+        Mismatch: a newer release wrote the snapshot.
     """
     if folder.is_symlink():
         raise Corrupt("a symbolic link, which is not followed", where=str(folder))
@@ -280,21 +283,23 @@ def read(folder: Path) -> Manifest:
 
 
 def unreadable(where: Path, error: Exception) -> SnapshotError:
-    """What to raise for an error that came while these bytes were read: `Corrupt`, where it is they that are bad.
+    """The exception for an error while reading: `Corrupt` if the files are damaged, else `SnapshotError`.
 
-    A process without memory, descriptors, threads or rights can read no snapshot, not even a good one: none is set
-    aside for that.
+    A process without memory, file descriptors, threads or permissions cannot read an intact snapshot either, so such an
+    error does not mark the snapshot as damaged.
     """
     text = str(error).strip().splitlines()
     found = f"cannot be read: {type(error).__name__}: {text[0][:300] if text else ''}"
     own = isinstance(error, MemoryError) or getattr(error, "errno", None) in _OWN_ERRORS or "new thread" in found
     if own:
-        return SnapshotError(found, where=str(where), hint="more memory, descriptors or rights for this process")
+        return SnapshotError(
+            found, where=str(where), hint="give this process more memory, file descriptors or permissions"
+        )
     return Corrupt(found, where=str(where))
 
 
 def _check_files(folder: Path, files: dict[str, File]) -> None:
-    """Before orbax sees any of them: what it says about damaged ones is long, late, or nothing."""
+    """Check the files before orbax reads them: its errors for damaged files are long, late or missing."""
     present = _sizes(folder)
     for name, file in files.items():
         if present.get(name) != file.size:
@@ -308,13 +313,13 @@ def _parse(path: Path, digest_path: Path) -> dict[str, Any]:
     try:
         for file in (path, digest_path):
             if file.is_symlink() or file.stat().st_size > _LIMIT:
-                raise Corrupt("a link, or larger than any manifest", where=str(file))
+                raise Corrupt("is a link, or too large for a manifest", where=str(file))
         data = path.read_bytes()
         if digest_path.read_bytes().split()[:1] != [hashlib.sha256(data).hexdigest().encode()]:
-            raise Corrupt(f"does not have the digest that stands in {digest_path.name}", where=str(path))
+            raise Corrupt(f"does not have the digest in {digest_path.name}", where=str(path))
         record = json.loads(data)
     except FileNotFoundError as error:
-        raise Corrupt("missing: not a whole snapshot", where=str(error.filename)) from None
+        raise Corrupt("missing: the snapshot is incomplete", where=str(error.filename)) from None
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, Corrupt):
             raise
@@ -368,10 +373,10 @@ def _integer(value: Any) -> int:
 
 
 def check_values(path: str, leaf: Leaf, values: np.ndarray[Any, Any] | None, *, where: str) -> None:
-    """Holds stored values against their record.
+    """Compare stored values with their `Leaf`.
 
     Raises:
-        Corrupt: they are missing, of another type or shape, or their digest differs.
+        Corrupt: the values are missing, have another type or shape, or another digest.
     """
     if values is None:
         raise Corrupt(f"the values of {path} are missing", where=where)
@@ -379,4 +384,4 @@ def check_values(path: str, leaf: Leaf, values: np.ndarray[Any, Any] | None, *, 
         found = f"{values.dtype} {list(values.shape)}"
         raise Corrupt(f"{path} is {found} where {leaf.text()} was written", where=where)
     if staging.digest(values) != leaf.crc32:
-        raise Corrupt(f"the values of {path} are not those that were saved (their digest differs)", where=where)
+        raise Corrupt(f"the values of {path} are not the saved ones (their digest differs)", where=where)

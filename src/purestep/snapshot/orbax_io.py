@@ -1,13 +1,10 @@
-"""Arrays on disk through orbax: the only file that imports it (and with it JAX), on first use.
+"""Read and write arrays through orbax: the only file that imports it, and with it JAX, at first use.
 
-Three effects of that import are not ours to prevent. absl puts a handler on the root logger, so `logging.basicConfig`
-belongs before the first save. JAX starts threads, so every later `os.fork` (a DataLoader with workers) warns on Python
-3.12. JAX picks its platforms when orbax first asks: unless JAX runs already or its platforms were chosen, they are set
-to the CPU here, since JAX would otherwise take most of the GPU's memory.
-
-A fourth one is: JAX draws from numpy's global generator as it is imported (``jax._src.clusters.k8s_cluster``, five
-numbers). So it is imported by the thread that saves, in `ready`, and not by the one that writes, which would draw while
-a dataset does.
+The import has side effects. absl adds a handler to the root logger, so call `logging.basicConfig` before the first
+save. JAX starts threads, so every later `os.fork` (a DataLoader with workers) warns on Python 3.12. JAX would take most
+of the GPU's memory, so its platform is set to the CPU here, unless it runs already or its platforms are set. JAX draws
+five numbers from numpy's global generator (``jax._src.clusters.k8s_cluster``), so `ready` imports it in the thread that
+calls `save`, not in the writer's thread, which would draw while a dataset draws.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ _log = logging.getLogger("purestep")
 
 
 def ready(platforms: str | None) -> None:
-    """Imports orbax where nobody did, and leaves the caller's generators as they were: a second, once in a process.
+    """Import orbax, and restore the caller's generators. Takes a second, once per process.
 
     Args:
         platforms: as in `write`.
@@ -47,7 +44,7 @@ def _orbax(platforms: str | None) -> Any:
 
     if platforms is not None and not getattr(jax.config, "jax_platforms", None) and not _jax_is_running():
         jax.config.update("jax_platforms", platforms)
-    logging.getLogger("asyncio").addFilter(_orphans)  # adding it again changes nothing; the tasks die late
+    logging.getLogger("asyncio").addFilter(_orphans)  # adding it twice has no effect; the tasks fail late
     return importlib.import_module("orbax.checkpoint").v1
 
 
@@ -56,20 +53,20 @@ def _jax_is_running() -> bool:
         from jax._src import xla_bridge
 
         return bool(xla_bridge.backends_are_initialized())
-    except (ImportError, AttributeError):  # private: then an update without effect does no harm
+    except (ImportError, AttributeError):  # these names are private; an update without effect is harmless
         return False
 
 
 def _context(orbax: Any) -> Any:
     context = orbax.Context()
     context.memory.deepcopy_host_arrays = False  # the arrays are ours already
-    context.array.saving.use_compression = False  # 8 % smaller for half again the time
+    context.array.saving.use_compression = False  # compression saves 8 % and takes 1.5 times as long
     context.pytree_options.loading.partial_load = True
     return context
 
 
 class _Orphans(logging.Filter):
-    """asyncio logs, with a traceback, each of orbax's tasks that failed beside the one whose error was raised."""
+    """Drops asyncio's tracebacks of orbax's other failed tasks; the error of one task is raised."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "orbax" not in record.getMessage()
@@ -79,7 +76,7 @@ _orphans = _Orphans()
 
 
 class _Noise(logging.Filter):
-    """orbax logs dozens of lines for each save, and hundreds for each error that it also raises."""
+    """Drops orbax's dozens of lines for each save, and hundreds for each error that it raises too."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno >= logging.WARNING and "raised an exception" not in str(record.msg)
@@ -102,7 +99,7 @@ def _quiet() -> Generator[None]:
 
 
 def key(path: str) -> str:
-    """The name under which a leaf is stored. orbax joins names with '.', so none may be left in it.
+    """The name of a stored leaf. orbax joins names with '.', so a name must not contain one.
 
     Example:
         >>> key("params/layers.0.weight")
@@ -116,11 +113,11 @@ def _escape(character: str) -> str:
 
 
 def write(folder: Path, arrays: Mapping[str, tuple[str, Array]], *, platforms: str | None) -> None:
-    """Writes the arrays into ``folder``, which must not exist; returns when orbax has committed them.
+    """Write the arrays into ``folder``, which must not exist, and wait until orbax has committed them.
 
     Args:
         arrays: path -> (dtype name, carrier array); not copied, not changed.
-        platforms: what JAX may start on; None leaves JAX alone.
+        platforms: JAX's platforms; None leaves JAX unchanged.
     """
     orbax = _orbax(platforms)
     with _quiet(), _context(orbax):
@@ -129,7 +126,7 @@ def write(folder: Path, arrays: Mapping[str, tuple[str, Array]], *, platforms: s
 
 
 def shapes(folder: Path, *, platforms: str | None) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Per stored name its shape and the shape of its chunks, from the metadata alone."""
+    """For each stored name, its shape and the shapes of its chunks, from the metadata."""
     orbax = _orbax(platforms)
     with _quiet():
         found = orbax.metadata(folder, checkpointable_name=_ITEM).metadata
@@ -142,10 +139,10 @@ def shapes(folder: Path, *, platforms: str | None) -> dict[str, tuple[tuple[int,
 
 
 def read(folder: Path, wanted: Mapping[str, str], *, platforms: str | None) -> dict[str, Array]:
-    """Reads some of the arrays, as carrier arrays, each in memory of its own.
+    """Read some of the arrays as carrier arrays that share no memory.
 
     Args:
-        wanted: path -> dtype name; only these are read.
+        wanted: path -> dtype name of the arrays to read.
     """
     orbax = _orbax(platforms)
     with _quiet(), _context(orbax):
@@ -155,13 +152,13 @@ def read(folder: Path, wanted: Mapping[str, str], *, platforms: str | None) -> d
 
 
 def read_chunks(folder: Path, wanted: Mapping[str, int]) -> dict[str, bytes]:
-    """Reads arrays of one chunk straight from the key-value store that orbax writes them into.
+    """Read arrays of one chunk directly from the key-value store in which orbax writes them.
 
-    orbax takes a millisecond for an array, whatever its size, this takes a thirtieth. What it gives is what lies there:
-    the caller holds it against digests, and asks `read` for what does not have its own, or is missing.
+    orbax takes a millisecond for an array of any size; this takes a thirtieth of that. The bytes are not checked: the
+    caller compares their digests, and calls `read` for arrays that differ or are missing.
 
     Args:
-        wanted: path -> number of dimensions.
+        wanted: path -> number of dimensions of the arrays to read.
     """
     try:
         import tensorstore  # orbax's own
@@ -170,17 +167,17 @@ def read_chunks(folder: Path, wanted: Mapping[str, int]) -> dict[str, bytes]:
         values = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
         found = {path: values.read(f"{key(path)}/c{'/0' * rank}") for path, rank in wanted.items()}
         return {path: value for path, chunk in found.items() if (value := chunk.result().value)}
-    except Exception as error:  # damaged, or laid out in another way: `read` knows, or says so
+    except Exception as error:  # damaged, or another layout: `read` succeeds or raises
         _log.info("%s: read through orbax: %s", folder, error)
         return {}
 
 
 def _carried(values: Array) -> Array:
-    standard = values.dtype.isbuiltin == 1  # ml_dtypes gives 2, and claims kind "f" for some of its types
+    standard = values.dtype.isbuiltin == 1  # 2 for ml_dtypes, some of which claim kind "f"
     return values if standard else values.view(np.dtype(f"uint{values.dtype.itemsize * 8}"))
 
 
 def _stored_type(dtype: str) -> np.dtype[Any]:
-    import ml_dtypes  # JAX's own: what a JAX program that reads the snapshot expects
+    import ml_dtypes  # a JAX program that reads the snapshot expects its types
 
     return np.dtype(getattr(ml_dtypes, dtype, None) or dtype)

@@ -1,9 +1,7 @@
-"""What ``only="params"`` reads of a snapshot: the view ``"params"`` of a TrainState, and its average.
+"""``restore(only="params")``: read the view ``"params"`` of a TrainState (parameters and buffers), and its average.
 
-That view is what evaluation runs: parameters, trained or frozen, and buffers.
-
-Which parameters are trained may differ between the snapshot and the template: a parameter is looked for among the
-trained and the frozen ones. The average of a parameter that was not averaged is the parameter itself.
+The snapshot and the template may differ in which parameters are trained, so a parameter is searched among the trained
+and the frozen ones. The average of a parameter without an average is the parameter itself.
 """
 
 from __future__ import annotations
@@ -17,16 +15,16 @@ WORD = "params"
 
 
 def sources(template: Tree, prefix: str, stored: Collection[str]) -> dict[str, str] | None:
-    """Path in the template -> path in the snapshot, of the weights, buffers and averages of a TrainState.
+    """Map paths in the template to paths in the snapshot, for the weights, buffers and averages of a TrainState.
 
     Args:
-        template: the state to restore into.
-        prefix: what ``only`` says: ``"params"``, or ``"generator/params"`` for a TrainState inside a tree.
+        template: the template of the restored state.
+        prefix: the value of ``only``: ``"params"``, or ``"generator/params"`` for a TrainState inside a tree.
         stored: the paths of the snapshot.
 
     Returns:
-        None for another word, or where the template has no TrainState. A leaf that the snapshot lacks is mapped to its
-        own path.
+        The mapping, or None if the prefix does not end in "params" or the template has no TrainState there. A leaf that
+        the snapshot lacks maps to its own path.
     """
     root, _, word = prefix.rpartition("/")
     above = f"{root}/" if root else ""

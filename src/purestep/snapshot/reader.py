@@ -1,4 +1,4 @@
-"""A committed step back to a state: template first, then values, then their digests."""
+"""Read a committed step into a state: check the template, read the values, check their digests."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from .manifest import Leaf, Manifest
 from .versions import environment
 
 _log = logging.getLogger("purestep")
-_EXACT = ("torch", "threads", "device")  # what the bits of a step depend on beyond its arguments
-_ADDED = "/missed/counts"  # of optimizers, since this format was first written: as in a new state where it is missing
-_SMALL = 1 << 20  # bytes of a leaf; for larger ones orbax's cost a leaf is less than that of a copy
-_CHUNK = 1 << 28  # bytes read back at a time: verification never holds a second copy of the state
+_EXACT = ("torch", "threads", "device")  # the bits of a step also depend on these
+_ADDED = "/missed/counts"  # added to optimizers later; older snapshots get the value of the template
+_SMALL = 1 << 20  # bytes of a leaf; for larger ones orbax's overhead is smaller than a copy
+_CHUNK = 1 << 28  # bytes to read back at a time, so that verification needs no second copy of the state
 
 
 class Snapshot(NamedTuple):
-    """What `Snapshots.restore` gives back."""
+    """The result of `Snapshots.restore`."""
 
     step: int
-    state: Tree  # of the template's structure, devices and dtypes
-    loop: Any  # the JSON that was given to save, or None
+    state: Tree  # with the template's structure, devices and dtypes
+    loop: Any  # the JSON that was passed to save, or None
     metrics: dict[str, float]
     meta: Any
 
@@ -46,23 +46,23 @@ def read(
     prefixes: set[str] | None,
     *,
     platforms: str | None,
-    tell: bool = False,
+    warn: bool = False,
     strict: bool = False,
 ) -> Snapshot:
-    """The state of one step in new tensors; leaves outside of the prefixes are copies of the template's.
+    """Read the state of one step into new tensors. Leaves outside the prefixes are copies of the template's.
 
     Args:
-        folder: the step's.
-        template: not changed.
+        folder: the directory of the step.
+        template: the template; it is not changed.
         prefixes: see `manifest.select`.
-        platforms: see `store`.
-        tell: logs what has changed since the snapshot was written that makes the same steps give other bits.
-        strict: raises where earlier rows of the loop's record are damaged or missing, which are else None, with a
-            warning: no weight is lost with them.
+        platforms: see `orbax_io.write`.
+        warn: log differences in the environment that can change the bits of later steps.
+        strict: True: raise if earlier rows of the history are damaged or missing. False: warn, and fill them with None;
+            the state is not affected.
 
     Raises:
-        Mismatch: one line for each leaf that differs from the template, before any values are read.
-        Corrupt: what is damaged.
+        Mismatch: leaves differ from the template; the message has one line for each. No values were read.
+        Corrupt: the step is damaged.
     """
     manifest = manifests.read(folder)
     leaves = tree.with_paths(template)
@@ -78,7 +78,7 @@ def read(
         p: source for found in moved.values() for p, source in found.items()
     }
     chosen |= sources.keys()
-    _tell_of_the_rest(template, chosen, manifest)
+    _warn_of_other_fields(template, chosen, manifest)
     held = {path: manifest.leaves[path] for path in stored}
     held |= {path: manifest.leaves[source] for path, source in sources.items() if source in manifest.leaves}
     manifests.compare(held, {path: leaf for path, leaf in described.items() if path in chosen}, where=str(folder))
@@ -90,40 +90,40 @@ def read(
         if path not in chosen:
             made.append(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
         elif isinstance(leaf, Tensor):
-            # One tensor at two places of the template is one tensor again, if it was stored with one value.
+            # A tensor at two places of the template is shared again if both places have the same stored value.
             source = sources[path]
             key = id(leaf), manifest.leaves[source].crc32
             if key not in ties:
-                uses[source] -= 1  # what is given to a tensor is given up, so that all but the last take a copy
+                uses[source] -= 1  # the last use takes the array itself, the others copy it
                 given = values.get(source)
                 taken = values.pop(source, None) if not uses[source] or given is None else given.copy()
                 ties[key] = staging.tensor(taken, leaf)
             made.append(ties[key])
         else:
             made.append(manifest.leaves[sources[path]].value)
-    if tell:
-        _tell_changes(folder, manifest.environment, environment(tree.device([leaf for _, leaf in leaves])))
+    if warn:
+        _warn_of_changes(folder, manifest.environment, environment(tree.device([leaf for _, leaf in leaves])))
     _, treedef = tree.flatten(template)
     loop = _whole_loop(folder.parent, manifest, strict=strict)
     return Snapshot(manifest.step, tree.unflatten(treedef, made), loop, manifest.metrics, manifest.meta)
 
 
-def _tell_of_the_rest(template: Tree, chosen: set[str], manifest: Manifest) -> None:
-    """Weights without the statistics and the average that belong to them evaluate to something else."""
+def _warn_of_other_fields(template: Tree, chosen: set[str], manifest: Manifest) -> None:
+    """Warn if weights are restored without their buffers or average: the evaluation would differ."""
     left = [path for path in manifest.leaves if path.split("/")[0] in ("buffers", "ema") and path not in chosen]
     if isinstance(template, TrainState) and left and any(path.startswith("params/") for path in chosen):
         fields = " and ".join(dict.fromkeys(path.split("/")[0] for path in left))
-        _log.warning('only trained params are restored, %s stay the template\'s (cure: only="params")', fields)
+        _log.warning('only trained params are restored; %s are the template\'s (cure: pass only="params")', fields)
 
 
 def _views(template: Tree, prefixes: set[str] | None, manifest: Manifest) -> dict[str, dict[str, str]]:
-    """Of the prefixes that mean the view "params": which leaves of the template come from which of the snapshot."""
+    """For the prefixes that mean the view "params", the mapping from template paths to snapshot paths."""
     found = {prefix: partial_restore.sources(template, prefix, manifest.leaves.keys()) for prefix in prefixes or ()}
     return {prefix: sources for prefix, sources in found.items() if sources is not None}
 
 
 def _whole_loop(root: Path, manifest: Manifest, *, strict: bool) -> Any:
-    """The loop's record with the rows that are in files beside the snapshots."""
+    """The loop's state, with the earlier rows from the files of rows."""
     loop = manifest.loop
     for path, earlier in manifest.earlier.items():
         try:
@@ -131,27 +131,29 @@ def _whole_loop(root: Path, manifest: Manifest, *, strict: bool) -> Any:
         except Corrupt as error:
             if strict:
                 raise
-            text = f"{error}: the first {earlier.rows} rows of {path} are lost, and None; the state is whole"
-            warnings.warn(f"{text} (cure: copy {earlier.file} along with its snapshots)", RuntimeWarning, stacklevel=5)
+            text = (
+                f"{error}: the first {earlier.rows} rows of {path} are lost and filled with None; the state is intact"
+            )
+            warnings.warn(f"{text} (cure: copy {earlier.file} with its snapshots)", RuntimeWarning, stacklevel=5)
             rows = [{}] * earlier.rows
         keys = path.split("/")[1:]
         loop = tables.placed(loop, keys, tables.joined(rows, tables.found(loop, keys)))
     return loop
 
 
-def _tell_changes(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+def _warn_of_changes(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
     changed = [f"{name} {then.get(name)} then, {now[name]} now" for name in _EXACT if then.get(name) != now[name]]
     if changed:
         _log.warning(
-            "%s: restored exactly, but what follows may differ in the last bits: %s", folder, ", ".join(changed)
+            "%s: restored exactly, but later steps may differ in the last bits: %s", folder, ", ".join(changed)
         )
 
 
 def verify(folder: Path, manifest: Manifest, *, platforms: str | None) -> None:
-    """Reads every value, a few leaves at a time, and holds it against its digest; for a step that was just written.
+    """Read every value of a step, a few leaves at a time, and compare its digest.
 
     Raises:
-        Corrupt: naming the leaf.
+        Corrupt: a leaf is damaged; the message names it.
     """
     stored = {path: leaf for path, leaf in manifest.leaves.items() if leaf.is_stored}
     for group in _groups(stored):
@@ -170,12 +172,12 @@ def _values(folder: Path, leaves: dict[str, Leaf], platforms: str | None) -> dic
 
 
 def _small(folder: Path, leaves: dict[str, Leaf]) -> dict[str, orbax_io.Array]:
-    """Those of the leaves that can be read in the short way; what has the digest that was written is what was."""
+    """Read the leaves that `orbax_io.read_chunks` can read and whose digests match."""
     chunks = orbax_io.read_chunks(folder, {path: len(leaf.shape) for path, leaf in leaves.items()})
     found: dict[str, orbax_io.Array] = {}
     for path, chunk in chunks.items():
         leaf = leaves[path]
-        own = bytearray(memoryview(chunk)[: staging.size(leaf.dtype, leaf.shape)])  # an index follows
+        own = bytearray(memoryview(chunk)[: staging.size(leaf.dtype, leaf.shape)])  # an index follows the values
         if zlib.crc32(own) == leaf.crc32 and len(own) == staging.size(leaf.dtype, leaf.shape):
             found[path] = np.frombuffer(own, staging.carrier(leaf.dtype)).reshape(leaf.shape)
     return found
@@ -192,13 +194,13 @@ def _load(folder: Path, stored: dict[str, Leaf], platforms: str | None) -> dict[
     def check(path: str) -> None:
         manifests.check_values(path, stored[path], values.get(path), where=str(folder))
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # a digest needs no lock of Python's
-        list(threads.map(check, stored))  # the first error cancels what has not begun
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # a digest releases Python's lock
+        list(threads.map(check, stored))  # the first error cancels the tasks that have not started
     return values
 
 
 def _check_claims(folder: Path, stored: dict[str, Leaf], platforms: str | None) -> None:
-    """A few damaged or hostile bytes can claim terabytes, which would be allocated before they are missed."""
+    """Compare the shapes in orbax's metadata before it allocates: a few damaged bytes can claim terabytes."""
     if not stored:
         return
     try:

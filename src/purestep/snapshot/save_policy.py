@@ -1,4 +1,4 @@
-"""When a snapshot is due: plain arithmetic on counts of updates, finished epochs and seconds. What settings may be."""
+"""When a snapshot is due: arithmetic on updates, finished epochs and seconds; and checks of these settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..validation import is_count, is_number
 
 
 class Every(NamedTuple):
-    """How often; None is never. Counts of updates and epochs are multiples from the run's beginning, not distances."""
+    """The intervals; None means never. Updates and epochs are multiples counted from the start of the run."""
 
     steps: int | None
     epochs: int | None
@@ -17,7 +17,7 @@ class Every(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Where a run is: optimizer updates, finished epochs, and the reading of a monotonic clock in seconds."""
+    """A position of a run: optimizer updates, finished epochs, and a monotonic clock in seconds."""
 
     updates: int
     epoch: int
@@ -25,50 +25,50 @@ class Mark(NamedTuple):
 
 
 def every(steps: int | None, epochs: int | None, seconds: float | None) -> Every:
-    """An `Every`, after a look at its numbers.
+    """Check the numbers and build an `Every`.
 
     Raises:
-        ConfigError: a number that is not positive.
+        ConfigError: a number is not positive.
     """
     counts = all(value is None or is_count(value, 1) for value in (steps, epochs))
     if not counts or not (seconds is None or (is_number(seconds) and seconds > 0)):
         given = (("every_steps", steps), ("every_epochs", epochs), ("every_seconds", seconds))
         found = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
-        hint = "whole numbers of updates and epochs, seconds above 0; None for never"
-        raise ConfigError(f"a cadence that does not exist: {found}", where="Snapshots", hint=hint)
+        hint = "pass whole numbers of updates and epochs, seconds above 0; None means never"
+        raise ConfigError(f"invalid intervals: {found}", where="Snapshots", hint=hint)
     return Every(steps, epochs, seconds)
 
 
 def check_policy(keep: int | None, keep_best: int, on_save_error: str) -> None:
-    """A look at what is to be kept, and at what a save that fails does.
+    """Check ``keep``, ``keep_best`` and ``on_save_error``.
 
     Raises:
-        ConfigError: a number out of range, or another word.
+        ConfigError: a value is out of its range.
     """
     if keep is not None and not is_count(keep, 1):
         raise ConfigError(f"keep is {keep!r}", where="Snapshots", hint="keep=1, or keep=None for all")
     if not is_count(keep_best):
         raise ConfigError(f"keep_best is {keep_best!r}", where="Snapshots", hint="keep_best=0 for none")
     if on_save_error not in ("raise", "continue"):
-        raise ConfigError(f"on_save_error is {on_save_error!r}", where="Snapshots", hint='"raise" or "continue"')
+        raise ConfigError(f"on_save_error is {on_save_error!r}", where="Snapshots", hint='pass "raise" or "continue"')
 
 
-def gone_back(last: Mark, here: Mark) -> Mark:
-    """Where to count from: a run that has gone back comes to the same multiples again.
+def rolled_back(last: Mark, here: Mark) -> Mark:
+    """The mark to count from. After a rollback a run reaches the same multiples again.
 
     Example:
-        >>> gone_back(Mark(6, 2, 9.0), Mark(4, 2, 11.0))
+        >>> rolled_back(Mark(6, 2, 9.0), Mark(4, 2, 11.0))
         Mark(updates=4, epoch=2, seconds=9.0)
     """
     if here.updates >= last.updates and here.epoch >= last.epoch:
-        return last  # as after nearly every step
+        return last  # the usual case
     return Mark(min(last.updates, here.updates), min(last.epoch, here.epoch), last.seconds)
 
 
 def due(rule: Every, last: Mark, here: Mark) -> tuple[str, ...]:
-    """The parts of the rule that ask for a snapshot here, the last one having been at ``last``.
+    """The parts of the rule that make a snapshot due here, if the last one was at ``last``.
 
-    A multiple that was jumped over counts: 3 updates a time and ``every_steps=4`` is due at 6, 9, 12, ...
+    A skipped multiple counts: with 3 updates at a time and ``every_steps=4``, snapshots are due at 6, 9, 12, ...
 
     Example:
         >>> due(Every(4, 1, None), Mark(3, 0, 0.0), Mark(6, 0, 9.0))

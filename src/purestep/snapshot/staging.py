@@ -1,4 +1,4 @@
-"""Tensors to arrays in host memory and back, bit for bit, for every dtype that orbax stores."""
+"""Copy tensors to arrays in host memory and back, bit for bit, for every dtype that orbax can store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NATIVE = (
     *(torch.float64, torch.float32, torch.float16, torch.complex128, torch.complex64, torch.bool),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
 )
-# numpy has no such types; their bits travel as unsigned integers of the same size.
+# numpy lacks these types; their bits are stored as unsigned integers of the same size.
 _CARRIED = {
     torch.bfloat16: torch.uint16,
     torch.float8_e4m3fn: torch.uint8,
@@ -26,40 +26,40 @@ _CARRIED = {
     torch.float8_e8m0fnu: torch.uint8,
 }
 DTYPES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in (*_NATIVE, *_CARRIED)}
-"""What can be stored, by the name that stands in the manifest."""
+"""The dtypes that can be stored, by their names in the manifest."""
 
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-"""The way back."""
+"""The inverse of `DTYPES`."""
 
 SCALARS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
-"""Python leaves that can be stored, by name; they live in the manifest."""
+"""The types of Python leaves that can be stored, by name. The manifest contains their values."""
 
 Buffers = dict[str, Tensor]
-"""Host memory by leaf path; a second copy of the same state reuses it, which saves the first touch of every page."""
+"""Host memory by leaf path. The next copy of the state reuses it, which saves the page faults."""
 
 
 def check(path: str, leaf: Any) -> None:
-    """Refuses what cannot be stored.
+    """Check that a leaf can be stored.
 
     Raises:
-        StateError: naming the leaf, what it is and what to make of it.
+        StateError: it cannot; the message has its path and type.
     """
     if type(leaf) is Tensor and _is_plain(leaf):
         return
     if not isinstance(leaf, Tensor):
         if type(leaf) not in SCALARS.values():
             kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-            raise StateError(f"a {kind} cannot be stored", where=path, hint="torch.as_tensor(value)")
+            raise StateError(f"a {kind} cannot be stored", where=path, hint="pass torch.as_tensor(value)")
         return
     if type(leaf) not in (Tensor, torch.nn.Parameter):
-        raise StateError(f"a {type(leaf).__qualname__} cannot be stored", where=path, hint="a plain tensor")
+        raise StateError(f"a {type(leaf).__qualname__} cannot be stored", where=path, hint="pass a plain tensor")
     if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
         kind = "quantized" if leaf.is_quantized else "nested" if leaf.is_nested else str(leaf.layout)
-        raise StateError(f"a {kind} tensor cannot be stored", where=path, hint=".to_dense()")
+        raise StateError(f"a {kind} tensor cannot be stored", where=path, hint="call .to_dense()")
     if leaf.device.type == "meta":
-        raise StateError("a tensor on the meta device has no values", where=path, hint="program.init()")
+        raise StateError("a tensor on the meta device has no values", where=path, hint="call program.init()")
     if leaf.dtype not in NAMES:
-        raise StateError(f"{leaf.dtype} cannot be stored", where=path, hint=".to(torch.float32)")
+        raise StateError(f"{leaf.dtype} cannot be stored", where=path, hint="call .to(torch.float32)")
 
 
 def _is_plain(leaf: Tensor) -> bool:
@@ -69,11 +69,11 @@ def _is_plain(leaf: Tensor) -> bool:
 
 @torch.no_grad()
 def stage(tensors: dict[str, Tensor], spare: Buffers) -> Buffers:
-    """Copies the tensors to host memory and returns when the copies are whole; nothing is shared with the originals.
+    """Copy the tensors to host memory and wait until the copies are complete.
 
     Args:
-        tensors: checked, by path, on any devices.
-        spare: buffers of an earlier `stage` that nobody reads any more; those that fit are used again.
+        tensors: checked tensors by path, on any devices.
+        spare: unused buffers of an earlier `stage`; those that fit are reused.
     """
     buffers: Buffers = {}
     near: list[Tensor] = []
@@ -82,7 +82,7 @@ def stage(tensors: dict[str, Tensor], spare: Buffers) -> Buffers:
         source = _bits(tensor)
         buffers[path] = buffer = _buffer_for(source, spare.get(path))
         if source.is_cuda:
-            # Only CUDA orders such a copy with what follows on its stream, and only into pinned memory.
+            # Only CUDA orders an asynchronous copy with later work on its stream, and only into pinned memory.
             buffer.copy_(source, non_blocking=True)
             streams.add(torch.cuda.current_stream(source.device))
         else:
@@ -95,19 +95,19 @@ def stage(tensors: dict[str, Tensor], spare: Buffers) -> Buffers:
 
 @torch.no_grad()
 def stage_again(tensors: list[Tensor], buffers: Buffers) -> None:
-    """`stage` into the buffers that it made for tensors on the CPU which were laid out like these.
+    """Copy CPU tensors into the buffers of an earlier `stage` of tensors with the same layout.
 
     Args:
-        tensors: checked, in the order that they had then.
-        buffers: which nobody reads any more.
+        tensors: checked tensors, in the same order as before.
+        buffers: unused buffers.
     """
     _copy([_bits(tensor) for tensor in tensors], list(buffers.values()))
 
 
 def _copy(sources: list[Tensor], buffers: list[Tensor]) -> None:
-    # All in one call: of small ones, torch would take longer to be called than to copy.
+    # One call for all: for small tensors, the call takes longer than the copy.
     if sources:
-        torch._foreach_copy_(buffers, sources)  # pyright: ignore  # torch has it under no other name
+        torch._foreach_copy_(buffers, sources)  # pyright: ignore  # it has no public name
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -125,28 +125,28 @@ def _buffer_for(source: Tensor, spare: Tensor | None) -> Tensor:
             return spare
     if source.is_cuda:
         flat = torch.empty(source.numel(), dtype=source.dtype, pin_memory=True)
-    else:  # numpy asks for huge pages, torch does not: a first touch several times faster
+    else:  # numpy requests huge pages and torch does not: page faults take a fraction of the time
         flat = torch.from_numpy(np.empty(source.numel() * source.itemsize, np.uint8)).view(source.dtype)
     return flat.view(source.shape) if plain else flat.as_strided(source.shape, _stride(source))
 
 
 def _stride(source: Tensor) -> tuple[int, ...]:
-    """The source's own order in memory, so that the copy is one pass; `array` brings it into C order in the writer."""
+    """The source's order in memory, so that the copy is one pass; the writer's `array` converts it to C order."""
     return torch.empty_like(source, device="meta").stride()
 
 
 def array(buffer: Tensor) -> np.ndarray[Any, Any]:
-    """The buffer as a C-contiguous array of its carrier type; a view where it has that order already."""
+    """The buffer as a C-contiguous array of its carrier type; a view if it has that order already."""
     return buffer.contiguous().numpy()
 
 
 def digest(values: np.ndarray[Any, Any]) -> int:
-    """CRC-32 of the values' bytes in C order: finds every flipped bit at 3 to 7 GB/s."""
+    """CRC-32 of the values' bytes in C order, at 3 to 7 GB/s. Detects every flipped bit."""
     return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
 def carrier(dtype: str) -> np.dtype[Any]:
-    """The numpy type whose bits are those of the named dtype.
+    """The numpy type that stores the bits of the named dtype.
 
     Example:
         >>> carrier("bfloat16"), carrier("float32")
@@ -170,9 +170,9 @@ def tensor(values: np.ndarray[Any, Any] | None, like: Tensor) -> Tensor:
     """A new tensor with these values and the shape, dtype, device and memory layout of ``like``.
 
     Args:
-        values: C-contiguous, of the carrier type, owned by the caller and given up by this call; None where ``like``
-            has no elements.
-        like: not read, not changed.
+        values: a C-contiguous array of the carrier type; the result may share its memory. None if ``like`` has no
+            elements.
+        like: the template; its values are not read.
     """
     if values is None:
         return torch.empty_like(like, requires_grad=False)

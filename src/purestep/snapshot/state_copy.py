@@ -1,7 +1,7 @@
-"""The copy of a state that a save makes before it returns.
+"""The copy of a state that `save` makes before it returns.
 
-Of a state that is laid out like the last one (every state of a run but its first) no leaf is looked at by itself: one
-call of torch's guards compares them all, and one call copies them, into the memory of the last copy.
+If a state has the same layout as the last one (every state of a run but its first), one call of torch's guards compares
+all leaves, and one call copies them into the memory of the last copy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import tree
+from .. import tensor_layout, tree
 from ..types import Tree
 from . import manifest as manifests
 from . import staging
@@ -20,47 +20,47 @@ from .manifest import Leaf
 
 
 class Layout(NamedTuple):
-    """What is known of all states that are laid out alike."""
+    """Facts about all states with the same layout."""
 
     paths: list[str]
     records: dict[str, Leaf]
     device: torch.device
     stored: list[int]
-    """which leaves have values that orbax holds"""
-    is_of: Callable[..., bool] | None
-    """asks of leaves whether they are laid out like this; None: they have to be looked at one by one"""
+    """indices of the leaves whose values orbax stores"""
+    matches: Callable[..., bool] | None
+    """``matches(*leaves)`` is True for leaves with this layout; None: check each leaf"""
 
 
-class Look(NamedTuple):
-    """A state before it is copied."""
+class Described(NamedTuple):
+    """The leaves of a state and their layout."""
 
     leaves: list[Any]
     layout: Layout
 
 
-class Copies:
-    """Copies of one state after another."""
+class StateCopies:
+    """Copies one state after another, into the same memory."""
 
     def __init__(self) -> None:
         self._paths = tree.Paths()
-        self._layout: Layout | None = None  # of what is in `_spare`
+        self._layout: Layout | None = None  # of the tensors in `_spare`
         self._spare: staging.Buffers = {}
 
-    def look(self, state: Tree) -> Look:
-        """What there is to copy.
+    def describe(self, state: Tree) -> Described:
+        """Check that the state can be stored, and return its leaves and layout.
 
         Raises:
-            StateError: a leaf that cannot be stored.
+            StateError: a leaf cannot be stored.
         """
         paths, leaves = self._paths(state)
         last = self._layout
-        if last is not None and last.is_of is not None and last.paths is paths and last.is_of(*leaves):
-            return Look(leaves, last)
-        return Look(leaves, _layout(paths, leaves))
+        if last is not None and last.matches is not None and last.paths is paths and last.matches(*leaves):
+            return Described(leaves, last)
+        return Described(leaves, _layout(paths, leaves))
 
-    def make(self, look: Look) -> staging.Buffers:
-        """The copy, by path, in the memory of the last one, which nobody may be reading any more."""
-        leaves, layout = look
+    def copy(self, described: Described) -> staging.Buffers:
+        """Copy the tensors, by path, into the memory of the last copy, which must be unused."""
+        leaves, layout = described
         (spare, self._spare), (last, self._layout) = (self._spare, {}), (self._layout, None)
         tensors = [leaves[index] for index in layout.stored]
         if layout is last:
@@ -72,7 +72,7 @@ class Copies:
         return spare
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._spare, self._layout = {}, None
 
 
@@ -80,4 +80,4 @@ def _layout(paths: list[str], leaves: list[Any]) -> Layout:
     records = manifests.describe(list(zip(paths, leaves, strict=True)))
     stored = [index for index, path in enumerate(paths) if records[path].is_stored]
     near = all(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in leaves)
-    return Layout(paths, records, tree.device(leaves), stored, tree.layout_guard(leaves) if near else None)
+    return Layout(paths, records, tree.device(leaves), stored, tensor_layout.layout_guard(leaves) if near else None)

@@ -1,4 +1,4 @@
-"""What exact repetition depends on beyond the state: a record that each snapshot keeps."""
+"""The environment that exact repetition depends on; each snapshot stores it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What exact repetition depends on beyond the state: versions, threads, and the `device` of its leaves."""
+    """Versions of the packages, the number of threads, and the name of the device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return _versions() | {"threads": torch.get_num_threads(), "device": name}
 
@@ -22,6 +22,6 @@ def _versions() -> dict[str, str]:
     for name in ("purestep", "torch", "numpy", "orbax-checkpoint", "jax"):
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # run from a source tree that was never installed
+        except PackageNotFoundError:  # run from a source tree without installation
             found[name] = "unknown"
     return found

@@ -1,6 +1,7 @@
-"""From staged buffers to a committed, verified, durable directory, and back to values.
+"""Write one snapshot: from the staged buffers to a verified, committed directory on the disk.
 
-A thread that runs one job at a time, and that a script's end waits for.
+Reading order: `Job` and `run`, the steps of one save; then `Background`, the thread that runs one job at a time and
+that the end of a script waits for.
 """
 
 from __future__ import annotations
@@ -26,43 +27,43 @@ from .manifest import Manifest
 
 
 class Job(NamedTuple):
-    """Everything one save needs; nothing in it is shared with the caller's state."""
+    """The data of one save. It shares no memory with the caller's state."""
 
     root: Path
     manifest: Manifest  # without digests and files
     buffers: staging_.Buffers
     tables: Mapping[str, Table]  # by path in the manifest's ``loop``
-    rows: dict[str, RowsFile]  # the same, of the whole run
+    rows: dict[str, RowsFile]  # their files, for the whole run
     overwrite: bool
-    archive: tuple[int, ...]  # steps of an abandoned branch, set aside before the commit
-    abandoned: directory.Abandoned  # the caller's, who looks at it between jobs only
+    archive: tuple[int, ...]  # steps to rename before the commit
+    abandoned: directory.Abandoned  # the caller reads it only between jobs
     keep: int | None
     keep_best: int
     platforms: str | None
 
 
 def copied(root: Path, step: int, make: Callable[[], staging_.Buffers]) -> staging_.Buffers:
-    """The copy that ``make`` makes, in the caller's thread.
+    """Return ``make()``, in the caller's thread.
 
     Raises:
-        WriteFailed: no memory for the copy.
+        WriteFailed: there is no memory for the copy.
     """
     try:
         failpoint("snapshot.copy")
         return make()
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch's word for a MemoryError
+        if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch's form of a MemoryError
             raise
-        hint = "a larger machine, or fewer workers: a save needs a copy of the state in host memory"
+        hint = "use a larger machine or fewer workers: a save needs a copy of the state in host memory"
         text = f"step {step}: no host copy: {type(error).__name__}: {error}"
         raise WriteFailed(text, where=str(root), hint=hint) from error
 
 
 def run(job: Job) -> None:
-    """Stages, digests, flushes, reads back, commits, then retires what is no longer kept.
+    """Write, digest, flush, read back and commit a step, then delete steps that are no longer kept.
 
     Raises:
-        WriteFailed: naming the step; every step that was there before is there still, under its name or set aside.
+        WriteFailed: the save failed; the message names the step. Earlier steps are intact, archived ones renamed.
     """
     step = job.manifest.step
     staging = job.root / f".tmp-{step}-{os.getpid()}"
@@ -82,9 +83,9 @@ def run(job: Job) -> None:
 
 
 def _clear(root: Path, step: int, staging: Path) -> None:
-    # Best effort on a disk that fails: what stays here, the next writer sweeps.
+    # The disk may fail here too; the next writer removes the rest.
     with suppress(OSError):
-        directory.put_back(root, step)
+        directory.restore_replaced(root, step)
     for leftover in (staging, Path(f"{staging}.orbax-checkpoint-tmp")):
         with suppress(OSError):
             remove_tree(leftover)
@@ -110,7 +111,7 @@ def _stage(job: Job, staging: Path) -> None:
 
 
 def _with_tables(job: Job) -> Manifest:
-    """The manifest with the last rows of every table; those before them are in files beside the snapshots."""
+    """The manifest with the last rows of every table. Earlier rows go to files of rows."""
     loop, earlier = job.manifest.loop, dict[str, Earlier]()
     for path, table in job.tables.items():
         found = job.rows.setdefault(path, RowsFile()).write(job.root, table)
@@ -125,9 +126,7 @@ def _verify(staging: Path, platforms: str | None) -> None:
         manifest = manifests.read(staging)
         reader.verify(staging, manifest, platforms=platforms)
     except Corrupt as error:
-        raise WriteFailed(
-            f"reads back as damaged: {error.what}", where=error.where, hint="a look at the disk"
-        ) from error
+        raise WriteFailed(f"reads back as damaged: {error.what}", where=error.where, hint="check the disk") from error
 
 
 def _commit(job: Job, staging: Path) -> None:
@@ -159,11 +158,11 @@ def _retire(job: Job) -> None:
 
 
 _ENDS_EARLY = (3, 12) <= sys.version_info < (3, 12, 3)
-"""Whether this Python starts no thread once a script has ended, other threads at work or not (CPython issue 113964)."""
+"""True if this Python starts no thread after the end of a script, even if threads run (CPython issue 113964)."""
 
 
 class Background:
-    """At most one job in flight; its error waits here until somebody asks."""
+    """Runs at most one job at a time in a thread, and stores its error."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -172,36 +171,36 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether a job of this process is running."""
+        """True while a job of this process runs."""
         return self._thread is not None and self._pid == os.getpid() and self._thread.is_alive()
 
     def start(self, job: Callable[[], Any], *, holding: object = None) -> BaseException | None:
-        """Runs the job when the one before has ended, whose error it returns; ``holding`` lives until the job ends."""
+        """Wait for the previous job, start this one, return the previous error. ``holding`` lives till the job ends."""
         self.join()
         before = self.take_error()
         _finish_at_exit(self)
         self._thread = threading.Thread(target=self._run, args=(job, holding), name="purestep-snapshot")
         self._thread.start()
-        if _ENDS_EARLY:  # orbax needs threads of its own until the end
+        if _ENDS_EARLY:  # orbax starts threads until it has finished
             self._thread.join()
         return before
 
     def _run(self, job: Callable[[], Any], holding: object) -> None:
         del holding  # the thread's arguments keep it
-        time.sleep(0.001)  # the caller goes on first: it would wait up to 5 ms for the interpreter's lock
+        time.sleep(0.001)  # let the caller continue first: it could wait 5 ms for the interpreter's lock
         try:
             job()
         except BaseException as error:
             self._error = error
 
     def join(self) -> None:
-        """Returns when no job is running; its error stays for `take_error`. In a forked child at once."""
+        """Wait until no job runs; its error stays for `take_error`. Returns at once in a forked child."""
         if self._thread is not None and self._pid == os.getpid():
             self._thread.join()
             self._thread = None
 
     def take_error(self) -> BaseException | None:
-        """The error of the last job, once."""
+        """Return the error of the last job, and forget it."""
         error, self._error = self._error, None
         return error
 
@@ -211,21 +210,21 @@ _hooked: list[int] = []
 
 
 def _finish_at_exit(background: Background) -> None:
-    """A script that ends without `close` waits for its last save."""
+    """Let the end of a script without `close` wait for the last save."""
     _unfinished.add(background)
     if os.getpid() in _hooked:
         return
     _hooked.append(os.getpid())
     assert concurrent.futures.thread
-    # atexit comes too late: by then no executor takes work, and orbax uses some. Private, hence the guard; without it
-    # the context manager still waits.
+    # atexit is too late: executors, which orbax uses, no longer accept work then. The name is private, hence the
+    # default; without it the context manager still waits.
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
         register(_finish_all, os.getpid())
 
 
 def _finish_all(pid: int) -> None:
-    if os.getpid() != pid:  # a forked worker has no such thread, and would wait for ever
+    if os.getpid() != pid:  # a forked worker does not have this thread and would wait for ever
         return
     for background in list(_unfinished):
         background.join()
@@ -235,10 +234,10 @@ def _finish_all(pid: int) -> None:
 
 
 class _FailingFlush:
-    """Stands in for stdout at the end of a script whose last save failed.
+    """Replaces stdout at the end of a script whose last save failed.
 
-    The interpreter's own last flush is the only thing after the exit hooks that can still turn the exit status (to 120)
-    and have an error printed; leaving by `os._exit` would skip the hooks of everybody else.
+    After the exit hooks, only the interpreter's last flush can still set the exit status (to 120) and print an error.
+    `os._exit` would skip the exit hooks of other packages.
     """
 
     closed = False

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import rng, tree
+from .. import tracing, tree
 from ..model import write_check
 from ..types import Batch, Loss, Objective
 
@@ -23,7 +23,7 @@ def untouched(objective: Objective) -> Objective:
     def on_copies(model: Any, batch: Batch, *context: Any) -> Loss:
         if torch.compiler.is_dynamo_compiling():  # the compiler removes copies that are not written
             return objective(model, tree.map(_copy, batch), *context)
-        if rng.in_graph():
+        if tracing.in_graph():
             return objective(model, batch, *context)
         leaves, treedef = tree.flatten(batch)
         written = known.leaves.get(treedef)

@@ -107,7 +107,7 @@ def _checked_metrics(given: Any, device: torch.device) -> Metrics:
             )
     # A subclass of Mean keeps its type (a torchmetrics.Metric computes itself).
     checked = {
-        n: means.counted_anew(mean, *(_checked_part(n, part, device) for part in mean)) for n, mean in found.items()
+        n: means.with_sums(mean, *(_checked_part(n, part, device) for part in mean)) for n, mean in found.items()
     }
     for name, (total, weight) in checked.items():
         if total.shape != weight.shape or total.dim() > 1:
@@ -241,7 +241,7 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
     forward = _forward(spec, state, batch, context)
     grads, (loss, buffers), unreached = _value_and_grad(spec, forward, state, form.expand(state.params))
     write_check.check_sizes(state.buffers, buffers)
-    metrics = {name: means.counted_anew(mean, *finite_mean(*mean)) for name, mean in loss.metrics.items()}
+    metrics = {name: means.with_sums(mean, *finite_mean(*mean)) for name, mean in loss.metrics.items()}
     metrics["loss"] = finite_mean(loss.mean.float() * loss.weight, loss.weight)
     for name, value in spec.values_at(state).items():
         if name in metrics:

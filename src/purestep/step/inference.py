@@ -9,7 +9,7 @@ import torch
 
 from .. import ema as ema_
 from .. import precision as precision_
-from .. import rng, tree
+from .. import rng, tracing, tree
 from ..model import functional
 from ..types import Batch, Loss, Mean, Metrics, TrainState
 from .gradient import check_loss
@@ -32,7 +32,9 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
 
         with torch.no_grad():
             loss = (
-                evaluate() if rng.in_graph() else drawn(spec.host, evaluate, _number(state, index), state.step.device)
+                evaluate()
+                if tracing.in_graph()
+                else drawn(spec.host, evaluate, _number(state, index), state.step.device)
             )
         weight = torch.where(loss.weight > 0, loss.weight, torch.zeros_like(loss.weight))
         total = torch.where(loss.weight > 0, loss.mean.float() * weight, torch.zeros_like(weight))

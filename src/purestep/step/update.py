@@ -85,10 +85,10 @@ def _drawing(host: host_generators.Host, state: TrainState, batch: Batch, call: 
         DataError: the call failed because a tensor of the batch is on another device. Not checked before the call: an
             operation may need an index on the CPU.
     """
-    if rng.in_graph():
+    if tracing.in_graph():
         return call()
     # If states are mapped with a key each, mix all keys: their numbers are drawn together.
-    number = rng.mix(*tracing.behind(state.key).flatten().tolist(), "step")
+    number = rng.mix(*tracing.unwrapped(state.key).flatten().tolist(), "step")
     try:
         return drawn(host, call, number, state.step.device)
     except RuntimeError as error:
@@ -351,4 +351,4 @@ def _rates(opt_state: Tree) -> dict[str, Tensor]:
 
 def _count_call(old: TrainState, new: TrainState) -> TrainState:
     step = torch.where(_halted(old), old.step, old.step + 1)
-    return new._replace(step=step, key=old.key if rng.in_graph() else rng.advance(old.key))
+    return new._replace(step=step, key=old.key if tracing.in_graph() else rng.advance(old.key))

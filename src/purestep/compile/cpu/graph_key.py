@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch.overrides import TorchFunctionMode
 
-from ... import tree
+from ... import tensor_layout
 from ...errors import PurestepError, StepContractError
 from ..capture import autocast_disabled
 from ..control_flow import Mode
@@ -98,7 +98,7 @@ def _like(leaf: Tensor) -> Tensor:
     shape, strides, start = leaf.shape, leaf.stride(), leaf.storage_offset()
     if not start:
         return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
-    whole = torch.empty(start + tree.extent(leaf), dtype=leaf.dtype, device=leaf.device)
+    whole = torch.empty(start + tensor_layout.extent(leaf), dtype=leaf.dtype, device=leaf.device)
     return whole.as_strided(shape, strides, start)
 
 

@@ -1,0 +1,210 @@
+"""The global random generators of torch, numpy and Python: no other file seeds or restores torch's.
+
+They are shared by all threads, so a lock lets one thread at a time use them. Users call `rng.scoped`.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from threading import RLock
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WARN_AFTER = 60.0  # seconds that a thread waits for the lock before it warns
+_LOCK = [RLock()]  # a list, so that a forked child can replace the lock
+
+
+@contextmanager
+def locked() -> Generator[None]:
+    """Keep the other threads of this process out of `locked` and `seeded`.
+
+    The lock also protects the weightless copy of a module while it is traced or called. A thread that holds the lock
+    and waits for a thread that needs it (a loader whose batches come from a thread that trains) waits for ever; after a
+    minute the waiting thread warns and names the holder.
+
+    Example:
+        >>> with locked(), locked():
+        ...     print("the lock is reentrant")
+        the lock is reentrant
+    """
+    lock = _acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _acquire() -> Any:
+    """Acquire the lock and return it. Release this object: a child forked meanwhile has another one in `_LOCK`."""
+    lock = _LOCK[0]
+    while not lock.acquire(timeout=WARN_AFTER):
+        warnings.warn(
+            f"a thread has waited {WARN_AFTER:.0f} seconds for the global random generators: {lock!r} (cure: let no "
+            "dataset, loader or step wait for a thread that trains or evaluates)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return lock
+
+
+def replace_lock() -> None:
+    """Call this in a forked child: the thread that held the lock does not exist there.
+
+    Example:
+        >>> replace_lock()
+        >>> with locked():
+        ...     print("acquired")
+        acquired
+    """
+    _LOCK[0] = RLock()
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | None = None) -> Generator[None]:
+    """Seed torch's generators inside the block and restore them after it; see `rng.scoped`.
+
+    Args:
+        seed: an int in [0, 2**63).
+        device: also seed this device's generator. None or the CPU: seed the CPU's alone.
+
+    Example:
+        >>> before = cpu_state()
+        >>> with seeded(7):
+        ...     _ = torch.rand(())
+        >>> cpu_state() == before
+        True
+    """
+    lock = _acquire()
+    try:
+        generators = [torch.default_generator, *_device_generators(device)]
+        states = [_state(generator) for generator in generators]
+        try:
+            try:
+                for generator in generators:
+                    generator.manual_seed(seed)
+                yield
+            finally:
+                _restore(generators, states)
+        except BaseException:  # Ctrl-C may have interrupted the restoring
+            _restore(generators, states)
+            raise
+    finally:
+        lock.release()
+
+
+def seed_with_restore(seed: int, device: torch.device | None = None) -> Callable[[], None]:
+    """Seed torch's generators and return a function that restores them. The lock is free in between.
+
+    Args:
+        seed, device: as in `seeded`.
+
+    Example:
+        >>> before = cpu_state()
+        >>> restore = seed_with_restore(3)
+        >>> _ = torch.rand(())
+        >>> restore()
+        >>> cpu_state() == before
+        True
+    """
+    with locked():
+        generators = [torch.default_generator, *_device_generators(device)]
+        states = [_state(generator) for generator in generators]
+        for generator in generators:
+            generator.manual_seed(seed)
+
+    def restore() -> None:
+        with locked():
+            _restore(generators, states)
+
+    return restore
+
+
+def seed_cpu(number: int) -> None:
+    """Seed the CPU's generator. Call it inside `seeded`, which restores it.
+
+    Example:
+        >>> with seeded(7):
+        ...     first = torch.rand(())
+        ...     seed_cpu(7)
+        ...     bool(torch.rand(()) == first)
+        True
+    """
+    torch.default_generator.manual_seed(number)
+
+
+def cpu_seed() -> int:
+    """The number that the CPU's generator was last seeded with.
+
+    Example:
+        >>> with seeded(7):
+        ...     cpu_seed()
+        7
+    """
+    return torch.default_generator.initial_seed()
+
+
+def cpu_state() -> bytes:
+    """The state of the CPU's generator; every draw and every seeding changes it.
+
+    Example:
+        >>> cpu_state() == cpu_state()
+        True
+    """
+    return torch.default_generator.get_state().numpy().tobytes()  # bytes compare in a third of torch.equal's time
+
+
+def torch_states() -> list[Tensor]:
+    """The states of torch's generators: the CPU's and every CUDA device's.
+
+    Example:
+        >>> torch_states()[0].dtype
+        torch.uint8
+    """
+    states = [torch.default_generator.get_state()]
+    return states + (list(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else [])
+
+
+def host_states() -> dict[str, Any]:
+    """The states of numpy's and Python's global generators. A pure step leaves both unchanged.
+
+    Example:
+        >>> host_states() == host_states()
+        True
+    """
+    kind, keys, *rest = np.random.get_state()  # the legacy generator is the global one
+    return {"numpy's": (kind, np.asarray(keys).tobytes(), *rest), "Python's": random.getstate()}
+
+
+def _state(generator: torch.Generator) -> Any:
+    """The state of a generator: (seed, offset) on CUDA, which is complete and needs no copy; else a tensor."""
+    if generator.device.type == "cuda":
+        return generator.initial_seed(), generator.get_offset()
+    return generator.get_state()
+
+
+def _restore(generators: list[torch.Generator], states: list[Any]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        if isinstance(state, tuple):
+            number, offset = state
+            generator.manual_seed(number)
+            generator.set_offset(offset)
+        else:
+            generator.set_state(state)
+
+
+def _device_generators(device: torch.device | None) -> list[Any]:
+    if device is None or device.type == "cpu":
+        return []
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = int(str(device).partition(":")[2] or torch.cuda.current_device())
+        return [torch.cuda.default_generators[index]]
+    if device.type == "mps":
+        return [torch.mps._get_default_mps_generator()]  # pyright: ignore[reportPrivateUsage]  # no public accessor
+    return []

@@ -1,0 +1,105 @@
+"""Adadelta: gradients times the ratio of the root mean squares of updates and gradients."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..pickling import recipe
+from ..types import Params
+from .base import Transform, chain, require, require_arguments
+from .numerics import (
+    Rate,
+    Scalar,
+    decay_square,
+    upcast,
+    zeros_like_squares,
+)
+from .scale import decay_parts, scale_by_learning_rate
+from .wrappers import Mask
+
+
+class ScaleByAdadeltaState(NamedTuple):
+    """State of `scale_by_adadelta`."""
+
+    square: Params  # name -> P: running mean of squared gradients
+    delta: Params  # name -> P: running mean of squared updates
+
+
+@recipe
+def scale_by_adadelta(rho: Scalar = 0.9, *, eps: Scalar = 1e-6) -> Transform:
+    r"""Gradients times the ratio of root mean squares of updates and gradients, as in `torch.optim.Adadelta`.
+
+    .. math:: \Delta_t = g_t \sqrt{u_{t-1} + \epsilon} / \sqrt{v_t + \epsilon}
+
+    Args:
+        rho: decay of both means, in [0, 1).
+        eps: in [0, inf), inside the roots.
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    References:
+        Zeiler, 2012, ADADELTA: An Adaptive Learning Rate Method.
+
+    Example:
+        >>> import torch
+        >>> params = {"w": torch.tensor([2.0])}
+        >>> tx = scale_by_adadelta(0.75, eps=1.0)
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        1.4142
+    """
+    require("scale_by_adadelta", high=1.0, rho=rho)
+    require("scale_by_adadelta", eps=eps)
+
+    def init(params: Params) -> ScaleByAdadeltaState:
+        return ScaleByAdadeltaState(zeros_like_squares(params), zeros_like_squares(params))
+
+    def update(updates: Params, state: ScaleByAdadeltaState, params: Params) -> tuple[Params, ScaleByAdadeltaState]:
+        del params  # Depends on the gradients only.
+        square = {name: decay_square(state.square[name], g, rho) for name, g in updates.items()}
+        new = {
+            name: ((upcast(state.delta[name]) + eps).sqrt() / (upcast(square[name]) + eps).sqrt() * upcast(g)).to(
+                g.dtype
+            )
+            for name, g in updates.items()
+        }
+        delta = {name: decay_square(state.delta[name], u, rho) for name, u in new.items()}
+        return new, ScaleByAdadeltaState(square, delta)
+
+    return Transform(init, update)
+
+
+@recipe
+def adadelta(
+    learning_rate: Rate = 1.0,
+    rho: Scalar = 0.9,
+    eps: Scalar = 1e-6,
+    *,
+    weight_decay: Scalar = 0.0,
+    mask: Mask | None = None,
+) -> Transform:
+    r"""Adadelta, as `torch.optim.Adadelta`: steps in the units of the weights; see `scale_by_adadelta`.
+
+    Args:
+        learning_rate: :math:`\gamma` in [0, inf), or a schedule.
+        rho: decay of both means of squares, in [0, 1).
+        eps: in [0, inf), inside the roots.
+        weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient.
+        mask: the parameters that decay, as in `masked`; None: all.
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    References:
+        Zeiler, 2012, ADADELTA: An Adaptive Learning Rate Method.
+
+    Example:
+        >>> import torch
+        >>> tx = adadelta(rho=0.75, eps=1.0)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.8944
+    """
+    require_arguments("adadelta", learning_rate, below_one={"rho": rho}, eps=eps, weight_decay=weight_decay)
+    direction = scale_by_adadelta(rho, eps=eps)
+    return chain(*decay_parts(weight_decay, mask), direction, scale_by_learning_rate(learning_rate))

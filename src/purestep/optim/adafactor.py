@@ -1,0 +1,246 @@
+"""Adafactor: second moments of rank one, and steps relative to the weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..pickling import recipe
+from ..types import Empty, Params, Tree
+from .base import StepState, Transform, chain, require, require_arguments, require_rate, stateless
+from .numerics import (
+    Rate,
+    Scalar,
+    by_name,
+    lerp,
+    multiply,
+    no_missed_updates,
+    rate_at,
+    scalar_dtype,
+    upcast,
+    update_count,
+    zero_count,
+    zeros_like,
+)
+from .scale import decay_parts, scale_by_learning_rate
+from .wrappers import Mask
+
+
+class ScaleByFactoredRmsState(NamedTuple):
+    """State of `scale_by_factored_rms`: a row and a column for a matrix, a full mean for a vector or scalar."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+    row: Params  # name -> [..., rows, 1]: squared gradients, mean over columns; for leaves of at least 2 dimensions
+    column: Params  # name -> [..., 1, columns]: squared gradients, mean over rows; for the same leaves
+    full: Params  # name -> P: running mean of squared gradients; for the other leaves
+    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+
+
+@recipe
+def scale_by_factored_rms(decay_rate: float = 0.8, *, eps: float | None = None) -> Transform:
+    r"""Gradients over a root mean square of rank one, as in `torch.optim.Adafactor`.
+
+    :math:`\hat v_t = r_t c_t / \operatorname{mean}(r_t)`; the means decay by :math:`1 - t^{-decay\_rate}`.
+
+    Args:
+        decay_rate: in [0, inf); torch's ``-beta2_decay``.
+        eps: a lower bound on the root mean square; None: the machine epsilon of each parameter's dtype.
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    References:
+        Shazeer and Stern, 2018, Adafactor. The paper applies eps to both factors; torch and this function to the ratio.
+
+    Example:
+        >>> params = {"w": torch.ones(3, 5)}
+        >>> state = scale_by_factored_rms().init(params)
+        >>> tuple(state.row["w"].shape), tuple(state.column["w"].shape)
+        ((3, 1), (1, 5))
+    """
+    require("scale_by_factored_rms", decay_rate=decay_rate)
+    if eps is not None:
+        require("scale_by_factored_rms", eps=eps)
+
+    def init(params: Params) -> ScaleByFactoredRmsState:
+        factored = {name: param for name, param in params.items() if param.ndim > 1}
+        full = {name: param for name, param in params.items() if param.ndim < 2}
+        row = {name: torch.zeros_like(param[..., :1], requires_grad=False) for name, param in factored.items()}
+        column = {name: torch.zeros_like(param[..., :1, :], requires_grad=False) for name, param in factored.items()}
+        return ScaleByFactoredRmsState(zero_count(params), row, column, zeros_like(full), no_missed_updates(params))
+
+    def update(
+        updates: Params, state: ScaleByFactoredRmsState, params: Params
+    ) -> tuple[Params, ScaleByFactoredRmsState]:
+        step = state.step + 1
+        weights = by_name(
+            torch.pow(update_count(step, state.missed, updates).to(scalar_dtype(updates)), -decay_rate), updates
+        )
+        row = {name: lerp(old, _mean_square(updates[name], -1), weights[name]) for name, old in state.row.items()}
+        column = {name: lerp(old, _mean_square(updates[name], -2), weights[name]) for name, old in state.column.items()}
+        full = {name: lerp(old, upcast(updates[name]).square(), weights[name]) for name, old in state.full.items()}
+        new: Params = {}
+        for name, g in updates.items():
+            least = torch.finfo(params[name].dtype).eps if eps is None else eps
+            variance = _outer(row[name], column[name], least) if name in row else upcast(full[name])
+            new[name] = (upcast(g) * variance.clamp(min=least * least).rsqrt()).to(g.dtype)
+        return new, ScaleByFactoredRmsState(step, row, column, full, state.missed)
+
+    return Transform(init, update, elementwise=False)
+
+
+def _mean_square(update: Tensor, dim: int) -> Tensor:
+    return upcast(update).square().mean(dim=dim, keepdim=True)
+
+
+def _outer(row: Tensor, column: Tensor, eps: float) -> Tensor:
+    return upcast(row) * upcast(column) / upcast(row).mean(dim=-2, keepdim=True).clamp(min=eps)
+
+
+@recipe
+def clip_by_block_rms(threshold: Scalar = 1.0) -> Transform:
+    """Divide each parameter's update by ``max(1, rms / threshold)``, where rms is the update's root mean square.
+
+    Args:
+        threshold: in (0, inf).
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    References:
+        Shazeer and Stern, 2018, Adafactor, section 6.
+
+    Example:
+        >>> clip_by_block_rms(1.0).update({"w": torch.tensor([4.0, -4.0])}, (), {})[0]["w"].tolist()
+        [1.0, -1.0]
+    """
+    require("clip_by_block_rms", threshold=threshold)
+    if not isinstance(threshold, Tensor) and threshold == 0:
+        raise ConfigError("threshold is 0, which makes every update 0", where="clip_by_block_rms", hint="threshold=1.0")
+
+    def fn(updates: Params, params: Params) -> Params:
+        del params  # Depends on the updates only.
+        return {name: multiply(u, 1 / (_rms(u) / threshold).clamp(min=1.0)) for name, u in updates.items()}
+
+    return stateless(fn, elementwise=False)
+
+
+@recipe
+def scale_by_param_block_rms(min_scale: Scalar = 1e-3) -> Transform:
+    """Multiply each parameter's update by the root mean square of its weights, at least ``min_scale``.
+
+    Args:
+        min_scale: in [0, inf).
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    References:
+        Shazeer and Stern, 2018, Adafactor, section 8.
+
+    Example:
+        >>> params = {"w": torch.tensor([2.0, -2.0])}
+        >>> scale_by_param_block_rms().update({"w": torch.ones(2)}, (), params)[0]["w"].tolist()
+        [2.0, 2.0]
+    """
+    require("scale_by_param_block_rms", min_scale=min_scale)
+
+    def fn(updates: Params, params: Params) -> Params:
+        return {name: multiply(u, _rms(params[name]).clamp(min=min_scale)) for name, u in updates.items()}
+
+    return stateless(fn, elementwise=False)
+
+
+def _rms(leaf: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(upcast(leaf)) / math.sqrt(max(leaf.numel(), 1))
+
+
+@recipe
+def scale_by_relative_step(learning_rate: Rate) -> Transform:
+    r"""Multiply updates by :math:`\min(\gamma, 1 / \sqrt t) / \gamma`: the learning rate becomes an upper bound.
+
+    Args:
+        learning_rate: :math:`\gamma`, the same as in the `scale_by_learning_rate` that follows.
+
+    Raises:
+        ConfigError: a number is out of range, or the rate is one of torch's schedulers.
+
+    References:
+        `torch.optim.Adafactor`; Shazeer and Stern, 2018, section 9.
+
+    Example:
+        >>> params = {"w": torch.ones(1)}
+        >>> scale_by_relative_step(2.0).update(params, StepState(torch.tensor(0)), params)[0]["w"].item()
+        0.5
+    """
+    require_rate("scale_by_relative_step", learning_rate)
+
+    def init(params: Params) -> StepState:
+        return StepState(zero_count(params), no_missed_updates(params))
+
+    def update(updates: Params, state: StepState, params: Params) -> tuple[Params, StepState]:
+        del params  # Depends on the count only.
+        bound = update_count(state.step + 1, state.missed, updates).to(scalar_dtype(updates)).rsqrt()
+        rate = rate_at(learning_rate, state.step)
+        # A rate of 0 makes the ratio inf and the factor 1; the update is still multiplied by the rate 0 later.
+        factors = by_name((bound / rate).clamp(max=1.0), updates)
+        new = {name: multiply(u, factors[name]) for name, u in updates.items()}
+        return new, StepState(state.step + 1, state.missed)
+
+    return Transform(init, update)
+
+
+@recipe
+def adafactor(
+    learning_rate: Rate = 1e-2,
+    *,
+    decay_rate: float = 0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    clipping_threshold: Scalar = 1.0,
+    weight_decay: Scalar = 0.0,
+    mask: Mask | None = None,
+) -> Transform:
+    r"""Adafactor, as `torch.optim.Adafactor`: second moments of rank one, and steps relative to the weights.
+
+    The state of a matrix with r rows and c columns has r + c numbers. Not elementwise.
+
+    Args:
+        learning_rate: an upper bound on the relative step :math:`1 / \sqrt t`, in [0, inf), or a schedule.
+        decay_rate: the means of squares decay by :math:`1 - t^{-decay\_rate}`; torch's ``-beta2_decay``.
+        eps: lower bounds on the root mean square of gradients (None: the machine epsilon) and of weights.
+        clipping_threshold: upper bound on an update's root mean square, in [1, inf); torch's ``d``.
+        weight_decay: :math:`\lambda` in [0, inf), decoupled.
+        mask: the parameters that decay, as in `masked`; None: all.
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    References:
+        Shazeer and Stern, 2018, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost.
+
+    Example:
+        >>> tx = adafactor(0.1)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+    """
+    require_arguments("adafactor", learning_rate, decay_rate=decay_rate, weight_decay=weight_decay)
+    require("adafactor", low=1.0, clipping_threshold=clipping_threshold)
+    pair: Any = eps
+    if not isinstance(pair, tuple | list) or len(cast(tuple[Any, ...], pair)) != 2:
+        raise ConfigError(f"eps is {eps!r}, not a pair", where="adafactor", hint="eps=(None, 1e-3)")
+    least_gradient, least_weight = eps
+    require("adafactor", eps=0.0 if least_gradient is None else least_gradient)
+    require("adafactor", eps=least_weight)
+    return chain(
+        scale_by_factored_rms(decay_rate, eps=least_gradient),
+        clip_by_block_rms(clipping_threshold),
+        scale_by_param_block_rms(least_weight),
+        scale_by_relative_step(learning_rate),
+        *decay_parts(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )

@@ -1,0 +1,147 @@
+"""Adagrad: gradients over the root of the sum of all their squares."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..pickling import recipe
+from ..types import Params
+from .base import StepState, Transform, chain, require, require_arguments
+from .numerics import (
+    Rate,
+    Scalar,
+    by_name,
+    divide,
+    is_enabled,
+    no_missed_updates,
+    safe_sqrt,
+    scalar_dtype,
+    upcast,
+    update_count,
+    zero_count,
+    zeros_like_squares,
+)
+from .scale import decay_parts, scale_by_learning_rate
+from .wrappers import Mask
+
+
+class ScaleByRssState(NamedTuple):
+    """State of `scale_by_rss`."""
+
+    total: Params  # name -> P: sum of squares
+
+
+@recipe
+def scale_by_rss(initial_accumulator_value: float = 0.0, *, eps: Scalar = 1e-10) -> Transform:
+    r"""Gradients over the root of the sum of all squares so far, as in `torch.optim.Adagrad`.
+
+    Args:
+        initial_accumulator_value: the initial sum of squares, in [0, inf).
+        eps: in [0, inf), outside the root.
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    References:
+        Duchi et al., 2011, Adaptive Subgradient Methods.
+
+    Example:
+        >>> params = {"w": torch.tensor([2.0, -3.0])}
+        >>> tx = scale_by_rss()
+        >>> tx.update(params, tx.init(params), params)[0]["w"].tolist()
+        [1.0, -1.0]
+    """
+    require("scale_by_rss", initial_accumulator_value=initial_accumulator_value, eps=eps)
+
+    def init(params: Params) -> ScaleByRssState:
+        return ScaleByRssState({name: z + initial_accumulator_value for name, z in zeros_like_squares(params).items()})
+
+    def update(updates: Params, state: ScaleByRssState, params: Params) -> tuple[Params, ScaleByRssState]:
+        del params  # Depends on the gradients only.
+        total = {name: _add_square(state.total[name], g) for name, g in updates.items()}
+        new = {name: (upcast(g) / (safe_sqrt(total[name]) + eps)).to(g.dtype) for name, g in updates.items()}
+        return new, ScaleByRssState(total)
+
+    return Transform(init, update)
+
+
+def _add_square(total: Tensor, update: Tensor) -> Tensor:
+    return torch.addcmul(upcast(total), upcast(update), upcast(update)).to(total.dtype)
+
+
+@recipe
+def scale_by_inverse_time(decay: Scalar) -> Transform:
+    """Divide updates by ``1 + decay * updates done``: the learning rate decay of `torch.optim.Adagrad`.
+
+    Args:
+        decay: in [0, inf).
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    Example:
+        >>> params = {"w": torch.ones(1)}
+        >>> tx = scale_by_inverse_time(1.0)
+        >>> _, state = tx.update(params, tx.init(params), params)
+        >>> tx.update(params, state, params)[0]["w"].item()
+        0.5
+    """
+    require("scale_by_inverse_time", decay=decay)
+
+    def init(params: Params) -> StepState:
+        return StepState(zero_count(params), no_missed_updates(params))
+
+    def update(updates: Params, state: StepState, params: Params) -> tuple[Params, StepState]:
+        del params  # Depends on the count only.
+        own = update_count(state.step, state.missed, updates)
+        divisors = by_name(1 + decay * own.to(scalar_dtype(updates)), updates)
+        new = {name: divide(upcast(u), divisors[name]).to(u.dtype) for name, u in updates.items()}
+        return new, StepState(state.step + 1, state.missed)
+
+    return Transform(init, update)
+
+
+@recipe
+def adagrad(
+    learning_rate: Rate = 1e-2,
+    *,
+    lr_decay: Scalar = 0.0,
+    initial_accumulator_value: float = 0.0,
+    eps: Scalar = 1e-10,
+    weight_decay: Scalar = 0.0,
+    mask: Mask | None = None,
+) -> Transform:
+    r"""Adagrad, as `torch.optim.Adagrad`: gradients over the root of the sum of all their squares.
+
+    .. math:: \theta_t = \theta_{t-1} - \frac{\gamma}{1 + (t - 1) \eta}
+        \frac{g_t}{\sqrt{\sum_{i \le t} g_i^2} + \epsilon}
+
+    Args:
+        learning_rate: :math:`\gamma` in [0, inf), or a schedule.
+        lr_decay: :math:`\eta` in [0, inf).
+        initial_accumulator_value: the initial sum of squares, in [0, inf).
+        eps: in [0, inf), outside the root.
+        weight_decay: in [0, inf), coupled: ``weight_decay * weights`` is added to the gradient.
+        mask: the parameters that decay, as in `masked`; None: all.
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    References:
+        Duchi et al., 2011, Adaptive Subgradient Methods for Online Learning.
+
+    Example:
+        >>> import torch
+        >>> tx = adagrad(0.1)
+        >>> params = {"w": torch.ones(1)}
+        >>> round(tx.update(params, tx.init(params), params)[0]["w"].item(), 4)
+        -0.1
+    """
+    numbers = {"lr_decay": lr_decay, "initial_accumulator_value": initial_accumulator_value, "eps": eps}
+    require_arguments("adagrad", learning_rate, below_one=None, weight_decay=weight_decay, **numbers)
+    rate_decay = [scale_by_inverse_time(lr_decay)] if is_enabled(lr_decay) else []
+    direction = scale_by_rss(initial_accumulator_value, eps=eps)
+    return chain(*decay_parts(weight_decay, mask), direction, *rate_decay, scale_by_learning_rate(learning_rate))
