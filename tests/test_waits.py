@@ -75,7 +75,7 @@ class Branches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = self.closed = 0
         shut = SimpleNamespace(may_read=lambda value: False, unwrapped=tracing.unwrapped)
-        monkeypatch.setattr(update, "modes", shut)
+        monkeypatch.setattr(update, "tracing", shut)
         keep_open, close = update._keep_open, update._close
         monkeypatch.setattr(update, "_keep_open", lambda *given: self._count(keep_open, given, opened=1))
         monkeypatch.setattr(update, "_close", lambda *given: self._count(close, given, closed=1))
