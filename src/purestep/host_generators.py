@@ -1,6 +1,6 @@
-"""numpy's and Python's global generators, which host code in datasets and models draws from.
+"""numpy's and Python's global generators, from which host code in datasets and models draws.
 
-Callers hold `global_rng.locked`: the generators are shared by all threads of a process.
+Callers must hold `global_rng.locked`: all threads of a process share the generators.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def scoped(number: int) -> Generator[None]:
     spare = _SPARES.pop() if _SPARES else np.random.MT19937()
 
     def put_back() -> None:
-        _global.set_bit_generator(bits)  # which nothing inside has advanced
-        if numpys["has_gauss"]:  # the second of a pair of normal numbers, which numpy keeps outside of it
+        _global.set_bit_generator(bits)  # nothing has advanced it in the meantime
+        if numpys["has_gauss"]:  # the second of a pair of normal numbers, stored outside of the bit generator
             np.random.set_state(numpys)
         random.setstate(pythons)
 
@@ -50,7 +50,7 @@ def scoped(number: int) -> Generator[None]:
             yield
         finally:
             put_back()
-    except BaseException:  # of the code inside, or a signal's during the restoring
+    except BaseException:  # from the code inside, or from a signal while the state is restored
         put_back()
         raise
     finally:
@@ -58,7 +58,7 @@ def scoped(number: int) -> Generator[None]:
 
 
 def seed(number: int, generators: Collection[str] = BOTH) -> None:
-    """Seed the generators inside `scoped` (9 us, of which Python's takes 6).
+    """Seed the generators inside `scoped` (9 us, of which 6 for Python's).
 
     Args:
         number: in [0, 2**63).
@@ -79,7 +79,7 @@ def seed(number: int, generators: Collection[str] = BOTH) -> None:
 
 
 def position() -> tuple[object, object]:
-    """The states of numpy's and of Python's generator, to compare (35 us): every draw and seeding changes them.
+    """Return the states of numpy's and Python's generators for a comparison (35 us): each draw and seed changes them.
 
     Example:
         >>> with scoped(1):
@@ -98,11 +98,11 @@ def _plain(value: Any) -> Any:
 
 
 class Host:
-    """Whether a function draws from the two generators; the first calls show it.
+    """Detects whether a function draws from the two generators, and seeds them if it does.
 
-    The first call that is seen to draw is made a second time, from a seed; later calls draw from their seed at once. To
-    look takes 70 us, so the first 8 calls are looked at, then every 16th: a function that begins to draw later draws
-    unseeded numbers until then.
+    The first call that draws is repeated with a seed; later calls are seeded directly. A check takes 70 us, so it is
+    made for the first 8 calls and then for every 16th: a function that begins to draw later uses unseeded numbers until
+    the next check.
 
     Example:
         >>> host = Host()
@@ -116,12 +116,12 @@ class Host:
         self._calls = 0
 
     def call(self, function: Callable[[], Any], number: int, again: Callable[[], Any] | None = None) -> Any:
-        """``function()``, which draws from ``number``; the generators stay as they were.
+        """Return ``function()`` with the generators seeded by ``number``, and restore them.
 
         Args:
-            function: may be called twice, so it has no other effects.
+            function: without other effects, since it may be called twice.
             number: in [0, 2**63).
-            again: makes the second call; ``function`` unless given.
+            again: makes the second call; by default ``function``.
         """
         if not self.draws:
             self._calls += 1

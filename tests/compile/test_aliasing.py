@@ -107,7 +107,7 @@ def test_copies_of_the_state_as_it_was_by_inductors_front_door() -> None:
 def test_without_memory_of_its_own_a_leaf_is_overwritten_while_it_is_read(
     capture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aliasing, "_computed_apart", lambda graph, source: None)
+    monkeypatch.setattr(aliasing, "_compute_separately", lambda graph, source: None)
     with torch._inductor.config.patch(fx_graph_cache=False):
         found, expected = as_in_eager(["turned and scaled"], capture=capture)
     assert not torch.equal(found["turned and scaled, ab"]["a"], expected["turned and scaled, ab"]["a"])
@@ -116,7 +116,7 @@ def test_without_memory_of_its_own_a_leaf_is_overwritten_while_it_is_read(
 @pytest.mark.parametrize("capture", ["trace", "dynamo"])
 def test_without_it_a_copy_is_of_the_state_as_it_becomes(capture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch no longer does this, `sources.held` can go."""
-    monkeypatch.setattr(aliasing, "held", lambda *_, **__: None)
+    monkeypatch.setattr(aliasing, "copy_before_writes", lambda *_, **__: None)
     with torch._inductor.config.patch(fx_graph_cache=False):
         found, expected = as_in_eager(["clone"], capture=capture)
     pair = found["clone, ab"]
@@ -244,7 +244,7 @@ def test_a_metric_of_the_state_as_it_was_with_dynamo(kind: str) -> None:
 
 
 def test_without_it_a_metric_is_of_the_state_as_it_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aliasing, "held", lambda *_, **__: None)
+    monkeypatch.setattr(aliasing, "copy_before_writes", lambda *_, **__: None)
     with torch._inductor.config.patch(fx_graph_cache=False):
         found, expected = losses("a copy", "trace")
     assert found != expected

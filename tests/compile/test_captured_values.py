@@ -166,7 +166,7 @@ def test_a_changed_value_makes_the_graph_anew(make: Callable[[], Any], caplog: p
     for _ in range(2):
         torch.testing.assert_close(step(state, batch())[0].params["weight"], wanted)
     assert step.graphs == 2
-    told = [record for record in caplog.records if "compiled again" in record.getMessage()]
+    told = [record for record in caplog.records if "recompiled" in record.getMessage()]
     assert len(told) == 1
 
 

@@ -154,7 +154,7 @@ def test_who_does_not_look_takes_an_old_state_for_a_new_one(monkeypatch: pytest.
 
 def test_who_mixes_up_leaves_takes_one_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     ordered = copied_state._reordering  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(copied_state, "_ordered", lambda *known: lambda made: ordered(*known)(made)[::-1])
+    monkeypatch.setattr(copied_state, "_reordering", lambda *known: lambda made: ordered(*known)(made)[::-1])
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
         test_a_state_that_was_changed_is_taken_as_it_is(rekeyed, 7)
 

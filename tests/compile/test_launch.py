@@ -65,7 +65,7 @@ def only_native(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         raise AssertionError("went round the native path")
 
     monkeypatch.setattr(backend, "compiled", compiled)
-    monkeypatch.setattr(capture, "_lowered", no_way_round)
+    monkeypatch.setattr(capture, "_lower", no_way_round)
     return made
 
 
@@ -317,7 +317,7 @@ def _threads_inside(width: int) -> int:
     net = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
     program = ps.program(net, ps.supervised(CRITERION), optim.sgd(0.1))
     batch = (torch.randn(64, width), torch.randint(0, 3, (64,)))
-    true = backend._lowered
+    true = backend._lower
 
     def watched(*arguments: Any) -> Any:
         run = true(*arguments)
@@ -329,7 +329,7 @@ def _threads_inside(width: int) -> int:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "_lowered", watched)
+        patch.setattr(backend, "_lower", watched)
         step = ps.compile_step(program.train_step, donate=True)
         step(program.init(), batch)
     return seen[0]

@@ -288,13 +288,13 @@ def test_a_precision_of_the_program_keeps_inductors_way_with_casts(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = list[bool]()
-    true = backend_._made_of
+    true = backend_._compile_graph
 
     def made_of(*given: Any) -> Any:
         seen.append(inductor_config.emulate_precision_casts)
         return true(*given)
 
-    monkeypatch.setattr(backend_, "_made_of", made_of)
+    monkeypatch.setattr(backend_, "_compile_graph", made_of)
     net = nn.Sequential(
         nn.Linear(8, 8),
         nn.GELU(),

@@ -304,7 +304,7 @@ def test_a_run_on_several_threads_repeats_itself_to_the_bit():
     def function(rows_: Tensor, index: Tensor) -> list[Tensor]:
         return [torch.ops.purestep.rows_added(rows_, index, 3, embedding_grad.KERNEL.version)]
 
-    with config.patch(backend._chosen(None)):
+    with config.patch(backend._settings(None)):
         assert cpp_kernel.possible()
         cpp_kernel.register(embedding_grad.KERNEL)
     run = compiled(function, rows_, index)
@@ -387,7 +387,7 @@ def busy(x: Tensor, w: Tensor) -> list[Tensor]:
     """Products, loops, operators of torch's own, something returned twice over and a view."""
     hidden = torch.tanh(x @ w / 8)
     ranked, order = torch.sort(hidden, dim=-1)
-    narrow = torch.sort(torch.sin(x @ w[:, :9]), dim=-1)[0]  # torch's sort is given a tensor in the arena
+    narrow = torch.sort(torch.sin(x @ w[:, :9]), dim=-1)[0]  # torch's sort is given a tensor in the workspace
     sums = torch.cumsum(ranked @ w, dim=0)
     joined = torch.cat([sums, hidden])
     return [joined, joined[2:5].t(), hidden.sum(), order, (sums * 2).view(-1), narrow.cos().sum(-1)]
@@ -853,5 +853,5 @@ def test_an_input_written_from_itself_through_a_view(turn: int):
 
 
 def test_without_memory_of_its_own_it_is_overwritten_while_it_is_read(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(aliasing, "_computed_apart", lambda graph, source: None)
+    monkeypatch.setattr(aliasing, "_compute_separately", lambda graph, source: None)
     assert not is_written_whole(TURNS[1])

@@ -244,13 +244,13 @@ def test_what_the_user_makes_of_an_operator_has_no_name(table: str, monkeypatch:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every graph that went through inductor."""
     seen: list[Any] = []
-    true = backend._lowered
+    true = backend._lower
 
     def lowered(*arguments: Any) -> Any:
         seen.append(arguments[0])
         return true(*arguments)
 
-    monkeypatch.setattr(backend, "_lowered", lowered)
+    monkeypatch.setattr(backend, "_lower", lowered)
     return seen
 
 
@@ -416,7 +416,7 @@ def test_python_is_run_once_whether_code_is_made_or_found():
 def test_what_forward_keeps_is_part_of_the_graph_that_made_it_and_no_other_reads_it():
     torch.manual_seed(0)
     assert first_loss(Impure("keeps"), 16) > 0
-    with pytest.raises(StepContractError, match="an earlier capture of the step has left behind"):
+    with pytest.raises(StepContractError, match="the step stored during an earlier capture"):
         first_loss(Impure("keeps"), 16, 8)
 
 
@@ -490,7 +490,7 @@ def test_a_damaged_library_is_no_trap_for_the_next_process(own_cache: Path):
 _WARM = """
 import torch
 from purestep.compile.cpu import backend as native, graph_key as recording
-native._made = None  # nothing is compiled
+native._compile = None  # nothing is compiled
 call, _ = native.compiled(recording.record(lambda x: [torch.sin(x) * 3.75], [torch.ones(300)]), options=None)
 print(call([torch.zeros(300)])[0].abs().max())
 """
@@ -536,7 +536,7 @@ def test_a_record_on_a_full_disk_leaves_nothing_behind(own_cache: Path, code: co
 
 def test_only_what_inductor_calls_with_tensors_alone_is_kept(own_cache: Path):
     code_cache.keep(
-        "0" * 64, code_cache.Made(calls.of(lambda tensors: tensors, 1, in_arena=True), draws=False, threads=1)
+        "0" * 64, code_cache.Made(calls.of(lambda tensors: tensors, 1, in_workspace=True), draws=False, threads=1)
     )
     assert not (own_cache / "purestep").exists()
 

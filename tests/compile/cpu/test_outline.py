@@ -281,7 +281,7 @@ def test_layers_that_are_wired_otherwise_are_written_out(
     found = compiled(wired(6, odd), *inputs)(*inputs)
     assert len(functions) == 1
     same(found, wired(6, odd)(*inputs), rounding=1e-5)
-    monkeypatch.setattr(outline, "_same", lambda forms: forms)
+    monkeypatch.setattr(outline, "_most_common", lambda forms: forms)
     wrong = compiled(wired(6, odd), *inputs)(*inputs)
     assert not torch.allclose(found[0], wrong[0], atol=1e-4)  # the first layer reads its own twice in any case
 
@@ -397,7 +397,7 @@ def test_an_update_by_large_leaves_is_written_out(functions: list[str], monkeypa
     same(updated(), expected, rounding=1e-5)
     assert functions
     functions.clear()
-    monkeypatch.setattr(outline, "_SMALL", 4 * 4 * 4 - 1)
+    monkeypatch.setattr(outline, "_MAX_BYTES", 4 * 4 * 4 - 1)
     same(updated(), expected, rounding=1e-5)
     assert not functions
 
@@ -430,7 +430,7 @@ def test_draws_of_layers_are_given_to_them_in_the_order_of_the_program(
     assert functions
     same(drawn(run), expected, rounding=1e-5)
     # All of them first, whatever comes between:
-    monkeypatch.setattr(outline, "_early", lambda nodes: dict.fromkeys(without_an_end(nodes)))
+    monkeypatch.setattr(outline, "_leading_draws", lambda nodes: dict.fromkeys(without_an_end(nodes)))
     wrong = drawn(compiled(drawing(kind), *inputs))
     assert torch.allclose(wrong[0], expected[0], atol=1e-4) == (kind == "by nothing")
 

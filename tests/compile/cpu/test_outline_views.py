@@ -153,7 +153,7 @@ def pieces_of_a_buffer(x: Tensor, w: Tensor) -> list[Tensor]:
 def test_a_result_that_is_part_of_a_buffer_is_copied(rows: int, functions: list[Any], monkeypatch: pytest.MonkeyPatch):
     """Usually functions return whole buffers, and views of them are taken outside. Inductor may return a view of a
     larger one all the same: its place has no room for all of it."""
-    monkeypatch.setattr(outline, "_shown", lambda node: node)
+    monkeypatch.setattr(outline, "_base", lambda node: node)
     x, w = torch.randn(rows, 16), torch.randn(16, 32) / 4
     with torch.no_grad(), config.patch(fx_graph_cache=False):
         run, _ = backend.compiled(graph_key.record(pieces_of_a_buffer, [x, w]), options=None)

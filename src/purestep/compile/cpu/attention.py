@@ -1,8 +1,8 @@
-"""Attention over at most 256 positions, as products and loops.
+"""Attention over at most 256 positions, as matrix products and elementwise loops.
 
-Buys: torch's flash kernel is made for long sequences, where the matrix of weights would not fit. Over some hundred
-positions it takes two to three times as long as its arithmetic. A step computes the weights, keeps them for the
-backward pass, and leaves masks, exponentials and sums to inductor's loops.
+Buys: torch's flash kernel is designed for long sequences, whose matrix of weights would not fit into memory. For a few
+hundred positions it takes two to three times as long as its arithmetic. Here a step computes the weights, stores them
+for the backward pass, and leaves masks, exponentials and sums to inductor's loops.
 
 Private names: ``torch._inductor.decomposition.select_decomp_table``. Without: torch's kernel.
 """
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
 LONGEST = 256
-"""Positions up to which weights are kept: for heads of 64, four times the memory of an activation."""
+"""Maximal number of positions: the stored weights take four times the memory of an activation, for heads of 64."""
 
 
 def written_out(graph: GraphModule) -> GraphModule:
-    """The graph with its calls of torch's kernel for attention as products and sums, where sequences are short."""
+    """Replace torch's attention kernel in a graph by products and sums, for short sequences."""
     if not cpp_kernel.possible():
         return graph
     aten: Any = torch.ops.aten
-    known = dict[Any, Any]()  # logarithm of the sums -> weights
-    made = dict[Any, Any]()  # layers are mostly alike
+    known = dict[Any, Any]()  # logsumexp node -> weights
+    made = dict[Any, Any]()  # equal layers share their operations
     for node in list(graph.graph.nodes):
         if node.target is aten._scaled_dot_product_flash_attention_for_cpu.default and _suits(node):
             out, total, weights = _inlined(graph, node, made, _forward, node.args[:3], _causal(node, 4), _scale(node))
@@ -47,7 +47,7 @@ def written_out(graph: GraphModule) -> GraphModule:
     return graph
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
+# --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,11 +75,11 @@ def _product(a: Tensor, b: Tensor, form: str = "plain") -> Tensor:
     return torch.ops.purestep.product(a, b, form, gemm.VERSION)
 
 
-# --- where it is written ----------------------------------------------------------------------------------------------
+# --- replacement in a graph -------------------------------------------------------------------------------------------
 
 
 def _suits(node: Node, first: int = 0) -> bool:
-    """Whether query, key and value are short, of one number of heads, and neither masked nor dropped out."""
+    """Whether query, key and value are short and have equally many heads, without a mask or dropout."""
     query, key, value = (source.meta["val"] for source in node.args[first : first + 3])  # type: ignore[union-attr]
     static = all(type(size) is int for each in (query, key, value) for size in each.shape)
     dropout = node.args[6 if first else 3] if len(node.args) > (6 if first else 3) else 0.0
@@ -99,7 +99,7 @@ def _scale(node: Node) -> float:
 
 
 def _source(node: Any) -> Any:
-    """Where a saved tensor comes from: autograd detaches what it saves."""
+    """The origin of a saved tensor: autograd detaches the tensors that it saves."""
     while node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
         node = node.args[0]
     return node
@@ -108,7 +108,7 @@ def _source(node: Any) -> Any:
 def _inlined(
     graph: GraphModule, at: Node, made: dict[Any, Any], function: Callable[..., Any], inputs: Any, *constants: Any
 ) -> Any:
-    """The function's operations before a node, and the nodes of its results; ``made`` remembers the operations."""
+    """Insert the function's operations before a node, return its result nodes; ``made`` caches the operations."""
     fakes = [source.meta["val"] for source in inputs]
     kind = (function, constants, *((fake.shape, fake.stride(), fake.device) for fake in fakes))
     if kind not in made:

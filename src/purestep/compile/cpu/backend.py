@@ -1,13 +1,13 @@
-"""From a traced graph to native code, called without a Python wrapper.
+"""Compilation of a traced graph to native code, called without a Python wrapper.
 
-Buys: `torch.compile` and `standalone_compile` trace a graph a second time and call its code through a wrapper in
-Python, which takes longer than the arithmetic of a small step. A step's graph is a whole program, gradients included,
-whose inputs are the buffers of one state, so it needs neither.
+Buys: `torch.compile` and `standalone_compile` trace a graph a second time, and their Python wrapper takes longer than
+the arithmetic of a small step. A step's graph is a complete program with gradients, on the buffers of one state, so it
+needs neither.
 
 Private names: ``torch._inductor.compile_fx`` (``_recursive_joint_graph_passes``, ``compile_fx_inner``),
 ``torch._guards``, ``torch._subclasses``, ``torch._dispatch``.
 
-Without: `capture._lowered` calls `standalone_compile`; so it does for every graph that fails here.
+Without: `capture` calls `standalone_compile`, as for every graph that fails here.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("purestep")
 
 _KNOWN = TorchVersion(torch.__version__) >= TorchVersion("2.13")
-"""Whether inductor's private names mean what they are taken for here."""
+"""Whether this torch has the private names of inductor that are used here."""
 
 
 class NotFunctional(Exception):
-    """The graph writes to tensors in a way that inductor does not take, or calls operators that take functions."""
+    """The graph writes tensors in a way that inductor does not support, or calls higher-order operators."""
 
 
 def suits(inputs: list[Tensor]) -> bool:
@@ -53,27 +53,27 @@ def _is_on(part: str) -> bool:
 
 
 def compiled(record: Record, *, options: Mapping[str, Any] | None) -> tuple[Compiled, bool]:
-    """What has been recorded as native code, made or found again, and whether it draws random numbers.
+    """Compile a record, or load its code from the cache; return the code and whether it draws random numbers.
 
     Args:
-        record: may write its inputs in place as the last thing it does.
-        options: inductor's configuration, beyond what is set here.
+        record: its function may write inputs in place at its end.
+        options: inductor's configuration; overrides the settings here.
 
     Raises:
-        NotFunctional: it writes in place what cannot be written at its end.
+        NotFunctional: in-place writes cannot be moved to the end.
     """
-    name = code_cache.name(record, _chosen(options)) if _is_on("code_cache") else None
+    name = code_cache.name(record, _settings(options)) if _is_on("code_cache") else None
     made = code_cache.load(name, len(record.inputs))
     if made is None:
         with with_compiler():
-            made = _made(record, options, is_kept=name is not None)
+            made = _compile(record, options, is_kept=name is not None)
         code_cache.keep(name, made)
     run = made.code.run
     return limit_threads(run, made.threads) if made.threads else run, made.draws
 
 
-def _made(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool) -> code_cache.Made:
-    """Traced, then compiled, inductor set for both."""
+def _compile(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool) -> code_cache.Made:
+    """Trace and compile a record with inductor's settings."""
     from torch._inductor import config
     from torch._subclasses import FakeTensorMode
     from torch.fx import _lazy_graph_module
@@ -82,9 +82,9 @@ def _made(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool) -
     lazy: Any = _lazy_graph_module
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in record.inputs]
-    caching = {"fx_graph_cache": False} if is_kept else {}  # there is nothing to ask inductor's cache for
-    # No Python is written for a graph that is changed a dozen times and never run.
-    with config.patch(_chosen(options) | caching), lazy._use_lazy_graph_module(True):
+    caching = {"fx_graph_cache": False} if is_kept else {}  # our cache replaces inductor's
+    # Lazy graph modules: no Python code is generated for a graph that is rewritten many times and never run.
+    with config.patch(_settings(options) | caching), lazy._use_lazy_graph_module(True):
         casts = precision_casts.Casts()
         with mode, casts, config.patch(precision_casts.options(rounds=True)):
             graph = _traced(record.function, fakes)
@@ -94,25 +94,25 @@ def _made(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool) -
         if control_flow.operators(graph):
             raise NotFunctional
         with graph_key.autocast_disabled(), config.patch(precision_casts.options(rounds)):
-            return _made_of(graph, fakes, mode, options)
+            return _compile_graph(graph, fakes, mode, options)
 
 
-def _made_of(
+def _compile_graph(
     graph: GraphModule, fakes: Sequence[Tensor], mode: Any, options: Mapping[str, Any] | None
 ) -> code_cache.Made:
-    """The graph, changed as a step may be, compiled; and how its code is called."""
+    """Rewrite and compile a graph."""
     from torch._inductor import config
 
     graph = fx_passes.finished(_functional(graph, fakes, mode))
     work = _work(graph)
     is_drawing, threads = fx_passes.draws(graph), _threads(graph, work)  # inductor changes the graph
     with config.patch(_by_size(work) | dict(options or {})):
-        run = _lowered(graph, fakes, mode)
-        return code_cache.Made(launcher.of(run, len(fakes), in_arena=_in_workspace()), is_drawing, threads)
+        run = _lower(graph, fakes, mode)
+        return code_cache.Made(launcher.of(run, len(fakes), in_workspace=_in_workspace()), is_drawing, threads)
 
 
 def _functional(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> GraphModule:
-    """The graph with all that it writes in place at its end."""
+    """Move all in-place writes of a graph to its end."""
     if not fx_passes.is_functional(graph):
         with mode:
             graph = _traced(torch.func.functionalize(precision_casts.marking(graph), remove="mutations"), fakes)
@@ -125,7 +125,7 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # Decomposed while it is traced: so views are recorded of the layouts that they will be taken of.
+    # Decompose during the trace, so that views are recorded for the final layouts.
     table: Any = select_decomp_table()
     if _is_on("embedding_grad"):
         table = embedding_grad.decompositions(table)
@@ -135,8 +135,8 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     return fx_passes.without_copies(graph)
 
 
-def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
-    """Through inductor: its passes, our products, rows and memory, then its C++, with equal layers as functions."""
+def _lower(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
+    """Compile with inductor: its passes, our kernels and workspace, then C++ with equal layers as functions."""
     from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import TracingContext, tracing
     from torch._inductor import compile_fx
@@ -154,25 +154,25 @@ def _lowered(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled
         aliasing.register()
         random_ops.register()
         backends.register_fallbacks(graph)
-        in_arena = _in_workspace()
-        if in_arena:
-            workspace.taken(graph, code_cache.here())
+        in_workspace = _in_workspace()
+        if in_workspace:
+            workspace.add_input(graph, code_cache.here())
             fakes = [*fakes, mode.from_tensor(workspace.header(), static_shapes=True)]
         fx_passes.as_laid_out(graph)
-        if not in_arena:
-            return _written(graph, fakes)
-        with _changed():
-            return _in_functions(graph, fakes) or _written(graph, fakes)
+        if not in_workspace:
+            return _to_cpp(graph, fakes)
+        with _cpp_patches():
+            return _with_functions(graph, fakes) or _to_cpp(graph, fakes)
 
 
-def _in_functions(graph: GraphModule, fakes: Sequence[Tensor]) -> Compiled | None:
-    """A graph with equal layers as functions; None where it has none, or they cannot be made."""
+def _with_functions(graph: GraphModule, fakes: Sequence[Tensor]) -> Compiled | None:
+    """Compile a graph with equal layers as functions; None if there are none or this fails."""
     if not _is_on("outline"):
         return None
     try:
         shorter = outline.outlined(graph)
-        return None if shorter is None else _written(shorter, fakes)
-    except Exception as error:  # written out, it takes longer
+        return None if shorter is None else _to_cpp(shorter, fakes)
+    except Exception as error:  # compiling every layer takes longer
         not_outlined(error)
         return None
 
@@ -182,8 +182,8 @@ def not_outlined(error: Exception) -> None:
     log.info("equal layers are compiled one by one, which takes longer: %r", error)
 
 
-def _written(graph: GraphModule, fakes: Sequence[Tensor]) -> Compiled:
-    """As C++, compiled and loaded."""
+def _to_cpp(graph: GraphModule, fakes: Sequence[Tensor]) -> Compiled:
+    """Generate, compile and load C++."""
     from torch._inductor import compile_fx, config
     from torch._inductor.utils import BoxedBool
 
@@ -200,11 +200,11 @@ def _written(graph: GraphModule, fakes: Sequence[Tensor]) -> Compiled:
 
 
 @contextmanager
-def _changed() -> Generator[None]:
-    """Inductor writes other C++; only of graphs with the arena's input, which its cache tells apart."""
+def _cpp_patches() -> Generator[None]:
+    """Patch inductor's C++ for graphs with the workspace input, which distinguishes them in its cache."""
     from . import cpp_wrapper
 
-    with cpp_wrapper.laid_out(), offset_pointers.apart() if _is_on("offset_pointers") else nullcontext():
+    with cpp_wrapper.enabled(), offset_pointers.enabled() if _is_on("offset_pointers") else nullcontext():
         yield
 
 
@@ -212,47 +212,47 @@ def _in_workspace() -> bool:
     return _is_on("workspace") and workspace.possible()
 
 
-def _chosen(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Inductor's configuration, what depends on the graph apart."""
+def _settings(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Inductor's configuration that does not depend on the graph."""
     chosen: dict[str, Any] = {
         "cpp_wrapper": True,
-        # torch's draws, in the order of the program: those of an eager step.
+        # torch draws in program order: the numbers are those of an eager step.
         "fallback_random": True,
-        # Kernels at -O3, the code that calls them at -O1: a third of the compile time, the same speed.
+        # Kernels at -O3, the calling code at -O1: a third of the compile time at the same speed.
         "cpp_wrapper_build_separate": True,
     }
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        # torch itself runs on these instructions: no need to compile three programs that try them out.
+        # torch itself uses these instructions: skip the three test programs.
         chosen["cpp.vec_isa_ok"] = True
     return chosen | dict(options or {})
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------
 
-_ALONE = 6e7
-"""Operations below which a step is faster on one thread: waking another takes longer than half of the work."""
+_SINGLE_THREAD = 6e7
+"""Operations below which a step is faster on one thread: waking another one takes longer than half of the work."""
 
-_LONG = 1e9
-"""Operations above which the code between kernels may be slow: microseconds of a step that takes milliseconds."""
+_SLOW_WRAPPER = 1e9
+"""Operations above which the code between kernels may be slow: it takes microseconds of a step of milliseconds."""
 
 
 def _by_size(work: float) -> dict[str, Any]:
-    """What of inductor's configuration depends on how much there is to do."""
-    if work < _ALONE:
+    """Inductor's configuration that depends on the number of operations."""
+    if work < _SINGLE_THREAD:
         return {"cpp.threads": 1}
-    # A second of g++ less; kernels are optimized as always.
-    return {"aot_inductor.compile_wrapper_opt_level": "O0"} if work > _LONG else {}
+    # Saves a second of g++; kernels are still optimized.
+    return {"aot_inductor.compile_wrapper_opt_level": "O0"} if work > _SLOW_WRAPPER else {}
 
 
 def _threads(graph: GraphModule, work: float) -> int:
-    """On how many threads the code may run; 0: on as many as there are."""
-    if work < _ALONE:  # written for one
+    """The maximal number of threads for the code; 0 means no limit."""
+    if work < _SINGLE_THREAD:  # compiled for one thread
         return 0 if _uses_onednn(graph) else 1
     return torch.get_num_threads()
 
 
 def _work(graph: GraphModule) -> float:
-    """Operations of one call, about: of matrix products and convolutions, and four for every other number made."""
+    """Estimate the operations of one call: of matrix products and convolutions, and four for each other element."""
     from torch.fx.node import map_arg
     from torch.utils.flop_counter import flop_registry
 
@@ -271,7 +271,7 @@ def _work(graph: GraphModule) -> float:
 
 
 def _uses_onednn(graph: GraphModule) -> bool:
-    """Whether products go through oneDNN, whose cache of kernels is emptied when the number of threads changes."""
+    """Whether products use oneDNN, which empties its cache of kernels when the number of threads changes."""
     made = [node.meta.get("val") for node in graph.graph.nodes]
     half = any(isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) for value in made)
     return half or any("convolution" in str(node.target) for node in graph.graph.nodes)

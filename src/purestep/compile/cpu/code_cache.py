@@ -1,9 +1,8 @@
-"""Native code of earlier runs, found by the text of a step's operations (`graph_key`).
+"""Cache of native code between runs, keyed by the text of a step's operations (`graph_key`).
 
-Buys: a start that finds its code skips the trace by `make_fx`, inductor's passes and the hash of every file of torch,
-which inductor's own cache needs. An entry is a small file in inductor's cache directory: the library, the hash of its
-bytes, and how it is called. Code that the text does not determine (a constant tensor, an operator or a pass of the
-user's) is not kept here.
+Buys: a cache hit skips the trace by `make_fx`, inductor's passes and the hash of every file of torch that inductor's
+own cache needs. An entry is a small file in inductor's cache directory: the library, its digest, and how to call it.
+Code that the text does not determine (with a constant tensor, or a user's operator or pass) is not stored.
 
 Private names: ``torch._inductor.config``, the directory of inductor's cache, the tables of decompositions and
 lowerings.
@@ -34,33 +33,34 @@ from .launcher import Code
 
 
 class Made(NamedTuple):
-    """What has been made of a function."""
+    """The compiled code of a function."""
 
     code: Code
     draws: bool
     """whether it draws random numbers"""
     threads: int
-    """on how many it may run; 0: on as many as there are"""
+    """maximal number of threads; 0 means no limit"""
 
 
 def name(record: Record, chosen: Mapping[str, Any]) -> str | None:
-    """Names the code of this, on this machine, with torch and inductor set as they are; None: do not keep it.
+    """Return the cache key of a record's code on this machine with the current settings of torch and inductor; None if
+    it must not be stored.
 
     Args:
-        record: what it is made of.
-        chosen: of inductor's configuration, what will be set while the code is made.
+        record: of the function.
+        chosen: inductor's configuration during the compilation.
     """
     if record.lines is None:
         return None
     try:
         text = [*_surroundings(chosen), *record.lines]
-    except Exception:  # untold, or names that another torch does not have
+    except Exception:  # no key, or a name that this torch lacks
         return None
     return f"{_hash(text)}.{here()}"
 
 
 def here() -> str:
-    """A word for this machine, with torch and purestep as they are installed."""
+    """A digest of this machine and the installed torch and purestep."""
     return _hash([_installed()])
 
 
@@ -69,12 +69,12 @@ def _hash(text: list[str]) -> str:
 
 
 def load(known: str | None, count: int) -> Made | None:
-    """The code that was stored under a name; None where there is none, or the file has changed: then it is removed,
-    because inductor would load it unseen.
+    """Load the code stored under a key; None if there is none or the library has changed. A changed library is removed,
+    because inductor would load it unchecked.
 
     Args:
-        known: of `name`.
-        count: of the graph's tensors, but the workspace.
+        known: from `name`.
+        count: number of the graph's tensors without the workspace.
     """
     if known is None:
         return None
@@ -83,30 +83,30 @@ def load(known: str | None, count: int) -> Made | None:
         library = _directory() / place
         code = None
         if _digest(library) == digest:
-            with suppress(OSError):  # made for another C library
+            with suppress(OSError):  # built for another C library
                 code = launcher.loaded(str(library), count)
         if code is None:
             for part in (library, library.with_suffix(".o")):
                 part.unlink(missing_ok=True)
             return None
         return Made(code, draws, threads)
-    except Exception:  # it is made anew, whatever is wrong with what is there
+    except Exception:  # compile again, whatever is wrong with the entry
         return None
 
 
 def keep(known: str | None, made: Made) -> None:
-    """Remember in which library the code of that name is, and how it is called."""
+    """Store the library of a key, and how to call it."""
     code, *rest = made
     if known is None or code.file is None:
         return
     library = Path(code.file)
-    with suppress(Exception):  # the next start takes longer
+    with suppress(Exception):  # without an entry the next start only takes longer
         text = json.dumps([str(library.relative_to(_directory())), _digest(library), *rest])
         _write(file_of(known), f"{text}\n{_hash([text])}\n".encode())
 
 
 def _read(record: Path) -> list[Any]:
-    """What `keep` has written; ValueError where it is something else."""
+    """Read an entry of `keep`; raise ValueError if it is damaged."""
     text, digest = record.read_text().splitlines()
     if _hash([text]) != digest:
         raise ValueError("the digest of a record is not that of its text")
@@ -126,7 +126,7 @@ def _digest(file: Path) -> str:
 
 
 def file_of(known: str) -> Path:
-    """Where it is remembered what has been made under that name."""
+    """The file of a key's entry."""
     return _directory() / "purestep" / known
 
 
@@ -136,25 +136,25 @@ def _directory() -> Path:
     return Path(cache_dir())
 
 
-# --- what the code depends on -----------------------------------------------------------------------------------------
+# --- dependencies of the code -----------------------------------------------------------------------------------------
 
 
 def _surroundings(chosen: Mapping[str, Any]) -> Iterator[str]:
     from torch._inductor import config
 
     settings: Any = config
-    ignored = settings._save_config_ignore  # passes of the user's and the like
+    ignored = settings._save_config_ignore  # includes a user's passes
 
     def is_set(name: str) -> Any:
         return chosen.get(name, getattr(settings, name, None))
 
     if is_set("force_disable_caches") or not is_set("fx_graph_cache") or any(map(callable, map(is_set, ignored))):
-        raise graph_key.Untold("inductor's settings")
+        raise graph_key.Unkeyable("inductor's settings")
     if not all(map(_is_torchs, _tables())):
-        raise graph_key.Untold("a decomposition or a lowering of the user's")
+        raise graph_key.Unkeyable("a user's decomposition or lowering")
     found = settings.save_config_portable(ignore_private_configs=False) | dict(chosen)
     yield from (f"{key} {graph_key.plain(value)}" for key, value in sorted(found.items()))
-    yield graph_key.plain(sorted(chosen))  # what is not may depend on the graph: `rounding`
+    yield graph_key.plain(sorted(chosen))  # settings outside `chosen` may depend on the graph: `precision_casts`
     yield graph_key.plain(
         (
             torch.get_num_threads(),
@@ -170,7 +170,7 @@ def _surroundings(chosen: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tables() -> Iterator[tuple[Any, Any]]:
-    """What becomes of each operator, as far as it is loaded."""
+    """(operator, decomposition or lowering) pairs of the loaded tables."""
     for module, name in (
         ("torch._decomp", "decomposition_table"),
         ("torch._inductor.decomposition", "decompositions"),
@@ -188,7 +188,7 @@ def _is_torchs(entry: tuple[Any, Any]) -> bool:
 
 @functools.cache
 def _installed() -> str:
-    """This torch, this Python, this processor, and the code that turns a graph into a library."""
+    """Versions of torch, Python and the processor, and the files of the code that compiles a graph."""
     roots = [Path(torch.__file__).parent / "_inductor", Path(__file__).parents[1]]
     sources = sorted(file for root in roots for file in root.rglob("*") if file.suffix in (".py", ".cpp", ".h"))
     stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in sources]
@@ -196,13 +196,13 @@ def _installed() -> str:
 
 
 def environment() -> str:
-    """This torch, this Python, this processor."""
+    """Versions of torch and Python, and the processor."""
     interpreter = (torch.__version__, torch.version.git_version, sysconfig.get_config_var("EXT_SUFFIX"))
     return repr((interpreter, _processor(), torch.backends.cpu.get_cpu_capability()))
 
 
 def _processor() -> str:
-    """What `-march=native` looks at."""
+    """The processor's properties that `-march=native` depends on."""
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:

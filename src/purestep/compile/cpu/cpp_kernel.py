@@ -1,4 +1,4 @@
-"""C++ functions of our own in the code that inductor writes: called with pointers, compiled with a graph's kernels.
+"""purestep's C++ functions in inductor's code: called with pointers, compiled with a graph's kernels.
 
 Buys: the calls of `gemm`, `attention` and `embedding_grad` without dispatch and tensor objects.
 
@@ -12,24 +12,21 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    pass
 
 Shape = Sequence[Any]
 
 
 class Kernel(NamedTuple):
-    """A function ``void name(inputs..., output, plan)`` that stands for an operator.
+    """A function ``void name(inputs..., output, plan)`` that implements an operator.
 
     Args:
         name: of the function, and of the operator in ``torch.ops.purestep``.
-        source: its definition, and what that needs.
-        layout: sizes and strides of the output, from the sizes of the inputs and the operator's other arguments.
-        plan: the numbers that a call is given, from the inputs' sizes and strides and the output's.
+        source: its definition and dependencies.
+        layout: ``(input sizes..., other arguments...) -> (sizes, strides)`` of the output.
+        plan: ``((sizes, strides) of inputs and output...) -> numbers`` passed to a call.
     """
 
     name: str
@@ -39,15 +36,15 @@ class Kernel(NamedTuple):
 
     @property
     def version(self) -> int:
-        """An argument of the operator, so that inductor's cache does not give the code of another source."""
+        """A checksum of the source: an argument of the operator, so that inductor's cache distinguishes versions."""
         return zlib.crc32(self.source.encode())
 
 
 def possible() -> bool:
-    """Whether the graph that is being made can call such functions: from C++, on processors they were tried on."""
+    """Whether the graph being compiled can call such functions: from C++, on a processor with AVX."""
     from torch._inductor import config
 
-    # Not `pick_vec_isa`, which starts compilers: code of an earlier run needs none.
+    # Not `pick_vec_isa`, which starts compilers: cached code needs none.
     vectors: Any = config.cpp.simdlen
     return config.cpp_wrapper and vectors is None and torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
@@ -58,7 +55,7 @@ _REGISTERED: dict[Any, Kernel] = {}
 
 @functools.cache
 def register(kernel: Kernel) -> Any:
-    """Let inductor call the kernel for its operator, which is returned."""
+    """Register the lowering of a kernel's operator, and return the operator."""
     from torch._inductor import ir, lowering
 
     operator: Any = getattr(torch.ops.purestep, kernel.name).default
@@ -70,7 +67,7 @@ def register(kernel: Kernel) -> Any:
         inputs = [ir.ExternKernel.realize_input(each) for each in tensors]
         size, strides = kernel.layout(*(each.get_size() for each in tensors), *args[len(tensors) :])
         like = tensors[0].get_device_or_error(), tensors[0].get_dtype(), size
-        # A vector may become part of a longer one.
+        # Inductor may place a vector in a longer one.
         layout = ir.FlexibleLayout(*like) if len(size) == 1 else ir.FixedLayout(*like, strides)
         made = call(layout, inputs, op_overload=operator)
         made.kernel = kernel
@@ -88,7 +85,7 @@ def _call_class() -> Any:
     base: Any = ir.ExternKernelOut
 
     class Call(base):
-        """A call with pointers, where inductor would pass tensors to an operator."""
+        """A call with pointers instead of an operator with tensors."""
 
         def codegen(self, wrapper: Any) -> None:
             function = f"purestep_{self.kernel.name}"
@@ -113,7 +110,7 @@ def _c_type(buffer: Any, written: bool) -> str:
 
 
 def unboxed(given: Any) -> Any:
-    """The buffer, or the view of one, inside inductor's boxes: a box passes on names and sizes, not its class."""
+    """The buffer or view inside inductor's boxes; a box forwards attributes, but not the class."""
     from torch._inductor import ir
 
     while isinstance(given, ir.MutableBox):
@@ -122,10 +119,10 @@ def unboxed(given: Any) -> Any:
 
 
 def is_view(given: Any) -> bool:
-    """Whether this, boxed or not, is a view of a buffer, which may begin inside of it.
+    """Whether this is a view of a buffer, which may have an offset.
 
     Raises:
-        TypeError: it has no memory yet.
+        TypeError: it is not in memory.
     """
     from torch._inductor import ir
 
@@ -136,7 +133,7 @@ def is_view(given: Any) -> bool:
 
 
 def address(given: Any) -> str:
-    """Where a buffer, or a view of one, begins, in C++."""
+    """The C++ expression for the address of a buffer or view."""
     start = f"{given.get_name()}.data_ptr()"
     if not is_view(given):
         return start
@@ -144,7 +141,7 @@ def address(given: Any) -> str:
 
 
 def contiguous(size: Shape) -> list[Any]:
-    """The strides of a tensor of this size, rows one after another."""
+    """The strides of a contiguous tensor of this size."""
     strides: list[Any] = [1]
     for length in reversed(size[1:]):
         strides.insert(0, strides[0] * length)

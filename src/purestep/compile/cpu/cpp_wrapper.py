@@ -1,12 +1,12 @@
-"""Inductor's C++ around the kernels of a graph, with intermediates in the workspace and inputs as addresses.
+"""Generator of the C++ that calls a graph's kernels, with intermediates in the workspace and inputs as addresses.
 
-Buys: inductor's code takes handles. For each input Python makes a tensor object and a capsule, C++ a vector and an
-owner that counts references, and sizes and strides are read and compared. A step knows them and holds its buffers, so
-an address is enough; `launcher.py` passes it. Graphs that return an input, hold a constant, or call an operator that
-might keep its arguments are left as inductor writes them.
+Buys: inductor's code takes handles. For each input Python creates a tensor object and a capsule, C++ a vector and a
+reference-counting owner, and sizes and strides are read and compared. A step knows them and holds its buffers, so an
+address is enough; `launcher` passes it. Graphs that return an input, contain a constant, or call an operator that might
+store its arguments keep inductor's code.
 
-Private names: ``torch._inductor.codegen`` (the wrapper for the CPU, whose methods are overridden, and the lines it
-writes), ``torch._inductor.graph.GraphLowering``, ``torch._inductor.ir``.
+Private names: ``torch._inductor.codegen`` (the wrapper for the CPU, whose methods are overridden, and its lines),
+``torch._inductor.graph.GraphLowering``, ``torch._inductor.ir``.
 
 Without: inductor's own wrapper. Importing this module loads inductor.
 """
@@ -24,7 +24,7 @@ from torch._inductor import ir
 from torch._inductor.codegen import common, cpp_wrapper_cpu
 from torch._inductor.codegen.common import DeferredLine
 from torch._inductor.codegen.wrapper import EnterSubgraphLine, ExitSubgraphLine, ReuseLine, WrapperLine
-from torch._inductor.fx_passes.control_dependencies import control_deps  # what keeps draws in order
+from torch._inductor.fx_passes.control_dependencies import control_deps  # keeps draws in order
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 
@@ -36,19 +36,19 @@ _ENTRIES = csrc.text("entries.cpp")
 
 
 @contextmanager
-def laid_out() -> Generator[None]:
-    """Inductor's C++ wrapper puts intermediates into the memory named by a graph's last input."""
+def enabled() -> Generator[None]:
+    """Let inductor use `Wrapper`, which places intermediates in the workspace, the last input of a graph."""
     common.init_backend_registration()
     kind: Any = GraphLowering
     with (
         mock.patch.object(common.device_codegens["cpu"], "cpp_wrapper_codegen", Wrapper),
-        mock.patch.object(kind, "init_wrapper_code", _made_once(kind.init_wrapper_code)),
+        mock.patch.object(kind, "init_wrapper_code", _initialized_once(kind.init_wrapper_code)),
     ):
         yield
 
 
-def _made_once(true: Callable[..., None]) -> Callable[..., None]:
-    """A graph whose functions have been written goes on with the wrapper that they are in."""
+def _initialized_once(true: Callable[..., None]) -> Callable[..., None]:
+    """Keep the wrapper of a graph whose functions are already written."""
 
     def init_wrapper_code(graph: Any, *of_part: Any, **more: Any) -> None:
         if graph.wrapper_code is None or of_part or more:
@@ -61,17 +61,17 @@ _CALLING: Any = cpp_wrapper_cpu.CppWrapperCpu
 
 
 class Wrapper(_CALLING):
-    """Writes the code that calls a graph's kernels."""
+    """Generates the code that calls a graph's kernels."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layouts = [workspace.Layout()]  # of the graph, and of the function in it that is being written
+        self.layouts = [workspace.Layout()]  # of the graph, and of the function being written
         self.places: dict[str, tuple[int, int]] = {}  # buffer -> (offset, bytes)
         self.returned: set[str] = set()
-        self.outputs: dict[str, int] = {}  # of functions, and which of each
-        self.delivered: dict[str, int] = {}  # buffers that lie where an output belongs
-        self.becomes: dict[str, str] = {}  # of buffers that kernels write over
-        self.sizes: dict[str, int] = {}  # of functions' memory, in bytes
+        self.outputs: dict[str, int] = {}  # output of a function -> its index
+        self.delivered: dict[str, int] = {}  # buffer in the memory of an output -> index of that output
+        self.becomes: dict[str, str] = {}  # buffer -> the buffer that a kernel writes over it
+        self.sizes: dict[str, int] = {}  # function -> bytes of workspace
         self.header.splice(workspace.HEADER + offset_pointers.HEADER)
 
     @property
@@ -83,13 +83,13 @@ class Wrapper(_CALLING):
         return Wrapper()
 
     def write_constant(self, name: str, hashed: str) -> None:
-        """Later: of a graph that is still being lowered, not all are known."""
+        """Do nothing: `write_wrapper_decl` writes them, when all constants are known."""
 
     def write_wrapper_decl(self) -> None:
         for constant in V.graph.constant_reprs.items():
             super().write_constant(*constant)
         self.by_address = _by_address()
-        if self.by_address:  # who calls has looked at sizes
+        if self.by_address:  # the caller has checked sizes
             self.lines = [line for line in self.lines if getattr(line, "op_name", None) != "input"]
         super().write_wrapper_decl()
 
@@ -112,8 +112,8 @@ class Wrapper(_CALLING):
     def memory_plan_reuse(self) -> None:
         super().memory_plan_reuse()
         self.returned = _returned([line for line in self.lines if isinstance(line, ReuseLine)])
-        self.prefix.writeline(f"const Arena arena((int64_t*)({list(V.graph.graph_inputs)[-1]}.data_ptr()));")
-        self.prefix.writeline("char* const memory = arena.at();")
+        self.prefix.writeline(f"const Workspace workspace((int64_t*)({list(V.graph.graph_inputs)[-1]}.data_ptr()));")
+        self.prefix.writeline("char* const memory = workspace.at();")
 
     def codegen_inplace_reuse(self, input_buffer: Any, output_buffer: Any) -> None:
         self.becomes[input_buffer.get_name()] = output_buffer.get_name()
@@ -156,20 +156,20 @@ class Wrapper(_CALLING):
     def codegen_invoke_subgraph(self, call: Any) -> None:
         for made in call.outputs:
             layout = made.get_output_spec()
-            if isinstance(layout, ir.NonOwningLayout):  # part of a vector, which has to be there
+            if isinstance(layout, ir.NonOwningLayout):  # part of a vector, which must be allocated
                 self.codegen_allocation(V.graph.get_buffer(layout.view.get_name()))
                 self.codegen_deferred_allocation(made.get_name(), layout.view)
         self.writeline(_Call(self, call))
 
     def write_function(self, function: Any) -> None:
-        """A layer that comes again, as a function of addresses; see `blocks.py`."""
+        """Write a repeated layer as a function of addresses; see `outline`."""
         self.writeline(f"const auto {function.name} = [](void* const* in, void* const* out, char* memory) {{")
         self.writeline(_Enter(self, function))
         self.push_codegened_graph(function)
         for at, (name, given) in enumerate(function.graph_inputs.items()):
             self.writeline(self._declared(name, f"in[{at}]", given, self.writeline))
         for at, output in enumerate(function.graph_outputs):
-            if not cpp_kernel.is_view(output):  # whose buffer may be larger than what the caller has memory for
+            if not cpp_kernel.is_view(output):  # a view's buffer may be larger than the caller's memory
                 self.outputs.setdefault(output.get_name(), at)
         outer = V.graph
         with V.set_graph_handler(function):
@@ -181,11 +181,11 @@ class Wrapper(_CALLING):
         self.writeline("};")
 
     def write_call(self, call: Any) -> None:
-        """A call of such a function; what it makes has places here."""
+        """Write a call of such a function, with memory for its outputs."""
         function, room, made = call.subgraph.graph, list[tuple[int, int]](), list[str]()
 
         def borrowed(size: int) -> str:
-            """Memory for the time of the call."""
+            """Allocate memory for the duration of the call."""
             room.append((self.layout.take(size), size))
             return f"memory + {room[-1][0]}"
 
@@ -202,13 +202,13 @@ class Wrapper(_CALLING):
             self.layout.give(*place)
 
     def _destination(self, name: str) -> int | None:
-        """Which output of a function this is, or what becomes it in its memory."""
+        """The index of the function's output that this buffer, or a later one in its memory, is."""
         while name in self.becomes:
             name = self.becomes[name]
         return self.outputs.get(name)
 
     def _delivered(self, buffer: Any) -> str:
-        """A function's output in the memory that its caller has for it."""
+        """Declare a function's output in the caller's memory."""
         name = buffer.get_name()
         at = self._destination(name)
         assert at is not None
@@ -239,7 +239,7 @@ class Wrapper(_CALLING):
 
 
 class _Enter(EnterSubgraphLine):
-    """From here on a function is written, with a layout of its own."""
+    """Start of a function, with a new workspace layout."""
 
     wrapper: Any
 
@@ -249,7 +249,7 @@ class _Enter(EnterSubgraphLine):
 
 
 class _Exit(ExitSubgraphLine):
-    """The function is complete; so much memory it takes."""
+    """End of a function; records the size of its workspace."""
 
     wrapper: Any
 
@@ -260,7 +260,7 @@ class _Exit(ExitSubgraphLine):
 
 
 class _Output(WrapperLine):
-    """What has not been made in its place is copied there."""
+    """Copies an output that was not computed in the caller's memory."""
 
     def __init__(self, wrapper: Any, made: Any, at: int) -> None:
         self.wrapper, self.made, self.at = wrapper, made, at
@@ -275,7 +275,7 @@ class _Output(WrapperLine):
 
 
 class _Call(WrapperLine):
-    """Of a function; places for what it makes are taken when the line is written."""
+    """A call of a function; memory for its outputs is allocated when the line is written."""
 
     def __init__(self, wrapper: Any, call: Any) -> None:
         self.wrapper, self.call = wrapper, call
@@ -290,7 +290,7 @@ def _array(addresses: Iterable[str]) -> str:
 
 
 def _by_address() -> bool:
-    """Whether the graph at hand takes addresses."""
+    """Whether the current graph can take addresses."""
     graph: Any = V.graph
     inputs = graph.graph_inputs
     plain = all(isinstance(given, ir.TensorBox) and _is_fixed(given) for given in inputs.values())
@@ -299,7 +299,7 @@ def _by_address() -> bool:
 
 
 def _called(module: Any) -> Iterator[Any]:
-    """What a graph calls, in the graphs that keep draws in order too."""
+    """The targets that a graph calls, also in its subgraphs that keep draws in order."""
     for part in module.modules():
         if isinstance(part, torch.fx.GraphModule):
             yield from (node.target for node in part.graph.nodes if node.op == "call_function")
@@ -319,7 +319,7 @@ def _is_number(size: Any) -> bool:
 
 
 def _bytes(buffer: Any) -> int | None:
-    """How much memory a buffer takes, if that is known."""
+    """The aligned size of a buffer, or None if it is unknown."""
     length = V.graph.get_allocation_storage_size(buffer)
     plain = buffer.get_device().type == "cpu" and not buffer.get_is_pinned()
     if not plain or not _is_number(length):
@@ -328,7 +328,7 @@ def _bytes(buffer: Any) -> int | None:
 
 
 def _returned(reuses: list[Any]) -> set[str]:
-    """Buffers whose memory leaves the graph: under their own name, one that they are reused as, or a view of them."""
+    """Buffers whose memory the graph returns: directly, as a buffer that reuses it, or as a view."""
     names = set(V.graph.get_output_names())
     count = -1
     while count != len(names):

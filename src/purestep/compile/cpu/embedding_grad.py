@@ -1,7 +1,7 @@
-"""Sums of rows by index, the gradient of an embedding, in one order whatever the number of threads.
+"""The gradient of an embedding, sums of rows by index, in one order whatever the number of threads.
 
-Buys: inductor adds such rows by atomic additions in all threads: the last bit of a sum depends on their timing, and a
-run does not repeat itself to the bit. Here each thread takes some columns of all rows.
+Buys: inductor adds such rows by atomic additions in all threads, so the last bit of a sum depends on their timing, and
+runs are not reproducible bit for bit. Here each thread adds some columns of all rows.
 
 Private names: those of `cpp_kernel`. Without: atomic additions.
 """
@@ -34,11 +34,11 @@ KERNEL = cpp_kernel.Kernel("rows_added", _SOURCE, _layout, _plan)
     "purestep::rows_added", mutates_args=(), schema="(Tensor rows, Tensor index, int height, int version) -> Tensor"
 )
 def rows_added(rows: Tensor, index: Tensor, height: int, version: int) -> Tensor:
-    """Sums of the rows that have the same index, shape ``(height, columns)``.
+    """Sum the rows with the same index; shape ``(height, columns)``.
 
     Args:
-        rows: shape ``(count, columns)``, float32, any strides: inductor lays them out as it likes.
-        index: shape ``(count,)``, int64; rows with an index outside of ``range(height)`` are left out.
+        rows: shape ``(count, columns)``, float32, any strides: inductor chooses them.
+        index: shape ``(count,)``, int64; rows with an index outside of ``range(height)`` are ignored.
         height: number of sums.
         version: of the kernel.
     """
@@ -52,13 +52,13 @@ def _(rows: Tensor, index: Tensor, height: int, version: int) -> Tensor:
 
 
 def register() -> None:
-    """Let inductor call the kernel, where a graph may have it."""
+    """Register the kernel's lowering, if the graph being compiled can call it."""
     if cpp_kernel.possible():
         cpp_kernel.register(KERNEL)
 
 
 def decompositions(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """The table with the gradient of an embedding as sums of rows."""
+    """Return the table of decompositions with an embedding's gradient as `rows_added`."""
     if not cpp_kernel.possible():
         return dict(table)
     operator: Any = torch.ops.aten.embedding_dense_backward.default

@@ -1,13 +1,12 @@
 """Matrix products of a compiled step, in C++.
 
-Buys: a call of torch's product costs 1.2 to 2.5 us before it multiplies anything, and MKL's kernels leave a good part
-of a core idle where matrices are small or the processor is not Intel's. Sizes and strides are known when a step is
-compiled, so its products become plain calls in inductor's code: any strides, bias and activation in the loops around
-them.
+Buys: a call of torch's product has an overhead of 1.2 to 2.5 us, and MKL's kernels are slow for small matrices and on
+processors that are not Intel's. Sizes and strides are known when a step is compiled, so its products become plain calls
+in inductor's code, for any strides, with bias and activation in the adjacent loops.
 
-The kernel is that of Goto and van de Geijn (Anatomy of High-Performance Matrix Multiplication, ACM TOMS 2008): as many
-rows on the left as the second cache holds, panels of two vectors of columns on the right, packed where they are not
-contiguous, blocks of rows in registers. Each number is one sum in one order, whatever the number of threads.
+The kernel follows Goto and van de Geijn (Anatomy of High-Performance Matrix Multiplication, ACM TOMS 2008): as many
+rows on the left as the L2 cache holds, panels of two vectors of columns on the right, packed if they are not
+contiguous, blocks of rows in registers. Each element is summed in one order, whatever the number of threads.
 
 Private names: those of `cpp_kernel`. Without: torch's products.
 """
@@ -39,7 +38,7 @@ def _layout(a: Sequence[Any], b: Sequence[Any], form: str, version: int) -> tupl
 
 
 def _plan(a: Any, b: Any, made: Any) -> list[Any]:
-    """What `Plan` holds: sizes, then strides, with batch dimensions of one where there are none."""
+    """The fields of `Plan` in C++: sizes, then strides, with missing batch dimensions of size one."""
     strides = [[0, 0, *strides][-4:] for _, strides in (a, b, made)]
     rows = [0, 0, b[0][-1]] if len(made[0]) == 1 else strides[2][:-1]
     return [*[1, 1, *a[0][:-1]][-3:], b[0][-1], a[0][-1], *strides[0], *strides[1], *rows]
@@ -56,8 +55,8 @@ def product(a: Tensor, b: Tensor, form: str, version: int) -> Tensor:
     Args:
         a: shape ``(..., m, k)``, float32, any strides.
         b: shape ``(..., k, n)``, the same.
-        form: "plain"; "heads inside": a result ``(b, h, m, n)`` that lies in memory as ``(b, m, h, n)``; "flat": a
-            matrix as a vector of its rows, which inductor can let lie in a larger one.
+        form: "plain"; "heads inside": a result ``(b, h, m, n)`` with the memory order ``(b, m, h, n)``; "flat": a
+            matrix as a vector of its rows, which inductor can place in a longer vector.
         version: of the kernel.
     """
     made = torch.matmul(a, b)
@@ -70,7 +69,7 @@ def _(a: Tensor, b: Tensor, form: str, version: int) -> Tensor:
 
 
 def placed(graph: GraphModule) -> GraphModule:
-    """The graph with its products of float32 as calls of the kernel above."""
+    """Replace the float32 products of a graph by calls of the kernel."""
     if not cpp_kernel.possible():
         return graph
     cpp_kernel.register(KERNEL)
@@ -84,7 +83,7 @@ def placed(graph: GraphModule) -> GraphModule:
 
 
 def _parts(node: Node) -> tuple[Any, Any, Any] | None:
-    """Bias (or None), left and right of a node that is a product which the kernel takes."""
+    """Bias (or None), left and right operand of a product that the kernel supports; None for other nodes."""
     aten = torch.ops.aten
     if node.target in (aten.mm.default, aten.bmm.default) and not node.kwargs:
         bias, (left, right) = None, node.args
@@ -93,8 +92,8 @@ def _parts(node: Node) -> tuple[Any, Any, Any] | None:
     else:
         return None
     values: list[Any] = [node.meta["val"], *(source.meta["val"] for source in (left, right))]  # type: ignore[union-attr]
-    taken = all(type(v.numel()) is int and v.numel() and v.dtype == torch.float32 for v in values)
-    return (bias, left, right) if taken else None
+    is_supported = all(type(v.numel()) is int and v.numel() and v.dtype == torch.float32 for v in values)
+    return (bias, left, right) if is_supported else None
 
 
 def _replace(graph: GraphModule, node: Node, bias: Any, left: Any, right: Any) -> None:
@@ -115,7 +114,7 @@ def _replace(graph: GraphModule, node: Node, bias: Any, left: Any, right: Any) -
 
 
 def _flattened(node: Node) -> Node | None:
-    """The vector of rows that a matrix is only made for, as a part of a longer one: a packed state's gradients."""
+    """The flattened result, if its only use is as a part of a longer vector, like a packed state's gradients."""
     aten, last, (m, n) = torch.ops.aten, node, node.meta["val"].shape[-2:]
     while len(last.users) == 1 and node.meta["val"].dim() == 2:
         user = next(iter(last.users))

@@ -1,9 +1,9 @@
-"""Parts of packed vectors as pointers, so that kernels of equal layers are the same code.
+"""Pointers to parts of packed vectors, so that kernels of equal layers have the same code.
 
 Buys: a packed state has the weights of all layers in one vector, and inductor writes the offset of a part into the
 kernel that reads it. Kernels of two equal layers then differ in a number and are compiled twice. Here a kernel takes a
-pointer to the part, and the C++ that calls it adds the offset. Only the text changes: inductor plans for the vector,
-and a kernel reads the same addresses at the same moments.
+pointer to the part, and the calling C++ adds the offset. Only the text of the code changes: inductor still plans with
+the vector, and a kernel reads the same addresses.
 
 Private names: ``torch._inductor.codegen`` (arguments and loads of a C++ kernel), ``torch._inductor.graph``.
 
@@ -22,12 +22,12 @@ from . import csrc
 HEADER = csrc.text("piece.h")
 
 _FROM = "+"
-"""Between the name of a vector and the index of a number in it: together what a kernel's pointer is called here."""
+"""Separates the name of a vector and an offset in the name of a kernel's pointer."""
 
 
 @contextmanager
-def apart() -> Generator[None]:
-    """Kernels that inductor writes inside take pieces of vectors by pointers of their own."""
+def enabled() -> Generator[None]:
+    """Let inductor's kernels take parts of vectors by separate pointers."""
     from torch._inductor import graph
     from torch._inductor.codegen import common, cpp
 
@@ -42,10 +42,10 @@ def apart() -> Generator[None]:
 
 
 def _loading(true: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel's way to read one number, or some side by side."""
+    """Wrap a kernel's method that reads one element or a vector of adjacent ones."""
 
     def load(kernel: Any, name: str, index: Any) -> Any:
-        offset = 0 if "input" in vars(kernel.args) else _offset(name, index)  # of the read that this one is part of
+        offset = 0 if "input" in vars(kernel.args) else _offset(name, index)  # a nested read
         if offset == 0:
             return true(kernel, name, index)
         pointer = kernel.args._lookup("in_ptr", kernel.args.input_buffers, f"{name}{_FROM}{offset}")
@@ -60,7 +60,7 @@ def _loading(true: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _offset(name: str, index: Any) -> int:
-    """Where in a vector that the graph is given a read begins, whatever the loop; 0 for anything else."""
+    """The constant offset of a read in a vector input of the graph; 0 for other reads."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
@@ -73,7 +73,7 @@ def _offset(name: str, index: Any) -> int:
 
 
 def _passing(true: Callable[..., Any]) -> Callable[..., Any]:
-    """What a kernel is called with."""
+    """Wrap the method that lists a kernel's arguments."""
 
     def cpp_argdefs(self: Any, *more: Any) -> Any:
         definitions, given, types = true(self, *more)

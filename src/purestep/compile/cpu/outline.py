@@ -1,10 +1,9 @@
-"""Equal layers of a graph as calls of one function, so that a model of many compiles as fast as one of two.
+"""Equal layers of a graph as calls of one function, so that a deep model compiles as fast as one with two layers.
 
-Buys: a traced graph has every layer written out, forward and backward, and inductor lowers, schedules and writes each.
-Here a stretch of the graph that repeats becomes a graph of its own, which is called with what differs: activations and
-weights. `cpp_wrapper.py` writes it as a function of addresses. A stretch repeats where operators, arguments and layouts
-do so with one period; a count of the distances between equal nodes gives the period, because a trace writes equal
-layers in the same order.
+Buys: a traced graph contains every layer, forward and backward, and inductor lowers, schedules and writes each of them.
+Here a repeated sequence of nodes becomes a separate graph, called with different activations and weights, and
+`cpp_wrapper` writes it as a function of addresses. A sequence repeats if operators, arguments and layouts are periodic;
+the period is the most frequent distance of equal nodes, because a trace writes equal layers in the same order.
 
 Private names: ``torch._inductor.compile_fx``, ``torch._inductor.ir``, ``torch._inductor.virtualized``.
 
@@ -30,21 +29,21 @@ from . import graph_key
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-_OFTEN = 3
-"""Times that a stretch comes, at least: what two share is not worth the loops that its borders keep apart."""
-_LONG = 24
-"""Nodes of a stretch, at least: a few loops are compiled faster than called."""
-_SMALL = 1 << 20
-"""Bytes of a tensor, at most, in a stretch of loops alone."""
-_WITHIN = 8
-"""Times that the same operation may come in one stretch, for this to be found by it."""
+_MIN_REPEATS = 3
+"""Minimal number of repeats: two do not pay for the loops that a function's borders prevent from being fused."""
+_MIN_NODES = 24
+"""Minimal number of nodes of a sequence: a few loops compile faster than a call."""
+_MAX_BYTES = 1 << 20
+"""Maximal bytes of a tensor in a sequence without matrix products."""
+_MAX_OCCURRENCES = 8
+"""Maximal number of earlier equal nodes whose distances are counted."""
 
 
 _ALIVE: WeakValueDictionary[str, Block] = WeakValueDictionary()
 
 
 def __getattr__(name: str) -> Block:
-    """A graph, written as text by torch, imports what it calls."""
+    """Return a living block by name: torch writes a graph as Python text, which imports its targets."""
     try:
         return _ALIVE[name]
     except KeyError:
@@ -54,13 +53,13 @@ def __getattr__(name: str) -> Block:
 class Block:
     """A function that a graph calls, as the target of its nodes."""
 
-    _inductor_lowering_function = True  # inductor calls it to lower a node, and asks nobody what it returns
+    _inductor_lowering_function = True  # inductor calls it to lower a node
 
     def __init__(self, name: str, module: GraphModule) -> None:
         """
         Args:
-            name: another for every function: inductor's cache knows it by that.
-            module: what it does.
+            name: unique for each function: a key of inductor's cache.
+            module: the function's graph.
         """
         self.__name__ = self.__qualname__ = name
         self.module = module
@@ -68,7 +67,7 @@ class Block:
         _ALIVE[name] = self
 
     def __call__(self, *args: Any) -> Any:
-        """On tensors without memory, more of such; on inductor's, a call."""
+        """Return fake results for fake tensors, and lower a call for inductor's tensors."""
         if all(isinstance(arg, Tensor) for arg in args):
             return tuple(made.new_empty_strided(made.shape, made.stride()) for made in self.made())
         from torch._inductor import ir
@@ -76,23 +75,23 @@ class Block:
 
         is_new = self._lowered is None
         if is_new:
-            self._lowered = ir.Subgraph(name=self.__name__, graph_module=self._prepared())
+            self._lowered = ir.Subgraph(name=self.__name__, graph_module=self._apply_passes())
         kind: Any = ir.InvokeSubgraph
-        made = [_box(each) for each in kind.create(self._lowered, *args)]
+        made = [_own_memory(each) for each in kind.create(self._lowered, *args)]
         if is_new:
-            _write(V.graph, self._lowered.graph)
+            _write_function(V.graph, self._lowered.graph)
         return made
 
     def _inductor_lowering_output_metadata_fn(self, *args: Any) -> Any:
-        """What torch 2.14 asks, of tensors without memory, where the inputs of a call have changed."""
+        """Return fake results; torch 2.14 calls this if the inputs of a call have changed."""
         return self(*args)
 
     def made(self) -> list[Tensor]:
-        """What it returns, without memory."""
+        """The fake results."""
         return [node.meta["val"] for node in fx_passes.output(self.module).args[0]]
 
-    def _prepared(self) -> GraphModule:
-        """The function after what inductor does to a graph before it lowers it."""
+    def _apply_passes(self) -> GraphModule:
+        """Run inductor's passes on the function's graph, as before a lowering."""
         from torch._inductor import compile_fx, config
 
         inductor: Any = compile_fx
@@ -100,23 +99,23 @@ class Block:
         inductor.record_original_output_strides(self.module)
         inductor.view_to_reshape(self.module)
         inductor.fake_tensor_prop(self.module, given)
-        # Nodes stay in their order: a sum that is moved to the end would compute again what it is a sum of.
+        # Keep the order of nodes: a sum that moves to the end would recompute its terms.
         with config.patch(reorder_for_locality=False):
             inductor._recursive_post_grad_passes(self.module, is_inference=True)
         return self.module
 
 
-def _write(graph: Any, function: Any) -> None:
-    """The function as C++, ahead of the graph around it: its kernels are compiled while that is lowered."""
+def _write_function(graph: Any, function: Any) -> None:
+    """Write the function as C++ before the graph around it, whose lowering then overlaps with compiling its kernels."""
     is_first = graph.wrapper_code is None
     if is_first:
         graph.init_wrapper_code()
     graph.wrapper_code.write_function(function)
 
 
-def _box(made: Any) -> Any:
-    """A result has memory of its own, which begins where it begins, even if the function took it from a larger buffer.
-    Vectors may become part of longer ones, as a packed state's gradients do."""
+def _own_memory(made: Any) -> Any:
+    """Give a result separate memory without an offset, even if the function computes it in a larger buffer. Vectors may
+    become parts of longer ones, like a packed state's gradients."""
     from torch._inductor import ir
 
     layout = made.layout
@@ -128,11 +127,11 @@ def _box(made: Any) -> Any:
 
 
 def outlined(graph: GraphModule) -> GraphModule | None:
-    """The graph with stretches that come again as calls; None where there are none."""
+    """Replace repeated sequences of a graph by calls; return None if there are none."""
     from torch.fx import Graph, GraphModule
 
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
-    early = _early(nodes)
+    early = _leading_draws(nodes)
     found = list(_repeated([node for node in nodes if node not in early]))
     if not found:
         return None
@@ -144,15 +143,15 @@ def outlined(graph: GraphModule) -> GraphModule | None:
     made = GraphModule(graph, copy)
     functions = dict[str, Block]()
     for windows in found:
-        _outlined(made, [[copies[node] for node in window] for window in windows], functions)
+        _outline(made, [[copies[node] for node in window] for window in windows], functions)
     made.graph.lint()
     return made if functions else None
 
 
-def _early(nodes: Sequence[Node]) -> dict[Node, None]:
-    """Draws that need nothing computed before, and what they need: a layer is given the numbers that it drops out by.
+def _leading_draws(nodes: Sequence[Node]) -> dict[Node, None]:
+    """The first draws and their inputs, if those are not computed: a layer gets its dropout masks as inputs.
 
-    Draws keep their order, so none is among them that comes after one that has to stay.
+    Draws keep their order, so the first one with computed inputs ends the list.
     """
     found: dict[Node, None] = {}
     for node in nodes:
@@ -164,81 +163,81 @@ def _early(nodes: Sequence[Node]) -> dict[Node, None]:
     return found
 
 
-# --- stretches that repeat --------------------------------------------------------------------------------------------
+# --- repeated sequences -----------------------------------------------------------------------------------------------
 
 
 def _repeated(nodes: Sequence[Node]) -> Iterator[list[list[Node]]]:
-    """Stretches of nodes that look the same, one behind the other; the longest first."""
+    """Adjacent sequences of nodes with equal labels, the longest first."""
     labels = [_label(node) for node in nodes]
     runs = sorted(_runs(labels), key=lambda run: (run[0] - run[1], run[2]))
-    taken: set[int] = set()
+    used: set[int] = set()
     for start, end, period in runs:
-        if taken.isdisjoint(range(start, end)):
-            taken |= set(range(start, end))
+        if used.isdisjoint(range(start, end)):
+            used |= set(range(start, end))
             count = (end - start) // period
             yield [list(nodes[at : at + period]) for at in range(start, start + count * period, period)]
 
 
 def _runs(labels: list[Any]) -> Iterator[tuple[int, int, int]]:
-    """Where labels repeat with a period: from, to, period."""
-    seen, distances = defaultdict[Any, deque[int]](functools.partial(deque, maxlen=_WITHIN)), Counter[int]()
+    """Ranges where labels are periodic: (start, end, period)."""
+    seen, distances = defaultdict[Any, deque[int]](functools.partial(deque, maxlen=_MAX_OCCURRENCES)), Counter[int]()
     for at, label in enumerate(labels):
         distances.update(at - before for before in seen[label])
         seen[label].append(at)
     for period, times in distances.items():
-        # In such a run, nearly every label has come a period before.
-        if period < _LONG or times < _LONG:
+        # In such a range, nearly every label has occurred one period before.
+        if period < _MIN_NODES or times < _MIN_NODES:
             continue
         start = 0
         for at in range(len(labels) - period + 1):
             if at < len(labels) - period and labels[at] is not None and labels[at] == labels[at + period]:
                 continue
-            if at + period - start >= _OFTEN * period:
+            if at + period - start >= _MIN_REPEATS * period:
                 yield start, at + period, period
             start = at + 1
 
 
 def _label(node: Node) -> Any:
-    """What a node does, and with what, tensors apart; None where it must be left alone."""
+    """The operator, the arguments that are no tensors, and the layout of a node; None if it cannot be in a function."""
     value, target = node.meta.get("val"), node.target
     if not graph_key.known(target) or fx_passes.is_draw(node):
         return None
     if target is not operator.getitem and target._schema.is_mutable:  # type: ignore[union-attr]
         return None
     if target is torch.ops.aten.as_strided.default and len(node.args) > 3:
-        return None  # counts from where the memory begins that this is a piece of, which a function does not know
+        return None  # a storage offset, whose base a function does not know
     try:
-        given = [_named(part, lambda _: "%") for part in (node.args, node.kwargs)]
+        given = [_with_names(part, lambda _: "%") for part in (node.args, node.kwargs)]
         return str(target), graph_key.plain(given), graph_key.plain(value, _layout)
-    except graph_key.Untold:
+    except graph_key.Unkeyable:
         return None
 
 
-def _named(given: Any, name: Callable[[Node], str]) -> Any:
-    """Arguments with names for nodes."""
+def _with_names(given: Any, name: Callable[[Node], str]) -> Any:
+    """Replace nodes in arguments by names."""
     from torch.fx.node import map_arg
 
     return map_arg(given, name)
 
 
 def _layout(leaf: Tensor) -> str:
-    """Not where in its memory a tensor begins: a function is given an address."""
+    """The layout without the storage offset: a function gets an address."""
     return f"{leaf.dtype} {leaf.device} {tuple(leaf.shape)} {leaf.stride()}"
 
 
-# --- what becomes a function ------------------------------------------------------------------------------------------
+# --- functions --------------------------------------------------------------------------------------------------------
 
 
 class _Form(NamedTuple):
-    """A stretch as a function."""
+    """A sequence of nodes as a function."""
 
     nodes: list[Node]
     inputs: list[Node]
-    """from elsewhere, in the order that they are asked for"""
+    """nodes outside of the sequence, in order of use"""
     text: str
-    """the same for the same function"""
+    """equal for equal functions"""
     outputs: set[int]
-    """which nodes are needed elsewhere"""
+    """indices of nodes that are used outside"""
 
 
 def _form(nodes: list[Node]) -> _Form | None:
@@ -248,40 +247,40 @@ def _form(nodes: list[Node]) -> _Form | None:
     def name(node: Node) -> str:
         return f"%{places[node]}" if node in places else f"input {inputs.setdefault(node, len(inputs))}"
 
-    lines = [f"{node.target} {_named(node.args, name)} {_named(node.kwargs, name)}" for node in nodes]
+    lines = [f"{node.target} {_with_names(node.args, name)} {_with_names(node.kwargs, name)}" for node in nodes]
     if not all(isinstance(node.meta.get("val"), Tensor) for node in inputs):
         return None
     text = "\n".join([*lines, *(_layout(node.meta["val"]) for node in inputs)])
-    shown = {_shown(node) for node in nodes if any(user not in places for user in node.users)}
+    shown = {_base(node) for node in nodes if any(user not in places for user in node.users)}
     return _Form(nodes, list(inputs), text, {places[node] for node in shown if node in places})
 
 
-def _shown(node: Node) -> Node:
-    """What a view is a view of: views are taken anew where they are needed."""
+def _base(node: Node) -> Node:
+    """The base of a view: views are repeated outside of the function."""
     while _is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _is_view(node: Any) -> bool:
-    if node.target is operator.getitem:  # of several
+    if node.target is operator.getitem:  # one of several results
         node = node.args[0]
     return aliasing.is_view(node) or node.target is torch.ops.aten._unsafe_view.default
 
 
-def _outlined(graph: GraphModule, windows: list[list[Node]], functions: dict[str, Block]) -> None:
-    """One function for what most of these do, and calls of it, where they are worth it."""
+def _outline(graph: GraphModule, windows: list[list[Node]], functions: dict[str, Block]) -> None:
+    """Replace the sequences with the most common form by calls of one function, if that pays."""
     if not _is_worth_calls(windows[0]):
         return
-    forms = _same([form for form in map(_form, windows) if form is not None])
-    if len(forms) < _OFTEN:
+    forms = _most_common([form for form in map(_form, windows) if form is not None])
+    if len(forms) < _MIN_REPEATS:
         return
     outputs = sorted(set[int]().union(*(form.outputs for form in forms)))
     first = forms[0]
     if not outputs or not all(isinstance(first.nodes[at].meta["val"], Tensor) for at in outputs):
         return
     name = hashlib.sha256(f"{first.text}\n{outputs}".encode()).hexdigest()[:16]
-    if name not in functions:  # the same may come in two places
+    if name not in functions:  # two places may have the same function
         functions[name] = Block(f"purestep_block_{name}", _function(first, outputs))
     made: dict[Node, Node] = {}
     for form in forms:
@@ -289,20 +288,20 @@ def _outlined(graph: GraphModule, windows: list[list[Node]], functions: dict[str
 
 
 def _is_worth_calls(nodes: list[Node]) -> bool:
-    """Whether a function of these is as fast. Loops alone, such as an update by leaves, inductor joins to those around
-    them, and has them write the state where it lies; a function keeps them apart, and what it returns is made
-    elsewhere first. Beside a product that is little, and of small tensors nothing: the second cache holds them."""
+    """Whether calls are as fast as inlined code. Inductor fuses elementwise loops, such as an update by leaves, with
+    their neighbours and writes the state in place; a function prevents the fusion, and its results need a copy. That
+    cost is small compared with a matrix product, and negligible for small tensors, which stay in the L2 cache."""
     from torch.utils.flop_counter import flop_registry
 
     packets = {getattr(node.target, "overloadpacket", None) for node in nodes}
     if torch.ops.purestep.product in packets or not packets.isdisjoint(flop_registry):
         return True
     values = [node.meta.get("val") for node in nodes]
-    return all(value.nbytes <= _SMALL for value in values if isinstance(value, Tensor))
+    return all(value.nbytes <= _MAX_BYTES for value in values if isinstance(value, Tensor))
 
 
-def _same(forms: list[_Form]) -> list[_Form]:
-    """Those of the function that most of them are."""
+def _most_common(forms: list[_Form]) -> list[_Form]:
+    """The forms of the most common function."""
     usual = Counter(form.text for form in forms).most_common(1)
     return [form for form in forms if form.text == usual[0][0]]
 
@@ -325,7 +324,7 @@ def _call(graph: GraphModule, form: _Form, outputs: list[int], block: Block, mad
     with of.inserting_after(form.nodes[-1]):
         call = of.call_function(block, tuple(made.get(each, each) for each in form.inputs))
     call.meta["val"] = tuple(form.nodes[at].meta["val"] for at in outputs)
-    # Where inductor looks for the layouts that a function's inputs have; two others come first there.
+    # Inductor reads the layouts of a function's inputs here, after two other entries.
     call.meta["eager_input_vals"] = ((None, None, *(each.meta["val"] for each in form.inputs)), {})
     last = call
     for index, at in enumerate(outputs):
@@ -337,18 +336,18 @@ def _call(graph: GraphModule, form: _Form, outputs: list[int], block: Block, mad
         if not users:
             continue
         if node not in made:  # a view
-            last = _again(of, node, made, inside, last)
+            last = _copy_view(of, node, made, inside, last)
         for user in users:
             user.replace_input_with(node, made[node])
     for node in reversed(form.nodes):
         of.erase_node(node)
 
 
-def _again(graph: Any, node: Node, made: dict[Node, Node], inside: set[Node], last: Node) -> Node:
-    """A view taken anew, after `last`; the last node then."""
+def _copy_view(graph: Any, node: Node, made: dict[Node, Node], inside: set[Node], last: Node) -> Node:
+    """Repeat a view after `last`; return the new last node."""
     source: Any = node.args[0]
     if source in inside and source not in made:
-        last = _again(graph, source, made, inside, last)
+        last = _copy_view(graph, source, made, inside, last)
     with graph.inserting_after(last):
         made[node] = graph.node_copy(node, lambda each: made.get(each, each))
     return made[node]

@@ -1,9 +1,9 @@
-"""Memory of a compiled step: one piece a thread, laid out when the step is compiled.
+"""The workspace of compiled steps: one block of memory for each thread, with a layout computed at compile time.
 
-Buys: inductor's code calls malloc for every intermediate tensor and wraps each in objects: a tenth of a step of many
-small tensors. The memory of large ones returns to the system after every use, and comes back page by page. Sizes and
-lifetimes are known when a step is compiled, so intermediates are offsets into one piece of memory, which all graphs of
-a thread use in turn, and which lives as long as the thread. Results of a graph are memory of their own.
+Buys: inductor's code calls malloc for every intermediate tensor and wraps each in objects, a tenth of the time of a
+step with many small tensors. The memory of large ones returns to the system after every use, and comes back page by
+page. Sizes and lifetimes are known when a step is compiled, so intermediates are offsets into one block, which all
+graphs of a thread share and which lives as long as the thread. Results of a graph are allocated separately.
 
 Private names: none but ``torch._inductor.config``; `cpp_wrapper` writes the code.
 
@@ -32,17 +32,17 @@ HEADER = csrc.text("workspace.h")
 
 
 def header() -> Tensor:
-    """Address and size of this thread's memory, and whether it is in use; shape (3,), int64, written by graphs."""
+    """Address and size of this thread's workspace, and whether it is in use; shape (3,), int64, written by graphs."""
     found: Tensor | None = getattr(_OWN, "header", None)
     if found is None:
-        found = _OWN.header = torch.zeros(3, dtype=torch.int64, device="cpu")  # not on a default device of the caller's
-        # The array shares its memory, and outlives the tensor. At exit other threads may still be at work.
+        found = _OWN.header = torch.zeros(3, dtype=torch.int64, device="cpu")  # whatever the caller's default device
+        # The array shares its memory and outlives the tensor. No finalizer at exit: other threads may still run.
         weakref.finalize(_OWN.header, _free, found.numpy()).atexit = False
     return found
 
 
 def address() -> int:
-    """Where the header is."""
+    """The address of the header."""
     try:
         return _OWN.address
     except AttributeError:
@@ -51,41 +51,42 @@ def address() -> int:
 
 
 _OWN = local()
-"""Only room to work in: no graph reads what it has not written in the same call."""
+"""Scratch memory: no graph reads data from an earlier call."""
 
 
 def _free(header: Any) -> None:
     ctypes.CDLL(None).free(ctypes.c_void_p(int(header[0])))
 
 
-def taken(graph: GraphModule, version: str) -> None:
-    """Give the graph one more input, the last: the header.
+def add_input(graph: GraphModule, version: str) -> None:
+    """Add the header as the last input of a graph.
 
     Args:
-        version: of the code that writes C++, a word. The input's name has it, so that inductor's own cache does not
-            take what another version has written.
+        graph: changed.
+        version: of the code generator. It is a part of the input's name, so that inductor's own cache does not return
+            code of another version.
     """
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
     with graph.graph.inserting_after(last):
-        graph.graph.placeholder(f"purestep_arena_{version}")
+        graph.graph.placeholder(f"purestep_workspace_{version}")
 
 
 def possible() -> bool:
-    """Whether the graph that is being made is called from C++ that knows `aligned_alloc`."""
+    """Whether the graph being compiled is called from C++, on a platform with `aligned_alloc`."""
     from torch._inductor import config
 
     return config.cpp_wrapper and sys.platform != "win32"
 
 
 class Layout:
-    """Which bytes are taken; lowest first, so that little is touched."""
+    """The allocated bytes of a workspace, at the lowest free offsets."""
 
     def __init__(self) -> None:
         self.size = 0
-        self._free: list[tuple[int, int]] = []  # (offset, bytes), in order, never side by side
+        self._free: list[tuple[int, int]] = []  # (offset, bytes), sorted, never adjacent
 
     def take(self, size: int) -> int:
-        """The offset of so many bytes, which nobody else has until they are given back."""
+        """Allocate bytes; return their offset."""
         fits = [(length, offset) for offset, length in self._free if length >= size]
         if fits:
             length, offset = min(fits)
@@ -98,7 +99,7 @@ class Layout:
         return at_end[0]
 
     def give(self, offset: int, size: int) -> None:
-        """Give bytes back."""
+        """Free bytes."""
         joined: list[tuple[int, int]] = []
         for start, length in sorted([*self._free, (offset, size)]):
             if joined and sum(joined[-1]) == start:

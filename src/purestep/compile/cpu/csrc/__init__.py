@@ -1,10 +1,10 @@
-"""C++ that becomes part of the code of a compiled step.
+"""C++ sources that become part of the code of a compiled step.
 
-entries.cpp         functions of a library: for inductor, by handles, and for `launcher.py`, by addresses
+entries.cpp         entry points of a library: with handles for inductor, with addresses for `launcher`
 gemm.cpp            matrix products
 embedding_grad.cpp  sums of rows by index
 piece.h             a part of a packed vector
-workspace.h         memory of a thread, and tensors in it
+workspace.h         the workspace of a thread, and tensors in it
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ from importlib import resources
 
 
 def text(name: str) -> str:
-    """The source file of that name, whose words in capitals (``INPUTS``, ``SIZE``) are replaced where it is used."""
+    """Read a source file; users replace its words in capitals (``INPUTS``, ``OUTPUTS``)."""
     return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")

@@ -5,9 +5,9 @@ extern "C" const int64_t purestep_bytes;
 
 // The thread's memory, larger if it has to be; memory of its own for a graph that an operator of another one calls.
 // `header` is the address of the thread's memory, its size, and whether a graph is at work there.
-class Arena {
+class Workspace {
  public:
-  explicit Arena(int64_t* header) : header_(header), own_(header[2]) {
+  explicit Workspace(int64_t* header) : header_(header), own_(header[2]) {
     if (own_) {
       at_ = made(rounded());
     } else {
@@ -21,11 +21,11 @@ class Arena {
       at_ = (char*)header[0];
     }
   }
-  ~Arena() {
+  ~Workspace() {
     if (own_) std::free(at_);
     else header_[2] = 0;
   }
-  Arena(const Arena&) = delete;
+  Workspace(const Workspace&) = delete;
   char* at() const { return at_; }
 
  private:
