@@ -178,7 +178,7 @@ def test_a_context_that_is_part_of_the_state_is_read_as_it_was(monkeypatch: pyte
 
     expected = overlaps(step)
     assert overlaps(ps.compile_step(step, donate=True)) == pytest.approx(expected, rel=1e-4)
-    monkeypatch.setattr(donation.DonatedBuffers, "beside", lambda self, leaves: leaves)
+    monkeypatch.setattr(donation.DonatedBuffers, "without_aliases", lambda self, leaves: leaves)
     assert overlaps(ps.compile_step(step, donate=True)) != pytest.approx(expected, rel=1e-4)
 
 
@@ -239,6 +239,6 @@ def test_a_batch_that_is_part_of_the_state_is_read_as_it_was(donate: Any, monkey
 
     expected = run(step)
     assert_trees_close(run(ps.compile_step(step, donate=donate)), expected)
-    monkeypatch.setattr(donation.DonatedBuffers, "beside", lambda _, leaves: leaves)
+    monkeypatch.setattr(donation.DonatedBuffers, "without_aliases", lambda _, leaves: leaves)
     wrong = run(ps.compile_step(step, donate=donate))
     assert not torch.equal(wrong["b"], expected["b"])

@@ -59,7 +59,7 @@ def delete_through_links() -> None:
 def workers_that_do_not_look() -> None:
     """A worker whose parent is gone does not notice."""
     worker.ManagerWatchdog.is_alive = lambda self: True  # torch's own look
-    workers._follow = lambda parent: None
+    workers._exit_with_parent = lambda parent: None
 
 
 def keep_every_lock() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
-from purestep import optim, rng, scaler
+from purestep import global_rng, optim, rng, scaler
 from purestep.errors import NonFiniteError, StateError, StepContractError
 from purestep.model import template
 from purestep.step import gradient, update
@@ -326,5 +326,5 @@ def test_row_43_determinism_itself() -> None:
 
 def test_row_43_fails_where_the_callers_generator_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rng, "scoped", lambda *seed: contextlib.nullcontext())
-    monkeypatch.setattr(rng, "aside", lambda *seed: lambda: None)  # for as long as a run takes
+    monkeypatch.setattr(global_rng, "seed_with_restore", lambda *seed: lambda: None)  # for as long as a run takes
     fails(test_row_43_determinism_itself)

@@ -379,5 +379,5 @@ def test_row_21_other_threads_and_another_torch_are_told(run: Path, caplog: pyte
     forge(run / str(NEWEST), lambda record: record["environment"].update(threads=99, torch="1.0"))
     assert told(writer=False) == ""
     check()
-    with fails_without("purestep.snapshot.reader._tell_changes"):
+    with fails_without("purestep.snapshot.reader._warn_of_changes"):
         check()
