@@ -1409,7 +1409,7 @@ def test_a_sparse_batch_is_refused_with_the_cure(capture: str) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("where", ["begin", "_run", "_launched", "end"])
+@pytest.mark.parametrize("where", ["begin", "_run", "_launch", "end"])
 def test_ctrl_c_at_any_line_of_a_donated_call_leaves_no_state_that_seems_alive(where: str) -> None:
     """The graph may have run: then the state that went in shows new weights under the old key."""
     program = convnet()  # draws

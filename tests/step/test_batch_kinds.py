@@ -243,7 +243,7 @@ def test_what_cannot_be_looked_into_runs_in_eager_alone() -> None:
     given = batches(Wrapped)
     assert fit(given) == by_hand(batches(Named))
     with pytest.raises(
-        StepContractError, match=r"batch: a Wrapped in the batch, which no compiled graph can hold \(cure: a"
+        StepContractError, match=r"batch: a Wrapped in the batch, which no compiled graph can hold \(cure: pass a"
     ):
         fit(given, compile=COMPILED)
 
