@@ -65,7 +65,7 @@ LOSSES: dict[str, tuple[type[PurestepError], str, Callable[[Any, Any], Any]]] = 
     "no Loss": (StepContractError, r"returned a \w*Tensor, not a Loss", lambda model, batch: model(batch[0]).mean()),
     "detached": (
         StepContractError,
-        r"does not depend on the parameters.*take out .detach\(\)",
+        r"does not depend on the parameters.*remove .detach\(\)",
         lambda model, batch: ps.Loss(model(batch[0]).mean().detach(), torch.tensor(8.0), {}),
     ),
     "without gradients": (
