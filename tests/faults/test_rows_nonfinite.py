@@ -488,7 +488,7 @@ def test_row_36_a_damaged_file_or_another_programs_is_refused(tmp_path: Path) ->
     with pytest.raises(Corrupt, match=str(path)):
         testing.replay(path, program)
     path.write_bytes(whole)
-    with pytest.raises(Mismatch, match=r"ema/params/0.bias is not there, and .* in the program's state"):
+    with pytest.raises(Mismatch, match=r"ema/params/0.bias is missing, but .* in the program's state"):
         testing.replay(path, mlp(ema=0.9))
     with pytest.raises(NotFound, match="no such file"):
         testing.replay(tmp_path / "b", program)

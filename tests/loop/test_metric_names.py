@@ -51,7 +51,7 @@ def test_a_metric_of_a_reserved_name_is_refused_by_name(name: str, compile: Any)
     with pytest.raises(StepContractError) as caught:
         history(program(name, tx=groups()), compile=compile)
     assert caught.value.where == f"metrics/{name}"
-    assert caught.value.hint == "another name"
+    assert caught.value.hint == "choose another name"
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

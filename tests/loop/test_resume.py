@@ -383,7 +383,7 @@ print(int(part.state.step), part.stop_reason)
 @pytest.mark.slow
 def test_another_process_goes_on_to_the_same_bits(whole: Any, tmp_path: Path) -> None:
     here = Path(__file__).parents[1]
-    paths = os.pathsep.join([str(here), str(here.parent / "src")])
+    paths = os.pathsep.join([str(here / "loop"), str(here), str(here.parent / "src")])
     for after, told in ((4, "4 interrupted"), (6, "11 interrupted")):
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, str(tmp_path), str(after)],
