@@ -168,9 +168,11 @@ def test_a_run_is_resumed_bit_for_bit(made: Callable[..., nn.Module], tmp_path: 
 
 
 def test_runs_in_two_threads_draw_what_each_draws_alone() -> None:
+    programs, data = {seed: program(All) for seed in (1, 2)}, batches(6)  # which draw, without taking turns
+
     def run(seed: int) -> Any:
-        trained = program(All)
-        return fit(trained.init(seed=seed), batches(6), trained, epochs=2).state
+        trained = programs[seed]
+        return fit(trained.init(seed=seed), data, trained, epochs=2).state
 
     alone = [run(seed) for seed in (1, 2)]
     found = dict[int, Any]()
