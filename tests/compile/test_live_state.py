@@ -217,9 +217,9 @@ def test_a_step_asks_nothing_of_a_state_that_nobody_has_read(monkeypatch: pytest
         state, _ = step(state, vector_batch())
         assert int(state.step) == int(state.updates)
     store: Any = state.live_store
-    assert store.shown is None
+    assert store.exposed is None
     assert state.params
-    assert store.shown is not None
+    assert store.exposed is not None
 
 
 @pytest.mark.parametrize("donate", [True, "init"])
