@@ -159,6 +159,9 @@ def test_ctrl_c_at_any_line_of_a_scope_leaves_no_trace(scoped: Any):
                 if scoped is not rng.scoped:
                     random.gauss(), np.random.rand()
         sys.settrace(None)
+        # Between two lines an interrupt may also keep the lock, or its release, from the `try` that belongs to it. A
+        # signal of Python's own is not handled there but for single instructions.
+        global_rng.replace_lock()
         assert generators() == before, hits
     assert len(hits) > 10
 
