@@ -1,18 +1,16 @@
-"""The global random generators of torch, numpy and Python: no other file seeds or restores torch's.
+"""torch's global random generators, which no other file seeds or restores; `host_generators` has numpy's and Python's.
 
-They are shared by all threads, so a lock lets one thread at a time use them. Users call `rng.scoped`.
+All threads share them, so a lock lets one thread at a time use them. Users call `rng.scoped`.
 """
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -168,17 +166,6 @@ def torch_states() -> list[Tensor]:
     """
     states = [torch.default_generator.get_state()]
     return states + (list(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else [])
-
-
-def host_states() -> dict[str, Any]:
-    """The states of numpy's and Python's global generators. A pure step leaves both unchanged.
-
-    Example:
-        >>> host_states() == host_states()
-        True
-    """
-    kind, keys, *rest = np.random.get_state()  # the legacy generator is the global one
-    return {"numpy's": (kind, np.asarray(keys).tobytes(), *rest), "Python's": random.getstate()}
 
 
 def _state(generator: torch.Generator) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,8 +33,7 @@ def scoped(number: int) -> Generator[None]:
         ...     print(random.random() == first)
         True
     """
-    bits, pythons = _global.get_bit_generator(), random.getstate()
-    numpys: Any = np.random.get_state(legacy=False)
+    bits, (numpys, pythons) = _global.get_bit_generator(), states()
     spare = _SPARES.pop() if _SPARES else np.random.MT19937()
 
     def put_back() -> None:
@@ -78,19 +77,35 @@ def seed(number: int, generators: Collection[str] = BOTH) -> None:
         random.seed(number)
 
 
-def position() -> tuple[object, object]:
-    """Return the states of numpy's and Python's generators for a comparison (35 us): each draw and seed changes them.
+class States(NamedTuple):
+    """States of numpy's and Python's generators."""
+
+    numpys: Any  # as np.random.set_state takes it
+    pythons: tuple[Any, ...]
+
+    def comparable(self) -> tuple[object, object]:
+        """The two states as values that `==` compares: each draw and each seeding changes them.
+
+        Example:
+            >>> with scoped(1):
+            ...     before = states().comparable()
+            ...     _ = random.random()
+            ...     print([one == other for one, other in zip(before, states().comparable())])
+            [True, False]
+        """
+        bits = repr(sorted((name, _plain(value)) for name, value in self.numpys["state"].items()))
+        rest = self.numpys["bit_generator"], self.numpys["has_gauss"], self.numpys["gauss"]
+        return (bits, *rest), self.pythons
+
+
+def states() -> States:
+    """The present states of both generators (35 us).
 
     Example:
-        >>> with scoped(1):
-        ...     before = position()
-        ...     _ = random.random()
-        ...     print([one == other for one, other in zip(before, position())])
-        [True, False]
+        >>> states().comparable() == states().comparable()
+        True
     """
-    numpys: Any = np.random.get_state(legacy=False)
-    bits = repr(sorted((name, _plain(value)) for name, value in numpys["state"].items()))
-    return (numpys["bit_generator"], bits, numpys["has_gauss"], numpys["gauss"]), random.getstate()
+    return States(np.random.get_state(legacy=False), random.getstate())
 
 
 def _plain(value: Any) -> Any:
@@ -112,7 +127,7 @@ class Host:
 
     def __init__(self) -> None:
         self.draws = False
-        """Whether a call has drawn."""
+        """True if a call has drawn."""
         self._calls = 0
 
     def call(self, function: Callable[[], Any], number: int, again: Callable[[], Any] | None = None) -> Any:
@@ -127,16 +142,15 @@ class Host:
             self._calls += 1
             if self._calls > 8 and self._calls % 16:
                 return function()
-            before, numpys, pythons = position(), np.random.get_state(legacy=False), random.getstate()
-            bits = _global.get_bit_generator()
+            bits, before = _global.get_bit_generator(), states()
             try:
                 found = function()
             finally:
-                self.draws = position() != before
+                self.draws = states().comparable() != before.comparable()
                 if self.draws:
                     _global.set_bit_generator(bits)
-                    np.random.set_state(numpys)
-                    random.setstate(pythons)
+                    np.random.set_state(before.numpys)
+                    random.setstate(before.pythons)
             if not self.draws:
                 return found
             del found

@@ -195,6 +195,20 @@ def test_a_function_that_does_not_draw_is_called_once() -> None:
     assert (values[0] == values[1], calls.count(1), host.draws) == (True, 3, True)  # the first one is made twice
 
 
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.compile)])
+def test_numpys_global_generator_may_be_of_another_kind(compiles: bool) -> None:
+    """`fit` reads its state to see whether a step draws, as does the capture of a graph."""
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(5))
+    try:
+        trained = program(nn.Linear if compiles else Mask)
+        ways = {"compile": {"backend": "aot_eager", "capture": "trace"}} if compiles else {}
+        result = fit(trained.init(), batches(3), trained, epochs=1, **ways)
+        assert (int(result.state.updates), type(np.random.get_bit_generator())) == (3, np.random.PCG64)
+    finally:
+        np.random.set_bit_generator(before)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("family", ["Wav2Vec2", "Hubert", "SEW"])
 def test_spec_augment_trains_and_resumes(family: str, tmp_path: Path) -> None:

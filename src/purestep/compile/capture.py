@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from .. import global_rng, rng, tracing, tree
+from .. import host_generators, rng, tracing, tree
 from ..errors import ConfigError, PurestepError, StepContractError
 from ..step import NoSetupContext, last_unreached
 from . import backends, control_flow, dynamic_shapes, formats, fx_passes, precision_casts, random_ops
@@ -64,10 +64,7 @@ def trace(
         DataDependent: the Python code branches on the value of a tensor.
     """
     run, is_drawing = _compile(_traceable(function), _distinct(inputs), backend, options)
-    core: Any = importlib.import_module("torch._C")
-    if core._is_any_autocast_enabled():  # as in every later call of this graph
-        return _autocast_disabled(run), is_drawing
-    return run, is_drawing
+    return _outside_autocast(run), is_drawing
 
 
 def trace_sizes(
@@ -107,8 +104,7 @@ def trace_sizes(
         is_drawing, shapes = fx_passes.draws(graph), "from_tracing_context"
         with autocast_disabled(), _guards.tracing(_guards.TracingContext(symbols.mode)):
             run = _lower(graph, symbols.fakes, backend, options, rounds=casts.seen, shapes=shapes)
-        core: Any = importlib.import_module("torch._C")
-        return _autocast_disabled(run) if core._is_any_autocast_enabled() else run, is_drawing, symbols.fits()
+        return _outside_autocast(run), is_drawing, symbols.fits()
 
 
 def _compile(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None) -> tuple[Compiled, bool]:
@@ -142,7 +138,12 @@ def warn_fallback(plugin: types.ModuleType, error: Exception) -> None:
     log.warning("%s cannot compile the step; torch alone compiles it, to slower code: %r", plugin.__name__, error)
 
 
-def _autocast_disabled(run: Compiled) -> Compiled:
+def _outside_autocast(run: Compiled) -> Compiled:
+    """Disable autocast in the calls of a graph, if it is on now: it is on in every later call of this graph too."""
+    core: Any = importlib.import_module("torch._C")
+    if not core._is_any_autocast_enabled():
+        return run
+
     def call(tensors: list[Tensor]) -> Any:
         with autocast_disabled():
             return run(tensors)
@@ -200,10 +201,11 @@ def _replayed_draws() -> Generator[None]:
 @contextmanager
 def _no_host_draws() -> Generator[None]:
     """Raise Uncaptured if the step draws from numpy's or Python's generator: a graph would repeat the same numbers."""
-    before = global_rng.host_states()
+    before = host_generators.states().comparable()
     yield
-    for name, state in global_rng.host_states().items():
-        if state != before[name]:
+    after = host_generators.states().comparable()
+    for name, one, other in zip(("numpy's", "Python's"), before, after, strict=True):
+        if one != other:
             raise Uncaptured(
                 f"the step draws from {name} global generator, and a graph would repeat these numbers at every call",
                 where="step",
@@ -407,7 +409,7 @@ def dynamo(function: types.FunctionType, *, backend: Any, options: Mapping[str, 
 
 
 def stopped(error: BaseException) -> bool:
-    """Whether an error is from Dynamo, or ended its attempt to capture a function."""
+    """True if an error is from Dynamo, or ended its attempt to capture a function."""
     if any(kind.__module__.startswith("torch._dynamo") for kind in type(error).__mro__):
         return True
     frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -42,7 +42,7 @@ def scoped(number: int, more: Mapping[str, Any] = NONE) -> Generator[None]:
         ...     print(random.random() == first)
         True
     """
-    with global_rng.locked(), rng.scoped(number), host_generators.scoped(number):
+    with rng.scoped(number), host_generators.scoped(number):  # the first holds the lock
         seed_own(number, more)
         yield
 
@@ -208,4 +208,4 @@ def watch() -> Watch:
         ...     print(sorted(before.drawn()))
         ['python']
     """
-    return Watch(global_rng.cpu_state(), *host_generators.position())
+    return Watch(global_rng.cpu_state(), *host_generators.states().comparable())

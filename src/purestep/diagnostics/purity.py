@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .. import global_rng, tensor_layout, tree
+from .. import global_rng, host_generators, tensor_layout, tree
 from ..errors import StepContractError
 from ..types import Metrics, Tree
 
@@ -128,10 +128,9 @@ def fingerprint(leaf: Tensor, weights: dict[torch.device, Tensor]) -> Tensor | N
 
 def _generators() -> dict[str, Any]:
     """The states of the caller's global generators."""
-    return {
-        "torch's": tuple(state.numpy().tobytes() for state in global_rng.torch_states()),
-        **global_rng.host_states(),
-    }
+    numpys, pythons = host_generators.states().comparable()
+    torchs = tuple(state.numpy().tobytes() for state in global_rng.torch_states())
+    return {"torch's": torchs, "numpy's": numpys, "Python's": pythons}
 
 
 # --- the result -------------------------------------------------------------------------------------------------------
