@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 
 import purestep as ps
 from purestep import global_rng
-from purestep.compile.cpu import backend as backend_
 from purestep.compile.cpu import graph_key
 from purestep.errors import StepContractError
 
@@ -27,19 +26,6 @@ BACKENDS = ("inductor", "aot_eager")
 
 def close(one: Tensor, other: Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-@pytest.fixture
-def no_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What native code cannot be made of is an error."""
-    if not backend_._KNOWN:
-        pytest.skip("native code is made with torch 2.13 and later")
-
-    def raised(*found: Any) -> None:
-        raise AssertionError(found[-1])
-
-    monkeypatch.setattr(backend_, "not_outlined", raised)
-    monkeypatch.setattr("purestep.compile.capture.warn_fallback", raised)
 
 
 # --- autocast ---------------------------------------------------------------------------------------------------------
@@ -54,7 +40,7 @@ def exact_inside(state: Pair, batch: Pair) -> tuple[Pair, Any]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.usefixtures("no_way_out")
+@pytest.mark.usefixtures("no_fallback")
 def test_what_autocast_leaves_alone_is_cast_by_nobody(backend: str):
     state, batch = (torch.randn(24, 24),), (torch.randn(24, 24),)
     plain, _ = exact_inside(state, batch)
@@ -69,7 +55,7 @@ def test_what_autocast_leaves_alone_is_cast_by_nobody(backend: str):
     close(compiled(state, batch)[0][0], plain[0])
 
 
-@pytest.mark.usefixtures("no_way_out")
+@pytest.mark.usefixtures("no_fallback")
 def test_code_that_was_made_under_autocast_is_what_it_is_named_by(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     """Without a cast in it, it has the name of the same step called without autocast, which takes it."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -179,7 +165,7 @@ class Drawing(nn.Module):
         return x[:, fourth] * first
 
 
-@pytest.mark.usefixtures("no_way_out")
+@pytest.mark.usefixtures("no_fallback")
 def test_draws_are_those_of_the_eager_step_in_its_order():
     program = ps.program(Drawing(), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
     batch = (torch.randn(4, 16), torch.randn(4, 16))
@@ -200,7 +186,7 @@ def turned(x: Tensor) -> Tensor:
     return dropped.cos().t().reshape(-1).cumsum(0).view(6, 9).t() + coins + others
 
 
-@pytest.mark.usefixtures("no_way_out")
+@pytest.mark.usefixtures("no_fallback")
 def test_draws_into_turned_tensors_are_those_of_the_eager_step():
     def step(state: Pair, batch: Pair) -> tuple[Pair, Any]:
         return (state[0] + turned(batch[0]),), {}
@@ -213,7 +199,7 @@ def test_draws_into_turned_tensors_are_those_of_the_eager_step():
     close(found[0], expected[0])
 
 
-@pytest.mark.usefixtures("no_way_out")
+@pytest.mark.usefixtures("no_fallback")
 @pytest.mark.parametrize("draw", [Tensor.uniform_, Tensor.normal_, lambda x: x.bernoulli_(torch.full_like(x, 0.3))])
 def test_draws_into_a_slice_in_place_are_those_of_the_eager_step(draw: Any):
     def step(state: Pair, batch: Pair) -> tuple[Pair, Any]:
