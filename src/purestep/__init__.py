@@ -98,7 +98,7 @@ else:
     _HOME = {name: module for module, names in _LATE.items() for name in names}
 
     def __getattr__(name):
-        """What is loaded when it is asked for, see above; and the modules of the map, by their names."""
+        """Load a name of `_HOME`, or a module of the map, at its first use."""
         home = _HOME.get(name, name)
         try:
             module = None if name.startswith("_") else _importlib.import_module(f".{home}", __name__)

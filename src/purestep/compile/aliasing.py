@@ -142,7 +142,7 @@ def _insert_copy(graph: Graph, user: Node, source: Any) -> None:
 
 
 def is_view(node: Any) -> bool:
-    """Whether a node is a view of another one."""
+    """True if a node is a view of another one."""
     return node.op == "call_function" and getattr(node.target, "is_view", False)
 
 
@@ -230,7 +230,7 @@ class _Sources:
 
 
 def _is_moved(before: Any, after: Any) -> bool:
-    """Whether elements may have other positions in the second node; False for a single element."""
+    """True if elements may have other positions in the second node; False for a single element."""
     values = [node.meta.get("val") for node in (before, after)]
     if all(isinstance(value, Tensor) for value in values):
         one, other = values

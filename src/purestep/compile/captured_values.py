@@ -73,7 +73,7 @@ class _Watch:
             self._empty.append(cell)
 
     def is_same(self) -> bool:
-        """Whether every place still holds the same object."""
+        """True if every place still holds the same object."""
         try:
             for holder, key, value in self._items:
                 if holder[key] is not value:

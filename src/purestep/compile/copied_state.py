@@ -81,7 +81,7 @@ class _Returned(NamedTuple):
     addresses: list[int]  # of the leaves
 
     def is_unmodified(self, state: TrainState) -> bool:
-        """Whether the state still has the tensors that were returned, and none was written since."""
+        """True if the state still has the tensors that were returned, and none was written since."""
         same = _are_same(state[_FIELDS], self.fields) and all(
             _are_same(_content(node), held) for node, held in self.contents
         )

@@ -220,7 +220,7 @@ class DonatedBuffers:
             self.exposed = [(node, node.copy()) for node in treespec.containers(self.parts)]
 
     def is_unmodified(self) -> bool:
-        """Whether the dicts and lists that the caller has read still have the same leaves."""
+        """True if the dicts and lists that the caller has read still have the same leaves."""
         try:
             return all(node == copy for node, copy in self.exposed or ())  # identical objects are not compared
         except Exception:  # from comparing two tensors
@@ -275,7 +275,7 @@ class DonatedBuffers:
 
 
 def overlaps(leaf: Tensor) -> bool:
-    """Whether two indices of a tensor share an address, as after `expand`: in-place writes raise for such a tensor."""
+    """True if two indices of a tensor share an address, as after `expand`: in-place writes raise for such a tensor."""
     extent = 1
     for stride, size in sorted((stride, size) for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
         if size > 1 and stride < extent:

@@ -89,7 +89,7 @@ class Symbols:
         self.fakes: list[Tensor] = [*constant, *self._leaves]
 
     def vary(self) -> bool:
-        """Whether a varying size is still a symbol: code that needs a number specializes it."""
+        """True if a varying size is still a symbol: code that needs a number specializes it."""
         return any(
             isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
             for leaf in self._leaves

@@ -103,7 +103,7 @@ def _size(node: Any) -> int:
 
 
 def _is_reduction(node: Any) -> bool:
-    """Whether a node reduces many elements to one."""
+    """True if a node reduces many elements to one."""
     if node.op != "call_function" or _size(node) != 1 or aliasing.is_view(node) or aliasing.name_of(node) == "getitem":
         return False
     return any(_size(source) > 1 for source in node.all_input_nodes)
@@ -129,7 +129,7 @@ _COPYING = {"_to_copy", "clone", "convert_element_type", "full", "scalar_tensor"
 
 
 def _is_fused(node: Any) -> bool:
-    """Whether inductor fuses an operator into its readers."""
+    """True if inductor fuses an operator into its readers."""
     if node.op != "call_function":
         return False
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -159,7 +159,7 @@ def _derived(large: list[Node]) -> list[Node]:
 
 
 def _is_stored(node: Node) -> bool:
-    """Whether a tensor is stored: an operator that is not a loop reads it, directly or through a view."""
+    """True if a tensor is stored: an operator that is not a loop reads it, directly or through a view."""
     if aliasing.is_view(node):
         return False
     waiting = list(node.users)
@@ -173,7 +173,7 @@ def _is_stored(node: Node) -> bool:
 
 
 def _is_a_loop(node: Any) -> bool:
-    """Whether an operator is a reduction, which computes its inputs in its loop."""
+    """True if an operator is a reduction, which computes its inputs in its loop."""
     return torch.Tag.reduction in getattr(node.target, "tags", ()) or aliasing.name_of(node) in _REDUCING
 
 

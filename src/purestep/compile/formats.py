@@ -67,7 +67,7 @@ def as_suggested(value: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def is_contiguous(value: Tensor) -> bool:
-    """Whether a tensor is contiguous in any memory format.
+    """True if a tensor is contiguous in any memory format.
 
     Args:
         value: of any layout, ``(N, C, *)``.

@@ -127,7 +127,7 @@ def _materialize_scalars(graph: GraphModule) -> GraphModule:
 
 
 def _is_computed(node: Any) -> bool:
-    """Whether a node computes a new tensor; a view has an offset that a second view would lose.
+    """True if a node computes a new tensor; a view has an offset that a second view would lose.
 
     Copies do not count: inductor reads the original instead.
     """
@@ -142,7 +142,7 @@ def _is_scalar(node: Any) -> bool:
 
 
 def is_functional(graph: GraphModule) -> bool:
-    """Whether a graph writes only inputs, each once, and never reads them afterwards, not even through a view."""
+    """True if a graph writes only inputs, each once, and never reads them afterwards, not even through a view."""
     written, base = set[Any](), dict[Any, Any]()  # base: view -> the tensor that it views
     for node in graph.graph.nodes:
         if node.op != "call_function":
@@ -169,12 +169,12 @@ def writing_last(graph: GraphModule) -> GraphModule:
 
 
 def draws(graph: GraphModule) -> bool:
-    """Whether a graph draws random numbers."""
+    """True if a graph draws random numbers."""
     return any(map(is_draw, graph.graph.nodes))
 
 
 def is_draw(node: Any) -> bool:
-    """Whether a node draws random numbers."""
+    """True if a node draws random numbers."""
     return hasattr(node.target, "tags") and tracing.is_random(node.target, node.args, node.kwargs)
 
 

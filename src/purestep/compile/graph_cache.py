@@ -279,7 +279,7 @@ def _flatten_core(core: Any, leaves: list[Any], count: int) -> tuple[capture.Fla
 
 
 def _serves(graph: Graph, tensors: list[Tensor], leaves: list[Any]) -> bool:
-    """Whether Dynamo's graph accepts a batch of this size without a recompile; tried on copies."""
+    """True if Dynamo's graph accepts a batch of this size without a recompile; tried on copies."""
     dynamo: Any = importlib.import_module("torch._dynamo")
     with dynamo.config.patch(error_on_recompile=True):
         try:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def is_state(node: Any) -> bool:
-    """Whether a node of a tree is a TrainState."""
+    """True if a node of a tree is a TrainState."""
     return isinstance(node, TrainState)
 
 
@@ -139,7 +139,7 @@ def store_of(state: Tree) -> DonatedBuffers | None:
 
 
 def is_whole(state: Tree, store: DonatedBuffers) -> bool:
-    """Whether a tree of live states of a store has exactly the store's other leaves too."""
+    """True if a tree of live states of a store has exactly the store's other leaves too."""
     if isinstance(state, LiveState):
         return True
     if type(state) is type(store.named) and isinstance(state, tuple) and all(map(is_state, state)):
@@ -164,7 +164,7 @@ def check_alive(state: Tree) -> None:
 
 
 def is_alive(state: Tree) -> bool:
-    """Whether a state can be read: it has not been donated."""
+    """True if a state can be read: it has not been donated."""
     try:
         check_alive(state)
     except StateError:

@@ -30,7 +30,7 @@ def unstacked(metrics: Metrics | Stacked) -> Metrics:
 
 
 def numbers(outputs: list[Tensor]) -> list[bool]:
-    """Whether each output goes into the vector: 0-d float32, on the device of the first such output."""
+    """For each output, True if it goes into the vector: 0-d float32, on the device of the first such output."""
     scalar = [leaf.dim() == 0 and leaf.dtype == torch.float32 for leaf in outputs]
     device = next((leaf.device for leaf, one in zip(outputs, scalar, strict=True) if one), None)
     return [one and leaf.device == device for leaf, one in zip(outputs, scalar, strict=True)]

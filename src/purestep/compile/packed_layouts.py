@@ -45,5 +45,5 @@ class Layouts:
         return True
 
     def known(self, layout: packed.Layout | None) -> bool:
-        """Whether a layout is one of these."""
+        """True if a layout is one of these."""
         return any(layout is found for found in self._known.values())

@@ -209,7 +209,7 @@ def overlaps(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Itera
 
 
 def _share_element(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share an element. Two columns of a matrix interleave in memory and share none."""
+    """True if two tensors share an element. Two columns of a matrix interleave in memory and share none."""
     size, start = one.element_size(), min(_address(one), _address(other))
     dense = all(value.numel() * value.element_size() == _length(value) for value in (one, other))
     if dense or other.element_size() != size or (_address(one) - _address(other)) % size:

@@ -139,7 +139,7 @@ def _labelled(model: Any, batch: Any) -> Mapping[str, Any]:
 
 
 def _has_own_targets(taken: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether a model's forward names what it takes, and no labels: its targets are its inputs (masked images)."""
+    """True if the arguments of a forward are named and none is a label: its inputs are the targets (masked images)."""
     is_open = any(found.kind is found.VAR_POSITIONAL for found in taken.values())
     return not is_open and not any("label" in name or name == "start_positions" for name in taken)
 
@@ -235,7 +235,7 @@ def _warn_of_unknown(module: Any, name: str, config: Any, batch: Mapping[str, An
 
 
 def _unknown(module: Any, name: str, config: Any, batch: Mapping[str, Any]) -> str | None:
-    """What hides the number that a loss is a mean over: "" where it is the head itself; None where nothing does."""
+    """The reason why the count of a loss is unknown, as part of a sentence; "" for the head; None if it is known."""
     labels = [key for key in batch if key.endswith(_LABELS) and key != "shift_labels"]
     is_alone = name.endswith("DoubleHeadsModel") and "mc_labels" not in batch
     if (name.endswith(_UNKNOWN) and not is_alone) or _virtual_tokens(module) == "CPT":

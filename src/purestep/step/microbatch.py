@@ -52,7 +52,7 @@ class _List(NamedTuple):
     is_of_examples: bool  # its entries cannot be columns
 
     def is_listed(self, rows: int, *, surely: bool) -> bool:
-        """Whether it has one entry for each of ``rows`` examples. A list of n arrays with n rows each is columns,
+        """True if it has one entry for each of ``rows`` examples. A list of n arrays with n rows each is columns,
         unless another list proves (``surely``) that lists have one entry for each example."""
         return len(self.node) == rows and (surely or self.is_of_examples or self.rows != (rows,))
 
@@ -111,7 +111,7 @@ def _distinct(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def _are_examples(entries: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether all entries have one structure that columns cannot have: the same names, or tuples with the same mixture
+    """True if all entries have one structure that columns cannot have: the same names, or tuples with the same mixture
     of types."""
     if all(batch_objects.is_named(entry) for entry in entries):
         return len({(type(entry), tuple(batch_objects.names(entry))) for entry in entries}) == 1

@@ -274,7 +274,7 @@ _OVERFLOW = 65520.0  # float16 rounds values from here on to infinity
 
 
 def _fits_float16(deltas: Params) -> Tensor:
-    """Whether updates of float16 parameters are in range: a finite gradient over a tiny eps can overflow."""
+    """True if updates of float16 parameters are in range: a finite gradient over a tiny eps can overflow."""
     half = {name: delta for name, delta in deltas.items() if delta.dtype == torch.float16 and delta.numel()}
     if not half:
         return torch.ones((), dtype=torch.bool, device=next(iter(deltas.values())).device)
@@ -284,13 +284,13 @@ def _fits_float16(deltas: Params) -> Tensor:
 
 
 def _all_usable(rates: dict[str, Tensor], like: Tensor) -> Tensor:
-    """Whether every learning rate is valid; a schedule may return any value, computed on the device."""
+    """True if every learning rate is valid; a schedule may return any value, computed on the device."""
     found = [_usable(rate) for rate in rates.values()]
     return functools.reduce(torch.logical_and, found) if found else torch.ones_like(like)
 
 
 def _usable(rate: Tensor) -> Tensor:
-    """Whether a learning rate is in [0, inf): the square root of a negative number is nan, and nan < inf is False."""
+    """True if a learning rate is in [0, inf): the square root of a negative number is nan, and nan < inf is False."""
     return rate.sqrt() < torch.inf
 
 

@@ -79,7 +79,7 @@ def _product(a: Tensor, b: Tensor, form: str = "plain") -> Tensor:
 
 
 def _suits(node: Node, first: int = 0) -> bool:
-    """Whether query, key and value are short and have equally many heads, without a mask or dropout."""
+    """True if query, key and value are short and have equally many heads, without a mask or dropout."""
     query, key, value = (source.meta["val"] for source in node.args[first : first + 3])  # type: ignore[union-attr]
     static = all(type(size) is int for each in (query, key, value) for size in each.shape)
     dropout = node.args[6 if first else 3] if len(node.args) > (6 if first else 3) else 0.0

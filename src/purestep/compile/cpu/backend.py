@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("purestep")
 
 _KNOWN = TorchVersion(torch.__version__) >= TorchVersion("2.13")
-"""Whether this torch has the private names of inductor that are used here."""
+"""True if this torch has the private names of inductor that are used here."""
 
 
 class NotFunctional(Exception):
@@ -41,7 +41,7 @@ class NotFunctional(Exception):
 
 
 def suits(inputs: list[Tensor]) -> bool:
-    """Whether graphs of these inputs are compiled here."""
+    """True if graphs of these inputs are compiled here."""
     return _KNOWN and all(leaf.device.type == "cpu" for leaf in inputs)
 
 
@@ -271,7 +271,7 @@ def _work(graph: GraphModule) -> float:
 
 
 def _uses_onednn(graph: GraphModule) -> bool:
-    """Whether products use oneDNN, which empties its cache of kernels when the number of threads changes."""
+    """True if products use oneDNN, which empties its cache of kernels when the number of threads changes."""
     made = [node.meta.get("val") for node in graph.graph.nodes]
     half = any(isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) for value in made)
     return half or any("convolution" in str(node.target) for node in graph.graph.nodes)

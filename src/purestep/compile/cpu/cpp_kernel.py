@@ -41,7 +41,7 @@ class Kernel(NamedTuple):
 
 
 def possible() -> bool:
-    """Whether the graph being compiled can call such functions: from C++, on a processor with AVX."""
+    """True if the graph being compiled can call such functions: from C++, on a processor with AVX."""
     from torch._inductor import config
 
     # Not `pick_vec_isa`, which starts compilers: cached code needs none.
@@ -119,7 +119,7 @@ def unboxed(given: Any) -> Any:
 
 
 def is_view(given: Any) -> bool:
-    """Whether this is a view of a buffer, which may have an offset.
+    """True if this is a view of a buffer, which may have an offset.
 
     Raises:
         TypeError: it is not in memory.

@@ -290,7 +290,7 @@ def _array(addresses: Iterable[str]) -> str:
 
 
 def _by_address() -> bool:
-    """Whether the current graph can take addresses."""
+    """True if the current graph can take addresses."""
     graph: Any = V.graph
     inputs = graph.graph_inputs
     plain = all(isinstance(given, ir.TensorBox) and _is_fixed(given) for given in inputs.values())

@@ -103,7 +103,7 @@ def _like(leaf: Tensor) -> Tensor:
 
 
 def _in_modes() -> bool:
-    """Whether the caller has an active function or dispatch mode, which a replay would call too."""
+    """True if the caller has an active function or dispatch mode, which a replay would call too."""
     from torch.utils._device import DeviceContext
 
     functions: Any = importlib.import_module("torch.overrides")
@@ -294,7 +294,7 @@ def _check_real(leaf: Tensor) -> None:
 
 
 def known(target: Any) -> bool:
-    """Whether this is an operator of torch or purestep."""
+    """True if this is an operator of torch or purestep."""
     return target is operator.getitem or (isinstance(target, OpOverload) and target.namespace in _NAMESPACES)
 
 

@@ -288,7 +288,7 @@ def _outline(graph: GraphModule, windows: list[list[Node]], functions: dict[str,
 
 
 def _is_worth_calls(nodes: list[Node]) -> bool:
-    """Whether calls are as fast as inlined code. Inductor fuses elementwise loops, such as an update by leaves, with
+    """True if calls are as fast as inlined code. Inductor fuses elementwise loops, such as an update by leaves, with
     their neighbours and writes the state in place; a function prevents the fusion, and its results need a copy. That
     cost is small compared with a matrix product, and negligible for small tensors, which stay in the L2 cache."""
     from torch.utils.flop_counter import flop_registry

@@ -72,7 +72,7 @@ def add_input(graph: GraphModule, version: str) -> None:
 
 
 def possible() -> bool:
-    """Whether the graph being compiled is called from C++, on a platform with `aligned_alloc`."""
+    """True if the graph being compiled is called from C++, on a platform with `aligned_alloc`."""
     from torch._inductor import config
 
     return config.cpp_wrapper and sys.platform != "win32"
