@@ -71,10 +71,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 NOT_QUICK = {"compile", "slow", "peer", "cuda"}
-"""Marks of tests that compile, start processes that take seconds, or need something else."""
+"""Marks of tests that compile, take long, or need a peer or a GPU."""
 
 QUICK = ("config", "files", "loop", "metrics", "model", "objective", "optim", "schedules", "sinks", "step")
-"""Folders of the others that are quick, besides the tests in no folder."""
+"""Folders whose other tests are quick, as are those in no folder."""
 
 
 def is_quick(item: pytest.Item) -> bool:

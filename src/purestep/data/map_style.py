@@ -71,9 +71,8 @@ class Batches(Dataset[Loaded]):
         self.__dict__.update(own, _epoch=None, _generators=None)
 
     def __getattr__(self, name: str) -> Any:
-        if (
-            name.startswith("__") or "_dataset" not in self.__dict__
-        ):  # unpickling reads attributes before the dataset is set
+        # Unpickling reads attributes before the dataset is set.
+        if name.startswith("__") or "_dataset" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.__dict__["_dataset"], name)
 
