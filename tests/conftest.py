@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,21 @@ def fresh_compilers() -> Iterator[None]:
         dynamo.reset()
     if inductor is not None:  # which loads equal code once, wherever its cache lies
         inductor.clear_caches()
+
+
+@pytest.fixture
+def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that the plug-in for the CPU cannot compile, or whose equal layers it cannot outline, is an error."""
+    from purestep.compile.cpu import backend  # imported late: it loads inductor
+
+    if not backend._KNOWN:  # pyright: ignore[reportPrivateUsage]
+        pytest.skip("native code is made with torch 2.13 and later")
+
+    def raised(*found: Any) -> None:
+        raise AssertionError(found[-1])
+
+    monkeypatch.setattr(backend, "not_outlined", raised)
+    monkeypatch.setattr("purestep.compile.capture.warn_fallback", raised)
 
 
 @pytest.fixture
