@@ -18,6 +18,7 @@ keeps its code in the compiler's cache directory.
     step  packed                                      the train step, its flat form
     compile                                           one graph, donation; compile/cpu: a plug-in for x86
     --------------------------------------------------------------------------------------------------
+    parallel                                          several processes: meshes, placements, collectives
     files  events  config  signals  data              atomic files, events of fit, settings, loaders
     snapshot  export  sinks  diagnostics  contrib     orbax, weights, progress, impurity and nan, other libraries
     loop  testing  bench                              fit, checks for unit tests, benchmarks
@@ -66,6 +67,7 @@ __version__ = "0.1.0"
 if _typing.TYPE_CHECKING:
     from . import config as config
     from . import events as events
+    from . import parallel as parallel
     from . import sinks as sinks
     from . import testing as testing
     from .bench import benchmark as benchmark
@@ -81,6 +83,8 @@ if _typing.TYPE_CHECKING:
     from .loop import evaluate as evaluate
     from .loop import fit as fit
     from .loop import run_epoch as run_epoch
+    from .parallel import distribute as distribute
+    from .parallel import full as full
     from .snapshot import Snapshots as Snapshots
 else:
     _LATE = {
@@ -91,6 +95,7 @@ else:
         "events": ("Stop",),
         "export": ("export_weights", "load_into"),
         "loop": ("FitResult", "evaluate", "fit", "run_epoch"),
+        "parallel": ("distribute", "full"),
         "sinks": (),
         "snapshot": ("Snapshots",),
         "testing": (),

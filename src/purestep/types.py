@@ -136,6 +136,7 @@ class TrainState(NamedTuple):
     accum: Tree  # step.Accum or Empty: gradients of an open accumulation window
     halted: Tree  # shape=(), dtype=int64: 0, or the call (from 1) that was not finite; Empty with nonfinite="skip"
     key: Tensor  # shape=(2,), dtype=int64, CPU: [seed, calls]
+    placement: Tree = Empty()  # parallel.Placement, without leaves: how several processes hold this state
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.params.values())
@@ -206,12 +207,51 @@ def _same_names(names: frozenset[str]) -> dict[str, str]:
     return {name: name for name in sorted(names)}
 
 
+class Share(NamedTuple):
+    """The rows of a batch that one of several processes computes.
+
+    Args:
+        rows: a batch of the same structure. A process without rows holds one row of the batch in their place, since a
+            model may not run on an empty batch.
+        counts: shape=(), dtype=float32: 0 if the row only stands in for an empty share, else 1.
+    """
+
+    rows: Any
+    counts: Tensor
+
+
+class Exchange(NamedTuple):
+    """The collectives of a step on several processes. Every process makes the same calls in the same order.
+
+    Args:
+        reduce: named gradients x weight of this process's examples -> their sum over all processes, in the stored form.
+        once: True if an accumulation window is reduced when it closes, False if every call is.
+        sums: tensors that are small -> their sums over the processes with other examples; one collective.
+        buffers: (buffers, flag) -> the buffers of all processes; ``flag`` is 0-d, and 0 where they do not count.
+        total: a sum over the numbers that this process stores, shape=() -> the sum over all numbers.
+        norm: `optim.global_norm` of pieces; None where every process holds all numbers.
+        update: (tx.update, gradients, opt_state, params) -> its result.
+        stream: folded into the seed of a step's draws: which process this is.
+    """
+
+    reduce: Callable[[Params], Params]
+    once: bool
+    sums: Callable[[list[Tensor]], list[Tensor]]
+    buffers: Callable[[Params, Tensor], Params]
+    total: Callable[[Tensor], Tensor]
+    norm: Callable[[Params], Tensor] | None
+    update: Callable[[Callable[..., Any], Params, Tree, Params], Any]
+    stream: tuple[int, ...]
+
+
 class Form(NamedTuple):
-    """How a step stores parameter-shaped trees: as the named tree (identity functions), or as a few flat buffers."""
+    """How a step stores parameter-shaped trees: as the named tree (identity functions), as a few flat buffers, or as
+    the pieces of one of several processes."""
 
     expand: Callable[[Params], Params]  # stored -> named, as views
-    collect: Callable[[Params], Params]  # named -> stored
+    collect: Callable[[Params], Params]  # named -> stored; named gradients, where an exchange reduces them
     unreached: Callable[[frozenset[str]], dict[str, str]] = _same_names  # names without a gradient -> stored names
+    exchange: Exchange | None = None  # None: one process
 
 
 class Steps(NamedTuple):
@@ -235,6 +275,8 @@ class Static(NamedTuple):
     steps: Callable[[Form], Steps]  # the same steps for another form of the state
     check: Callable[[torch.device], None]  # raises ConfigError if the device lacks this precision
     versions: Mapping[str, Any] = MappingProxyType({})  # submodule -> version, from a state_dict's ``_metadata``
+    stream: tuple[int, ...] = ()  # as in `Exchange`
+    elementwise: bool = True  # of the transform
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:

@@ -320,7 +320,7 @@ def test_the_law_of_forms_catches_a_transform_that_computes_something_else_insid
 
 
 @pytest.mark.compile
-def test_the_law_of_forms_catches_a_leaf_norm_in_the_packed_forms_alone() -> None:
+def test_the_law_of_forms_catches_aleaf_norm_in_the_packed_forms_alone() -> None:
     def update(updates: Params, state: Any, params: Params) -> tuple[Params, Any]:
         return {name: -0.1 * u / u.norm() for name, u in updates.items()}, state
 

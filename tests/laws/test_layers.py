@@ -35,6 +35,7 @@ LEVEL = {
             "optim schedules ema scaler precision metrics objective stopping",
             "step packed",
             "compile",
+            "parallel",
             "files events config signals data",
             "snapshot export sinks diagnostics contrib",
             "loop testing bench",
@@ -421,7 +422,7 @@ def test_importing_changes_nothing_and_stays_light(body: str, said: str):
     assert done.stdout.strip() == said
 
 
-LATE = """host_generators compile files events config signals data snapshot export sinks diagnostics contrib loop
+LATE = """host_generators compile parallel files events config signals data snapshot export sinks diagnostics contrib loop
     testing bench""".split()
 LOADED = """
 import sys, torch

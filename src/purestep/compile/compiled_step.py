@@ -67,6 +67,7 @@ class CompiledStep:
         self.donate = donate
         self.static = static
         # The functions of one program exchange states.
+        self._stream = static.stream if static else ()
         self.layouts = shared_with.layouts if shared_with else Layouts(static.labels if static else None)
         self.copies: CopiedStates = shared_with.copies if shared_with else CopiedStates()
         self.eager = step
@@ -170,7 +171,7 @@ class CompiledStep:
         try:
             if not graph.draws or not store.hosts:
                 return self._run(graph, store, leaves)
-            with _seeded(store.hosts[0], store.device):
+            with _seeded(store.hosts[0], store.device, self._stream):
                 return self._run(graph, store, leaves)
         except BaseException as error:
             # An error of a failed capture has Dynamo's error as its cause.
@@ -298,7 +299,8 @@ class CompiledStep:
 
         graph = self._graphs.find(key, leaves, inputs, build)
         draws = graph.draws and parts
-        with _seeded(donation.HostCounters(parts[0]), tree.device(inputs)) if draws else nullcontext():
+        host = donation.HostCounters(parts[0]) if draws else None
+        with nullcontext() if host is None else _seeded(host, tree.device(inputs), self._stream):
             outputs, metrics = graph.run(inputs, leaves)
         for index, leaf in zip(positions, outputs, strict=True):
             old[index] = leaf
@@ -355,8 +357,8 @@ def _copied(metrics: Metrics | Stacked) -> Metrics | Stacked:
     return metrics._replace(numbers=metrics.numbers.clone()) if type(metrics) is Stacked else tree.clone(metrics)
 
 
-def _seeded(host: donation.HostCounters, device: torch.device) -> AbstractContextManager[None]:
-    return rng.scoped(rng.mix(host.seed, host.calls, "step"), device)
+def _seeded(host: donation.HostCounters, device: torch.device, stream: tuple[int, ...]) -> AbstractContextManager[None]:
+    return rng.scoped(rng.mix(host.seed, host.calls, "step", *stream), device)
 
 
 def _phase_of(left: int) -> type[Accum]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -171,14 +173,35 @@ def global_norm(updates: Params) -> Tensor:
         >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}).item()
         5.0
     """
+    of_pieces = _NORM_OF_PIECES.get()
+    if of_pieces is not None:
+        return of_pieces(updates)
     if not updates:
         return torch.zeros(())
     dtype = scalar_dtype(updates)
-    norms = [_leaf_norm(leaf, dtype) for leaf in updates.values()]
+    norms = [leaf_norm(leaf, dtype) for leaf in updates.values()]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def _leaf_norm(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+_NORM_OF_PIECES = ContextVar[Callable[[Params], Tensor] | None]("norm_of_pieces", default=None)
+
+
+@contextmanager
+def norm_of_pieces(norm: Callable[[Params], Tensor]) -> Generator[None]:
+    """Replace `global_norm` inside the ``with`` block: each of several processes holds pieces of the parameters.
+
+    Args:
+        norm: ``updates -> norm`` of the whole parameters.
+    """
+    token = _NORM_OF_PIECES.set(norm)
+    try:
+        yield
+    finally:
+        _NORM_OF_PIECES.reset(token)
+
+
+def leaf_norm(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    """The 2-norm of one tensor, shape=(), accumulated in ``dtype``."""
     if leaf.numel() < 64 * _NORM_ROW:
         return torch.linalg.vector_norm(leaf, dtype=dtype)
     # In memory order, so that a transposed weight has the same norm as in a packed state, bit for bit.

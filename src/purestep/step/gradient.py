@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from ..errors import StepContractError
 from ..metrics import mean as means
 from ..metrics import merge
 from ..model import dropout, functional, write_check
-from ..types import Batch, Form, Loss, Mean, Metrics, Params, TrainState
+from ..types import Batch, Form, Loss, Mean, Metrics, Params, Share, TrainState
 from . import microbatch
 from .spec import Micro, Spec, is_finite, last_unreached, wide
 
@@ -28,16 +28,36 @@ Forward = Callable[[functional.Bound], Any]
 def _forward(spec: Spec, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Forward:
     device = state.step.device
     scale, values = spec.scaler.scale(state.scaler), spec.values_at(state)
+    rows, counts = rows_of(batch)
 
     def forward(bound: functional.Bound) -> tuple[Tensor, tuple[Loss, Params]]:
         bound.values = values
         with precision_.autocast(spec.policy, device):
-            loss = check_loss(spec.objective(bound, precision_.cast(spec.policy, batch), *context), device)
+            loss = check_loss(spec.objective(bound, precision_.cast(spec.policy, rows), *context), device)
+            loss = counted(loss, counts)
         _check_connected(loss.mean)
         scaled = loss.mean if scale is None else loss.mean * scale
         return scaled, (tree.detach(loss), bound.buffers)
 
     return forward
+
+
+def rows_of(batch: Batch) -> tuple[Batch, Tensor | None]:
+    """The rows of a batch, and the flag of a `Share`; None for another batch."""
+    return (batch.rows, batch.counts) if isinstance(batch, Share) else (batch, None)
+
+
+def counted(loss: Loss, counts: Tensor | None) -> Loss:
+    """The loss; with weight 0 if its rows only stand in for an empty share."""
+    if counts is None:
+        return loss
+    held = counts.to(loss.weight.device) > 0
+
+    def kept(value: Tensor) -> Tensor:
+        return torch.where(held, value, torch.zeros_like(value))
+
+    metrics = {name: means.with_sums(mean, *map(kept, mean)) for name, mean in loss.metrics.items()}
+    return Loss(loss.mean, kept(loss.weight), metrics)
 
 
 def check_loss(loss: Any, device: torch.device) -> Loss:
@@ -267,22 +287,31 @@ def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: 
     batch = tree.dicts(batch)
     if spec.microbatches == 1:
         return _micro(spec, form, state, batch, context)
-    total = None
-    for part in microbatch.split(batch, spec.microbatches):
+    total, dtypes = None, dict[str, torch.dtype]()
+    for part in _parts(batch, spec.microbatches):
         micro = _micro(spec, form, state, part, context)
         # A part of weight 0 may be padding only: its buffers are dropped.
         micro = micro._replace(buffers=kept_buffers(state.buffers, micro, micro.weight != 0))
         state = state._replace(buffers=micro.buffers)
+        dtypes = {name: grad.dtype for name, grad in micro.grads.items()}
         weighted = tree.map(lambda g, w=micro.weight: times(g.to(wide(g.dtype)), w), micro.grads)
         summed = micro._replace(grads=weighted, mean=times(micro.mean, micro.weight))
         total = summed if total is None else _add(total, summed)
     assert total is not None
     divisor = total.weight.clamp(min=torch.finfo(torch.float32).tiny)
-    grads = {
-        name: torch.where(total.weight > 0, g / divisor, g).to(state.params[name].dtype)
-        for name, g in total.grads.items()
-    }
+    grads = {name: torch.where(total.weight > 0, g / divisor, g).to(dtypes[name]) for name, g in total.grads.items()}
     return total._replace(grads=grads, mean=total.mean / divisor)
+
+
+def _parts(batch: Batch, count: int) -> Iterator[Batch]:
+    """Micro-batches. A share with fewer rows than ``count`` has fewer parts; empty shares follow them."""
+    if not isinstance(batch, Share):
+        yield from microbatch.split(batch, count)
+        return
+    filled = min(count, microbatch.count_rows(batch.rows))
+    parts = list(microbatch.split(batch.rows, filled))
+    yield from (Share(part, batch.counts) for part in parts)
+    yield from (Share(parts[0], torch.zeros_like(batch.counts)) for _ in range(count - filled))
 
 
 def kept_buffers(old: Params, micro: Micro, counted: Tensor) -> Params:

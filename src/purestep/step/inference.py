@@ -12,7 +12,7 @@ from .. import precision as precision_
 from .. import rng, tracing, tree
 from ..model import functional
 from ..types import Batch, Loss, Mean, Metrics, TrainState
-from .gradient import check_loss
+from .gradient import check_loss, counted, rows_of
 from .spec import Spec, drawn
 
 
@@ -23,12 +23,14 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
         """``(state, batch, *context, index=0) -> metrics`` in eval mode. Random numbers depend only on seed and index:
         a second evaluation returns the same metrics, and the state's key does not advance."""
 
+        rows, counts = rows_of(batch)
+
         def evaluate() -> Loss:
             bound = functional.bind(spec.template, state.params, state.frozen, state.buffers, train=False)
             bound.values = spec.values_at(state)
             with precision_.autocast(spec.policy, state.step.device):
-                found = spec.objective(bound, precision_.cast(spec.policy, tree.dicts(batch)), *context)
-            return check_loss(found, state.step.device)
+                found = spec.objective(bound, precision_.cast(spec.policy, tree.dicts(rows)), *context)
+            return counted(check_loss(found, state.step.device), counts)
 
         with torch.no_grad():
             loss = (

@@ -44,6 +44,30 @@ def split(batch: Batch, count: int) -> Iterator[Batch]:
         yield tree.unflatten(treedef, [part[index] for part in found])
 
 
+def count_rows(batch: Batch) -> int:
+    """The number of examples that `split` can divide.
+
+    Raises:
+        DataError: there is nothing to split, or numbers of rows differ.
+    """
+    return _examples(batch, 1)[0]
+
+
+def rows(batch: Batch, first: int, end: int) -> Batch:
+    """The examples ``first`` to ``end`` of a batch, as `split` divides them. Values without rows are kept.
+
+    Raises:
+        DataError: as `count_rows`.
+    """
+    _, is_listed = _examples(batch, 1)
+
+    def part(node: Any) -> Any:
+        return node[first:end] if is_listed(node) or (_is_array(node) and node.ndim) else node
+
+    leaves, treedef = tree.flatten(batch, is_leaf=is_listed)
+    return tree.unflatten(treedef, [part(leaf) for leaf in leaves])
+
+
 class _List(NamedTuple):
     """A list or tuple in a batch that may have one entry for each example."""
 

@@ -166,6 +166,7 @@ def _static(spec: Spec, versions: dict[str, Any]) -> Static:
         labels=spec.tx.labels if spec.tx.elementwise else None,
         steps=lambda form: steps_of(spec, form),
         versions=versions,
+        elementwise=spec.tx.elementwise,
         check=functools.partial(precision_.check, spec.policy),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,9 @@ from .. import optim, rng, tracing, tree
 from ..errors import DataError, StateError, StepContractError
 from ..optim import unused_parameters
 from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
-from .gradient import finite_mean, gradients, kept_buffers, times
+from . import exchange
+from .gradient import finite_mean, gradients, kept_buffers
 from .spec import Accum, Adding, Closing, Micro, Spec, drawn, is_finite, wide
-
-if TYPE_CHECKING:
-    from .. import host_generators
 
 
 def steps_of(spec: Spec, form: Form) -> Steps:
@@ -32,15 +30,15 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         """
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
             raise _no_state(state)
-        micro = _drawing(spec.host, state, batch, lambda: gradients(spec, form, state, batch, context))
+        micro = _drawing(spec, form, state, batch, lambda: gradients(spec, form, state, batch, context))
         if isinstance(state.accum, Empty):
-            skipped: unused_parameters.Reached = dict.fromkeys(form.unreached(micro.unreached))
-            new, metrics = _apply(spec, state, micro.grads, micro.weight, _verdict(micro), micro.buffers, skipped)
+            micro, verdict, skipped = _whole(spec, form, state, micro)
+            new, metrics = _apply(spec, form, state, micro.grads, micro.weight, verdict, micro.buffers, skipped)
             counted = (metrics["finite"].total > 0) & (micro.weight != 0)
             new = new._replace(buffers=kept_buffers(state.buffers, micro, counted))
             del metrics["finite"]
         else:
-            new, metrics = _accumulate(spec, form, state, micro)
+            new, micro, metrics = _accumulate(spec, form, state, micro)
         return _count_call(state, new), _joined(micro.metrics, metrics)
 
     def flush(state: TrainState) -> tuple[TrainState, Metrics]:
@@ -78,8 +76,9 @@ def _no_state(found: Any) -> StateError:
     return StateError(f"is a {type(found).__name__}", where="state", hint="call train_step(state, batch)")
 
 
-def _drawing(host: host_generators.Host, state: TrainState, batch: Batch, call: Callable[[], Micro]) -> Micro:
-    """Make a call with the random numbers of this step, unless the host has seeded for a whole graph.
+def _drawing(spec: Spec, form: Form, state: TrainState, batch: Batch, call: Callable[[], Micro]) -> Micro:
+    """Make a call with the random numbers of this step, unless the host has seeded for a whole graph. Each of several
+    processes draws its own.
 
     Raises:
         DataError: the call failed because a tensor of the batch is on another device. Not checked before the call: an
@@ -88,9 +87,10 @@ def _drawing(host: host_generators.Host, state: TrainState, batch: Batch, call: 
     if tracing.in_graph():
         return call()
     # If states are mapped with a key each, mix all keys: their numbers are drawn together.
-    number = rng.mix(*tracing.unwrapped(state.key).flatten().tolist(), "step")
+    stream = () if form.exchange is None else form.exchange.stream
+    number = rng.mix(*tracing.unwrapped(state.key).flatten().tolist(), "step", *stream)
     try:
-        return drawn(host, call, number, state.step.device)
+        return drawn(spec.host, call, number, state.step.device)
     except RuntimeError as error:
         here = state.step.device
         elsewhere = [path for path, leaf in tree.with_paths(batch) if getattr(leaf, "device", here) != here]
@@ -101,6 +101,21 @@ def _drawing(host: host_generators.Host, state: TrainState, batch: Batch, call: 
             where="/".join(filter(None, ("batch", elsewhere[0]))),
             hint="call batch = ps.to_device(batch, state)",
         ) from error
+
+
+def _whole(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple[Micro, Tensor, unused_parameters.Reached]:
+    """The call of all processes, its verdict, and the parameters without a gradient."""
+    verdict, stored = _verdict(micro), form.unreached(micro.unreached)
+    if form.exchange is None:
+        return micro, verdict, dict.fromkeys(stored)
+    found = exchange.joined(spec, form, micro, verdict, checks_gradients=False)
+    grads = exchange.mean_gradients(form, state, micro.grads, micro.weight, found.micro.weight)
+    return found.micro._replace(grads=grads), found.verdict, _reached(stored, found.reached)
+
+
+def _reached(stored: dict[str, str], flags: dict[str, Tensor]) -> unused_parameters.Reached:
+    """Stored names of parameters without a gradient in this process -> True if another process has one."""
+    return {place: flags[name] for name, place in sorted(stored.items())}
 
 
 def _verdict(micro: Micro) -> Tensor:
@@ -130,34 +145,42 @@ def _either(condition: Tensor, new: Tree, old: Tree, *, state: TrainState) -> Tr
     return tree.map(chosen, new, old)
 
 
-def _accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple[TrainState, Metrics]:
-    """Add to the window, and close it after its last micro-batch."""
-    old = cast(Accum, state.accum)
-    form.unreached(micro.unreached)  # the same check for every micro-batch
-    grads = {name: total + times(micro.grads[name].to(total.dtype), micro.weight) for name, total in old.grads.items()}
-    accum = Accum(old.left - 1, old.weight + _verdict(micro), grads)
-    state = _with_buffers(state, micro)
+def _accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple[TrainState, Micro, Metrics]:
+    """Add to the window, and close it after its last micro-batch. Returns the micro-batch of all processes."""
+    old, unreached = cast(Accum, state.accum), micro.unreached
+    form.unreached(unreached)  # the same check for every micro-batch
+    verdict = _verdict(micro)
+    added = exchange.weighted(micro.grads, micro.weight)
+    finite = is_finite(optim.global_norm(micro.grads)) if micro.buffers and form.exchange is None else None
+    if form.exchange is not None:
+        micro, verdict, _, finite = exchange.joined(spec, form, micro, verdict, checks_gradients=bool(micro.buffers))
+        added = added if form.exchange.once else exchange.reduced(form, added)
+    accum = Accum(old.left - 1, old.weight + verdict, {name: old.grads[name] + grad for name, grad in added.items()})
+    state = _with_buffers(state, micro, finite)
     if isinstance(old, Adding):
-        return _keep_open(state, accum)
+        return _with_micro(micro, _keep_open(state, accum))
     if isinstance(old, Closing):
-        return _close(spec, form, state, accum, micro.unreached)
+        return _with_micro(micro, _close(spec, form, state, accum, unreached))
     if old.left.device.type == "cpu" and tracing.may_read(old.left):  # on other devices the host would wait
         last = int(old.left) == 1
-        return _close(spec, form, state, accum, micro.unreached) if last else _keep_open(state, accum)
+        return _with_micro(micro, _close(spec, form, state, accum, unreached) if last else _keep_open(state, accum))
     # The window position is unknown to the host: compute both results, select one.
     opened, open_metrics = _keep_open(state, accum)
-    closed, close_metrics = _close(spec, form, state, accum, micro.unreached)
+    closed, close_metrics = _close(spec, form, state, accum, unreached)
     last = old.left == 1
-    return tree.where(last, closed, opened), tree.where(last, close_metrics, open_metrics)
+    return tree.where(last, closed, opened), micro, tree.where(last, close_metrics, open_metrics)
 
 
-def _with_buffers(state: TrainState, micro: Micro) -> TrainState:
+def _with_buffers(state: TrainState, micro: Micro, finite: Tensor | None) -> TrainState:
     """Set this micro-batch's buffers, unless its loss or gradients are not finite or its weight is 0."""
-    if not micro.buffers:
+    if not micro.buffers or finite is None:
         return state
-    finite = is_finite(optim.global_norm(micro.grads)) & is_finite(micro.mean)
-    counted = finite & (micro.weight != 0) & ~_halted(state)
+    counted = finite & is_finite(micro.mean) & (micro.weight != 0) & ~_halted(state)
     return state._replace(buffers=kept_buffers(state.buffers, micro, counted))
+
+
+def _with_micro(micro: Micro, result: tuple[TrainState, Metrics]) -> tuple[TrainState, Micro, Metrics]:
+    return result[0], micro, result[1]
 
 
 def _keep_open(state: TrainState, accum: Accum) -> tuple[TrainState, Metrics]:
@@ -182,21 +205,33 @@ def _close(
         accum: the complete window.
         unreached: named parameters that the last loss did not reach; one whose summed gradient is 0 was never reached.
     """
-    stored = form.unreached(unreached)
-    flags = {name: accum.grads[name].ne(0).any() for name in sorted(set(stored.values()))}
+    stored, summed = form.unreached(unreached), accum.grads
+    if form.exchange is not None and form.exchange.once:
+        summed = exchange.reduced(form, summed)
+    flags = _nonzero(form, summed, set(stored.values()))
     reached = {name: flags[place] for name, place in stored.items()}
     divisor = torch.where(accum.weight > 0, accum.weight, torch.ones_like(accum.weight))
-    grads = {name: (g / divisor.to(g.dtype)).to(state.params[name].dtype) for name, g in accum.grads.items()}
+    grads = {name: (g / divisor.to(g.dtype)).to(state.params[name].dtype) for name, g in summed.items()}
     counted = torch.where(torch.isnan(accum.weight), torch.ones_like(accum.weight), accum.weight)
-    new, metrics = _apply(spec, state, grads, counted, accum.weight, state.buffers, reached)
+    new, metrics = _apply(spec, form, state, grads, counted, accum.weight, state.buffers, reached)
     del metrics["finite"]
     left = torch.full_like(accum.left, spec.accumulate)
     empty = Accum(left, torch.zeros_like(accum.weight), tree.map(torch.zeros_like, accum.grads))
     return new._replace(accum=_either(_halted(state), Accum(*cast(Accum, state.accum)), empty, state=state)), metrics
 
 
+def _nonzero(form: Form, grads: Params, names: set[str]) -> dict[str, Tensor]:
+    """For these stored names, True if the whole gradient has a number other than 0. If several processes hold pieces,
+    each contributes all of its names: which ones a process asks for may differ."""
+    if form.exchange is None or form.exchange.norm is None:
+        return {name: grads[name].ne(0).any() for name in sorted(names)}
+    found = form.exchange.total(torch.stack([grad.ne(0).any().float() for grad in grads.values()]))
+    return {name: flag > 0 for name, flag in zip(grads, found.unbind(), strict=True) if name in names}
+
+
 def _apply(
     spec: Spec,
+    form: Form,
     state: TrainState,
     grads: Params,
     weight: Tensor,
@@ -208,6 +243,7 @@ def _apply(
 
     Args:
         spec: of the program.
+        form: of the state.
         state: before the update.
         grads: stored form, mean gradient x scale.
         weight: shape=(); 0 if no target counts.
@@ -218,11 +254,10 @@ def _apply(
     scale = spec.scaler.scale(state.scaler)
     if scale is not None:
         grads = _unscaled(grads, scale)
-    norm = optim.global_norm(grads)
     nothing = weight == 0
-    deltas, opt_state = _of_transform(spec.tx.update(grads, state.opt_state, state.params), state.params)
+    norm, deltas, opt_state = _updates(spec, form, state, grads)
     opt_state = unused_parameters.skip(skipped, state.params, state.opt_state, opt_state)
-    finite = (is_finite(norm) & is_finite(verdict) & _fits_float16(deltas)) | nothing
+    finite = (is_finite(norm) & is_finite(verdict) & _fits_float16(form, deltas)) | nothing
     halted = _halted(state)
     rates = _rates(opt_state)
     usable = _all_usable(rates, finite)
@@ -242,6 +277,16 @@ def _apply(
         halted=_halt(spec, state, finite, scaler, usable),
     )
     return new, _update_metrics(state, rates, norm, applied, finite & ~halted)
+
+
+def _updates(spec: Spec, form: Form, state: TrainState, grads: Params) -> tuple[Tensor, Params, Tree]:
+    """The gradients' norm, the updates and the optimizer state. With several processes, of all their pieces."""
+    if form.exchange is None:
+        norm, result = optim.global_norm(grads), spec.tx.update(grads, state.opt_state, state.params)
+    else:
+        norm = (form.exchange.norm or optim.global_norm)(grads)
+        result = form.exchange.update(spec.tx.update, grads, state.opt_state, state.params)
+    return norm, *_of_transform(result, state.params)
 
 
 def _unscaled(grads: Params, scale: Tensor) -> Params:
@@ -273,14 +318,16 @@ def _of_transform(found: Any, params: Params) -> tuple[Params, Tree]:
 _OVERFLOW = 65520.0  # float16 rounds values from here on to infinity
 
 
-def _fits_float16(deltas: Params) -> Tensor:
+def _fits_float16(form: Form, deltas: Params) -> Tensor:
     """True if updates of float16 parameters are in range: a finite gradient over a tiny eps can overflow."""
     half = {name: delta for name, delta in deltas.items() if delta.dtype == torch.float16 and delta.numel()}
     if not half:
         return torch.ones((), dtype=torch.bool, device=next(iter(deltas.values())).device)
     # Not isfinite in float16: compiled code may keep the update in float32. Comparisons with nan are False.
-    peaks = [delta.float().abs().amax() < _OVERFLOW for delta in half.values()]
-    return torch.stack(peaks).all()
+    fits = torch.stack([delta.float().abs().amax() < _OVERFLOW for delta in half.values()]).all()
+    if form.exchange is None or form.exchange.norm is None:
+        return fits
+    return form.exchange.total((~fits).float()) == 0
 
 
 def _all_usable(rates: dict[str, Tensor], like: Tensor) -> Tensor:

@@ -1,0 +1,96 @@
+"""Collectives as operators of their own, named by the axis of the open mesh.
+
+Each waits before it returns, so that a graph may store its result anywhere: torch's functional collectives find pending
+work by storage object, and wait for nothing where a compiler has put a result into other storage. The axis, unlike the
+name of a process group, is the same text in every process and run: graphs and caches may contain it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import mesh as meshes
+
+
+def all_reduce(value: Tensor, axis: str, op: str = "sum") -> Tensor:
+    """The sum ("sum") or largest value ("max") over the processes of an axis.
+
+    Args:
+        value: any shape; equal shapes in all processes.
+        axis: "data", "shard", "tensor", "batch" or "world"; an axis of one process returns ``value``.
+        op: "sum" or "max".
+    """
+    return value if _width(axis) == 1 else _all_reduce(value, op, axis)
+
+
+def all_gather(value: Tensor, axis: str) -> Tensor:
+    """The values of all processes of an axis, stacked along the first dimension: (n, ...) -> (W n, ...)."""
+    width = _width(axis)
+    return value if width == 1 else _all_gather(value, width, axis)
+
+
+def reduce_scatter(value: Tensor, axis: str) -> Tensor:
+    """This process's part of the sum over the processes of an axis: (W n, ...) -> (n, ...)."""
+    width = _width(axis)
+    return value if width == 1 else _reduce_scatter(value, width, axis)
+
+
+def _width(axis: str) -> int:
+    groups = meshes.current()
+    return 1 if groups is None else groups.mesh.width(axis)
+
+
+@torch.library.custom_op("purestep::all_reduce", mutates_args=())
+def _all_reduce(value: Tensor, op: str, axis: str) -> Tensor:
+    found = value.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(found, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=meshes.group(axis))
+    return found
+
+
+@_all_reduce.register_fake
+def _(value: Tensor, op: str, axis: str) -> Tensor:
+    del op, axis
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("purestep::all_gather", mutates_args=())
+def _all_gather(value: Tensor, width: int, axis: str) -> Tensor:
+    found = value.new_empty((value.shape[0] * width, *value.shape[1:]))
+    _gather_into()(found, value.contiguous(), group=meshes.group(axis))
+    return found
+
+
+@_all_gather.register_fake
+def _(value: Tensor, width: int, axis: str) -> Tensor:
+    del axis
+    return value.new_empty((value.shape[0] * width, *value.shape[1:]))
+
+
+@torch.library.custom_op("purestep::reduce_scatter", mutates_args=())
+def _reduce_scatter(value: Tensor, width: int, axis: str) -> Tensor:
+    found = value.new_empty((value.shape[0] // width, *value.shape[1:]))
+    _scatter_into()(found, value.contiguous(), group=meshes.group(axis))
+    return found
+
+
+@_reduce_scatter.register_fake
+def _(value: Tensor, width: int, axis: str) -> Tensor:
+    del axis
+    return value.new_empty((value.shape[0] // width, *value.shape[1:]))
+
+
+def _gather_into() -> Any:
+    return _renamed("all_gather_single", "all_gather_into_tensor")
+
+
+def _scatter_into() -> Any:
+    return _renamed("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def _renamed(new: str, old: str) -> Any:
+    """A collective whose name torch 2.13 changed; it warns of the old one."""
+    return getattr(dist, new, None) or getattr(dist, old)

@@ -1,0 +1,333 @@
+"""Processes in a mesh: torchrun's environment, process groups, and what goes wrong while they start."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import platform
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from importlib import metadata
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from ..errors import ConfigError, RankError
+from ..validation import is_count, is_number
+
+AXES = ("data", "shard", "tensor")
+"""The dimensions of a mesh, slowest first: neighbours in the last one are neighbours in rank."""
+_WHERE = "parallel.start"
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Mesh(NamedTuple):
+    """The processes of a run, by axis. Each process has one row of a batch's ``data * shard`` shares.
+
+    Args:
+        data: processes that hold the same state and compute different examples.
+        shard: processes that hold pieces of the state and compute different examples.
+        tensor: processes that compute parts of the same layers, of the same examples.
+        rank: of this process, in [0, size).
+        device_type: "cuda" or "cpu".
+        device_mesh: torch's `DeviceMesh` with these three dimensions; None in a mesh of one.
+
+    Example:
+        >>> import purestep as ps
+        >>> with ps.parallel.start() as mesh:
+        ...     mesh.size, mesh.batch_size, mesh.batch_rank
+        (1, 1, 0)
+    """
+
+    data: int = 1
+    shard: int = 1
+    tensor: int = 1
+    rank: int = 0
+    device_type: str = "cpu"
+    device_mesh: Any = None
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return self.data * self.shard * self.tensor
+
+    @property
+    def batch_size(self) -> int:
+        """The number of shares of a batch: ``data * shard``."""
+        return self.data * self.shard
+
+    @property
+    def batch_rank(self) -> int:
+        """The share of a batch that this process computes."""
+        return self.rank // self.tensor
+
+    def coordinate(self, axis: str) -> int:
+        """The place of this process on an axis."""
+        places = {
+            "data": self.rank // (self.shard * self.tensor),
+            "shard": self.rank // self.tensor % self.shard,
+            "tensor": self.rank % self.tensor,
+            "batch": self.batch_rank,
+            "world": self.rank,
+        }
+        return places[axis]
+
+    def width(self, axis: str) -> int:
+        """The number of processes on an axis: "data", "shard", "tensor", "batch" or "world"."""
+        return {"batch": self.batch_size, "world": self.size}.get(axis) or getattr(self, axis)
+
+
+class Groups(NamedTuple):
+    """The process groups of the mesh that this process has started."""
+
+    mesh: Mesh
+    by_axis: Mapping[str, Any]  # axis -> ProcessGroup, for axes of more than one process
+    host: Any  # of all processes, on the CPU: for decisions of the host
+
+
+_started: list[Groups] = []
+_starts = itertools.count()
+
+
+def current() -> Groups | None:
+    """The groups of the mesh that is open in this process; None outside of `start`."""
+    return _started[-1] if _started else None
+
+
+def group(axis: str) -> Any:
+    """The process group of an axis of the open mesh.
+
+    Raises:
+        RankError: no mesh with this axis is open.
+    """
+    found = None if not _started else _started[-1].by_axis.get(axis)
+    if found is None:
+        raise RankError(
+            f"no open mesh has several processes on the axis {axis!r}",
+            where="parallel",
+            hint="call distributed steps inside `with ps.parallel.start(...) as mesh:`",
+        )
+    return found
+
+
+@contextmanager
+def start(
+    device_mesh: Any = None,
+    *,
+    data: int | None = None,
+    shard: int = 1,
+    tensor: int = 1,
+    timeout: float = 600.0,
+) -> Generator[Mesh]:
+    """Start the process groups of a mesh, from torchrun's environment, and close them at the end of the ``with`` block.
+
+    Alone, without torchrun, it is a mesh of one process, whatever the sizes are, and every program runs as it does
+    without a mesh. The backend is NCCL on CUDA (each process takes the device of its ``LOCAL_RANK``), else gloo.
+
+    Args:
+        device_mesh: an existing `torch.distributed.DeviceMesh` with dimensions among "data", "shard" and "tensor", in
+            this order, instead of the sizes. Its process groups stay open.
+        data: processes with different examples and the same state; None: all that the other axes leave.
+        shard: processes with different examples that hold pieces of one state.
+        tensor: processes that share the layers of one model.
+        timeout: seconds, > 0, after which a collective whose peers do not answer raises. It must be longer than the
+            difference between two processes' compile times, and than the slowest start of a process.
+
+    Yields:
+        The `Mesh`.
+
+    Raises:
+        ConfigError: a size or timeout out of range.
+        RankError: a part of torchrun's variables is missing; the sizes do not fit the number of processes; the port is
+            taken; a process did not start in time; processes have different versions of Python, torch or purestep; a
+            mesh is open already.
+
+    Example:
+        >>> import purestep as ps
+        >>> with ps.parallel.start(data=2, shard=2) as mesh:  # without torchrun
+        ...     mesh.size
+        1
+    """
+    sizes = {"data": 1 if data is None else data, "shard": shard, "tensor": tensor}
+    for name, size in sizes.items():
+        if not is_count(size, 1):
+            raise ConfigError(f"{name} is {size!r}", where=_WHERE, hint=f"set {name}=1, or more")
+    if not is_number(timeout) or not timeout > 0:
+        raise ConfigError(f"timeout is {timeout!r}", where=_WHERE, hint="pass seconds, such as timeout=600")
+    if _started:
+        raise RankError("a mesh is open already", where=_WHERE, hint="leave its `with` block first, or use it")
+    with ExitStack() as stack:
+        if device_mesh is not None:
+            found = _of_device_mesh(device_mesh)
+        else:
+            environment = _environment()
+            if environment is None:
+                found = Groups(Mesh(), MappingProxyType({}), None)
+            else:
+                rank, count = environment
+                sizes["data"] = _fitting(sizes, count, is_free=data is None)
+                stack.enter_context(_process_group(rank, count, timeout))
+                found = _opened(Mesh(**sizes, rank=rank, device_type=_device_type()))
+        _started.append(found)
+        stack.callback(_started.remove, found)
+        yield found.mesh
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _environment() -> tuple[int, int] | None:
+    """``(rank, world size)`` from torchrun's variables; None if there are none.
+
+    Raises:
+        RankError: some are missing, or are no numbers.
+    """
+    present = [name for name in _VARIABLES if os.environ.get(name)]
+    if not any(name in present for name in ("RANK", "WORLD_SIZE")):
+        return None
+    missing = [name for name in _VARIABLES if name not in present]
+    if missing:
+        raise RankError(
+            f"the environment has {', '.join(present)}, but not {', '.join(missing)}",
+            where=_WHERE,
+            hint="start with `torchrun --nproc-per-node 2 train.py`, which sets all of them, or unset them",
+        )
+    try:
+        rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except ValueError:
+        rank, count = -1, 0
+    if not 0 <= rank < count:
+        raise RankError(
+            f"RANK={os.environ['RANK']!r} of WORLD_SIZE={os.environ['WORLD_SIZE']!r}",
+            where=_WHERE,
+            hint="start with `torchrun --nproc-per-node 2 train.py`",
+        )
+    return rank, count
+
+
+def _fitting(sizes: Mapping[str, int], count: int, *, is_free: bool) -> int:
+    """The size of the data axis.
+
+    Raises:
+        RankError: the sizes do not multiply to the number of processes.
+    """
+    inner = sizes["shard"] * sizes["tensor"]
+    if is_free and count % inner == 0:
+        return count // inner
+    if not is_free and sizes["data"] * inner == count:
+        return sizes["data"]
+    text = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 or name == "data")
+    raise RankError(
+        f"there are {count} processes, and a mesh of {text}",
+        where=_WHERE,
+        hint=f"start(data={max(count // inner, 1)}, ...), or torchrun with {sizes['data'] * inner} processes",
+    )
+
+
+@contextmanager
+def _process_group(rank: int, count: int, timeout: float) -> Generator[None]:
+    """Start torch's default process group, unless the user has.
+
+    Raises:
+        RankError: see `start`.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    limit = timedelta(seconds=timeout)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % max(torch.cuda.device_count(), 1))))
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=limit))
+        # torchrun keeps its store when it restarts the processes, and so does a process that starts a second mesh:
+        # addresses of an earlier one are of no use.
+        parts = (os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        store = torch.distributed.PrefixStore(  # pyright: ignore[reportPrivateImportUsage]  # documented
+            "/".join(("purestep", *parts, str(next(_starts)))), store
+        )
+        _check_versions(store, rank, count)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
+    except (dist.DistError, RuntimeError, ValueError) as error:  # DistError is a RuntimeError in some releases only
+        if isinstance(error, RankError):
+            raise
+        raise RankError(
+            f"process {rank} of {count} could not join the others at {address}: {error}",
+            where=_WHERE,
+            hint="a process that did not start within the timeout, a port that another run uses (torchrun "
+            "--master-port), or a wrong MASTER_ADDR",
+        ) from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Exception):  # a peer may be gone
+            dist.destroy_process_group()
+
+
+def _check_versions(store: Any, rank: int, count: int) -> None:
+    own = {"python": platform.python_version(), "torch": torch.__version__, "purestep": metadata.version("purestep")}
+    store.set(f"versions/{rank}", json.dumps(own))
+    for other in range(count):
+        theirs = json.loads(store.get(f"versions/{other}"))
+        differing = [name for name in own if own[name] != theirs.get(name)]
+        if differing:
+            text = ", ".join(f"{name} {own[name]} and {theirs.get(name)}" for name in differing)
+            raise RankError(
+                f"processes {rank} and {other} have different versions: {text}",
+                where=_WHERE,
+                hint="install the same versions on every machine",
+            )
+
+
+def _opened(mesh: Mesh) -> Groups:
+    """Create the groups of a mesh. Every process makes the same calls."""
+    device_mesh = dist.device_mesh.init_device_mesh(
+        mesh.device_type, tuple(mesh.width(axis) for axis in AXES), mesh_dim_names=AXES
+    )
+    return _with_groups(mesh._replace(device_mesh=device_mesh))
+
+
+def _with_groups(mesh: Mesh) -> Groups:
+    by_axis = {axis: mesh.device_mesh.get_group(axis) for axis in AXES if mesh.width(axis) > 1}
+    for number in range(mesh.tensor):
+        members = [rank for rank in range(mesh.size) if rank % mesh.tensor == number]
+        batch = dist.new_group(members) if mesh.data > 1 and mesh.shard > 1 else None
+        if batch is not None and mesh.rank in members:
+            by_axis["batch"] = batch
+    if "batch" not in by_axis and mesh.batch_size > 1:
+        by_axis["batch"] = by_axis["data"] if mesh.data > 1 else by_axis["shard"]
+    if mesh.size > 1:
+        by_axis["world"] = dist.group.WORLD
+    return Groups(mesh, MappingProxyType(by_axis), dist.new_group(backend="gloo") if mesh.size > 1 else None)
+
+
+def _of_device_mesh(device_mesh: Any) -> Groups:
+    """The groups of a user's DeviceMesh.
+
+    Raises:
+        RankError: its dimensions have other names or another order, or it does not hold all processes.
+    """
+    names = tuple(device_mesh.mesh_dim_names or ())
+    if not names or list(names) != [axis for axis in AXES if axis in names]:
+        raise RankError(
+            f"the DeviceMesh has the dimensions {names}",
+            where=_WHERE,
+            hint='init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "shard")), in the order data, shard, tensor',
+        )
+    ranks = device_mesh.mesh.flatten().tolist()
+    if ranks != list(range(dist.get_world_size())):
+        raise RankError(
+            f"the DeviceMesh holds the processes {ranks[:8]} of {dist.get_world_size()}",
+            where=_WHERE,
+            hint="use a DeviceMesh of all processes, in the order of their ranks",
+        )
+    sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
+    return _opened(Mesh(**sizes, rank=dist.get_rank(), device_type=device_mesh.device_type))
