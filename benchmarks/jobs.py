@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from . import alone
 from .contestants import byhand, jaxes, ours
 
@@ -59,6 +61,8 @@ def _on_cpu() -> dict[str, Job]:
         "memory": Job("peak memory, GPT of 34 M", "benchmarks.memory:table", {"work": "gpt-medium"}),
         "start": Job("time to the first step, GPT of 0.9 M", "benchmarks.start:table", {"work": "gpt-small"}),
         "ablation": Job("compile/cpu without each of its parts", "benchmarks.ablation:table", {}),
+        "parallel-1": _parallel(1),
+        "parallel-2": _parallel(2),
         "import": Job("import", "benchmarks.start:importing", {}, {}),
         "save-1.2GB": _save("1.2 GB", 30, 10_000_000),
         "save-100MB": _save("100 MB", 10, 2_500_000),
@@ -69,6 +73,10 @@ def _on_cpu() -> dict[str, Job]:
         "curve-accumulation": Job("micro-batches to an update", "benchmarks.curves:accumulation", {}),
         "curve-unroll": Job("steps to a call, MLP, one thread", "benchmarks.curves:unrolled", {}, threads=1),
     }
+
+
+def _parallel(world: int, work: str = "gpt-small") -> Job:
+    return Job(f"{world} processes", "benchmarks.parallel:table", {"world": world, "work": work}, threads=None)
 
 
 def _save(about: str, leaves: int, size: int) -> Job:
@@ -91,6 +99,7 @@ def _on_cuda() -> dict[str, Job]:
         "vit": _table("vit", "ViT"),
         "resnet50": _table("resnet50", "ResNet-50, bfloat16"),
         "curve-unroll": Job("steps to a call, MLP", "benchmarks.curves:unrolled", {}),
+        "parallel": _parallel(torch.cuda.device_count() or 1, "gpt2"),
         "memory": Job("peak memory, GPT-2 124 M", "benchmarks.memory:table", {"work": "gpt2"}),
     }
 

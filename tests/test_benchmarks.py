@@ -8,7 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import alone, contestants, figures, gpu, guard, jobs, measure, memory, models, report, steps, works
+from benchmarks import (
+    alone,
+    contestants,
+    figures,
+    gpu,
+    guard,
+    jobs,
+    measure,
+    memory,
+    models,
+    parallel,
+    report,
+    scaling,
+    steps,
+    works,
+)
 from benchmarks.contestants import Entry, Gate, Gated, byhand, ours
 from benchmarks.measure import Plan, Spread, Turn
 
@@ -339,3 +354,31 @@ def test_the_share_of_an_h100s_peak_stands_beside_that_of_the_measured_rate(monk
     monkeypatch.setitem(works.WORKS, "gpt", work._replace(tokens=1000))
     found = {row["name"]: row["values"] for row in gpu.gpt2("cuda", work="gpt")["rows"]}
     assert found["share of matmul"] == pytest.approx([2 * found["share of 989 TFLOP/s"][0]])
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+def test_a_step_on_paper_sends_what_its_collectives_send():
+    model = scaling.Model("small", 1e9, 1000)
+    cluster = scaling.Cluster(flops=1e15, utilization=1.0, inside=1e11, between=1e10, node=8, latency=0.0)
+    found = scaling.step(model, "replicate", 8, cluster)
+    assert found.compute == pytest.approx(6e12 / 1e15)
+    assert found.communication == pytest.approx(2 * 4e9 * 7 / 8 / 1e11)  # an all_reduce: a scatter and a gather
+    assert scaling.step(model, "shard", 8, cluster).rest == 16e9 / 8
+    units = scaling.step(model, "shard, units", 16, cluster)
+    assert units.compute == pytest.approx(8e12 / 1e15)
+    assert units.communication == pytest.approx(3 * 4e9 * 15 / 16 / 8e10)  # eight adapters of a node
+    hybrid = scaling.step(model, "hybrid, shard in a node", 16, cluster)
+    assert hybrid.communication == pytest.approx(2 * 4e9 * 7 / 8 / 1e11 + 2 * 5e8 * 1 / 2 / 1e10)
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+def test_contestants_on_two_processes_do_the_same_work():
+    names = (parallel.DDP, parallel.FSDP, parallel.REPLICATED, parallel.SHARDED)
+    found = parallel.table(work="mlp", world=2, rounds=1, calls=1, only=names)
+    assert [row["name"] for row in found["absent"]] == []
+    values = {row["name"]: row["values"] for row in found["rows"]}
+    assert values[f"{parallel.REPLICATED}: collectives a step"] == [2]  # the gradients, and the small numbers
+    assert values[f"{parallel.SHARDED}: bytes at rest"][0] < 0.6 * values[f"{parallel.REPLICATED}: bytes at rest"][0]
