@@ -562,23 +562,51 @@ def test_what_cannot_be_honoured_is_refused_with_the_cure(settings: dict[str, An
     assert caught.value.hint
 
 
-SEVERAL: list[dict[str, Any]] = [
-    {"devices": 2},
-    {"devices": "2"},
-    {"devices": [0, 1]},
-    {"devices": "0,1"},
-    {"accelerator": "cpu", "devices": 2},
-    {"num_nodes": 2},
-    {"strategy": "ddp"},
-    {"strategy": "fsdp"},
-    {"strategy": "deepspeed_stage_2"},
+class FSDPStrategy:  # as of Lightning, which need not be installed
+    sharding_strategy = "HYBRID_SHARD"
+
+
+SEVERAL: list[tuple[dict[str, Any], dict[str, int], str]] = [
+    ({"devices": 2}, {"data": 2}, "replicate"),
+    ({"devices": "2"}, {"data": 2}, "replicate"),
+    ({"devices": [0, 1]}, {"data": 2}, "replicate"),
+    ({"devices": "0,1"}, {"data": 2}, "replicate"),
+    ({"accelerator": "cpu", "devices": 2, "num_nodes": 3}, {"data": 6}, "replicate"),
+    ({"strategy": "ddp"}, {}, "replicate"),  # all that torchrun has started
+    ({"strategy": "ddp_find_unused_parameters_true", "devices": 4}, {"data": 4}, "replicate"),
+    ({"strategy": "fsdp", "devices": 4}, {"data": 1, "shard": 4}, "shard"),
+    ({"strategy": "deepspeed_stage_2", "devices": 4, "num_nodes": 2}, {"data": 1, "shard": 8}, "shard"),
+    ({"strategy": "deepspeed_stage_3", "devices": 2}, {"data": 1, "shard": 2}, "shard"),
+    ({"strategy": FSDPStrategy(), "devices": 4, "num_nodes": 2}, {"data": 2, "shard": 4}, "shard"),
 ]
 
 
-@pytest.mark.parametrize("settings", SEVERAL)
-def test_more_than_one_process_is_refused_as_such(settings: dict[str, Any]):
-    with pytest.raises(RankError, match=r"several processes are not supported yet \(cure: "):
+@pytest.mark.parametrize(("settings", "mesh", "params"), SEVERAL)
+def test_several_processes_are_a_mesh_and_a_placement(settings: dict[str, Any], mesh: dict[str, int], params: str):
+    found = plan(**settings)
+    assert (found.mesh, found.distribute) == (mesh, {"params": params, "batchnorm": "average"})
+    assert found.device in (None, "cpu")  # each process takes its own
+    assert plan(**settings, sync_batchnorm=True).distribute["batchnorm"] == "sync"
+
+
+NO_EQUAL: list[tuple[dict[str, Any], str]] = [
+    ({"strategy": "ddp_spawn"}, "start them with torchrun"),
+    ({"strategy": "deepspeed_stage_3_offload", "devices": 2}, "deepspeed_stage_3"),
+    ({"strategy": "model_parallel", "devices": 2}, "tensor="),
+    ({"strategy": "fsdp"}, "devices=8"),
+    ({"strategy": "ddp", "use_distributed_sampler": False}, "ps.parallel.sharded"),
+]
+
+
+@pytest.mark.parametrize(("settings", "cure"), NO_EQUAL)
+def test_a_strategy_without_an_equal_is_refused_with_the_cure(settings: dict[str, Any], cure: str):
+    with pytest.raises(RankError, match=cure):
         plan(**settings)
+
+
+def test_one_device_contradicts_several():
+    with pytest.raises(ConfigError, match=r"strategy='single_device', devices=2"):
+        plan(strategy="single_device", devices=2)
 
 
 @pytest.mark.parametrize("value", ["auto", 1, "1", -1])

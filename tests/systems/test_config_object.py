@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import purestep as ps
 from purestep import config, events, metrics, optim
 from purestep.config import from_lightning
-from purestep.errors import ConfigError, NonFiniteError, RankError
+from purestep.errors import ConfigError, NonFiniteError
 from purestep.types import Empty
 
 Batch = tuple[Tensor, Tensor]
@@ -104,21 +104,21 @@ def test_an_accelerator_is_a_device_or_an_error_that_lists_what_there_is(monkeyp
 
 @pytest.mark.row("3.3", "3.4", "3.5")
 @pytest.mark.parametrize(
-    ("one", "several"),
+    ("one", "several", "mesh"),
     [
-        ({"strategy": "auto"}, {"strategy": "ddp"}),
-        ({"strategy": "auto"}, {"strategy": "fsdp"}),
-        ({"devices": 1}, {"devices": 2}),
-        ({"devices": "auto"}, {"devices": "0,1"}),
-        ({"devices": "1"}, {"devices": [0, 1]}),
-        ({"num_nodes": 1}, {"num_nodes": 2}),
+        ({"strategy": "auto"}, {"strategy": "ddp"}, {}),
+        ({"strategy": "auto"}, {"strategy": "fsdp", "devices": 2}, {"data": 1, "shard": 2}),
+        ({"devices": 1}, {"devices": 2}, {"data": 2}),
+        ({"devices": "auto"}, {"devices": "0,1"}, {"data": 2}),
+        ({"devices": "1"}, {"devices": [0, 1]}, {"data": 2}),
+        ({"num_nodes": 1}, {"num_nodes": 2, "devices": 4}, {"data": 8}),
     ],
 )
-def test_one_process_is_understood_and_several_are_refused_by_name(one: Settings, several: Settings):
+def test_one_process_trains_and_several_are_a_mesh(one: Settings, several: Settings, mesh: dict[str, int]):
     assert train({"accelerator": "cpu", **one}).epochs == 2
-    (name,) = several
-    with pytest.raises(RankError, match=rf"{name}=.*several processes are not supported yet"):
-        from_lightning({"max_epochs": 1, "accelerator": "gpu", **several})
+    plan = from_lightning({"max_epochs": 1, "accelerator": "gpu", **several})
+    assert dict(plan.mesh) == mesh
+    assert plan.distribute["params"] == ("shard" if "shard" in mesh else "replicate")
 
 
 @pytest.mark.row("3.6")

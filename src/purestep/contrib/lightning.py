@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,8 @@ class Plan(NamedTuple):
     fit: FitConfig  # fit(state, loaders, program, plan.fit, **plan.run)
     device: str | None  # as in plan.fit, for your own loop; None: fit takes cuda, mps, cpu, in that order
     run: dict[str, Any]  # other arguments of fit, if set: snapshots, sinks, callbacks
+    mesh: Mapping[str, int] = MappingProxyType({})  # with parallel.start(**plan.mesh) as mesh:
+    distribute: Mapping[str, str] = MappingProxyType({})  # if not empty: distribute(program, mesh, **plan.distribute)
 
 
 def from_lightning(settings: object, *, strict: bool = False) -> Plan:
@@ -55,7 +58,11 @@ def from_lightning(settings: object, *, strict: bool = False) -> Plan:
     - The type of ``val_check_interval`` decides: 1.0 is an epoch, 1 is a batch. 2.0, which means 2 batches in
       Lightning, is refused. An int is counted over the whole run, as with ``check_val_every_n_epoch=None``. With the
       default of 1, Lightning restarts the count in each epoch, so `from_lightning` warns.
-    - ``devices="auto"`` is one device. Several devices or nodes are refused.
+    - ``devices="auto"`` is one device, or with a strategy of several processes all that torchrun has started. Several
+      devices, nodes, or such a strategy fill ``plan.mesh`` and ``plan.distribute``; torchrun starts the processes.
+    - "ddp" holds the whole state in every process; "fsdp" and "deepspeed_stage_1" to "_3" hold pieces of all of it
+      (ZeRO-2, which holds no less at rest than stage 3); FSDPStrategy(sharding_strategy="HYBRID_SHARD") holds pieces
+      inside a node. ``sync_batchnorm=False`` averages the statistics of BatchNorm.
     - ``limit_val_batches`` limits the loader ``"val"``.
     - ``default_root_dir`` is the directory of the snapshots; without it there are none. A run in it is resumed.
     - ``gradient_clip_val=0`` turns clipping off, as in Lightning; ``max_steps`` counts optimizer updates.
@@ -63,7 +70,7 @@ def from_lightning(settings: object, *, strict: bool = False) -> Plan:
     Raises:
         ConfigError: a value is out of its range, two contradict each other, or a setting belongs to another function
             (the cure says which).
-        RankError: the arguments need several processes.
+        RankError: a strategy that has no equal here (the cure says what has).
 
     Warns:
         UserWarning: an unknown key, with the nearest name; an interval that Lightning counts differently.
@@ -80,14 +87,16 @@ def from_lightning(settings: object, *, strict: bool = False) -> Plan:
         if name in _FLAGS:
             _checked(name, value, fields.flag)
     args = DEFAULTS | _barebones(given)
-    _check_one_process(args)
-    device = _read_device(args)
+    processes = _read_processes(args)
+    device = _read_device(args, several=bool(processes.distribute))
     return Plan(
         program={"precision": _read_precision(args["precision"]), "accumulate": _read_accumulate(args)},
         clip=_clip(args),
         fit=_read_fit(args, device),
         device=device,
         run=_run(args),
+        mesh=processes.mesh,
+        distribute=processes.distribute,
     )
 
 
@@ -140,7 +149,7 @@ DEFAULTS: dict[str, Any] = {
 """The signature of Lightning 2.6."""
 
 
-# The second row changes nothing: purestep runs one process, evaluates without gradients, logs no hyperparameters.
+# Of the second row, two change nothing: purestep evaluates without gradients, and logs no hyperparameters.
 _FLAGS = (
     *("enable_checkpointing", "enable_progress_bar", "detect_anomaly", "barebones", "benchmark"),
     *("inference_mode", "use_distributed_sampler", "sync_batchnorm", "enable_autolog_hparams"),
@@ -252,31 +261,91 @@ def _checked(name: str, value: Any, check: Callable[[Any], Any]) -> Any:
 # --- the device -------------------------------------------------------------------------------------------------------
 
 
-def _check_one_process(args: Mapping[str, Any]) -> None:
-    """Refuse a strategy or a number of nodes that needs several processes.
+class _Processes(NamedTuple):
+    """What the arguments say of several processes."""
+
+    mesh: dict[str, int]  # parallel.start(**mesh); empty: one process
+    distribute: dict[str, str]  # distribute(program, mesh, **distribute)
+
+
+_REPLICATED = ("ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
+_SHARDED = ("fsdp", "deepspeed", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+_HYBRID = ("hybrid_shard", "HYBRID_SHARD")
+
+
+def _read_processes(args: Mapping[str, Any]) -> _Processes:
+    """The mesh and the placement of a strategy, or empty ones.
 
     Raises:
-        RankError: the arguments need several processes.
-        ConfigError: the strategy is unknown, or the number of nodes is none.
+        RankError: the strategy has no equal here, or the devices are no count.
+        ConfigError: the strategy is unknown, or the number of nodes or devices is none.
     """
-    strategy, nodes = args["strategy"], args["num_nodes"]
-    several = ("ddp", "fsdp", "deepspeed", "dp", "model_parallel", "xla", "horovod")
-    if isinstance(strategy, str) and strategy.startswith(several):
-        raise RankError(
-            f"strategy={strategy!r}: several processes are not supported yet", where=_WHERE, hint='strategy="auto"'
+    strategy, nodes = _strategy(args["strategy"]), _checked("num_nodes", args["num_nodes"], fields.count)
+    several = strategy in (*_REPLICATED, *_SHARDED, *_HYBRID)
+    count = _count(args["devices"], args["accelerator"]) if args["devices"] != "auto" else None
+    if not several and (count or 1) * nodes == 1:
+        return _Processes({}, {})
+    if strategy == "single_device":
+        raise ConfigError(
+            f"strategy='single_device', devices={args['devices']!r} and num_nodes={nodes}",
+            where=_WHERE,
+            hint='strategy="ddp", or devices=1 and num_nodes=1',
         )
-    if strategy not in ("auto", "single_device"):
-        raise ConfigError(f"strategy={strategy!r} is not known", where=_WHERE, hint='strategy="auto"')
-    if _checked("num_nodes", nodes, fields.count) > 1:
-        raise RankError(f"num_nodes={nodes}: several processes are not supported yet", where=_WHERE, hint="num_nodes=1")
+    if not args["use_distributed_sampler"]:
+        raise RankError(
+            "use_distributed_sampler=False: fit gives every process its rows of each batch of one order",
+            where=_WHERE,
+            hint="leave it out, and pass the loader of one process; or mark loaders that are cut already: "
+            "ps.parallel.sharded(loader)",
+        )
+    batchnorm = {"batchnorm": "sync" if args["sync_batchnorm"] else "average"}
+    if strategy not in (*_SHARDED, *_HYBRID):
+        return _Processes({} if count is None else {"data": count * nodes}, {"params": "replicate", **batchnorm})
+    if count is None:
+        raise RankError(f"strategy={strategy!r} and devices='auto'", where=_WHERE, hint="devices=8: those of a node")
+    sizes = {"data": nodes, "shard": count} if strategy in _HYBRID else {"data": 1, "shard": count * nodes}
+    return _Processes(sizes, {"params": "shard", **batchnorm})
 
 
-def _read_device(args: Mapping[str, Any]) -> str | None:
+def _strategy(value: Any) -> str:
+    """The strategy's name; of a strategy object of Lightning, the name that means the same.
+
+    Raises:
+        RankError: it has no equal here.
+        ConfigError: it is unknown.
+    """
+    named = value
+    if not isinstance(value, str):
+        kind = type(value).__name__
+        named = {"DDPStrategy": "ddp", "SingleDeviceStrategy": "single_device", "FSDPStrategy": "fsdp"}.get(kind, kind)
+        way = getattr(value, "sharding_strategy", None)
+        if kind == "FSDPStrategy" and "HYBRID" in str(getattr(way, "name", way)):
+            named = "hybrid_shard"
+    known = ("auto", "single_device", *_REPLICATED, *_SHARDED, *_HYBRID)
+    if named in known:
+        return named
+    cures = {
+        ("ddp_spawn", "ddp_fork", "ddp_notebook"): "it starts the processes itself: start them with torchrun and set "
+        'strategy="ddp"',
+        ("deepspeed", "DeepSpeed"): 'offloading is not there: strategy="deepspeed_stage_3"',
+        ("model_parallel", "ModelParallel"): "ps.distribute(program, mesh, tensor={...})",
+        ("dp", "xla", "horovod"): 'strategy="ddp"',
+    }
+    for starts, cure in cures.items():
+        if str(named).startswith(starts):
+            raise RankError(f"strategy={named!r} has no equal here", where=_WHERE, hint=cure)
+    raise ConfigError(f"strategy={value!r} is not known", where=_WHERE, hint='strategy="auto"')
+
+
+def _read_device(args: Mapping[str, Any], *, several: bool) -> str | None:
     """The torch device, or None for "auto".
+
+    Args:
+        args: of the Trainer.
+        several: torchrun's processes take a device each.
 
     Raises:
         ConfigError: the accelerator or the device is unknown.
-        RankError: the arguments name several devices.
     """
     accelerator = args["accelerator"]
     kinds: dict[Any, str | None] = {"auto": None, "cpu": "cpu", "cuda": "cuda", "gpu": _gpu(), "mps": "mps"}
@@ -286,7 +355,7 @@ def _read_device(args: Mapping[str, Any]) -> str | None:
             where=_WHERE,
             hint='accelerator="auto"',
         )
-    kind, index = kinds[accelerator], _index(args["devices"], accelerator)
+    kind, index = kinds[accelerator], None if several else _index(args["devices"])
     if index is None:
         return kind
     if kind == "cpu":
@@ -298,30 +367,48 @@ def _gpu() -> str:
     return "mps" if torch.backends.mps.is_available() and not torch.cuda.is_available() else "cuda"
 
 
-def _index(devices: Any, accelerator: str) -> int | None:
+def _index(devices: Any) -> int | None:
     """The index of the device, or None for any device."""
-    if devices == "auto":
-        return None
+    indices = _indices(devices)
+    return indices[0] if indices else None
+
+
+def _indices(devices: Any) -> list[int]:
+    """The devices that a list, or a text with commas, names; [] for a count.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     chosen = devices.split(",") if isinstance(devices, str) and "," in devices else devices
+    if not isinstance(chosen, list | tuple):
+        return []
     try:
-        if isinstance(chosen, list | tuple):
-            indices = [fields.count(one, least=0) for one in chosen if one != ""]
-            number = len(indices)
-        else:
-            indices, number = [], fields.count(chosen, infinite=True)
+        return [fields.count(one, least=0) for one in chosen if one != ""]
     except ValueError:
-        indices, number = [], 0
+        raise _no_device(devices) from None
+
+
+def _count(devices: Any, accelerator: str) -> int:
+    """The number of devices.
+
+    Raises:
+        ConfigError: none is named.
+    """
+    number = len(_indices(devices))
+    if not isinstance(devices, list | tuple) and not (isinstance(devices, str) and "," in devices):
+        try:
+            number = fields.count(devices, infinite=True)
+        except ValueError:
+            raise _no_device(devices) from None
     if number == -1:
         number = 1 if accelerator in ("cpu", "mps") else max(1, torch.cuda.device_count())
     if number == 0:
-        raise ConfigError(f"devices={devices!r} names no device", where=_WHERE, hint='devices=1, or "auto"')
-    if number > 1:
-        raise RankError(
-            f"devices={devices!r} is {number} devices: several processes are not supported yet",
-            where=_WHERE,
-            hint="devices=1",
-        )
-    return indices[0] if indices else None
+        raise _no_device(devices)
+    return number
+
+
+def _no_device(devices: Any) -> ConfigError:
+    return ConfigError(f"devices={devices!r} names no device", where=_WHERE, hint='devices=1, or "auto"')
 
 
 # --- the program ------------------------------------------------------------------------------------------------------
