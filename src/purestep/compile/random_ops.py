@@ -134,8 +134,9 @@ for _operator in (_own.drawn.default, _own.coins.default, *_MIRRORS.values()):
 
 
 class AsInEager(Mode):
-    """Mode that replaces random operators on the CPU by operators that inductor does not change, and corrects the strides
-    of fake tensors, on which draws depend. Draws on other devices or from an explicit generator are unchanged."""
+    """Mode that replaces random operators on the CPU by operators that inductor does not change, and corrects the
+    strides of fake tensors, on which draws depend. Draws on other devices or from an explicit generator are unchanged.
+    """
 
     def __init__(self) -> None:
         super().__init__()
