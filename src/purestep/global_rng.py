@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from threading import RLock
+from threading import RLock, Timer, current_thread, get_ident
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 WARN_AFTER = 60.0  # seconds that a thread waits for the lock before it warns
 _LOCK = [RLock()]  # a list, so that a forked child can replace the lock
+_HOLDER: list[int | None] = [None]  # the thread that holds it, for `_alarm` only
 
 
 @contextmanager
@@ -31,24 +32,32 @@ def locked() -> Generator[None]:
         ...     print("the lock is reentrant")
         the lock is reentrant
     """
-    lock = _acquire()
+    lock = _LOCK[0]  # a child forked meanwhile has another one
+    alarm = _alarm(lock)
     try:
-        yield
+        with lock:  # Python handles no signal between the acquisition and this block
+            if alarm is not None:
+                alarm.cancel()
+            before, _HOLDER[0] = _HOLDER[0], get_ident()
+            yield
+            _HOLDER[0] = before  # not after an error: the next thread then starts an alarm in vain
     finally:
-        lock.release()
+        if alarm is not None:
+            alarm.cancel()
 
 
-def _acquire() -> Any:
-    """Acquire the lock and return it. Release this object: a child forked meanwhile has another one in `_LOCK`."""
-    lock = _LOCK[0]
-    while not lock.acquire(timeout=WARN_AFTER):
-        warnings.warn(
-            f"a thread has waited {WARN_AFTER:.0f} seconds for the global random generators: {lock!r} (cure: let no "
-            "dataset, loader or step wait for a thread that trains or evaluates)",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-    return lock
+def _alarm(lock: Any) -> Timer | None:
+    """A timer that warns if this thread waits for too long; None if no other thread holds the lock."""
+    if _HOLDER[0] in (None, get_ident()):
+        return None
+    text = (
+        f"the thread {current_thread().name} has waited {WARN_AFTER:.0f} seconds for the global random generators: "
+        f"{lock!r} (cure: let no dataset, loader or step wait for a thread that trains or evaluates)"
+    )
+    alarm = Timer(WARN_AFTER, warnings.warn, (text, RuntimeWarning))
+    alarm.daemon = True
+    alarm.start()
+    return alarm
 
 
 def replace_lock() -> None:
@@ -60,7 +69,7 @@ def replace_lock() -> None:
         ...     print("acquired")
         acquired
     """
-    _LOCK[0] = RLock()
+    _LOCK[0], _HOLDER[0] = RLock(), None
 
 
 @contextmanager
@@ -78,8 +87,7 @@ def seeded(seed: int, device: torch.device | None = None) -> Generator[None]:
         >>> cpu_state() == before
         True
     """
-    lock = _acquire()
-    try:
+    with locked():
         generators = [torch.default_generator, *_device_generators(device)]
         states = [_state(generator) for generator in generators]
         try:
@@ -92,8 +100,6 @@ def seeded(seed: int, device: torch.device | None = None) -> Generator[None]:
         except BaseException:  # Ctrl-C may have interrupted the restoring
             _restore(generators, states)
             raise
-    finally:
-        lock.release()
 
 
 def seed_with_restore(seed: int, device: torch.device | None = None) -> Callable[[], None]:
