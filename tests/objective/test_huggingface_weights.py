@@ -145,6 +145,8 @@ def paligemma() -> tuple[Any, dict[str, Tensor]]:
     text = {"model_type": "gemma", **GEMMA}
     config = hf.PaliGemmaConfig(text_config=text, vision_config=sizes, image_token_id=2, projection_dim=32)
     inputs = batch()
+    inputs["attention_mask"][2, 4:8] = 1
+    inputs["labels"][2, 4:8] = inputs["input_ids"][2, 4:8]
     for name in ("input_ids", "labels"):
         inputs[name][:, :4] = 2 if name == "input_ids" else -100
     return hf.PaliGemmaForConditionalGeneration(config), {**inputs, "pixel_values": torch.ones(3, 3, 16, 16)}
