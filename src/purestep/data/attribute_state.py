@@ -185,8 +185,8 @@ def generators(*owners: Any) -> dict[str, Any]:
         >>> generators(types.SimpleNamespace(rng=random.Random(), size=3))
         {'rng': <random.Random object at ...>}
     """
-    # Not `random_state.own`, which finds generators for whole epochs: it searches no lists, but objects of any module and
-    # properties of samplers. A seed is derived from the path, so one search for both would change the seeds of runs.
+    # Not `random_state.own`, which finds generators for whole epochs: it searches no lists, but objects of any module
+    # and properties of samplers. A seed is derived from the path, so one search for both would change seeds.
     found: dict[str, Any] = {}
     seen: set[int] = set()
     functions = [("", owner) for owner in owners if isinstance(owner, types.FunctionType)]
