@@ -8,15 +8,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from threading import RLock, Timer, current_thread, get_ident
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 WARN_AFTER = 60.0  # seconds that a thread waits for the lock before it warns
-_LOCK = [RLock()]  # a list, so that a forked child can replace the lock
-_HOLDER: list[int | None] = [None]  # the thread that holds it, for `_alarm` only
+_LOCK: list[Any] = [RLock()]  # a list, so that a forked child can replace the lock
 
 
 @contextmanager
@@ -33,31 +32,29 @@ def locked() -> Generator[None]:
         the lock is reentrant
     """
     lock = _LOCK[0]  # a child forked meanwhile has another one
-    alarm = _alarm(lock)
+    if lock._is_owned():  # by this thread
+        yield
+        return
     try:
-        with lock:  # Python handles no signal between the acquisition and this block
-            if alarm is not None:
-                alarm.cancel()
-            before, _HOLDER[0] = _HOLDER[0], get_ident()
+        try:
+            while not lock.acquire(timeout=WARN_AFTER):
+                warnings.warn(
+                    f"a thread has waited {WARN_AFTER:.0f} seconds for the global random generators: {lock!r} (cure: "
+                    "let no dataset, loader or step wait for a thread that trains or evaluates)",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
             yield
-            _HOLDER[0] = before  # not after an error: the next thread then starts an alarm in vain
-    finally:
-        if alarm is not None:
-            alarm.cancel()
+        finally:  # Ctrl-C may come between the acquisition and the next line
+            _release(lock)
+    except BaseException:  # or interrupt the release
+        _release(lock)
+        raise
 
 
-def _alarm(lock: Any) -> Timer | None:
-    """A timer that warns if this thread waits for too long; None if no other thread holds the lock."""
-    if _HOLDER[0] in (None, get_ident()):
-        return None
-    text = (
-        f"the thread {current_thread().name} has waited {WARN_AFTER:.0f} seconds for the global random generators: "
-        f"{lock!r} (cure: let no dataset, loader or step wait for a thread that trains or evaluates)"
-    )
-    alarm = Timer(WARN_AFTER, warnings.warn, (text, RuntimeWarning))
-    alarm.daemon = True
-    alarm.start()
-    return alarm
+def _release(lock: Any) -> None:
+    if lock._is_owned():
+        lock.release()
 
 
 def replace_lock() -> None:
@@ -69,7 +66,7 @@ def replace_lock() -> None:
         ...     print("acquired")
         acquired
     """
-    _LOCK[0], _HOLDER[0] = RLock(), None
+    _LOCK[0] = RLock()
 
 
 @contextmanager
