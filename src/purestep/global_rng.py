@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 WARN_AFTER = 60.0  # seconds that a thread waits for the lock before it warns
-_LOCK = [RLock()]  # a list, so that a forked child can replace the lock
+_LOCK: list[Any] = [RLock()]  # a list, so that a forked child can replace the lock
 
 
 @contextmanager
@@ -31,24 +31,30 @@ def locked() -> Generator[None]:
         ...     print("the lock is reentrant")
         the lock is reentrant
     """
-    lock = _acquire()
-    try:
+    lock = _LOCK[0]  # a child forked meanwhile has another one
+    if lock._is_owned():  # by this thread
         yield
-    finally:
+        return
+    try:
+        try:
+            while not lock.acquire(timeout=WARN_AFTER):
+                warnings.warn(
+                    f"a thread has waited {WARN_AFTER:.0f} seconds for the global random generators: {lock!r} (cure: "
+                    "let no dataset, loader or step wait for a thread that trains or evaluates)",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            yield
+        finally:  # Ctrl-C may come between the acquisition and the next line
+            _release(lock)
+    except BaseException:  # or interrupt the release
+        _release(lock)
+        raise
+
+
+def _release(lock: Any) -> None:
+    if lock._is_owned():
         lock.release()
-
-
-def _acquire() -> Any:
-    """Acquire the lock and return it. Release this object: a child forked meanwhile has another one in `_LOCK`."""
-    lock = _LOCK[0]
-    while not lock.acquire(timeout=WARN_AFTER):
-        warnings.warn(
-            f"a thread has waited {WARN_AFTER:.0f} seconds for the global random generators: {lock!r} (cure: let no "
-            "dataset, loader or step wait for a thread that trains or evaluates)",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-    return lock
 
 
 def replace_lock() -> None:
@@ -78,8 +84,7 @@ def seeded(seed: int, device: torch.device | None = None) -> Generator[None]:
         >>> cpu_state() == before
         True
     """
-    lock = _acquire()
-    try:
+    with locked():
         generators = [torch.default_generator, *_device_generators(device)]
         states = [_state(generator) for generator in generators]
         try:
@@ -92,8 +97,6 @@ def seeded(seed: int, device: torch.device | None = None) -> Generator[None]:
         except BaseException:  # Ctrl-C may have interrupted the restoring
             _restore(generators, states)
             raise
-    finally:
-        lock.release()
 
 
 def seed_with_restore(seed: int, device: torch.device | None = None) -> Callable[[], None]:

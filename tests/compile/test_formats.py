@@ -17,6 +17,7 @@ Compiled steps compute what that should be. The eager step, which calls this ope
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +26,11 @@ import torch
 from fuzz import compare
 from helpers import assert_trees_close
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import formats
+from purestep.compile import formats, random_ops
 
 pytestmark = pytest.mark.compile
 
@@ -176,9 +178,6 @@ def test_other_devices_and_layouts_without_a_doubt_are_left_alone() -> None:
     last = picture.contiguous(memory_format=torch.channels_last)
     assert formats.as_other(last, picture) is last  # torch takes the slow path, which is right
     assert formats.as_other(meta, meta) is meta
-    assert formats.as_suggested(meta) is meta
-    assert formats.as_suggested(last) is last
-    assert formats.as_suggested(picture, last).stride() == last.stride()
 
 
 NOISY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -220,7 +219,30 @@ LIKE: dict[str, Callable[[Tensor], Tensor]] = {
     "roll of rows": lambda x: torch.roll(x.transpose(1, 2), 2, -1),
     "channel_shuffle": lambda x: functional.channel_shuffle(x.permute(0, 3, 1, 2), 2),
     "channel_shuffle of a part": lambda x: functional.channel_shuffle(x.permute(0, 3, 1, 2)[:, :4], 2),
+    # A dimension of size one, whose stride is another in a trace, decides on the memory format.
+    "group norm of one row": lambda x: functional.group_norm(x[:1, :1].permute(0, 3, 1, 2).reshape(1, 6, 1, -1), 1),
+    "group norm of a large picture": lambda x: functional.interpolate(
+        functional.group_norm(enlarged(x[:1]).contiguous(memory_format=torch.channels_last), 1), scale_factor=2
+    ),
+    "group norm of a sum": lambda x: summed(x[:1, 0]).transpose(0, 1),
+    "columns": lambda x: functional.unfold(x[:, :, :1].transpose(0, 1), 1).unsqueeze(2),
 }
+
+
+def summed(x: Tensor) -> Tensor:
+    """(1, 5, 6), transposed: the sum of a picture and its turned copy, normalized, as the sequence that it was."""
+    x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    picture = x.transpose(1, 2).reshape(1, 6, 1, 5) + pixelwise_copy(x)
+    return functional.silu(functional.group_norm(picture, 2)).squeeze(2).transpose(1, 2)
+
+
+def pixelwise_copy(x: Tensor) -> Tensor:
+    kernel = torch.eye(6, dtype=x.dtype).view(6, 6, 1, 1)
+    return functional.conv2d(x.transpose(1, 2).unsqueeze(-1), kernel).transpose(2, 3)
+
+
+def enlarged(x: Tensor) -> Tensor:
+    return functional.interpolate(x, scale_factor=2)
 
 
 @pytest.mark.parametrize(("capture", "backend"), WAYS[:2])
@@ -241,6 +263,82 @@ def test_what_is_drawn_like_other_results_is_drawn_in_their_layout(name: str, ca
     expected, _ = program.train_step(program.init(), batch)
     found, _ = ps.compile_step(program.train_step, capture=capture, backend=backend)(program.init(), batch)
     assert_trees_close(found.params, expected.params, rtol=0.0, atol=1e-12)
+
+
+CHAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "permute": lambda x: x.permute(0, 3, 1, 2),
+    "transpose": lambda x: x.transpose(1, 2),
+    "turn": lambda x: x.transpose(2, 3),
+    "swap": lambda x: x.transpose(0, 1),
+    "flatten": lambda x: x.reshape(x.shape[0], x.shape[1], 1, -1),
+    "sum": lambda x: x + x.transpose(2, 3).reshape(x.shape),
+    "cosine": torch.cos,
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "contiguous": lambda x: x.contiguous(),
+    "sum of formats": lambda x: x + x.contiguous(memory_format=torch.channels_last),
+    "concatenation": lambda x: torch.cat([x, x], 1),
+    "slice": lambda x: x[..., ::2],
+    "mean": lambda x: x.mean(2, keepdim=True),
+    "group norm": lambda x: functional.group_norm(x, 1),
+    "batch norm": lambda x: functional.batch_norm(x, None, None, training=True),
+    "layer norm": lambda x: functional.layer_norm(x, x.shape[-1:]),
+    "max pool": lambda x: functional.max_pool2d(x, 1),
+    "enlarge": lambda x: functional.interpolate(x, scale_factor=2),
+    "convolution": lambda x: functional.conv2d(x, torch.ones(3, x.shape[1], 1, 1)),
+    "unfold": lambda x: functional.unfold(x, 1).unsqueeze(2),
+    "roll": lambda x: x.roll(1, 1),
+    "rounded quotient": lambda x: x.div(torch.tensor(0.3), rounding_mode="floor"),
+    "log with a row": lambda x: torch.xlogy(x.abs(), x[0].abs()),
+    "log of sigmoid": functional.logsigmoid,
+    "attention": lambda x: functional.scaled_dot_product_attention(x, x, x),
+    "dropout": lambda x: functional.dropout(x, 0.3),
+}
+
+
+def test_chains_of_operators_have_the_order_of_real_tensors_in_a_trace() -> None:
+    def in_order(value: Tensor) -> list[int]:
+        return [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]
+
+    draw, count = random.Random(0), 0
+    for _ in range(400):
+        shape = draw.choice([(1, 4, 5, 6), (1, 4, 1, 6), (2, 1, 5, 6), (2, 4, 1, 6), (1, 1, 5, 6), (2, 3, 4, 5)])
+        names = [draw.choice(list(CHAIN)) for _ in range(draw.choice((2, 3, 4)))]
+        real = torch.randn(shape)
+        fake = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(real)
+        try:
+            for name in names:
+                real = CHAIN[name](real)
+        except (RuntimeError, ValueError):  # the shapes do not fit
+            continue
+        count += 1
+        with fake.fake_mode, random_ops.AsInEager():
+            for name in names:
+                fake = CHAIN[name](fake)
+        assert in_order(fake) == in_order(real), (shape, names)
+    assert count > 300
+
+
+@pytest.mark.parametrize("name", ["batch norm", "logsigmoid", "roll"])
+def test_one_graph_for_many_sizes_draws_in_the_order_of_eager_mode(name: str) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            turned = self.linear(x).transpose(1, 2)
+            made = {"batch norm": self.norm, "logsigmoid": functional.logsigmoid, "roll": lambda x: x.roll(1, 1)}
+            return functional.dropout(made[name](turned), 0.3).mean(2)
+
+    torch.manual_seed(0)
+    program = ps.program(Noisy(), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.5))
+    step = ps.compile_step(program.train_step, backend="aot_eager")
+    found = expected = program.init()
+    for rows in (4, 3, 5, 6, 7, 4):
+        batch = torch.randn(rows, 5, 6), torch.ones(rows, 6)
+        (found, _), (expected, _) = step(found, batch), program.train_step(expected, batch)
+    assert_trees_close(found.params, expected.params, rtol=0.0, atol=1e-5)
+    assert step.graphs == 3  # one for each of the first two sizes
 
 
 def test_operators_that_run_one_by_one_keep_the_bits_of_eager_mode() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -355,6 +356,88 @@ def test_an_iterator_in_the_closure_of_an_iterable_is_told_at_the_start(caplog: 
         next(feed.epoch(0))
         order(feed, 1)
         assert [record.message[:46] for record in caplog.records] == ["mine: the iterator numbers outlives an epoch, "]
+
+
+def _shuffled_in_a_closure() -> Any:
+    numbers = [1, 2, 3]
+
+    class Shuffled:
+        def __iter__(self) -> Iterator[Tensor]:
+            random.shuffle(numbers)
+            return iter([torch.tensor([number]) for number in numbers])
+
+    return Shuffled()
+
+
+def _counted_in_a_closure() -> Any:
+    passes = 0
+
+    class Counted:
+        def __iter__(self) -> Iterator[Tensor]:
+            nonlocal passes
+            passes += 1
+            yield torch.tensor([passes])
+
+    return Counted()
+
+
+def _seen_in_a_closure_of_a_dataset() -> Any:
+    seen: dict[str, int] = {}
+
+    class Seen(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            seen["passes"] = seen.get("passes", 0) + 1
+            yield torch.tensor(seen["passes"])
+
+    return DataLoader(Seen(), 1)
+
+
+def _collated_with_a_closure() -> Any:
+    rows = torch.zeros(3)
+
+    def collate(items: list[Tensor]) -> Tensor:
+        rows[0] += 1
+        return torch.stack(items) + rows
+
+    return DataLoader(Stream(), 2, collate_fn=collate)
+
+
+def _constant_in_a_closure() -> Any:
+    numbers, scale = [1, 2, 3], 2
+
+    class Constant:
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter([torch.tensor([number * scale]) for number in numbers])
+
+    return Constant()
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.ones(4, 3))
+
+
+CHANGED = {
+    "numbers": _shuffled_in_a_closure,
+    "passes": _counted_in_a_closure,
+    "seen": _seen_in_a_closure_of_a_dataset,
+    "rows": _collated_with_a_closure,
+    "": _constant_in_a_closure,
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_an_epoch_changes_in_a_closure_is_told_before_the_next(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    feed = open_feed(CHANGED[name](), name="mine", replay=True)
+    order(feed, 0)
+    assert not caplog.records
+    order(feed, 1)
+    order(feed, 2)
+    told = [record.message for record in caplog.records]
+    assert len(told) == bool(name)
+    assert not name or re.match(rf"mine: an epoch changes (\[\d\]/)?{name} in a closure, .*\(cure: keep", told[0])
 
 
 class EpochInWorkers(IterableDataset[Tensor]):

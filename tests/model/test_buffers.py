@@ -95,3 +95,22 @@ def test_a_fake_quantized_module_trains_after_one_forward_pass(backend: str):
             torch.testing.assert_close(found.params[name], value.detach())
         for name, value in hand.named_buffers():
             torch.testing.assert_close(found.buffers[name], value)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min")
+@pytest.mark.compile
+@pytest.mark.parametrize(("kind", "backend"), [("conv", "aot_eager"), ("linear", "aot_eager"), ("conv", "inductor")])
+def test_a_compiled_step_names_the_buffer_that_a_kernel_resizes(kind: str, backend: str):
+    """A trace does not see the resizing."""
+    from torch.ao import quantization
+
+    layer = {"conv": nn.Conv2d(1, 4, 3), "linear": nn.Linear(4, 8)}[kind]
+    net = nn.Sequential(layer, nn.Flatten())
+    net.train().qconfig = quantization.get_default_qat_qconfig("fbgemm")  # pyright: ignore
+    net = quantization.prepare_qat(net)
+    x = torch.randn(8, 1, 4, 4)
+    program = ps.program(net, ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    step, state = ps.compile_step(program.train_step, backend=backend, capture="trace"), program.init()
+    with pytest.raises(ps.errors.StepContractError, match=r"0\.weight_fake_quant.*call model\(x\) once in train mode"):
+        step(state, (x, torch.zeros(8, {"conv": 16, "linear": 32}[kind])))
+    assert int(state.step) == 0

@@ -129,6 +129,59 @@ def test_a_contrastive_loss_is_said_not_to_add_up() -> None:
         assert ps.hf_loss(weight=lambda batch: 5)(CLIPModel(2, 1), {"pixel_values": torch.ones(3, 2)}).weight == 5
 
 
+GEMMA = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def paligemma() -> tuple[Any, dict[str, Tensor]]:
+    sizes = {**SMALL, "image_size": 16, "patch_size": 8, "projection_dim": 32, "vision_use_head": False}
+    text = {"model_type": "gemma", **GEMMA}
+    config = hf.PaliGemmaConfig(text_config=text, vision_config=sizes, image_token_id=2, projection_dim=32)
+    inputs = batch()
+    inputs["attention_mask"][2, 4:8] = 1
+    inputs["labels"][2, 4:8] = inputs["input_ids"][2, 4:8]
+    for name in ("input_ids", "labels"):
+        inputs[name][:, :4] = 2 if name == "input_ids" else -100
+    return hf.PaliGemmaForConditionalGeneration(config), {**inputs, "pixel_values": torch.ones(3, 3, 16, 16)}
+
+
+def gemma(kind: str = "eager") -> tuple[Any, dict[str, Tensor]]:
+    config = hf.GemmaConfig(use_bidirectional_attention=True, **GEMMA)
+    config._attn_implementation = kind
+    return hf.GemmaForCausalLM(config), batch()
+
+
+ATTEND_BY_ROW = {
+    "PaliGemma with token_type_ids": lambda: (
+        (made := paligemma())[0],
+        {**made[1], "token_type_ids": (made[1]["input_ids"] != 2).long()},
+    ),
+    "Gemma with a mask always": gemma,
+}
+ATTEND_BY_BATCH = {"PaliGemma": paligemma, "Gemma": lambda: gemma("sdpa")}
+
+
+@pytest.mark.parametrize("name", [*ATTEND_BY_ROW, *ATTEND_BY_BATCH])
+def test_rows_that_attend_otherwise_beside_padding_are_warned_of(name: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = (ATTEND_BY_ROW | ATTEND_BY_BATCH)[name]()
+    said = r"bidirectional in an eager step on a batch without padding.*\(cure: (pass token_type_ids|load the model)"
+    with pytest.warns(UserWarning, match=said) if name in ATTEND_BY_BATCH else warnings.catch_warnings():
+        objective = ps.hf_loss()
+        whole = objective(model, inputs)
+        parts = [objective(model, {key: value[row : row + 1] for key, value in inputs.items()}) for row in range(3)]
+    assert whole.weight == sum(part.weight for part in parts)
+    summed = sum(part.mean * part.weight for part in parts) / whole.weight
+    assert torch.allclose(whole.mean, summed, rtol=1e-6) == (name in ATTEND_BY_ROW)
+
+
 def test_a_model_without_labels_in_its_forward_needs_none() -> None:
     model, inputs = autoencoder()
     assert ps.hf_loss(weight=lambda batch: 2)(model, inputs).mean > 0

@@ -1,28 +1,32 @@
-"""Corrections of memory formats: for some operators, the fake results in a trace have another layout than real ones.
+"""Memory formats in a trace: the strides of fake tensors, and an operator whose kernel needs one format.
 
-`RESULTS` has rules for those operators (torch 2.13, on the CPU). A random tensor like such a result (dropout after
-`roll`) would be filled in another order; `random_ops.AsInEager` applies the rules.
+A fake tensor may have other strides than the real one, if an operator's inputs are not contiguous (`roll`,
+`native_batch_norm`, a dozen others), or only the stride of a dimension of size one differs. That stride means nothing,
+but torch chooses memory formats by it. Two things depend on strides: the order of a random tensor that is filled like
+another one (dropout after `roll`), and the copies in torch's composite functions (`group_norm`). `Strides` corrects
+them (torch 2.13, on the CPU).
 
-`fix_layouts` is for a graph whose operators run one by one (`backend="aot_eager"`). Two of them fail for some formats;
-inductor generates its own code for both:
-
-- `native_group_norm` rejects a tensor that is not contiguous in the format that its strides suggest. Eager mode copies
-  it before the call. A trace omits that copy if the fake tensor is contiguous, but the strides of a fake tensor may
-  differ from those of the real one (a sum of two images, in a batch of one).
-- `native_batch_norm_backward` reads two contiguous tensors in the order of the first, even if the other one is
-  contiguous in another format: its gradients are wrong. This needs a dimension of size one (channels last
-  ``(4, 6, 2, 1)`` with strides ``(12, 1, 6, 1)``, which torch's `suggest_memory_format` does not recognize). The eager
-  step calls this operator too, as does a training loop in plain torch, with the layouts of the model.
+`fix_layouts` is for a graph whose operators run one by one (`backend="aot_eager"`). `native_batch_norm_backward` reads
+two contiguous tensors in the order of the first, even if the other one is contiguous in another format: its gradients
+are wrong. This needs a dimension of size one (channels last ``(4, 6, 2, 1)`` with strides ``(12, 1, 6, 1)``, which
+torch's `suggest_memory_format` does not recognize). Inductor generates its own code. The eager step calls this operator
+too, as does a training loop in plain torch, with the layouts of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import importlib
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..tensor_layout import extent
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
     from torch.fx import GraphModule
@@ -30,60 +34,30 @@ if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import pure
 _aten: Any = torch.ops.aten
 
 
+# --- batch norm -------------------------------------------------------------------------------------------------------
+
+
 def fix_layouts(graph: GraphModule) -> GraphModule:
-    """Convert the inputs of these operators at run time to the layouts that they need.
+    """Convert an input of `native_batch_norm_backward` at run time to the layout of the other one.
 
     Args:
         graph: changed.
     """
     for node in list(graph.graph.nodes):
-        if node.target is _aten.native_group_norm.default:
-            _replace(graph, node, 0, as_suggested, node.args[0])
-        elif node.target is _aten.native_group_norm_backward.default:
-            _replace(graph, node, 0, as_suggested, node.args[0], node.args[1])
-            _replace(graph, node, 1, as_suggested, node.args[1])
-        elif node.target is _aten.native_batch_norm_backward.default:
-            _replace(graph, node, 0, as_other, node.args[0], node.args[1])
+        if node.target is _aten.native_batch_norm_backward.default:
+            with graph.graph.inserting_before(node):
+                made = graph.graph.call_function(as_other, node.args[:2])
+            made.meta.update(node.args[0].meta)
+            node.update_arg(0, made)
     graph.recompile()
     return graph
-
-
-def as_suggested(value: Tensor, like: Tensor | None = None) -> Tensor:
-    """Make a tensor contiguous in the format that its strides, or those of ``like``, suggest.
-
-    Args:
-        value: of any layout, ``(N, C, *)``; on another device than the CPU it is returned unchanged.
-        like: of the same shape.
-
-    Example:
-        >>> as_suggested(torch.ones(1, 2, 4, 3).transpose(2, 3)).stride()
-        (24, 12, 4, 1)
-    """
-    from torch import _prims_common  # no public name for the format that strides suggest
-
-    if value.device.type != "cpu":
-        return value
-    return value.contiguous(memory_format=_prims_common.suggest_memory_format(value if like is None else like))
-
-
-def is_contiguous(value: Tensor) -> bool:
-    """True if a tensor is contiguous in any memory format.
-
-    Args:
-        value: of any layout, ``(N, C, *)``.
-
-    Example:
-        >>> is_contiguous(torch.ones(2, 3, 4, 5).permute(0, 3, 1, 2)), is_contiguous(torch.ones(2, 3, 4).mT)
-        (True, False)
-    """
-    return value.is_contiguous() or value.is_contiguous(memory_format=_channels_last(value))
 
 
 def as_other(value: Tensor, other: Tensor) -> Tensor:
     """Copy a tensor to the memory format of another one, unless both are certainly read in the same order.
 
     Args:
-        value: of any layout, ``(N, C, *)``.
+        value: of any layout, ``(N, C, *)``; on another device than the CPU it is returned unchanged.
         other: of the same shape.
 
     Example:
@@ -102,35 +76,110 @@ def _channels_last(value: Tensor) -> Any:
     return {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim(), torch.contiguous_format)
 
 
-# --- results ----------------------------------------------------------------------------------------------------------
+# --- strides of fake results ------------------------------------------------------------------------------------------
 
 
-def _normalized(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The first result is contiguous in some format; the fake one has the input's layout."""
-    made, *statistics = func(*args, **kwargs)
-    return made if is_contiguous(args[0]) else as_suggested(made, args[0]), *statistics
+class Strides:
+    """Gives fake results the strides of real ones: the real kernel runs on zeros.
+
+    It runs once for equal arguments, and only if an input is not laid out as `torch.empty` does. The fake strides of
+    matrix products, convolutions and attention, which take long, are right except for dimensions of size one.
+    """
+
+    def __init__(self) -> None:
+        self._real: dict[Any, list[tuple[int, ...] | None]] = {}
+
+    def correct(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
+        """Correct the strides of results in place.
+
+        Args:
+            func: the operator.
+            args: its arguments, with fake tensors.
+            kwargs: the same.
+            made: its fake results.
+        """
+        given, results = _tensors((args, kwargs)), _tensors(made)
+        if not _is_uncertain(func, given) or not {id(leaf) for leaf in results}.isdisjoint(map(id, given)):
+            return
+        key = func, repr(tree_map_only(Tensor, _layout, (tuple(args), dict(kwargs))))
+        if key not in self._real:
+            self._real[key] = _real_strides(func, args, kwargs)
+        for result, strides in zip(tree_leaves(made), self._real[key], strict=False):
+            if strides is not None and isinstance(result, Tensor) and _hints(result.stride()) != strides:
+                _set_strides(result, strides)
 
 
-def _rows_first(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The results are contiguous; the fake ones have the input's layout."""
-    return tree_map_only(Tensor, Tensor.contiguous, func(*args, **kwargs))
+def _is_uncertain(func: Any, given: Sequence[Tensor]) -> bool:
+    """True if the fake results may have other strides than the real ones."""
+    if getattr(func, "namespace", "") != "aten" or func._schema.is_mutable:
+        return False
+    if torch.Tag.nondeterministic_seeded in func.tags or any(leaf.device.type != "cpu" for leaf in given):
+        return False
+    others = [leaf for leaf in given if _hints(leaf.stride()) != _contiguous_strides(_hints(leaf.shape))]
+    if not _is_product(func):
+        return bool(others)
+    return any(1 in _hints(leaf.shape) for leaf in others)
 
 
-def _in_its_format(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result has the input's memory format; the fake one is contiguous."""
-    return as_suggested(func(*args, **kwargs), args[0])
+@functools.cache
+def _is_product(func: Any) -> bool:
+    from torch.utils.flop_counter import flop_registry
+
+    return func.overloadpacket in flop_registry
 
 
-RESULTS: dict[Any, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]] = {
-    _aten.native_batch_norm.default: _normalized,
-    _aten.log_sigmoid_forward.default: _rows_first,
-    **dict.fromkeys((_aten.roll.default, _aten.channel_shuffle.default), _in_its_format),
-}
-"""Operator -> ``(operator, args, kwargs) -> results`` with the layouts that the CPU kernels return."""
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    rows = (max(size, 1) for size in reversed(shape[1:]))
+    return tuple(reversed(list(itertools.accumulate(rows, operator.mul, initial=1)))) if shape else ()
 
 
-def _replace(graph: GraphModule, node: Any, index: int, function: Any, *given: Any) -> None:
-    with graph.graph.inserting_before(node):
-        made = graph.graph.call_function(function, given)
-    made.meta.update(given[0].meta)
-    node.update_arg(index, made)
+def _real_strides(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[int, ...] | None]:
+    """The strides of the real kernel's results, None for one that is no tensor; empty if it fails on zeros."""
+    modes: Any = importlib.import_module("torch.utils._python_dispatch")
+    with modes._disable_current_modes():
+        try:
+            real_args, real_kwargs = tree_map_only((Tensor, torch.SymInt), _real, (tuple(args), dict(kwargs)))
+            made = func(*real_args, **real_kwargs)
+            return [leaf.stride() if isinstance(leaf, Tensor) else None for leaf in tree_leaves(made)]
+        except Exception:  # a singular matrix, a sparse tensor, a size that depends on values
+            return []
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return _hints([value])[0]
+    like = torch.empty_strided(_hints(value.shape), _hints(value.stride()), dtype=value.dtype, device="meta")
+    return torch.zeros(extent(like), dtype=like.dtype).as_strided(like.shape, like.stride())
+
+
+def _set_strides(result: Tensor, strides: tuple[int, ...]) -> None:
+    if any(isinstance(size, torch.SymInt) for size in result.shape):
+        wanted, strides = strides, _dense_strides(result.shape, strides)
+        if _hints(strides) != wanted:  # a view with gaps
+            return
+    core: Any = importlib.import_module("torch._C")
+    with core._DisableTorchDispatch():  # changes the fake tensor itself, unseen by the trace
+        result.as_strided_(result.shape, strides)
+
+
+def _dense_strides(shape: Sequence[Any], like: Sequence[int]) -> tuple[Any, ...]:
+    """Strides without gaps for symbolic sizes, with the dimensions in the order of example strides."""
+    hints, strides, stride = _hints(shape), [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], hints[dim])):
+        strides[dim] = stride
+        stride = stride * shape[dim]
+    return tuple(strides)
+
+
+def _hints(sizes: Sequence[Any]) -> tuple[int, ...]:
+    """Sizes as numbers: symbolic ones as in the example that is traced, those that depend on values as 2."""
+    hints = (size if type(size) is int else size.node.hint for size in sizes)
+    return tuple(2 if hint is None else int(hint) for hint in hints)
+
+
+def _layout(leaf: Tensor) -> Any:
+    return leaf.dtype, tuple(leaf.shape), leaf.stride()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import rng, tree
-from ..errors import PurestepError
+from ..errors import PurestepError, StepContractError
 from ..step import NoSetupContext
 from . import capture, captured_values, donation, dynamic_shapes, fx_passes
 from .compile_lock import exclusive
@@ -214,7 +214,8 @@ class Graphs:
             return None
         run, draws, fits = made
         self.count += 1
-        graph = Graph(guarded(_returning_tree(run, where, len(example), *found), tensors), draws)
+        call = _with_own_error(_returning_tree(run, where, len(example), *found), core)
+        graph = Graph(guarded(call, tensors), draws)
         return _GeneralGraph(graph, lambda _, batch: fits([batch[index] for index in where]))
 
     def _traced(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
@@ -229,7 +230,8 @@ class Graphs:
             if broken or self.options.capture == "trace":
                 raise capture.capture_error(error, core, tensors, leaves) from error.__cause__
             return self._dynamo_instead(core, leaves, tensors, error)
-        return Graph(guarded(_returning_tree(run, where, len(leaves), *found), tensors), draws)
+        call = _with_own_error(_returning_tree(run, where, len(leaves), *found), core)
+        return Graph(guarded(call, tensors), draws)
 
     def _dynamo_instead(self, core: Any, leaves: list[Any], tensors: list[Tensor], cause: Exception) -> Graph:
         """Compile with Dynamo; if that fails too, raise the error of the trace."""
@@ -324,6 +326,23 @@ def _returning_tree(
                 error.add_note(note)
             raise
         return build(outputs)
+
+    return call
+
+
+def _with_own_error(run: Callable[..., Any], core: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``run``: if it fails, and the eager step breaks its contract, raise that error. A trace cannot see a buffer
+    that a kernel resizes (fake quantization with a scale for each channel)."""
+
+    def call(tensors: list[Tensor], leaves: list[Any]) -> Any:
+        try:
+            return run(tensors, leaves)
+        except RuntimeError as error:
+            if not isinstance(error, PurestepError | torch.OutOfMemoryError):
+                own = capture.capture_error(error, core, tensors, leaves)
+                if isinstance(own, StepContractError) and not isinstance(own, capture.Uncaptured):
+                    raise own from error
+            raise
 
     return call
 

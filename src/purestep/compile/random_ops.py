@@ -134,15 +134,24 @@ for _operator in (_own.drawn.default, _own.coins.default, *_MIRRORS.values()):
 
 
 class AsInEager(Mode):
-    """Mode that replaces random operators on the CPU by operators that inductor does not change. Draws on other devices
-    or from an explicit generator are unchanged."""
+    """Mode that replaces random operators on the CPU by operators that inductor does not change, and corrects the
+    strides of fake tensors, on which draws depend. Draws on other devices or from an explicit generator are unchanged.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._strides = formats.Strides()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = _RULES.get(func)
-        if rule is None or kwargs.get("generator") is not None or not _on_cpu(args, kwargs):
+        if not _on_cpu(args, kwargs):
             return func(*args, **kwargs)
-        return rule(func, args, kwargs)
+        if rule is not None and kwargs.get("generator") is None:
+            return rule(func, args, kwargs)
+        made = func(*args, **kwargs)
+        self._strides.correct(func, args, kwargs, made)
+        return made
 
 
 def _on_cpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -258,7 +267,6 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _aten.rrelu_with_noise.default: _rectified,
     _aten.rrelu_with_noise_.default: _rectified,
     _aten.native_dropout.default: _native_dropout,
-    **formats.RESULTS,
 }
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from .random_state import KINDS, outside
+from .random_state import KINDS, closures, outside
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _PLAIN = (type(None), bool, int, float, str, bytes)
@@ -185,6 +185,8 @@ def generators(*owners: Any) -> dict[str, Any]:
         >>> generators(types.SimpleNamespace(rng=random.Random(), size=3))
         {'rng': <random.Random object at ...>}
     """
+    # Not `random_state.own`, which finds generators for whole epochs: it searches no lists, but objects of any module
+    # and properties of samplers. A seed is derived from the path, so one search for both would change seeds.
     found: dict[str, Any] = {}
     seen: set[int] = set()
     functions = [("", owner) for owner in owners if isinstance(owner, types.FunctionType)]
@@ -196,6 +198,29 @@ def generators(*owners: Any) -> dict[str, Any]:
                 seen.add(id(value))
                 found[_joined(path, name)] = value
     return found
+
+
+def closed_over(*owners: Any) -> dict[str, Any]:
+    """The values in closures of functions and of methods of objects, recursively, by path. Random generators are
+    omitted, because they are seeded.
+
+    Args:
+        owners: iterables, datasets, collate objects and functions.
+
+    Example:
+        >>> def source(order):
+        ...     return lambda: iter(order)
+        >>> closed_over(source([1, 2]))
+        {'order': [1, 2]}
+    """
+    functions = [("", owner) for owner in owners if isinstance(owner, types.FunctionType)]
+    parts = ((path, part) for path, part in _parts(owners, ()) if not isinstance(part, (*_SEVERAL, Tensor, np.ndarray)))
+    return {
+        _joined(path, name): value
+        for path, part in (*parts, *functions)
+        for name, value in closures(part).items()
+        if not isinstance(value, KINDS)
+    }
 
 
 class _Record(NamedTuple):

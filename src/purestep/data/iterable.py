@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from ..errors import DataError
@@ -14,7 +15,7 @@ from ..rng import mix
 from ..types import Batch
 from . import random_state
 from . import state_json as position
-from .attribute_state import Attributes, write
+from .attribute_state import Attributes, closed_over, write
 from .feed import Feed, Resume
 from .lookahead import Ahead
 
@@ -52,6 +53,8 @@ class EpochState:
         self._owners = owners
         self._name = name
         self._first = self._begun = Attributes(*owners)
+        self._closed_over = SimpleNamespace(**closed_over(*owners))
+        self._in_closures = Attributes(self._closed_over)
         self._entered = -1
         self._kept: Any = None  # JSON of the attributes at the start of the last epoch; None: unchanged
         self._restored: list[Any] | None = None  # [epoch, its attributes as JSON]
@@ -73,7 +76,7 @@ class EpochState:
 
         Args:
             epoch: 0-based.
-            warn: warn if the attributes contain an iterator, which no position can store.
+            warn: warn of state that no position can store: an iterator, or what an earlier epoch changed in a closure.
         """
         restored, self._restored = self._restored, None
         if restored is not None:
@@ -82,15 +85,27 @@ class EpochState:
             (self._begun if epoch == self._entered else self._first).restore()
         self._entered = epoch
         self._begun, self._kept = Attributes(*self._owners), self._encoded()
-        outside = [each for owner in self._owners for each in random_state.outside(owner).items()]
-        hidden = [name for name, found in outside if _is_iterator(found)]
-        lost = [*hidden, *self._first.iterators()] if warn and not self._has_warned else []
-        if lost:
-            self._has_warned = True
+        if warn and not self._has_warned:
+            self._warn_of_lost()
+
+    def _warn_of_lost(self) -> None:
+        """Warn once of state that no position can store."""
+        found = [each for owner in self._owners for each in random_state.outside(owner).items()]
+        iterators = [name for name, value in found if _is_iterator(value)] + self._first.iterators()
+        vars(self._closed_over).update(closed_over(*self._owners))
+        changed = [name for name in self._in_closures.changed() if name not in iterators]
+        self._has_warned = bool(iterators or changed)
+        if iterators:
             _log.warning(
                 "%s: the iterator %s outlives an epoch, and a snapshot cannot store it: a resumed run will not load "
                 "the same batches (cure: create it in __iter__, or define state_dict() and load_state_dict())",
-                *(self._name, ", ".join(lost)),
+                *(self._name, ", ".join(iterators)),
+            )
+        elif changed:
+            _log.warning(
+                "%s: an epoch changes %s in a closure, and a snapshot cannot store it: if batches depend on it, a "
+                "resumed run will not load the same ones (cure: keep it in attributes)",
+                *(self._name, ", ".join(changed)),
             )
 
     def _encoded(self) -> Any:

@@ -55,7 +55,8 @@ def open_feed(
 
     At the start the feed warns if a run cannot be repeated: a sampler returns two orders for one seed, a dataset two
     items for one index, a collate function two batches of the same items (the first batch is loaded twice to check),
-    or an iterable holds an iterator in a closure. It does not detect a list or a number in a closure.
+    or an iterable holds an iterator in a closure. It warns before the second epoch if the first one has changed a list,
+    a number or the like in a closure of an iterable.
 
     Args:
         loader: a loader as in the table.

@@ -141,13 +141,27 @@ def outside(part: Any) -> dict[str, Any]:
         >>> outside(lambda: generator.random())
         {'generator': <random.Random object at ...>}
     """
-    found: dict[str, Any] = {}
+    read: dict[str, Any] = {}
     for function in _functions(part):
-        code = function.__code__
-        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        read = {name: function.__globals__.get(name) for name in code.co_names} | {n: _content(c) for n, c in cells}
-        found.update((name, value) for name, value in read.items() if isinstance(value, (*KINDS, Iterator)))
-    return found
+        read.update((name, function.__globals__.get(name)) for name in function.__code__.co_names)
+    read |= closures(part)
+    return {name: value for name, value in read.items() if isinstance(value, (*KINDS, Iterator))}
+
+
+def closures(part: Any) -> dict[str, Any]:
+    """The values in the closure of a function, or of the methods of an object.
+
+    Example:
+        >>> def source(order):
+        ...     return lambda: iter(order)
+        >>> closures(source([1, 2]))
+        {'order': [1, 2]}
+    """
+    return {
+        name: _content(cell)
+        for function in _functions(part)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    }
 
 
 def _functions(part: Any) -> Iterator[types.FunctionType]:

@@ -47,6 +47,9 @@ _UNKNOWN = (  # losses that are sums of several means, or means over boxes, mask
 )
 _CONTRASTIVE = ("Model", "ModelForConditionalGeneration")
 """Endings of the names of models that compare the rows of a batch with each other; they take ``return_loss``."""
+_BIDIRECTIONAL = ("GemmaFor", "PaliGemmaFor")
+"""Beginnings of the names of models whose attention, with `use_bidirectional_attention`, is causal or not by the batch:
+transformers builds a causal mask for a batch with padding, and skips it for one without."""
 _LABELS = ("label", "labels")
 _LENGTHS = ("input_ids", "inputs_embeds", "input_features")
 """Inputs whose second dimension is the number of positions that an answer may begin or end at."""
@@ -85,7 +88,8 @@ def hf_loss(
             above.
 
     Warns:
-        UserWarning: when called, if the weight is unknown or the loss is no mean over rows.
+        UserWarning: when called, if the weight is unknown, the loss is no mean over rows, or rows attend differently
+            with other rows (PaliGemma without ``token_type_ids``).
 
     Raises:
         DataError: when called, if the batch is not a mapping or has no labels.
@@ -108,6 +112,7 @@ def hf_loss(
         del context  # A Hugging Face loss depends on the batch only.
         named = _labelled(model, batch)
         outputs = model(**named)
+        _warn_of_skipped_mask(_module(model), named)
         mean = _loss_of(outputs)
         if mean is None:
             raise _no_loss(_module(model), named)
@@ -232,6 +237,24 @@ def _warn_of_unknown(module: Any, name: str, config: Any, batch: Mapping[str, An
     else:
         return
     warnings.warn(text, UserWarning, stacklevel=4)
+
+
+def _warn_of_skipped_mask(module: Any, batch: Mapping[str, Any]) -> None:
+    base = _base(module)
+    name, config = _head(base), getattr(base, "config", None)
+    if not name.startswith(_BIDIRECTIONAL) or not _setting(config, "use_bidirectional_attention"):
+        return
+    text = getattr(config, "text_config", config)
+    is_skipped = getattr(text, "_attn_implementation", "") != "eager"
+    if is_skipped and "attention_mask" in batch and "token_type_ids" not in batch:
+        warnings.warn(
+            f"the attention of {name} is causal in a batch with padding and in a compiled step, and bidirectional in "
+            "an eager step on a batch without padding: micro-batches do not add up to their batch (cure: "
+            + ("pass token_type_ids" if name.startswith("Pali") else "load the model with attn_implementation='eager'")
+            + ")",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _unknown(module: Any, name: str, config: Any, batch: Mapping[str, Any]) -> str | None:

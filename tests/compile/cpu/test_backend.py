@@ -855,3 +855,25 @@ def test_an_input_written_from_itself_through_a_view(turn: int):
 def test_without_memory_of_its_own_it_is_overwritten_while_it_is_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(aliasing, "_compute_separately", lambda graph, source: None)
     assert not is_written_whole(TURNS[1])
+
+
+POOLS = """
+import sys
+import torch
+from torch.nn import functional
+from torch._subclasses import FakeTensorMode
+from purestep.compile.cpu import backend
+
+assert "torch._inductor.lowering" not in sys.modules
+with FakeTensorMode():
+    x = torch.ones(2, 3, 4, 4)
+    for pool, given in (functional.max_pool2d, x), (functional.max_pool1d, x[0]), (functional.adaptive_max_pool2d, x):
+        backend._traced(lambda x: [pool(x, 2)], [given])
+"""
+
+
+def test_pools_that_are_traced_first_in_a_process() -> None:
+    """Their decompositions read a module of inductor that they do not import."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", POOLS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ Without: `capture` calls `standalone_compile`, as for every graph that fails her
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -125,6 +126,8 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    # Decompositions of pools read this module as an attribute of its package, without an import.
+    importlib.import_module("torch._inductor.lowering")
     # Decompose during the trace, so that views are recorded for the final layouts.
     table: Any = select_decomp_table()
     if _is_on("embedding_grad"):
