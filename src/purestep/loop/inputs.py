@@ -106,6 +106,13 @@ def _named_loaders(loaders: Any) -> dict[str, Any]:
         named = dict(loaders)
     elif isinstance(loaders, tuple) and len(loaders) == 2:
         named = {name: loader for name, loader in zip(("train", "val"), loaders, strict=True) if loader is not None}
+    elif isinstance(loaders, tuple):
+        raise ConfigError(
+            f"loaders are a tuple of {len(cast(tuple[Any, ...], loaders))}: only a pair (train, val) has names",
+            where="fit",
+            hint='{"train": train, "val": val, "test": test}, where "test" is evaluated in each epoch too; or, after '
+            "fit, ps.evaluate(result.state, test, program.eval_step); list(batches) for a tuple of batches",
+        )
     elif isinstance(loaders, list) and any(isinstance(one, DataLoader) for one in cast(list[Any], loaders)):
         hint = '{"train": train_loader, "val": val_loader}, or the pair (train_loader, val_loader)'
         raise ConfigError("loaders are a list, which is read as one loader's batches", where="fit", hint=hint)
