@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from .ema import view as view_of
 from .errors import ConfigError, Mismatch
 from .files import replacing, write_failed
-from .model import OBJECTIVE, uncompiled
+from .model import OBJECTIVE, unwrapped
 from .types import Params, Program, TrainState
+from .validation import nearest_names
 
 
 def export_weights(
@@ -119,8 +120,7 @@ def _chosen(names: list[str], only: str | Iterable[str] | None) -> list[str]:
             continue
         matched = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
         if not matched:
-            near = difflib.get_close_matches(pattern, names, n=1) or names[:1]
-            hint = f"only={near[0]!r}" if near else "only=None"
+            hint = nearest_names(pattern, names) or "only=None"
             raise ConfigError(f"{pattern!r} matches no weight", where="only", hint=hint)
         chosen |= matched
     return [name for name in names if name in chosen]
@@ -162,7 +162,7 @@ def load_into(module: nn.Module, state: TrainState, view: str = "params") -> Non
     shown = view_of(state, view)
     stored = {**shown.params, **shown.frozen, **shown.buffers}
     stored = {name: value for name, value in stored.items() if not name.startswith(OBJECTIVE)}
-    module = uncompiled(module)  # it has the same tensors
+    module = unwrapped(module)  # it has the same tensors
     own: Params = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     lines = _differences(stored, own)
     if lines:

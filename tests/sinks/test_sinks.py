@@ -623,9 +623,11 @@ def test_tensorboard_gets_scalars_and_strikes_out_what_is_done_again(tmp_path: P
     for event in [start(updates=8, resumed=True), logged(9), epoch_end(3, val_accuracy=None), fit_end({})]:
         sink(event)
     assert calls[0] == (str(tmp_path), 9)
-    assert ("lr", 3e-4, 9) in calls
-    assert ("val_loss", 0.1011, 12) in calls
-    assert "val_accuracy" not in [call[0] for call in calls]
+    assert ("train/lr", 3e-4, 9) in calls
+    assert ("train/loss", 1 / 9, 9) in calls
+    assert ("epoch/val_loss", 0.1011, 12) in calls
+    assert ("epoch/train_loss", 1 / 3, 12) in calls
+    assert "epoch/val_accuracy" not in [call[0] for call in calls]
     assert calls[-1] == "closed"
 
 
@@ -660,9 +662,9 @@ def test_tensorboard_shows_every_step_once(tmp_path: Path):
     sink = tensorboard(tmp_path)
     for event in [start(updates=5, epoch=1, resumed=True), *map(logged, (6, 7, 8)), epoch_end(2), fit_end({})]:
         sink(event)
-    assert points(tmp_path, "steps_per_second") == list(range(1, 9))
-    assert points(tmp_path, "lr") == points(tmp_path, "train_loss") == list(range(1, 9))
-    assert points(tmp_path, "val_loss") == [4, 8]
+    assert points(tmp_path, "train/steps_per_second") == list(range(1, 9))
+    assert points(tmp_path, "train/lr") == points(tmp_path, "train/loss") == list(range(1, 9))
+    assert points(tmp_path, "epoch/val_loss") == points(tmp_path, "epoch/train_loss") == [4, 8]
 
 
 @pytest.mark.peer
@@ -686,7 +688,30 @@ def test_tensorboard_shows_every_step_once_of_a_run_that_goes_back(tmp_path: Pat
     kw = {"rollback": 3, "log_every": 1, "sinks": [tensorboard(tmp_path)]}
     result = ps.fit(program.init(), {"train": Loader()}, program, epochs=4, **kw)
     last = int(result.state.updates)
-    assert points(tmp_path, "steps_per_second") == points(tmp_path, "lr") == list(range(1, last + 1))
+    assert points(tmp_path, "train/steps_per_second") == points(tmp_path, "train/lr") == list(range(1, last + 1))
+
+
+@pytest.mark.peer
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
+def test_tensorboard_shows_the_mean_of_a_window_and_that_of_an_epoch_apart(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    program = ps.program(torch.nn.Linear(1, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.01))
+    batches = [(torch.full((2, 1), float(i)), torch.zeros(2, 1)) for i in range(4)]
+    kw = {"log_every": 2, "evaluate_every": 2, "sinks": [tensorboard(tmp_path)]}
+    result = ps.fit(program.init(), (batches, batches), program, epochs=2, **kw)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    tags = found.Tags()["scalars"]
+    assert not {tag.rpartition("/")[2] for tag in tags} & {"epoch", "step"}
+    assert {tag.partition("/")[0] for tag in tags} == {"train", "epoch"}
+    for tag in tags:
+        steps = [event.step for event in found.Scalars(tag)]
+        assert steps == sorted(set(steps)), tag
+    shown = [event.value for event in found.Scalars("epoch/val_loss")]
+    assert shown == pytest.approx([loss for loss in result.history["val_loss"]])
+    assert points(tmp_path, "epoch/val_loss") == result.history["step"]
 
 
 # The guard.

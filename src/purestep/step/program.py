@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from .. import optim
 from .. import precision as precision_
 from .. import scaler as scaler_
 from ..errors import ConfigError
-from ..model import functional
+from ..model import functional, unwrapped, wrappers
 from ..optim import numerics
 from ..pickling import recipe
 from ..types import Empty, Objective, Program, Static
@@ -59,7 +60,8 @@ def program(
 
     Args:
         model: a template, never written; only ``init`` reads its weights. Training runs in train mode, whatever the
-            module's mode.
+            module's mode. Wrappers (`torch.compile`, `DataParallel`, `DistributedDataParallel`) are removed, with one
+            UserWarning.
         objective: ``(model, batch, *context) -> Loss``; see `supervised`, `hf_loss`, `masked_reconstruction`. The
             context is the other arguments of train_step, passed on unchanged and never split; `fit` passes none.
         tx: from `purestep.optim`.
@@ -107,6 +109,13 @@ def program(
         raise ConfigError(f"the scaler is a {type(scaler).__name__}", where="program", hint="ps.scaler.dynamic(...)")
     if not isinstance(keep_eval, str | tuple | list) or not all(isinstance(name, str) for name in keep_eval):
         raise ConfigError(f"keep_eval is {keep_eval!r}", where="program", hint='pass keep_eval=("backbone.*",)')
+    if kinds := wrappers(model):
+        warnings.warn(
+            f"the model is wrapped by {' and '.join(kinds)}: the step uses the module inside, under its own names "
+            "(pass it without the wrapper; ps.fit(..., compile=True) and ps.compile_step compile the whole step)",
+            UserWarning,
+            stacklevel=3,
+        )
     own = getattr(objective, "module", None)
     policy = precision_.policy(precision)
     from .. import host_generators  # imports numpy.random
@@ -127,7 +136,7 @@ def program(
         host=host_generators.Host(),
         values=_checked_values(values),
     )
-    static = _static(spec, _versions(model))
+    static = _static(spec, _versions(unwrapped(model)))
     steps = steps_of(spec, IDENTITY)
     for function in steps:  # read by compile_step
         vars(function)["static"] = static
