@@ -235,6 +235,7 @@ class Static(NamedTuple):
     steps: Callable[[Form], Steps]  # the same steps for another form of the state
     check: Callable[[torch.device], None]  # raises ConfigError if the device lacks this precision
     versions: Mapping[str, Any] = MappingProxyType({})  # submodule -> version, from a state_dict's ``_metadata``
+    precision: str = "32-true"
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:

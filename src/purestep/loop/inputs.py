@@ -298,6 +298,9 @@ def placed(state: Tree, device: str | None, program: Program) -> Tree:
     here = data.device_of(state)
     best = auto_device() if device is None and here.type == "cpu" else here
     wanted = best if device is None else usable(device)
+    if wanted.type == "cpu" and program.static is not None and program.static.precision.startswith("16-"):
+        text = "precision=%r on the CPU, which has no fast float16: steps take several times as long (cure: %r)"
+        _log.warning(text, program.static.precision, program.static.precision.replace("16-", "bf16-"))
     if wanted != here and program.static is not None:
         program.static.check(wanted)
     leaves = tree.with_paths(state)

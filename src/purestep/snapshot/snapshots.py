@@ -32,8 +32,8 @@ class Snapshots:
     its last save too. To read while a run writes, pass ``writer=False``, which takes no lock.
 
     The first save, or the first restore of a leaf above 1 MB, imports orbax and JAX. They add a handler to the root
-    logger (call `logging.basicConfig` before) and start threads (Python 3.12 and JAX then warn when a DataLoader forks
-    workers; this is harmless).
+    logger (call `logging.basicConfig` before) and start threads. JAX's warning at later forks of workers, which never
+    use it, is filtered out, unless your program imports JAX itself, before.
 
     Args:
         directory: the directory. `open` creates it: on entering ``with``, in `fit`, or at the first save.

@@ -176,6 +176,7 @@ def _static(spec: Spec, versions: dict[str, Any]) -> Static:
         steps=lambda form: steps_of(spec, form),
         versions=versions,
         check=functools.partial(precision_.check, spec.policy),
+        precision=spec.policy.name,
     )
 
 
