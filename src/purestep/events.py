@@ -60,6 +60,7 @@ class FitStart:
     resumed: bool
     history: Mapping[str, list[Any]] = field(default_factory=dict[str, list[Any]])  # of the run so far
     position: Callable[[], Position] = _at_the_start
+    view: str | None = None  # "ema" or "params": what is evaluated, of a state with an average
 
 
 @dataclass(frozen=True, slots=True)

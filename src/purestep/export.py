@@ -26,7 +26,7 @@ def export_weights(
     path: str | os.PathLike[str],
     program: Program,
     state: TrainState,
-    view: str = "params",
+    view: str | None = None,
     *,
     only: str | Iterable[str] | None = None,
 ) -> None:
@@ -44,7 +44,8 @@ def export_weights(
         path: ``.safetensors``, or ``.pt`` / ``.pth`` for `torch.load` with ``weights_only=True``.
         program: the program of the state.
         state: on any device; it is not changed.
-        view: "params", or "ema" for the averaged weights (in the parameters' dtypes).
+        view: "params", or "ema" for the averaged weights (in the parameters' dtypes). None: "ema" if the state has an
+            average, which is also what `fit` evaluates.
         only: names or glob patterns of the tensors to write; None writes all. For adapters over frozen weights pass
             ``only=program.static.trained`` or ``only="*lora*"``, and load with ``strict=False``.
 
@@ -130,7 +131,7 @@ def _copy(value: Tensor) -> Tensor:
     return value.detach().to("cpu", copy=True).contiguous()
 
 
-def load_into(module: nn.Module, state: TrainState, view: str = "params") -> None:
+def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> None:
     """Copy the weights and buffers of a state into a module, in place.
 
     Values are cast to the module's dtypes and moved to its devices. If a name or shape differs, nothing is copied. Call
@@ -140,7 +141,8 @@ def load_into(module: nn.Module, state: TrainState, view: str = "params") -> Non
     Args:
         module: a module of the same architecture; tied parameters stay tied.
         state: a state; it is not changed. Tensors of the objective are ignored.
-        view: "params", or "ema" for the averaged weights.
+        view: "params", or "ema" for the averaged weights. None: "ema" if the state has an average, which is also what
+            `fit` evaluates.
 
     Raises:
         Mismatch: names or shapes differ; the message has one line for each.

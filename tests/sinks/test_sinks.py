@@ -710,7 +710,7 @@ def test_tensorboard_shows_the_mean_of_a_window_and_that_of_an_epoch_apart(tmp_p
         steps = [event.step for event in found.Scalars(tag)]
         assert steps == sorted(set(steps)), tag
     shown = [event.value for event in found.Scalars("epoch/val_loss")]
-    assert shown == pytest.approx([loss for loss in result.history["val_loss"]])
+    assert shown == pytest.approx(result.history["val_loss"])
     assert points(tmp_path, "epoch/val_loss") == result.history["step"]
 
 

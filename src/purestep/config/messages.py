@@ -73,6 +73,8 @@ _EXAMPLES = {
 
 
 ALIASES = {
+    "load_best_model_at_end": "restore_best",
+    "restore_best_weights": "restore_best",
     "best_model_metric": "monitor",
     "compile_model": "compile",
     "early_stop_patience": "early_stopping",

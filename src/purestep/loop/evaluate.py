@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import batch_objects, data, tree
+from .. import batch_objects, data, ema, tree
 from ..errors import StepContractError
 from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
 from . import metric_queue
@@ -73,14 +73,21 @@ def run_epoch(
 
 
 def evaluate(
-    state: Tree, loader: Any, eval_step: EvalStep, *, watch: Watch | None = None, name: str = "evaluation"
+    state: Tree,
+    loader: Any,
+    eval_step: EvalStep,
+    *,
+    view: str | None = None,
+    watch: Watch | None = None,
+    name: str = "evaluation",
 ) -> dict[str, float]:
     """Return the weighted means of an evaluation over a loader. The state is only read.
 
     Args:
-        state: to evaluate; ``ps.view(state, "ema")`` for averaged weights.
+        state: to evaluate.
         loader: as for `run_epoch`.
         eval_step: ``(state, batch, *, index=0) -> metrics``.
+        view: "params" or "ema". None: "ema" for a TrainState with an average, as in `fit`; any other state as it is.
         watch: called with (batch, metrics, index) after every batch.
         name: of the loader, for messages.
 
@@ -90,6 +97,7 @@ def evaluate(
     Raises:
         DataError: an empty loader.
         RankError: more than one process.
+        StateError: the view is "ema", and the state has no average.
         StepContractError: the step did not return a dict of Means.
 
     Example:
@@ -101,6 +109,7 @@ def evaluate(
     check_alone(loader, where=name)
     feed = data.open_feed(loader, name=name, repeats=True)
     try:
+        state = ema.to_evaluate(state, view)
         batches = data.prefetch(feed.epoch(0), data.device_of(state), name=name)
         return eval_means(state, batches, eval_step, name=name, watch=watch)
     finally:

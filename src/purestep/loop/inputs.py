@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from .. import data, sinks, tree
 from ..compile import overlaps, plain
+from ..ema import default_view
 from ..errors import ConfigError, DataError, RankError, StateError
 from ..precision import auto_device, usable
 from ..snapshot import Snapshots
@@ -323,18 +324,18 @@ def seed_of(state: Tree) -> int:
     return int(keys[0][0]) if keys else 0
 
 
-def view_to_evaluate(state: Tree, config: FitConfig) -> str:
-    """Return "ema" or "params".
+def view_to_evaluate(state: Tree, config: FitConfig) -> str | None:
+    """Return "ema" or "params"; None if the state has no average, or is no TrainState.
 
     Raises:
         ConfigError: "ema", and the state has no average.
     """
-    has_ema = isinstance(state, TrainState) and not isinstance(state.ema, Empty)
+    has_ema = isinstance(state, TrainState) and default_view(state) == "ema"
     if config.evaluate_on == "ema" and not has_ema:
         raise ConfigError(
             'evaluate_on="ema", but the state has no average', where="fit", hint="ps.program(..., ema=0.999)"
         )
-    return config.evaluate_on or ("ema" if has_ema else "params")
+    return (config.evaluate_on or "ema") if has_ema else None
 
 
 def window_left(state: Tree, window: int) -> int:

@@ -53,6 +53,10 @@ class Progress:
         self._printed = time.monotonic()
         if event.resumed:
             self._print(f"resumed after epoch {event.epoch}, update {event.updates}")
+        if event.view == "ema":
+            self._print("evaluates the averaged weights (ema), the default of bind, evaluate and exports too")
+        elif event.view is not None:
+            self._print('evaluates the raw weights: pass view="params" to bind, evaluate and exports too')
         if self._live:
             self._bar = bar = _bar(self.stream)
             self._shown = event.epoch

@@ -219,6 +219,16 @@ class Snapshots:
         if self._monitor is None:
             self._monitor = (monitor, mode)
 
+    def keeps_best(self, monitor: str, *, mode: str = "min") -> bool:
+        """True if the step with the best value of this metric is never deleted.
+
+        Example:
+            >>> Snapshots("runs/a", monitor="val_loss").keeps_best("val_loss")
+            True
+        """
+        keeps = self.keep_best > 0 or self.keep is None
+        return keeps and self._monitor == (monitor, mode) and not self._continues
+
     # --- list --------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
