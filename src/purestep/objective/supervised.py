@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ConfigError, DataError, StepContractError
+from ..metrics import functions
 from ..pickling import recipe
 from ..types import Loss, Metric, Objective
 from .loss_inputs import called, check_fit, is_elementwise, is_from_torch
@@ -23,7 +24,7 @@ _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 def supervised(
     criterion: Callable[..., Tensor],
     *,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Metric | Any] | None = None,
     prepare: Callable[[Any], tuple[Any, Any]] | None = None,
     forward: Callable[[Any, Any], Any] | None = None,
 ) -> Objective:
@@ -42,7 +43,8 @@ def supervised(
 
     Args:
         criterion: a loss such as `torch.nn.CrossEntropyLoss()`, or any ``f(outputs, targets) -> 0-d tensor``.
-        metrics: name -> ``f(outputs, targets)``, see `Metric`.
+        metrics: name -> ``f(outputs, targets)``, see `Metric`, or an object of torchmetrics as it is, see
+            `metrics.from_torchmetrics`; or a ``torchmetrics.MetricCollection``.
         prepare: batch -> (inputs, targets). Default: a pair is (inputs, targets); in a mapping, ``labels``, ``label``,
             ``targets``, ``target`` or ``y`` are the targets, and the rest are inputs.
         forward: (model, inputs) -> outputs. Default: a mapping is passed as keyword arguments, a tuple as arguments.
@@ -68,7 +70,7 @@ def supervised(
     # A user's criterion may have such a setting and reduce later; the step checks the result.
     if _setting(criterion, "reduction", "mean") == "none" and is_from_torch(called(criterion)):
         raise ConfigError('reduction="none" gives no scalar', where="criterion", hint='reduction="mean"')
-    measured = dict(metrics or {})
+    measured = functions(metrics)
     module = criterion if isinstance(criterion, nn.Module) and _has_tensors(criterion) else None
     split, run = prepare or split_batch, forward or call_model
 

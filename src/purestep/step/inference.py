@@ -30,7 +30,7 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
             bound.values = spec.values_at(state)
             with precision_.autocast(spec.policy, state.step.device):
                 found = spec.objective(bound, precision_.cast(spec.policy, tree.dicts(batch)), *context)
-            return check_loss(found, state.step.device)
+            return check_loss(found, state.step.device, train=False)
 
         with torch.no_grad():
             loss = (
