@@ -93,7 +93,7 @@ def _with_versions(tensors: Params, versions: dict[str, Any]) -> Params:
 
 
 def weights(
-    program: Program, state: TrainState, view: str = "params", *, only: str | Iterable[str] | None = None
+    program: Program, state: TrainState, view: str | None = None, *, only: str | Iterable[str] | None = None
 ) -> Params:
     """The weights of a state as the module's ``state_dict``, on the CPU. Entries are contiguous and share no memory.
 

@@ -60,9 +60,10 @@ class Callbacks:
             if answer is not None:
                 yield answer
 
-    def position(self, loop: LoopState) -> events.Position:
-        """Return the position of the run."""
-        return self._evaluation or events.Position("train", loop.epoch, loop.batch)
+    def position(self, loop: LoopState, *, ahead: int) -> events.Position:
+        """Return the position of the run. ``ahead``: updates since `loop`, if all are applied."""
+        here = events.Position("train", loop.epoch, loop.batch) if self._evaluation is None else self._evaluation
+        return here._replace(updates=loop.updates + ahead)
 
     def watch(self, state: Tree, loader: str, epoch: int) -> Watch:
         """Return a function that dispatches the batches of an evaluation. Answers are ignored."""

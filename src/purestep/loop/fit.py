@@ -214,7 +214,8 @@ def _train(run: Run, opened: Opened) -> FitResult:
                     # Callbacks.
                     shown = {name: cell(value) for name, value in row.items()}
                     updates, reason = run.loop.updates, run.loop.stop or limit_reached(config, run.loop)
-                    dispatch(run, events.EpochEnd(run.state, run.loop.epoch, updates, shown, improved, reason))
+                    speed = services.progress.row_speed()
+                    dispatch(run, events.EpochEnd(run.state, run.loop.epoch, updates, shown, improved, reason, speed))
                     run.before = None
 
                     # Snapshot.
@@ -301,6 +302,6 @@ def _fit_start(run: Run) -> events.FitStart:
         None if snapshots is None else snapshots.directory,
         services.resumed,
         dict(loop.history),
-        lambda: services.callbacks.position(run.loop),
+        lambda: services.callbacks.position(run.loop, ahead=services.progress.pending),
         services.view if services.feeds.evaluation else None,
     )

@@ -185,9 +185,10 @@ def evaluate_loader(run: Run, name: str) -> dict[str, float]:
     watch = services.callbacks.watch(state, name, run.loop.epoch)
     loaded = services.signals.watch(services.feeds.evaluation[name].epoch(0))
     batches = data.prefetch(loaded, data.device_of(state), name=name)
-    means = environment.check_draws(
-        lambda: eval_means(state, batches, step, name=name, watch=watch), f"eval_step, {name}"
-    )
+    with services.progress.paused():
+        means = environment.check_draws(
+            lambda: eval_means(state, batches, step, name=name, watch=watch), f"eval_step, {name}"
+        )
     values = {f"{name}_{key}": value for key, value in means.items()}
     if not services.signals.leaving:
         dispatch(run, events.EvalEnd(name, run.loop.epoch, run.loop.updates, values))

@@ -139,9 +139,10 @@ def _check_classes(name: str, outputs: Tensor, targets: Tensor) -> None:
         change = ".argmax(1)" if targets.shape == outputs.shape else ".long()"
         problem = "floating targets must be probabilities, one per class, and class indices are int64"
         raise _error(name, outputs, targets, problem, _of_targets(change))
-    expected = (*outputs.shape[:1], *outputs.shape[2:]) if outputs.dim() > 1 else ()
+    sizes = list(outputs.shape)
+    expected = tuple(sizes[:1] + sizes[2:]) if outputs.dim() > 1 else ()
     if targets.shape != expected:
-        if outputs.dim() > 1 and targets.shape == (expected[0], 1, *expected[1:]):
+        if outputs.dim() > 1 and targets.shape == (*sizes[:1], 1, *sizes[2:]):
             hint = _of_targets(".squeeze(1)")
         elif outputs.dim() > 2 and targets.shape == outputs.shape[:-1]:
             hint = _of_outputs(".movedim(-1, 1)")

@@ -109,7 +109,7 @@ def _checked_metrics(given: Any, device: torch.device, train: bool) -> Metrics:
                 "entries of vector metrics have such names", where=f"metrics/{name}", hint="choose another name"
             )
     # A subclass of Mean keeps its type (a torchmetrics.Metric computes itself).
-    checked = {
+    checked: dict[str, Any] = {
         n: mean
         if isinstance(mean, Gathered)
         else means.with_sums(mean, *(_checked_part(n, part, device) for part in mean))
