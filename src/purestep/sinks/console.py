@@ -20,7 +20,8 @@ _WINDOW = 5.0  # seconds of training that the speed is a mean over
 _WIDTH = 119  # of a plain line
 _NOTEBOOK_WIDTH = 100
 _KEPT_LINES = 200  # in a notebook
-_BAR = 20
+_BAR = 20  # columns of the bar; half of it in a narrow terminal
+_WIDE = 100
 _ENTRY = re.compile(r"(?s).+\[\d+\]")  # an entry of a vector, whose mean is shown
 _LAST = ("grad_norm", "scale")
 
@@ -89,14 +90,15 @@ class Progress:
             share = None if not total else (done or 0) / total
             count = f"{done or 0}/{'?' if total is None else total}"
             room = max(width - len(epoch) - len(count) - 12, 0)
-            head = f"{epoch} {_bar(share, min(_BAR, room))} {count} {self._remaining(total, place, rate)}"
+            bar = _bar(share, min(_BAR if width >= _WIDE else _BAR // 2, room))
+            head = f"{epoch} {bar} {count} {self._remaining(total, done or 0, rate)}"
         return _fitted(head[:width], _entries(self._values, rate), width)
 
-    def _remaining(self, total: int | None, place: Position, rate: float) -> str:
+    def _remaining(self, total: int | None, done: int, rate: float) -> str:
         batches = self._speed.batches_per_second
         if total is None or not batches or not rate:
             return "-:--:--"
-        left = round((total - place.batch) / batches)
+        left = round((total - done) / batches)
         return f"{left // 3600}:{left % 3600 // 60:02}:{left % 60:02}"
 
     def _begin(self, event: FitStart) -> None:
@@ -107,7 +109,7 @@ class Progress:
         if event.resumed:
             self._print(f"resumed after epoch {event.epoch}, update {event.updates}")
         if event.view == "ema":
-            self._print("evaluates the averaged weights (ema), the default of bind, evaluate and exports too")
+            self._print("evaluates the averaged weights (ema), as bind, evaluate and exports do")
         elif event.view is not None:
             self._print('evaluates the raw weights: pass view="params" to bind, evaluate and exports too')
 
@@ -145,8 +147,9 @@ def progress(stream: TextIO | None = None) -> Progress:
     ``epoch 3/10 ━━━━━━━━━━╌╌╌╌╌╌╌╌╌╌ 20/40 0:00:02  loss 0.123  accuracy 0.981  lr 3.0e-04  12.3 steps/s``
 
     Epoch, bar, batches and the remaining time of the epoch always stay. Numbers that do not fit into the width are
-    dropped, the loss last, then the speed, the learning rate and other metrics. The speed is that of the last 5 seconds
-    of training. Lines that are printed have less than 120 characters, and stay within the width of a terminal.
+    dropped, other metrics first, then the learning rate, the speed and at last the loss. The speed is that of the last
+    5 seconds of training. Lines that are printed have less than 120 characters, and stay within the width of a
+    terminal.
 
     Args:
         stream: to print to, standard output by default.
@@ -193,19 +196,19 @@ def _entries(values: Mapping[str, Any], rate: float, *, prefix: str = "train_") 
     """Return (rank, text) of each number, in the order of display; the lowest rank is the most important."""
     entries: list[tuple[int, str]] = []
     for name, value in values.items():
-        is_mean = name in values and _ENTRY.fullmatch(name) and name.rpartition("[")[0] in values
-        if name == "lr" or name in _LAST or is_mean:
+        is_entry = _ENTRY.fullmatch(name) and name.rpartition("[")[0] in values
+        if name == "lr" or name in _LAST or is_entry:
             continue
-        rank = 0 if name in ("train_loss", "val_loss") else 1 if name.endswith("_loss") else 4
-        rank += 2 if name.startswith("train_") and rank == 4 else 0
+        is_minor = name.startswith(("train_", "lr"))
+        rank = 0 if name in ("train_loss", "val_loss") else 1 if name.endswith("_loss") else 5 if is_minor else 2
         entries.append((rank, f"{name.removeprefix(prefix)} {_shown(value)}"))
-    losses = [entry for entry in entries if entry[0] == 0] if prefix else []
+    losses = [entry for entry in entries if entry[0] == 0]
     entries = losses + [entry for entry in entries if entry not in losses]
     entries += [(8, f"{name} {_shown(values[name])}") for name in _LAST if name in values]
     if "lr" in values:
-        entries.append((3, f"lr {values['lr']:.1e}"))
+        entries.append((4, f"lr {values['lr']:.1e}"))
     if rate:
-        entries.append((2, f"{rate:.3g} steps/s" if rate < 1000 else f"{rate:.0f} steps/s"))
+        entries.append((3, f"{rate:.3g} steps/s" if rate < 1000 else f"{rate:.0f} steps/s"))
     return entries
 
 
