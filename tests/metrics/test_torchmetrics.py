@@ -144,6 +144,9 @@ def test_it_is_monitored_and_stops_early():
     result = fit(program.init(), data, program, epochs=3, monitor="val_auroc", mode="max")
     assert result.best is not None
     assert result.best["val_auroc"] == max(result.history["val_auroc"])
+    with pytest.raises(ConfigError, match="'train_auroc' is not among the metrics") as caught:
+        fit(program.init(), data, program, epochs=1, monitor="train_auroc", mode="max")
+    assert caught.value.hint == "monitor='val_auroc'"
 
 
 def test_retrieval_gets_its_queries_from_prepare():

@@ -48,7 +48,7 @@ class BestState:
         self._kept = loop.calls, tree.unflatten(treedef, leaves), devices
 
     def end(self, state: Tree, loop: LoopState) -> None:
-        """Remember where the best state is: the run has ended, and its last state may be donated before `read`."""
+        """Remember where the best state is: the run has ended, and its last state may be donated before the call."""
         directories = [] if self._snapshots is None else [self._snapshots.directory]
         self._snapshots = None  # locks and threads, which a pickled result cannot have
         if loop.best_step is None or not is_alive(state):
@@ -60,7 +60,11 @@ class BestState:
         if len(self._leaves) < len(leaves):
             self._places = []  # a state with leaves that are no tensors has no snapshots
 
-    def read(self) -> Tree | None:
+    def __repr__(self) -> str:
+        place = "in memory" if self._kept is not None else f"in {self._places[0][0]}" if self._places else "nowhere"
+        return f"<best state {place}>"
+
+    def __call__(self) -> Tree | None:
         """Return the best state on the device of the run; None without a monitor, or if nothing has kept it.
 
         Raises:

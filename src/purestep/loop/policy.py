@@ -168,7 +168,10 @@ def _nearest(metric: str, known: Iterable[str]) -> str:
     from ..config import fields  # late: see above
 
     names = _metrics(known)
-    same = [name for name in names if name.endswith(f"_{metric}") and not name.startswith("train_")]
+    measured = [name for name in names if not name.startswith("train_")]
+    same = [name for name in measured if name.endswith(f"_{metric}")]
+    # Metrics from gathered outputs are measured in evaluations only: "train_auroc" means "val_auroc".
+    same += [name for name in measured if "_" in metric and name.endswith(f"_{metric.partition('_')[2]}")]
     loader = [name for name in names if name.startswith(f"{metric.partition('_')[0]}_")]
     return next(iter(same), fields.nearest(metric, loader or names)) or _likely(loader or known)
 

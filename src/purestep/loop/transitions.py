@@ -345,12 +345,12 @@ def replace_broken(run: Run, error: BaseException) -> bool:
 def result_of(run: Run) -> FitResult:
     """Return the result so far."""
     loop, services = run.loop, run.services
-    best, view, read = services.monitor.best(loop), services.view or "params", services.best_state.read
-    return FitResult(run.state, dict(loop.history), best, loop.epoch, loop.stop or "error", view, read)
+    best, view = services.monitor.best(loop), services.view or "params"
+    return FitResult(run.state, dict(loop.history), best, loop.epoch, loop.stop or "error", view, services.best_state)
 
 
 def _restore_best(run: Run) -> None:
-    best = run.services.best_state.read()
+    best = run.services.best_state()
     if best is None:
         log.warning("restore_best: there is no best state, so the result has the last one")
     else:
