@@ -76,7 +76,7 @@ def rivals(config: Config) -> ps.Program:
 
     def tell_apart(model: ps.Model, batch: tuple[Tensor], maker: ps.TrainState) -> ps.Loss:
         (real,) = batch
-        fake = generator.bind(maker)(torch.randn_like(real))
+        fake = generator.bind(maker, view="params")(torch.randn_like(real))
         return loss(softplus(-model(real)).mean() + softplus(model(fake)).mean(), batch)
 
     def deceive(model: ps.Model, batch: tuple[Tensor], judge: ps.TrainState) -> ps.Loss:
@@ -96,9 +96,7 @@ def rivals(config: Config) -> ps.Program:
     def eval_step(state: Rivals, batch: tuple[Tensor], index: int = 0) -> ps.Metrics:
         """Of the points that the averaged generator makes of this noise, the share near a cluster; clusters found."""
         (noise,) = batch
-        distance, cluster = torch.cdist(generator.bind(state.generator, view="ema")(noise), clusters(noise.device)).min(
-            1
-        )
+        distance, cluster = torch.cdist(generator.bind(state.generator)(noise), clusters(noise.device)).min(1)
         near = (distance < 3 * SPREAD).float()  # three standard deviations
         share = (one_hot(cluster, 8) * near.unsqueeze(1)).mean(dim=0)
         found = (share > 1 / 80).float().sum()  # a tenth of what each should have

@@ -106,7 +106,8 @@ def main(config: Config) -> float:
         metrics={"accuracy": metrics.accuracy},
         forward=lambda model, images: model(augment(images) if model.training else images),
     )
-    program = ps.program(model, objective, tx, precision=config.precision, ema=config.ema)
+    average = ps.ema.average(config.ema, warmup=True)  # a short run: the first weights are soon forgotten
+    program = ps.program(model, objective, tx, precision=config.precision, ema=average)
 
     result = ps.fit(
         program.init(seed=config.seed),
@@ -119,7 +120,7 @@ def main(config: Config) -> float:
         snapshots=config.runs,
         compile=config.compile,
     )
-    accuracy = ps.evaluate(ps.view(result.state, "ema"), test, program.eval_step)["accuracy"]
+    accuracy = ps.evaluate(result.state, test, program.eval_step)["accuracy"]
     print(f"test accuracy {100 * accuracy:.1f} % (EMA)")
     return accuracy
 

@@ -89,7 +89,7 @@ def rivals(config: Config, updates: int, classify: Callable[[Tensor], Tensor]) -
         return Rivals(maker, teller), {"generator_loss": made["loss"], "generator_lr": made["lr"], **told}
 
     def eval_step(state: Rivals, batch: tuple[Tensor, Tensor]) -> ps.Metrics:
-        images = generator.bind(state.generator, view="ema")(*batch).sigmoid().view(-1, 1, 8, 8)
+        images = generator.bind(state.generator)(*batch).sigmoid().view(-1, 1, 8, 8)
         sure = (classify(images).softmax(dim=1).gather(1, batch[1][:, None]) > 0.9).float()
         return {"recognised": ps.Mean(sure.sum(), torch.ones_like(sure).sum())}
 
@@ -104,7 +104,7 @@ def judge(config: Config) -> Callable[[Tensor], Tensor]:
     digits.main(trained := digits.Config(config.runs / "judge", epochs=config.judge_epochs, precision="32-true"))
     program = ps.program(digits.network(trained.width), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.0), ema=0.9)
     snapshots = ps.Snapshots(trained.runs, writer=False)
-    return program.bind(snapshots.restore(program.init(device=ps.auto_device()), only="params").state, view="ema")
+    return program.bind(snapshots.restore(program.init(device=ps.auto_device()), only="params").state)
 
 
 def picture(images: Tensor, rows: list[dict[str, float]], path: Path) -> None:
@@ -134,7 +134,7 @@ def main(config: Config) -> float:
             rows.append({"epoch": len(rows) + 1, **metrics.compute(told), **scores})
             print("  ".join(f"{name} {value:.3g}" for name, value in rows[-1].items()))
             snapshots.save(len(rows), state, loop=rows)
-    images = program.bind(state.generator, view="ema")(*ps.to_device(wishes, state)).sigmoid()
+    images = program.bind(state.generator)(*ps.to_device(wishes, state)).sigmoid()
     picture(images, rows, config.runs / "curves.png")
     print(f"{int(state.generator.updates)} updates of the generator, {int(state.critic.updates)} of the critic")
     print(f"{100 * rows[-1]['recognised']:.0f} % of the drawings recognised with a confidence above 0.9")

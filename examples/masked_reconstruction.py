@@ -150,7 +150,7 @@ def main(config: Config) -> dict[str, Any]:
 
     def keep_best(event: Any) -> None:
         if isinstance(event, ps.events.EpochEnd) and event.improved:
-            ps.export_weights(config.runs / "best_model.pt", program, event.state, view="ema")
+            ps.export_weights(config.runs / "best_model.pt", program, event.state)
 
     result = ps.fit(
         program.init(seed=config.seed),

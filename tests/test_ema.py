@@ -188,9 +188,17 @@ class TestView:
             state, _ = chosen.train_step(state, image_batch(seed=seed))
         return state
 
-    def test_params_is_the_state_itself(self, state: ps.TrainState):
-        assert_trees_close(ps.view(state, "params"), state, exact=True)
-        assert_trees_close(ps.view(state), state, exact=True)
+    def test_params_has_the_weights_themselves_and_they_stand_in_its_average_too(self, state: ps.TrainState):
+        shown = ps.view(state, "params")
+        assert_trees_close(shown._replace(ema=state.ema), state, exact=True)
+        assert_trees_close(shown.ema.params, state.params, exact=True)
+        assert_trees_close(ps.view(shown, "ema"), shown, exact=True)
+        assert tree.flatten(shown)[1] == tree.flatten(state)[1]
+
+    def test_by_default_it_is_the_average_where_there_is_one(self, state: ps.TrainState):
+        assert_trees_close(ps.view(state), ps.view(state, "ema"), exact=True)
+        without = state._replace(ema=ps.Empty())
+        assert_trees_close(ps.view(without), without, exact=True)
 
     def test_ema_has_the_averages_in_the_places_of_the_weights(self, state: ps.TrainState):
         shown = ps.view(state, "ema")

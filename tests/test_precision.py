@@ -255,3 +255,13 @@ def test_on_a_gpu(name: str):
     assert state.key.device.type == "cpu"
     assert {leaf.device.type for path, leaf in ps.tree.with_paths(state) if path != "key"} == {"cuda"}
     assert torch.isfinite(metrics["loss"].compute())
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "bf16-mixed", "32-true"])
+def test_fit_says_that_a_cpu_is_slow_in_float16(precision: str, caplog: pytest.LogCaptureFixture):
+    made = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1), precision=precision)
+    batch = (torch.ones(4, 2), torch.ones(4, 1))
+    ps.fit(made.init(), [batch], made, epochs=1, progress=False)
+    said = [record.getMessage() for record in caplog.records if "no fast float16" in record.getMessage()]
+    assert len(said) == precision.startswith("16-")
+    assert all(f"cure: 'bf{precision}'" in line for line in said)

@@ -14,7 +14,7 @@ keeps its code in the compiler's cache directory.
     tree  rng  tracing  validation  pickling          trees (optree), keys, traces and transforms, checks of arguments
     model                                             a module as a pure function of its tensors
     optim  schedules  ema  scaler  precision          optimizers and their algebra, ...
-    metrics  objective  stopping
+    metrics  stopping  objective                      objective imports metrics
     step  packed                                      the train step, its flat form
     compile                                           one graph, donation; compile/cpu: a plug-in for x86
     --------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from .errors import ConfigError, StateError
 from .pickling import recipe
 from .types import Empty, Params, TrainState, Tree
 
+_EMA = TrainState._fields.index("ema")
+
 
 class EmaState(NamedTuple):
     """The averaged weights, in at least float32: in bfloat16 a decay of 0.999 rounds every change to 0."""
@@ -21,10 +23,15 @@ class EmaState(NamedTuple):
 
 
 class Average(NamedTuple):
-    """``init(params, buffers) -> state`` and ``update(state, params, buffers, updates) -> state``."""
+    """``init(params, buffers) -> state`` and ``update(state, params, buffers, updates) -> state``.
+
+    ``first(n)`` is the share that the weights of the first update still have in the average after n updates; None if it
+    is unknown.
+    """
 
     init: Callable[[Params, Params], Tree]
     update: Callable[[Tree, Params, Params, Tensor], Tree]
+    first: Callable[[int], float] | None = None
 
 
 @recipe
@@ -52,7 +59,9 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
     r"""Exponential moving average of the trained parameters.
 
     :math:`s_1 = p_1`, then :math:`s_t = d_t s_{t-1} + (1 - d_t) p_t`, as `torch.optim.swa_utils.AveragedModel` with
-    `get_ema_multi_avg_fn`: the first update copies.
+    `get_ema_multi_avg_fn`: the first update copies. After n updates these first weights still have a share of
+    :math:`d^{n-1}`, so a run should have several times :math:`1 / (1 - d)` updates, or a warm-up. `fit` warns of one
+    that has not.
 
     Args:
         decay: :math:`d` in [0, 1).
@@ -91,18 +100,64 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
             return EmaState(shadow, state.buffers)
         return EmaState(shadow, _lerp_all(state.buffers, buffers, weight))
 
-    return Average(init, update)
+    def first(updates: int) -> float:
+        share = 1.0
+        for count in range(1, updates):
+            share *= min(decay, (1 + count) / (10 + count)) if warmup else decay
+            if share < 1e-6:
+                break
+        return share
+
+    return Average(init, update, first)
 
 
-def view(state: TrainState, view: str = "params") -> TrainState:
-    """Return the state to evaluate, bind or export: the state itself, or one with the averaged weights as parameters.
+def default_view(state: TrainState) -> str:
+    """Return the view that everything but training uses by default: "ema" if the state has an average, else "params".
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1), ema=0.9)
+        >>> default_view(program.init())
+        'ema'
+    """
+    # Without the reader of a live state, which would then copy its buffers at the next step.
+    return "params" if isinstance(tuple.__getitem__(state, _EMA), Empty) else "ema"
+
+
+def to_evaluate(state: Tree, view: str | None = None) -> Tree:
+    """Return the state that an evaluation gets: `view` of a TrainState with an average, any other state itself.
+
+    Args:
+        state: any state; a tree of several TrainStates is returned unchanged.
+        view: as in `view`.
+
+    Raises:
+        StateError, ConfigError: as `view`.
+
+    Example:
+        >>> to_evaluate({"w": 1})
+        {'w': 1}
+    """
+    if view is None and not isinstance(state, TrainState):
+        return state
+    if view in (None, "params") and isinstance(state, TrainState) and default_view(state) == "params":
+        return state
+    return _viewed(state, view)
+
+
+def view(state: TrainState, view: str | None = None) -> TrainState:
+    """Return the state to evaluate, bind or export, with the weights of the view as its parameters.
+
+    `fit`, `evaluate`, ``program.eval_step``, ``program.bind``, `export_weights` and `load_into` all use the view "ema"
+    of a state that has an average, unless ``view="params"`` says otherwise. They return the same for a view of a state
+    as for the state and that ``view``: its average is replaced too.
 
     Args:
         state: for "ema", a state with an average.
-        view: "params" or "ema".
+        view: "params" or "ema"; None: "ema" if the state has an average, else "params".
 
     Returns:
-        A state of the same structure and dtypes; float32 weights are not copied.
+        A state of the same structure and dtypes; float32 weights are not copied. Train on the state, not on its view.
 
     Raises:
         StateError: the state has no average, or is not a TrainState.
@@ -115,7 +170,9 @@ def view(state: TrainState, view: str = "params") -> TrainState:
         >>> state, batch = program.init(), (torch.ones(4, 2), torch.ones(4, 1))
         >>> for _ in range(2):
         ...     state, _ = program.train_step(state, batch)
-        >>> torch.equal(ps.view(state, "ema").params["bias"], state.ema.params["bias"])
+        >>> torch.equal(ps.view(state).params["bias"], state.ema.params["bias"])
+        True
+        >>> torch.equal(ps.view(state, "params").params["bias"], state.params["bias"])
         True
     """
     value: Any = state
@@ -123,18 +180,29 @@ def view(state: TrainState, view: str = "params") -> TrainState:
         raise StateError(
             f"the state is a {type(value).__name__}, not a TrainState", where="view", hint="program.init()"
         )
-    if view == "params":
-        return TrainState(*state)
-    if view != "ema":
+    chosen = default_view(state) if view is None else view
+    if chosen not in ("params", "ema"):
         raise ConfigError(f"view is {view!r}", where="view", hint='"params" or "ema"')
-    if isinstance(state.ema, Empty):
-        raise StateError("this state has no average", where="ema", hint="ps.program(..., ema=0.999)")
+    plain = TrainState(*state)
+    average: Any = plain.ema
+    if isinstance(average, Empty):
+        if chosen == "ema":
+            raise StateError("this state has no average", where="ema", hint="ps.program(..., ema=0.999)")
+        return plain
     # The average has flat buffers (see packed.py) only inside of a compiled step, which does not call `view`.
-    params = {key: state.ema.params[key].to(value.dtype) for key, value in state.params.items()}
-    buffers = state.buffers
-    if not isinstance(state.ema.buffers, Empty):
-        buffers = {key: state.ema.buffers[key].to(value.dtype) for key, value in buffers.items()}
-    return TrainState(*state)._replace(params=params, buffers=buffers)
+    averages_buffers = not isinstance(average.buffers, Empty)
+    if chosen == "params":
+        params = {name: _upcast(value) for name, value in plain.params.items()}
+        buffers = {name: _upcast(value) for name, value in plain.buffers.items()} if averages_buffers else Empty()
+        return plain._replace(ema=average._replace(params=params, buffers=buffers))
+    params = {name: average.params[name].to(value.dtype) for name, value in plain.params.items()}
+    buffers = plain.buffers
+    if averages_buffers:
+        buffers = {name: average.buffers[name].to(value.dtype) for name, value in buffers.items()}
+    return plain._replace(params=params, buffers=buffers)
+
+
+_viewed = view  # for functions with an argument of that name
 
 
 def _upcast(value: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ class Position(NamedTuple):
     loader: str  # "train", or the evaluation in progress
     epoch: int  # completed epochs
     batch: int  # completed batches of that loader, in this epoch or evaluation
+    updates: int = 0  # optimizer updates so far, including those whose metrics have not arrived
 
 
 def _at_the_start() -> Position:
@@ -60,6 +61,7 @@ class FitStart:
     resumed: bool
     history: Mapping[str, list[Any]] = field(default_factory=dict[str, list[Any]])  # of the run so far
     position: Callable[[], Position] = _at_the_start
+    view: str | None = None  # "ema" or "params": what is evaluated, of a state with an average
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class EpochEnd:
     record: Mapping[str, float | int | None]
     improved: bool
     stopping: str | None  # the reason, if the run ends here; not max_time, which is checked later
+    steps_per_second: float = 0.0  # updates since the last row, without the time of evaluations; 0.0 if there are none
 
 
 @dataclass(frozen=True, slots=True)

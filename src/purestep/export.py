@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from .ema import view as view_of
 from .errors import ConfigError, Mismatch
 from .files import replacing, write_failed
-from .model import OBJECTIVE, uncompiled
+from .model import OBJECTIVE, unwrapped
 from .types import Params, Program, TrainState
+from .validation import nearest_names
 
 
 def export_weights(
     path: str | os.PathLike[str],
     program: Program,
     state: TrainState,
-    view: str = "params",
+    view: str | None = None,
     *,
     only: str | Iterable[str] | None = None,
 ) -> None:
@@ -43,7 +44,8 @@ def export_weights(
         path: ``.safetensors``, or ``.pt`` / ``.pth`` for `torch.load` with ``weights_only=True``.
         program: the program of the state.
         state: on any device; it is not changed.
-        view: "params", or "ema" for the averaged weights (in the parameters' dtypes).
+        view: "params", or "ema" for the averaged weights (in the parameters' dtypes). None: "ema" if the state has an
+            average, which is also what `fit` evaluates.
         only: names or glob patterns of the tensors to write; None writes all. For adapters over frozen weights pass
             ``only=program.static.trained`` or ``only="*lora*"``, and load with ``strict=False``.
 
@@ -91,7 +93,7 @@ def _with_versions(tensors: Params, versions: dict[str, Any]) -> Params:
 
 
 def weights(
-    program: Program, state: TrainState, view: str = "params", *, only: str | Iterable[str] | None = None
+    program: Program, state: TrainState, view: str | None = None, *, only: str | Iterable[str] | None = None
 ) -> Params:
     """The weights of a state as the module's ``state_dict``, on the CPU. Entries are contiguous and share no memory.
 
@@ -119,8 +121,7 @@ def _chosen(names: list[str], only: str | Iterable[str] | None) -> list[str]:
             continue
         matched = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
         if not matched:
-            near = difflib.get_close_matches(pattern, names, n=1) or names[:1]
-            hint = f"only={near[0]!r}" if near else "only=None"
+            hint = nearest_names(pattern, names) or "only=None"
             raise ConfigError(f"{pattern!r} matches no weight", where="only", hint=hint)
         chosen |= matched
     return [name for name in names if name in chosen]
@@ -130,7 +131,7 @@ def _copy(value: Tensor) -> Tensor:
     return value.detach().to("cpu", copy=True).contiguous()
 
 
-def load_into(module: nn.Module, state: TrainState, view: str = "params") -> None:
+def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> None:
     """Copy the weights and buffers of a state into a module, in place.
 
     Values are cast to the module's dtypes and moved to its devices. If a name or shape differs, nothing is copied. Call
@@ -140,7 +141,8 @@ def load_into(module: nn.Module, state: TrainState, view: str = "params") -> Non
     Args:
         module: a module of the same architecture; tied parameters stay tied.
         state: a state; it is not changed. Tensors of the objective are ignored.
-        view: "params", or "ema" for the averaged weights.
+        view: "params", or "ema" for the averaged weights. None: "ema" if the state has an average, which is also what
+            `fit` evaluates.
 
     Raises:
         Mismatch: names or shapes differ; the message has one line for each.
@@ -162,7 +164,7 @@ def load_into(module: nn.Module, state: TrainState, view: str = "params") -> Non
     shown = view_of(state, view)
     stored = {**shown.params, **shown.frozen, **shown.buffers}
     stored = {name: value for name, value in stored.items() if not name.startswith(OBJECTIVE)}
-    module = uncompiled(module)  # it has the same tensors
+    module = unwrapped(module)  # it has the same tensors
     own: Params = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     lines = _differences(stored, own)
     if lines:

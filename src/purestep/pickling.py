@@ -6,6 +6,7 @@ these, and unpickling calls the factory again. Factories receive unwrapped argum
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import types
@@ -35,6 +36,10 @@ def recipe(factory: Callable[P, R]) -> Callable[P, R]:
     Args:
         factory: a module-level function that returns a function or a NamedTuple of functions.
 
+    Raises:
+        ConfigError: from the decorated factory, for a keyword argument that it does not have. The message names the
+            nearest one.
+
     Example:
         >>> import pickle
         >>> from purestep.schedules import cosine
@@ -42,16 +47,81 @@ def recipe(factory: Callable[P, R]) -> Callable[P, R]:
         0.5
     """
 
+    known = _keywords(factory)
+
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():  # a step calls the factory, see `optim.inject`
             return factory(*args, **kwargs)
+        if known is not None and not known.issuperset(kwargs):
+            raise _unknown_keyword(_name(factory), known, kwargs)
         call = Call(make, tuple(map(_snapshot, args)), {name: _snapshot(value) for name, value in kwargs.items()})
         inner: Callable[..., Any] = factory
         made = inner(*map(bare, call.args), **{name: bare(value) for name, value in call.kwargs.items()})
         return cast(R, _wrapped(bare(made), call))
 
     return make
+
+
+_ALIASES = {
+    "accumulate_grad_batches": "accumulate",
+    "accumulation": "accumulate",
+    "accumulation_steps": "accumulate",
+    "alpha": "decay",
+    "beta": "decay",
+    "clip_value": "max_value",
+    "dtype": "precision",
+    "ema_decay": "ema",
+    "grad_accum_steps": "accumulate",
+    "gradient_accumulation_steps": "accumulate",
+    "loss_fn": "criterion",
+    "lr": "learning_rate",
+    "max_grad_norm": "max_norm",
+    "optimizer": "tx",
+    "skip_nonfinite": "nonfinite",
+    "wd": "weight_decay",
+}
+"""Names of other libraries -> our name, used if the factory has it."""
+_PAIRS = {"betas": ("b1", "b2"), "beta": ("b1",), "beta1": ("b1",), "beta2": ("b2",)}
+_ELSEWHERE = {
+    "epochs": "pass it to ps.fit(..., epochs=10)",
+    "gradient_clip_val": "tx=optim.chain(optim.clip_by_global_norm(1.0), ...)",
+    "lr": "pass it to the optimizer: optim.adamw(learning_rate=1e-3)",
+    "max_grad_norm": "tx=optim.chain(optim.clip_by_global_norm(1.0), ...)",
+    "params": "leave it out: program.init() passes the parameters",
+    "seed": "pass it to program.init(seed=0)",
+    "weight_decay": "pass it to the optimizer: optim.adamw(1e-3, weight_decay=0.1)",
+}
+"""Arguments that belong to another function."""
+
+
+def _keywords(factory: Callable[..., Any]) -> frozenset[str] | None:
+    """Return the names of the keyword arguments; None if the factory takes any."""
+    parameters = inspect.signature(factory).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    return frozenset(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+
+
+def _unknown_keyword(where: str, known: frozenset[str], given: Mapping[str, Any]) -> ConfigError:
+    name = next(name for name in given if name not in known)
+    hint = f"one of {', '.join(sorted(known))}"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if known.issuperset(_PAIRS.get(name, "?")):
+        values = given[name] if isinstance(given[name], tuple | list) else (given[name],)
+        hint = ", ".join(f"{ours}={value!r}" for ours, value in zip(_PAIRS[name], values, strict=False))
+    elif _ALIASES.get(name) in known:
+        hint = f"{_ALIASES[name]}={_shown(given[name])}"
+    elif name in _ELSEWHERE:
+        hint = _ELSEWHERE[name]
+    elif near:
+        hint = f"{near[0]}={_shown(given[name])}"
+    return ConfigError(f"has no argument {name!r}", where=where, hint=hint)
+
+
+def _shown(value: Any) -> str:
+    """Return a short value as code, any other as an ellipsis."""
+    return repr(value) if isinstance(value, int | float | str | bool | tuple) and len(repr(value)) < 40 else "..."
 
 
 def bare(value: Any, above: tuple[int, ...] = ()) -> Any:

@@ -277,6 +277,8 @@ class Static(NamedTuple):
     versions: Mapping[str, Any] = MappingProxyType({})  # submodule -> version, from a state_dict's ``_metadata``
     stream: tuple[int, ...] = ()  # as in `Exchange`
     elementwise: bool = True  # of the transform
+    precision: str = "32-true"
+    first_share: Callable[[int], float] | None = None  # `ema.Average.first`
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:
@@ -292,8 +294,9 @@ class Program(NamedTuple):
         eval_step: ``(state, batch, *context, index=0) -> metrics``; ``index`` numbers the batches.
         init: ``(seed=0, device=None) -> state`` with the module's current weights, on the module's device unless
             ``device`` names another. Load pretrained weights into the module before. ``seed`` sets only the key.
-        bind: ``(state, view="params", train=False) -> callable``: the module as a function of its inputs, with the
-            weights of a state; ``view`` is "params" or "ema".
+        bind: ``(state, view=None, train=False) -> callable``: the module as a function of its inputs, with the
+            weights of a state; ``view`` is "params" or "ema", by default "ema" if the state has an average and
+            ``train`` is False.
         static: names, masks and ties, for packing and export.
 
     Example:
@@ -309,5 +312,5 @@ class Program(NamedTuple):
     flush: Callable[[Any], tuple[Any, Metrics]] = _no_flush  # (state) -> (state, metrics)
     eval_step: EvalStep | None = None  # (state, batch, *context, index=0) -> metrics
     init: Callable[..., Any] | None = None  # (seed=0, device=None) -> state
-    bind: Callable[..., Any] | None = None  # (state, view="params", train=False) -> callable
+    bind: Callable[..., Any] | None = None  # (state, view=None, train=False) -> callable
     static: Static | None = None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
+from collections.abc import Iterable
 from typing import Any, TypeGuard, cast
 
 from .errors import ConfigError
@@ -27,6 +30,30 @@ def whole(number: float) -> int:
     """
     near = round(number)
     return near if abs(number - near) <= 1e-12 * max(1.0, abs(number)) else math.floor(number)
+
+
+def nearest_names(pattern: str, names: Iterable[str]) -> str:
+    """Name up to three of ``names`` whose spelling, or that of a part of them, is nearest to a pattern.
+
+    Args:
+        pattern: a name, glob or regular expression that matches none of them.
+        names: dotted names.
+
+    Example:
+        >>> nearest_names("^encodr", ["head.weight", "encoder.weight"])
+        "the nearest names are 'encoder.weight', 'head.weight'"
+    """
+    known = list(names)
+    word = re.sub(r"\\.|[\[\]^$().*+?{}|]", lambda found: "." if "." in found[0] else "", pattern).strip(".")
+
+    def likeness(name: str) -> float:
+        parts = name.split(".")
+        spans = {".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)}
+        return max(difflib.SequenceMatcher(None, word, span).ratio() for span in spans)
+
+    near = sorted(known, key=likeness, reverse=True)[:3]
+    shown = ", ".join(map(repr, near))
+    return f"the nearest names are {shown}" if len(near) > 1 else f"the nearest name is {shown}" if near else ""
 
 
 def check_count(where: str, *, least: int, **counts: Any) -> None:

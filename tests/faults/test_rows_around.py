@@ -208,6 +208,23 @@ def test_row_54_only_a_returned_state_counts() -> None:
 @pytest.mark.parametrize(
     ("write", "where"),
     [
+        (lambda state: state.params.update({"2.bias": torch.zeros(3)}), "params/2.bias"),
+        (lambda state: state.params.pop("2.bias"), "params/2.bias"),
+        (lambda state: state.buffers.update(seen=torch.zeros(1)), "buffers/seen"),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compile)])
+def test_row_54_an_entry_that_is_assigned_is_found(write: Callable[[Any], Any], where: str, compiled: bool) -> None:
+    program = ps.compile_program(mlp(), backend="aot_eager", donate=True) if compiled else mlp()
+    callback = at(events.StepEnd, 2, lambda event: write(event.state))
+    with pytest.raises(StateError, match=f"^{where}: a callback assigned an entry") as caught:
+        fit(program.init(), batches(3), program, epochs=1, callbacks=[callback])
+    assert f"event.state._replace({where.partition('/')[0]}=" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("write", "where"),
+    [
         (lambda state: state.params["2.bias"].zero_(), "params/0.bias"),  # all weights lie in one vector
         (lambda state: state.ema.params["2.bias"].zero_(), "ema/params/0.bias"),
         (lambda state: state.step.add_(1), "step"),

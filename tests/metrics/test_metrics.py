@@ -414,31 +414,6 @@ def test_a_torchmetrics_state_goes_through_json_and_takes_up_its_kind_again(torc
         assert metrics.compute(found) == metrics.compute(whole)
 
 
-@pytest.mark.peer
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda t: t.classification.BinaryAUROC(), r"BinaryAUROC stores preds, target, which cannot be merged"),
-        (lambda t: t.MaxMetric(), r"MaxMetric stores max_value"),
-        (lambda t: t.PearsonCorrCoef(), r"PearsonCorrCoef stores mean_x"),
-        (lambda t: t.MetricCollection([t.MeanSquaredError()]), r"MetricCollection is not a torchmetrics\.Metric"),
-        (lambda t: t.MeanSquaredError, r"is not a torchmetrics\.Metric"),
-    ],
-)
-def test_a_torchmetrics_object_that_does_not_add_up_is_refused(
-    torchmetrics: Any, make: Callable[[Any], Any], message: str
-):
-    with pytest.raises(ConfigError, match=message):
-        metrics.from_torchmetrics(make(torchmetrics))
-
-
-@pytest.mark.peer
-def test_a_torchmetrics_object_of_several_numbers_is_refused_at_the_end(torchmetrics: Any):
-    ours = metrics.from_torchmetrics(torchmetrics.classification.MulticlassF1Score(3, average=None))
-    with pytest.raises(StepContractError, match=r"MulticlassF1Score computes \[3\] \(cure: use a metric of one number"):
-        float(ours(*batches()[0]))
-
-
 @pytest.mark.cuda
 def test_on_cuda_nothing_waits_but_compute():
     logits, targets = LOGITS.cuda(), TARGETS.cuda()

@@ -3,6 +3,8 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -274,7 +276,7 @@ class TestKeepEval:
         assert not torch.equal(a.params["1.weight"], b.params["1.weight"])
 
     def test_a_pattern_that_matches_nothing_is_refused(self):
-        with pytest.raises(ConfigError, match=r"keep_eval: 'norm\*' matches no submodule \(cure: use one of"):
+        with pytest.raises(ConfigError, match=r"keep_eval: 'norm\*' matches no submodule \(cure: the nearest name"):
             program(tiny_convnet(), keep_eval=("1", "norm*"))
 
 
@@ -369,6 +371,48 @@ class UsedTwice(nn.Module):
         return self.net(x) + 0 * self.again(torch.ones(2, 4, 1, 1)).sum()
 
 
+def parallel(kind: str, module: nn.Module, tmp_path: Path) -> nn.Module:
+    if kind == "DataParallel":
+        return nn.DataParallel(module)
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    return nn.parallel.DistributedDataParallel(module)
+
+
+class TestParallelModules:
+    @pytest.fixture(autouse=True)
+    def leave_the_group(self) -> Iterator[None]:
+        yield
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    @pytest.mark.parametrize("kind", ["DataParallel", "DistributedDataParallel"])
+    def test_they_train_and_export_as_the_module_inside(self, kind: str, tmp_path: Path):
+        plain = tiny_convnet()
+        whole = parallel(kind, copy.deepcopy(plain), tmp_path)
+        with pytest.warns(UserWarning, match=f"wrapped by {kind}") as said:
+            made = program(whole)
+        assert len(said) == 1
+        assert said[0].filename == __file__
+        assert not [name for name in made.init().params if name.startswith("module.")]
+        assert optim.decay_mask(whole) == optim.decay_mask(plain)
+        state = trained(made, [image_batch()] * 2)
+        expected = trained(program(plain), [image_batch()] * 2)
+        assert_trees_close(state.params, expected.params, exact=True)
+        ps.export_weights(tmp_path / "w.pt", made, state)
+        loaded = torch.load(tmp_path / "w.pt", weights_only=True)
+        assert set(loaded) == set(plain.state_dict())
+        assert "" in loaded._metadata
+        assert "module" not in loaded._metadata
+        ps.load_into(whole, state)
+        assert_trees_close(dict(whole.module.state_dict()), dict(loaded), exact=True)
+
+    def test_inside_of_another_module_and_of_each_other(self):
+        net = nn.Sequential(nn.DataParallel(wrap(nn.Linear(2, 3))), nn.LayerNorm(3))
+        assert set(optim.decay_mask(net)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+        assert set(optim.muon_labels(net)) == set(optim.decay_mask(net))
+
+
+@pytest.mark.filterwarnings("ignore:the model is wrapped by torch.compile")
 class TestModulesThatWentThroughTorchCompile:
     """A step is compiled whole, so the wrappers are left out; the names are those of the model."""
 

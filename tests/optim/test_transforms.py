@@ -307,7 +307,7 @@ def test_a_mask_that_leaves_parameters_out_is_refused() -> None:
 
 
 def test_an_expression_that_matches_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"mask: 'decoder' matches none of encoder.weight, encoder.bias, head.weight"):
+    with pytest.raises(ConfigError, match=r"mask: 'decoder' matches no parameter .*nearest names are 'encoder"):
         optim.masked(optim.scale(0.0), "decoder").init(P)
 
 
@@ -840,3 +840,22 @@ def test_a_derivative_through_an_optimizer_of_torchs_is_refused() -> None:
     params = {"w": torch.ones(2, requires_grad=True)}
     with pytest.raises(StepContractError, match="inside of torch.func"):
         tx.update({"w": torch.ones(2)}, tx.init({"w": torch.ones(2)}), params)
+
+
+@pytest.mark.parametrize("pattern", [r"^encodr\.", "layers.0", r"bias$ "])
+def test_a_rule_that_matches_nothing_is_refused_with_the_nearest_names(pattern: str) -> None:
+    tx = optim.partition({"a": optim.scale(1.0), "b": optim.scale(2.0)}, [(pattern, "a"), ("", "b")])
+    with pytest.raises(ConfigError, match="matches no trained parameter") as caught:
+        tx.init(P)
+    assert "the nearest names are 'encoder." in caught.value.hint
+    net = torch.nn.ModuleDict({"encoder": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 1)})
+    program = ps.program(net, lambda model, batch: ps.Loss(batch.sum(), 1), tx)
+    with pytest.raises(ConfigError, match="partition: the rule"):
+        program.init()
+
+
+def test_a_rule_that_an_earlier_one_shadows_matches() -> None:
+    tx = optim.partition(
+        {"a": optim.scale(1.0), "b": optim.scale(2.0)}, [("encoder", "a"), ("encoder.bias", "b"), ("", "b")]
+    )
+    assert set(tx.init(P).groups["a"].selected) == {"encoder.weight", "encoder.bias"}

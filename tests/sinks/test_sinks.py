@@ -111,8 +111,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def redrawn(sink: Progress) -> None:
     """What the bar shows at this moment, without waiting for its thread."""
-    if sink._bar is not None:  # pyright: ignore[reportPrivateUsage]
-        sink._bar.refresh()  # pyright: ignore[reportPrivateUsage]
+    if sink._display is not None:  # pyright: ignore[reportPrivateUsage]
+        sink._display.refresh()  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
@@ -121,7 +121,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("purestep.sinks.console.time.monotonic", lambda: now[0])
     stream = Terminal()
     sink = progress(stream)
-    places = [Position("train", 0, 0), Position("train", 0, 2), Position("val", 0, 7), Position("train", 1, 0)]
+    places = [Position("train", 0, 0), Position("train", 0, 2, 2), Position("val", 0, 7, 2), Position("train", 1, 0, 2)]
     for event, place in zip([start(), logged(1), logged(2), epoch_end(1)], places, strict=True):
         now[0] += 1
         sink(dataclasses.replace(event, position=lambda: places[0]) if isinstance(event, FitStart) else event)
@@ -129,9 +129,8 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
         redrawn(sink)
     sink(fit_end({}))
     text = stream.getvalue()
-    assert "2/4" in text
-    assert "7/?" in text
-    assert "train_loss 1.000  lr 3.0e-04  12.3 steps/s" in text
+    assert "epoch 1/3 ━━━━━━━━━━╌╌╌╌╌╌╌╌╌╌ 2/4 0:00:01  loss 1.000  lr 3.0e-04  2 steps/s" in text
+    assert "epoch 1/3  val 7  loss 0.500" in text
     assert "epoch 1/3  train_loss 1.000  val_loss 0.101" in text
     assert text.endswith("\x1b[2K")  # the bar is wiped, the lines stay
     assert sys.stdout is sys.__stdout__ or not hasattr(sys.stdout, "rich_proxied_file")
@@ -150,7 +149,8 @@ def test_the_bar_moves_with_a_run(monkeypatch: pytest.MonkeyPatch):
     loaders = {"train": [batch] * 5, "val": [batch] * 3}
     ps.fit(program.init(), loaders, program, epochs=2, sinks=[sink], callbacks=[at_every_event])
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
-    shown = dict.fromkeys(re.findall(r"^(epoch \d/\d|val) +\S+ (\d+)/[\d?]", plain.replace("\r", "\n"), re.MULTILINE))
+    lines = re.sub(r"(epoch \d/\d)  val", "val", plain.replace("\r", "\n"))
+    shown = dict.fromkeys(re.findall(r"^(epoch \d/\d|val)(?: [━╌]+)? (\d+)", lines, re.MULTILINE))
     assert {name for name, _ in shown} == {"epoch 1/2", "epoch 2/2", "val"}
     assert all(
         [count for name, count in shown if name == epoch] == list("012345") for epoch in ("epoch 1/2", "epoch 2/2")
@@ -166,7 +166,132 @@ def test_the_bar_asks_a_run_where_it_is_and_adds_nothing_to_a_step():
     assert {type(event) for event in seen} == {FitStart, EvalEnd, EpochEnd, FitEnd}
     first = seen[0]
     assert isinstance(first, FitStart)
-    assert first.position() == Position("train", 2, 0)
+    assert first.position() == Position("train", 2, 0, 10)
+
+
+NUMBERS = {"train_loss": 0.123, "train_accuracy": 0.981, "train_topmost": 0.99, "grad_norm": 1.5, "lr": 3e-4}
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 160])
+def test_the_bar_keeps_to_the_width_and_drops_the_least_important_numbers(width: int):
+    sink = progress(io.StringIO())
+    sink(dataclasses.replace(start(), position=lambda: Position("train", 0, 2, 2)))
+    vectors = {"train_f1": 0.5, "train_f1[0]": 0.25, "train_f1[1]": 0.75}
+    sink(Logged(0, 2, {"grad_norm": 1.5, "train_accuracy": 0.981, **NUMBERS, **vectors}, 12.34, 0.25))
+    line = sink.line(width)
+    assert len(line) <= width
+    assert re.match(r"epoch 1/3 ━*╌* 2/4 \S+", line)
+    shown = re.findall(r"  ([a-z_0-9\[\]]+) [\d.]+", line)
+    assert len(shown) == len(set(shown))
+    ranked = ["loss", "lr", "accuracy", "topmost", "f1", "grad_norm"]
+    assert set(shown) == set(ranked[: len(shown)])
+    if shown:
+        assert shown[0] == "loss"
+    assert len(shown) >= {30: 0, 40: 0, 60: 2, 80: 3, 100: 4, 160: 6}[width]
+
+
+def test_the_speed_is_there_in_the_first_second_and_falls_where_the_run_waits(monkeypatch: pytest.MonkeyPatch):
+    now, place = [100.0], [Position("train", 0, 0, 0)]
+    monkeypatch.setattr("purestep.sinks.console.time.monotonic", lambda: now[0])
+    sink = progress(io.StringIO())
+    sink(dataclasses.replace(start(), batches=100, position=lambda: place[0]))
+    assert "steps/s" not in sink.line(100)
+
+    def after(seconds: float, moved: Position) -> str:
+        now[0] += seconds
+        place[0] = moved
+        return sink.line(100)
+
+    assert "20 steps/s" in after(0.25, Position("train", 0, 10, 5))  # two batches for an update
+    assert " 0:00:02  " in sink.line(100)  # 90 batches are left, 40 a second
+    for seconds in range(1, 10):
+        slow = after(1.0, Position("train", 0, 10, 5))
+        assert f"{5 / (0.25 + seconds):.3g} steps/s" in slow or seconds > 4
+    assert "steps/s" not in slow
+    after(0.25, Position("val", 0, 3, 5))
+    assert "2 steps/s" not in after(60.0, Position("train", 1, 0, 5))
+    assert "10 steps/s" in after(0.5, Position("train", 1, 10, 10))
+    after(0.1, Position("train", 0, 0, 2))  # the run went back
+    assert "10 steps/s" in after(0.5, Position("train", 0, 10, 7))
+
+
+def test_a_printed_line_has_less_than_120_characters_and_no_number_twice():
+    stream = io.StringIO()
+    sink = progress(stream)
+    sink(start())
+    many = {f"val_class{i}[{j}]": 0.5 for i in range(4) for j in range(3)} | {f"val_class{i}": 0.5 for i in range(4)}
+    more = {f"train_a_rather_long_name_{i}": 0.5 for i in range(6)}
+    record = {"epoch": 1, "step": 4, "train_loss": 0.5, **more, **many, "val_loss": 0.25, "lr": 1e-3, "grad_norm": 2.0}
+    sink(EpochEnd(STATE, 1, 4, record, True, None, 512.3))
+    line = stream.getvalue().removesuffix("\n")
+    assert len(line) < 120
+    assert line.startswith("epoch 1/3  train_loss 0.500  val_loss 0.250  val_class0 0.500")
+    assert "[" not in line
+    names = re.findall(r"  ([a-z_0-9]+) ", line)
+    assert len(names) == len(set(names))
+
+
+def test_the_speed_of_a_row_leaves_evaluations_out():
+    program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+    batch = (torch.ones(4, 2), torch.ones(4, 1))
+    found: list[tuple[float, float]] = []
+    begun = [time.monotonic()]
+
+    def slow_evaluation(event: Event) -> None:
+        if isinstance(event, ps.events.EvalStepEnd):
+            time.sleep(0.05)
+        elif isinstance(event, EpochEnd):
+            found.append((event.steps_per_second, 4 / (time.monotonic() - begun[0])))
+            begun[0] = time.monotonic()
+
+    loaders = {"train": [batch] * 4, "val": [batch] * 4}
+    ps.fit(program.init(), loaders, program, epochs=2, sinks=[], callbacks=[slow_evaluation], log_every=3)
+    assert all(speed > with_evaluation for speed, with_evaluation in found)
+
+
+@pytest.mark.slow
+def test_a_notebook_has_one_output_that_is_replaced(tmp_path: Path):
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    source = str(Path(ps.__file__).parents[1])
+    code = f"import sys; sys.path.insert(0, {source!r})"
+    code += """
+import time, torch, purestep as ps
+program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+batch = (torch.ones(4, 2), torch.ones(4, 1))
+def slow():
+    for _ in range(200):
+        time.sleep(0.005)
+        yield batch
+class Slow:
+    __len__ = lambda self: 200
+    __iter__ = lambda self: slow()
+result = ps.fit(program.init(), {"train": Slow(), "val": [batch]}, program, epochs=2, log_every=1)
+"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    seen: list[str] = []
+
+    class Client(nbclient.NotebookClient):
+        def output(self, outs: Any, message: Any, *args: Any, **more: Any) -> Any:
+            seen.append(message["msg_type"])
+            return super().output(outs, message, *args, **more)
+
+        def process_message(self, message: Any, *args: Any, **more: Any) -> Any:
+            if message["msg_type"] == "update_display_data":
+                seen.append(message["content"]["data"]["text/plain"])
+            return super().process_message(message, *args, **more)
+
+    Client(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    (output,) = notebook.cells[0].outputs
+    assert output.output_type == "display_data"
+    lines = output.data["text/plain"].splitlines()
+    assert [line[:9] for line in lines] == ["epoch 1/2", "epoch 2/2"]
+    assert all("val_loss" in line and "━" not in line for line in lines)
+    live = [text.splitlines()[-1] for text in seen if "━" in text]
+    assert 4 <= len(live) < 40  # of 400 steps
+    assert any("steps/s" in line for line in live)
+    assert all(len(line) <= 100 for line in live)
 
 
 def test_a_bar_draws_no_number_of_the_callers(monkeypatch: pytest.MonkeyPatch):
@@ -623,9 +748,11 @@ def test_tensorboard_gets_scalars_and_strikes_out_what_is_done_again(tmp_path: P
     for event in [start(updates=8, resumed=True), logged(9), epoch_end(3, val_accuracy=None), fit_end({})]:
         sink(event)
     assert calls[0] == (str(tmp_path), 9)
-    assert ("lr", 3e-4, 9) in calls
-    assert ("val_loss", 0.1011, 12) in calls
-    assert "val_accuracy" not in [call[0] for call in calls]
+    assert ("train/lr", 3e-4, 9) in calls
+    assert ("train/loss", 1 / 9, 9) in calls
+    assert ("epoch/val_loss", 0.1011, 12) in calls
+    assert ("epoch/train_loss", 1 / 3, 12) in calls
+    assert "epoch/val_accuracy" not in [call[0] for call in calls]
     assert calls[-1] == "closed"
 
 
@@ -660,9 +787,9 @@ def test_tensorboard_shows_every_step_once(tmp_path: Path):
     sink = tensorboard(tmp_path)
     for event in [start(updates=5, epoch=1, resumed=True), *map(logged, (6, 7, 8)), epoch_end(2), fit_end({})]:
         sink(event)
-    assert points(tmp_path, "steps_per_second") == list(range(1, 9))
-    assert points(tmp_path, "lr") == points(tmp_path, "train_loss") == list(range(1, 9))
-    assert points(tmp_path, "val_loss") == [4, 8]
+    assert points(tmp_path, "train/steps_per_second") == list(range(1, 9))
+    assert points(tmp_path, "train/lr") == points(tmp_path, "train/loss") == list(range(1, 9))
+    assert points(tmp_path, "epoch/val_loss") == points(tmp_path, "epoch/train_loss") == [4, 8]
 
 
 @pytest.mark.peer
@@ -686,7 +813,30 @@ def test_tensorboard_shows_every_step_once_of_a_run_that_goes_back(tmp_path: Pat
     kw = {"rollback": 3, "log_every": 1, "sinks": [tensorboard(tmp_path)]}
     result = ps.fit(program.init(), {"train": Loader()}, program, epochs=4, **kw)
     last = int(result.state.updates)
-    assert points(tmp_path, "steps_per_second") == points(tmp_path, "lr") == list(range(1, last + 1))
+    assert points(tmp_path, "train/steps_per_second") == points(tmp_path, "train/lr") == list(range(1, last + 1))
+
+
+@pytest.mark.peer
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own
+def test_tensorboard_shows_the_mean_of_a_window_and_that_of_an_epoch_apart(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    program = ps.program(torch.nn.Linear(1, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.01))
+    batches = [(torch.full((2, 1), float(i)), torch.zeros(2, 1)) for i in range(4)]
+    kw = {"log_every": 2, "evaluate_every": 2, "sinks": [tensorboard(tmp_path)]}
+    result = ps.fit(program.init(), (batches, batches), program, epochs=2, **kw)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    tags = found.Tags()["scalars"]
+    assert not {tag.rpartition("/")[2] for tag in tags} & {"epoch", "step"}
+    assert {tag.partition("/")[0] for tag in tags} == {"train", "epoch"}
+    for tag in tags:
+        steps = [event.step for event in found.Scalars(tag)]
+        assert steps == sorted(set(steps)), tag
+    shown = [event.value for event in found.Scalars("epoch/val_loss")]
+    assert shown == pytest.approx(result.history["val_loss"])
+    assert points(tmp_path, "epoch/val_loss") == result.history["step"]
 
 
 # The guard.

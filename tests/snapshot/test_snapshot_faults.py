@@ -306,3 +306,26 @@ def test_closed_read_only_and_strangers(tmp_path):
         Snapshots(tmp_path, writer=False).save(1, small())
     with Snapshots(tmp_path, writer=False) as reader:
         assert reader.steps() == []
+
+
+WORKERS = """
+import sys, torch, warnings
+from torch.utils.data import DataLoader, TensorDataset
+{first}
+import purestep as ps
+def main():
+    data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    loader = DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="fork")
+    program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+    ps.fit(program.init(), (loader, loader), program, epochs=2, snapshots=sys.argv[1], progress=False)
+    list(loader)
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+@pytest.mark.parametrize(("first", "is_shown"), [("", False), ("import jax", True)])
+def test_jax_warns_of_forks_only_where_the_user_imports_it(first: str, is_shown: bool, tmp_path: Path):
+    command = [sys.executable, "-W", "always::RuntimeWarning", "-c", WORKERS.format(first=first), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ("os.fork() was called" in done.stderr) == is_shown, done.stderr

@@ -939,7 +939,8 @@ class TestBind:
             twin = tiny_convnet()
             twin.load_state_dict({**params, **state.buffers})
             assert torch.allclose(chosen.bind(state, view=view)(x), twin.eval()(x), atol=1e-6)
-        assert not torch.equal(chosen.bind(state)(x), chosen.bind(state, view="ema")(x))
+        assert torch.equal(chosen.bind(state)(x), chosen.bind(state, view="ema")(x))
+        assert not torch.equal(chosen.bind(state)(x), chosen.bind(state, view="params")(x))
 
     def test_it_has_no_gradients_but_in_train_mode(self):
         x = image_batch()[0].requires_grad_()
@@ -1059,7 +1060,9 @@ class TestContract:
     @pytest.mark.parametrize("part", [torch.tensor(3), torch.tensor([3.0, 3.0])])
     def test_what_the_objective_leaves_on_the_host_goes_to_the_device(self, part: Tensor):
         device = torch.device("meta")  # stands in for a GPU
-        loss = check_loss(L(torch.zeros((), device=device), torch.tensor(8.0), {"found": ps.Mean(part, part)}), device)
+        loss = check_loss(
+            L(torch.zeros((), device=device), torch.tensor(8.0), {"found": ps.Mean(part, part)}), device, train=True
+        )
         assert {leaf.device for leaf in (loss.weight, *loss.metrics["found"])} == {device}
 
 

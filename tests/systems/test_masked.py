@@ -351,8 +351,8 @@ def test_the_average_is_evaluated_and_nothing_is_swapped():
     result = fit(made, 2)
     loader = DataLoader(Spectra(6), batch_size=4)
     scored = ps.evaluate(ps.view(result.state, "ema"), loader, made.eval_step)["loss"]
-    raw = ps.evaluate(result.state, loader, made.eval_step)["loss"]
-    assert result.history["val_loss"][-1] == scored != raw
+    raw = ps.evaluate(result.state, loader, made.eval_step, view="params")["loss"]
+    assert result.history["val_loss"][-1] == ps.evaluate(result.state, loader, made.eval_step)["loss"] == scored != raw
     assert fit(made, 2, evaluate_on="params").history["val_loss"][-1] == raw
 
     before = ps.clone(result.state)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import rng, tracing, tree
+from .. import ema, rng, tracing, tree
 from ..types import Empty, Metrics, TrainState
 from . import donation, live_state, treespec
 from .compiled_step import batch_leaves
@@ -36,7 +36,7 @@ class CompiledEval:
         check_untransformed()
         given = live_state.plain(state)
         parts = live_state.states(given)
-        old, state_def = tree.flatten(_without_optimizer(given))
+        old, state_def = tree.flatten(_to_evaluate(given))
         keys = donation.key_positions(state_def)
         inputs = [leaf for index, leaf in enumerate(old) if index not in keys]
         if live_state.store_of(state) is None:  # a live state's memory needs no conversion
@@ -62,8 +62,10 @@ class CompiledEval:
             return unstacked(graph.run(inputs, leaves))
 
 
-def _without_optimizer(state: Any) -> Any:
+def _to_evaluate(state: Any) -> Any:
     # Evaluation does not read these fields, so they are no inputs of the graph.
     if not isinstance(state, TrainState):
         return state
-    return state._replace(opt_state=Empty(), ema=Empty(), scaler=Empty(), accum=Empty(), halted=Empty())
+    return ema.to_evaluate(state)._replace(
+        opt_state=Empty(), ema=Empty(), scaler=Empty(), accum=Empty(), halted=Empty()
+    )

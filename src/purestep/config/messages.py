@@ -11,12 +11,15 @@ from . import fields
 
 ELSEWHERE = {
     "accumulate": "program(..., accumulate=4)",
+    "accumulate_grad_batches": "program(..., accumulate=4)",
+    "accumulation": "program(..., accumulate=4)",
     "batch_size": "set it in the loaders",
     "callbacks": "fit(..., callbacks=[f])",
     "criterion": "ps.supervised(criterion)",
     "d_lr": "build one program for each model: optim.adamw(d_lr)",
     "ema": "program(..., ema=0.999)",
     "g_lr": "build one program for each model: optim.adamw(g_lr)",
+    "gradient_accumulation_steps": "program(..., accumulate=4)",
     "gradient_clip_norm": "optim.chain(optim.clip_by_global_norm(1.0), ...)",
     "gradient_clip_val": "optim.chain(optim.clip_by_global_norm(1.0), ...)",
     "learning_rate": "optim.adamw(learning_rate)",
@@ -70,6 +73,8 @@ _EXAMPLES = {
 
 
 ALIASES = {
+    "load_best_model_at_end": "restore_best",
+    "restore_best_weights": "restore_best",
     "best_model_metric": "monitor",
     "compile_model": "compile",
     "early_stop_patience": "early_stopping",

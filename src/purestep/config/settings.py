@@ -54,7 +54,8 @@ class FitConfig(BaseModel):
     else from ``len(loader)``, and if that was wrong, from the batches of the previous epoch."""
 
     evaluate_on: fields.View = None
-    """The weights to evaluate. None: the EMA if the state has one, else the parameters."""
+    """The weights to evaluate. None: the EMA if the state has one, else the parameters. After ``"params"`` of a state
+    with an EMA, pass ``view="params"`` to ``bind``, `evaluate`, `export_weights` and `load_into` too."""
 
     monitor: fields.Metric = None
     """The metric that decides which epoch is best, by its name in the history (``"val_loss"``, ``"train_loss"``). None:
@@ -67,6 +68,10 @@ class FitConfig(BaseModel):
     early_stopping: fields.Patience = None
     """An `EarlyStopping`, its fields as a mapping, or its patience: consecutive evaluations without improvement
     (epochs, if each is evaluated once), at least 1. None: off."""
+
+    restore_best: fields.Flag = False
+    """Return the state of the best row as ``result.state``, as `FitResult.best_state` does, when the run ends well. The
+    snapshots keep the last state too, from which a longer run continues."""
 
     log_every: fields.AtLeast0 = 50
     """Updates between two lines of the log, at least 0. 0: log only at the end of an epoch."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .. import events, tree
-from ..compile import live_state
+from ..compile import live_state, states
 from ..diagnostics import purity
 from ..errors import StateError
-from ..types import Metrics, Tree
+from ..types import Metrics, TrainState, Tree
 from . import environment
 from .evaluate import Watch
 from .loop_state import LoopState
@@ -60,9 +60,10 @@ class Callbacks:
             if answer is not None:
                 yield answer
 
-    def position(self, loop: LoopState) -> events.Position:
-        """Return the position of the run."""
-        return self._evaluation or events.Position("train", loop.epoch, loop.batch)
+    def position(self, loop: LoopState, *, ahead: int) -> events.Position:
+        """Return the position of the run. ``ahead``: updates since `loop`, if all are applied."""
+        here = events.Position("train", loop.epoch, loop.batch) if self._evaluation is None else self._evaluation
+        return here._replace(updates=loop.updates + ahead)
 
     def watch(self, state: Tree, loader: str, epoch: int) -> Watch:
         """Return a function that dispatches the batches of an evaluation. Answers are ignored."""
@@ -107,14 +108,41 @@ def _answer(callback: events.Callback, event: events.Event) -> Any:
     state = getattr(event, "state", ())
     memory = live_state.memory(state)
     before = [purity.version(part) for part in memory]
+    entries = _entries(state)
     where = f"callback {_name(callback)} at {type(event).__name__}"
     try:
         answer = environment.check_draws(lambda: callback(event), where)
+        _check_entries(entries)
         _check_untouched(state, memory, before)
     except Exception as error:
         error.add_note(f"in {where}")
         raise
     return answer
+
+
+_DICTS = tuple((TrainState._fields.index(name), name) for name in ("params", "frozen", "buffers"))
+_Entries = list[tuple[str, dict[str, Any], dict[str, Any]]]
+
+
+def _entries(state: Tree) -> _Entries:
+    """Return (field, dict, copy of the dict) for the dicts of a state. A live state is not marked as read."""
+    parts = [state] if isinstance(state, TrainState) else states(state)
+    found = [(name, tuple.__getitem__(part, index)) for part in parts for index, name in _DICTS]
+    return [(name, node, dict(node)) for name, node in found if type(node) is dict]
+
+
+def _check_entries(entries: _Entries) -> None:
+    for name, node, before in entries:
+        if len(node) == len(before) and all(node.get(key) is value for key, value in before.items()):
+            continue
+        key = next((key for key in {**node, **before} if node.get(key) is not before.get(key)), "")
+        node.clear()
+        node.update(before)
+        raise StateError(
+            "a callback assigned an entry of the state of its event",
+            where=f"{name}/{key}",
+            hint=f"return a new state: event.state._replace({name}={{**event.state.{name}, {key!r}: value}})",
+        )
 
 
 def _check_untouched(state: Tree, memory: list[Any], before: list[int]) -> None:

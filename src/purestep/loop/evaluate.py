@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .. import batch_objects, data, tree
+from .. import batch_objects, data, ema, tree
+from .. import metrics as metrics_
 from ..errors import StepContractError
+from ..metrics import Gathered
 from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
 from . import metric_queue
 from .accumulation import counting
@@ -73,14 +75,21 @@ def run_epoch(
 
 
 def evaluate(
-    state: Tree, loader: Any, eval_step: EvalStep, *, watch: Watch | None = None, name: str = "evaluation"
+    state: Tree,
+    loader: Any,
+    eval_step: EvalStep,
+    *,
+    view: str | None = None,
+    watch: Watch | None = None,
+    name: str = "evaluation",
 ) -> dict[str, float]:
     """Return the weighted means of an evaluation over a loader. The state is only read.
 
     Args:
-        state: to evaluate; ``ps.view(state, "ema")`` for averaged weights.
+        state: to evaluate.
         loader: as for `run_epoch`.
         eval_step: ``(state, batch, *, index=0) -> metrics``.
+        view: "params" or "ema". None: "ema" for a TrainState with an average, as in `fit`; any other state as it is.
         watch: called with (batch, metrics, index) after every batch.
         name: of the loader, for messages.
 
@@ -90,6 +99,7 @@ def evaluate(
     Raises:
         DataError: an empty loader.
         RankError: more than one process.
+        StateError: the view is "ema", and the state has no average.
         StepContractError: the step did not return a dict of Means.
 
     Example:
@@ -101,6 +111,7 @@ def evaluate(
     check_alone(loader, where=name)
     feed = data.open_feed(loader, name=name, repeats=True)
     try:
+        state = ema.to_evaluate(state, view)
         batches = data.prefetch(feed.epoch(0), data.device_of(state), name=name)
         return eval_means(state, batches, eval_step, name=name, watch=watch)
     finally:
@@ -112,7 +123,7 @@ def eval_means(
     state: Tree, batches: Iterable[Any], eval_step: EvalStep, *, name: str, watch: Watch | None
 ) -> dict[str, float]:
     """Do the work of `evaluate` for batches that are on the device already."""
-    queue, total = MetricQueue(), metric_queue.Totals()
+    queue, total, gathered = MetricQueue(), metric_queue.Totals(), metrics_.empty()
     indexed = takes_index(eval_step)
     for index, batch in enumerate(batches):
         try:
@@ -120,15 +131,43 @@ def eval_means(
         except Exception as error:
             error.add_note(f"in eval_step, {name}, batch {index + 1}")
             raise
-        metrics = check_metrics(result, where="eval_step")
+        metrics, outputs = _without_gathered(result)
+        check_metrics(metrics, where="eval_step")
         queue.add(None, metrics)
+        if outputs:
+            gathered = metrics_.merge(gathered, _on_host(outputs))
         if watch is not None:
-            watch(batch, metrics, index)
+            watch(batch, result, index)
         for rows in queue.rows(wait=False):
             metric_queue.add_to(total, rows)
     for rows in queue.rows(wait=True):
         metric_queue.add_to(total, rows)
-    return metric_queue.means(total, queue.kinds)
+    return metric_queue.means(total, queue.kinds) | metrics_.compute(gathered)
+
+
+def _without_gathered(metrics: Any) -> tuple[Any, Metrics]:
+    """Split metrics into means and gathered outputs."""
+    if not isinstance(metrics, dict) or not any(isinstance(one, Gathered) for one in metrics.values()):
+        return metrics, {}
+    outputs = {name: one for name, one in metrics.items() if isinstance(one, Gathered)}
+    return {name: one for name, one in metrics.items() if name not in outputs}, cast(Metrics, outputs)
+
+
+def _on_host(outputs: Metrics) -> Metrics:
+    """Copy gathered outputs to the host, a tensor of several metrics once. Waits for the device."""
+    copies: dict[Any, Tensor] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.layout is not torch.strided or not leaf.numel():
+            return leaf.detach().to("cpu", copy=True)
+        key = (leaf.device, leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride())
+        if key not in copies:  # a copy on the CPU too: the loader and compiled code use their memory again
+            copies[key] = leaf.detach().to("cpu", copy=True)
+        return copies[key]
+
+    return tree.map(copied, outputs)
 
 
 def takes_index(eval_step: EvalStep) -> bool:

@@ -18,6 +18,7 @@ from ..signals import Signals
 from ..snapshot import Snapshots
 from ..types import Program, Tree
 from . import environment, inputs, policy, progress, resume, train_call
+from .best_state import BestState
 from .callbacks import Callbacks
 from .inputs import Feeds
 from .loop_state import Cell, FitResult, cell, joined, with_row
@@ -91,7 +92,8 @@ def fit(
     generator and changes that step's numbers. Signals end only the run on the main thread.
 
     Returns:
-        `FitResult`: the last state, the history, the best epoch, the number of epochs and why it ended.
+        `FitResult`: the last state (with ``restore_best=True`` the best one), the history, the best epoch, the number
+        of epochs and why it ended; ``result.best_state`` is the state of the best epoch. The module is not written.
 
     Raises:
         ConfigError: settings that do not exist, contradict each other or those of a run in another thread; after an
@@ -212,12 +214,15 @@ def _train(run: Run, opened: Opened) -> FitResult:
                     # Callbacks.
                     shown = {name: cell(value) for name, value in row.items()}
                     updates, reason = run.loop.updates, run.loop.stop or limit_reached(config, run.loop)
-                    dispatch(run, events.EpochEnd(run.state, run.loop.epoch, updates, shown, improved, reason))
+                    speed = services.progress.row_speed()
+                    dispatch(run, events.EpochEnd(run.state, run.loop.epoch, updates, shown, improved, reason, speed))
                     run.before = None
 
                     # Snapshot.
                     checkpointer.add_row(run.loop, row)
                     is_last = run.loop.stop or limit_reached(config, run.loop)
+                    if improved:
+                        services.best_state.keep(run.state, run.loop)
                     if improved or is_last or checkpointer.is_due(run.loop, services.progress.pending):
                         save(run)
 
@@ -255,6 +260,8 @@ def _restore(run: Run, opened: Opened) -> Services:
     eager = train_call.eager_program(program)
     program = train_call.ready_program(program, run.state, config)
     intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
+    if snapshots is not None and monitor.metric is not None:
+        snapshots.track(monitor.metric, mode=monitor.mode)
     is_saved = resumed or run.loop.calls > 0  # also by hand, without a loop state
     start = (run.state, run.loop) if is_callers and not resumed and config.donate != "init" else None
     services = Services(
@@ -269,14 +276,15 @@ def _restore(run: Run, opened: Opened) -> Services:
         view=view,
         last_good=LastGood(config.rollback, start),
         begun=time.monotonic(),
+        best_state=BestState(monitor.kept_by(snapshots)),
         checkpointer=Checkpointer(snapshots, feeds.train, saved=run.loop.calls if is_saved else None),
         callbacks=callbacks,
         signals=signals,
         resumed=resumed,
     )
     services.last_good.keep(run.state, run.loop)
-    if snapshots is not None and monitor.metric is not None:
-        snapshots.track(monitor.metric, mode=monitor.mode)
+    if not resumed:
+        policy.warn_of_short_average(program, config, feeds.train)
     return services
 
 
@@ -294,5 +302,6 @@ def _fit_start(run: Run) -> events.FitStart:
         None if snapshots is None else snapshots.directory,
         services.resumed,
         dict(loop.history),
-        lambda: services.callbacks.position(run.loop),
+        lambda: services.callbacks.position(run.loop, ahead=services.progress.pending),
+        services.view if services.feeds.evaluation else None,
     )

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from .. import data, sinks, tree
 from ..compile import overlaps, plain
+from ..ema import default_view
 from ..errors import ConfigError, DataError, RankError, StateError
 from ..precision import auto_device, usable
 from ..snapshot import Snapshots
@@ -106,6 +107,13 @@ def _named_loaders(loaders: Any) -> dict[str, Any]:
         named = dict(loaders)
     elif isinstance(loaders, tuple) and len(loaders) == 2:
         named = {name: loader for name, loader in zip(("train", "val"), loaders, strict=True) if loader is not None}
+    elif isinstance(loaders, tuple):
+        raise ConfigError(
+            f"loaders are a tuple of {len(cast(tuple[Any, ...], loaders))}: only a pair (train, val) has names",
+            where="fit",
+            hint='{"train": train, "val": val, "test": test}, where "test" is evaluated in each epoch too; or, after '
+            "fit, ps.evaluate(result.state, test, program.eval_step); list(batches) for a tuple of batches",
+        )
     elif isinstance(loaders, list) and any(isinstance(one, DataLoader) for one in cast(list[Any], loaders)):
         hint = '{"train": train_loader, "val": val_loader}, or the pair (train_loader, val_loader)'
         raise ConfigError("loaders are a list, which is read as one loader's batches", where="fit", hint=hint)
@@ -291,6 +299,9 @@ def placed(state: Tree, device: str | None, program: Program) -> Tree:
     here = data.device_of(state)
     best = auto_device() if device is None and here.type == "cpu" else here
     wanted = best if device is None else usable(device)
+    if wanted.type == "cpu" and program.static is not None and program.static.precision.startswith("16-"):
+        text = "precision=%r on the CPU, which has no fast float16: steps take several times as long (cure: %r)"
+        _log.warning(text, program.static.precision, program.static.precision.replace("16-", "bf16-"))
     if wanted != here and program.static is not None:
         program.static.check(wanted)
     leaves = tree.with_paths(state)
@@ -313,18 +324,18 @@ def seed_of(state: Tree) -> int:
     return int(keys[0][0]) if keys else 0
 
 
-def view_to_evaluate(state: Tree, config: FitConfig) -> str:
-    """Return "ema" or "params".
+def view_to_evaluate(state: Tree, config: FitConfig) -> str | None:
+    """Return "ema" or "params"; None if the state has no average, or is no TrainState.
 
     Raises:
         ConfigError: "ema", and the state has no average.
     """
-    has_ema = isinstance(state, TrainState) and not isinstance(state.ema, Empty)
+    has_ema = isinstance(state, TrainState) and default_view(state) == "ema"
     if config.evaluate_on == "ema" and not has_ema:
         raise ConfigError(
             'evaluate_on="ema", but the state has no average', where="fit", hint="ps.program(..., ema=0.999)"
         )
-    return config.evaluate_on or ("ema" if has_ema else "params")
+    return (config.evaluate_on or "ema") if has_ema else None
 
 
 def window_left(state: Tree, window: int) -> int:

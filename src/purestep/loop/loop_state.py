@@ -4,7 +4,7 @@ next."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -81,17 +81,26 @@ class Call(NamedTuple):
     closing: bool  # it closed an accumulation window
 
 
+def _no_state() -> None:
+    return None
+
+
 class FitResult(NamedTuple):
     """The result of a run.
 
     Args:
-        state: the last one. `snapshots.restore(state, step=result.best["step"])` reads that of the best row.
+        state: the last one, or the best one with ``restore_best=True``. The module that the program was built from
+            stays what it was: ``ps.load_into(model, result.state)`` writes into it.
         history: ``"epoch"``, ``"step"`` (updates), ``"train_loss"``, ``"val_loss"``, ``"lr"``, ...: one entry per row.
         best: ``{"epoch", <monitor>, "step"}``. "step" is the name of the snapshot, which counts calls: more than
             updates if batches are accumulated. None without a monitor.
         epochs: completed.
         stop_reason: "epochs", "steps", "max_time", "early_stopping", "fast_dev_run", or a callback's. The ``result`` of
             an exception also has "interrupted" and "error".
+        view: "ema" if the average was evaluated, else "params". ``bind``, `evaluate`, `export_weights` and `load_into`
+            use the same by default, except after ``evaluate_on="params"`` of a state with an average: pass
+            ``view=result.view``.
+        read_best: returns `best_state`.
     """
 
     state: Tree
@@ -99,6 +108,27 @@ class FitResult(NamedTuple):
     best: dict[str, Any] | None  # {"epoch", <monitor>, "step"}, None without a monitor
     epochs: int  # completed
     stop_reason: str  # see above
+    view: str = "params"
+    read_best: Callable[[], Tree | None] = _no_state
+
+    @property
+    def best_state(self) -> Tree | None:
+        """The state of the best row: of ``monitor``, or of ``val_loss`` by default. None if there is no such row.
+
+        A run with ``snapshots=`` reads it from the disk at each use. A run without them keeps it in memory.
+
+        Raises:
+            SnapshotError: the snapshot is damaged.
+
+        Example:
+            >>> import torch, purestep as ps
+            >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+            >>> batches = [(torch.ones(4, 2), torch.ones(4, 1))]
+            >>> result = ps.fit(program.init(), (batches, batches), program, epochs=3, progress=False)
+            >>> ps.evaluate(result.best_state, batches, program.eval_step)["loss"] == result.best["val_loss"]
+            True
+        """
+        return self.read_best()
 
     def summary(self) -> dict[str, Any]:
         """Return ``{"best": {"epoch", "val_loss"}, "epochs"}``.

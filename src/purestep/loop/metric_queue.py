@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from .. import metrics as metrics_
 from ..compile import Stacked, unstacked
 from ..errors import StepContractError
 from ..types import Mean, Metrics
@@ -210,7 +211,7 @@ def means(totals: Mapping[str, tuple[float, float]], kinds: Mapping[str, type[Me
         if ENTRY.fullmatch(name):
             vectors.setdefault(name.rpartition("[")[0], []).extend([] if math.isnan(value) else [value])
     averaged = {name: sum(entries) / len(entries) if entries else math.nan for name, entries in vectors.items()}
-    return values | averaged | {name: float(mean) for name, mean in finished.items()}
+    return values | averaged | metrics_.compute(finished)
 
 
 def as_means(totals: Totals, kinds: Mapping[str, type[Mean]] = _NO_KINDS) -> Metrics:

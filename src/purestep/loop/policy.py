@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .. import data, stopping
 from ..errors import ConfigError
+from ..snapshot import Snapshots
+from ..types import Program
 from ..validation import whole
 from .loop_state import Cell, LoopState
 
@@ -108,6 +110,11 @@ class Monitor(NamedTuple):
         """True if the patience is used up."""
         return stopping.should_stop(loop.best, self.config.early_stopping) and not below_minimum(self.config, loop)
 
+    def kept_by(self, snapshots: Snapshots | None) -> Snapshots | None:
+        """Return the snapshots if they keep the one of the best row, else None."""
+        keeps = snapshots is not None and snapshots.keeps_best(self.metric or "", mode=self.mode)
+        return snapshots if keeps else None
+
     def check(self, loop: LoopState, loaders: Iterable[str]) -> None:
         """Check that the metric exists, once every loader has been evaluated. A guessed one need not exist.
 
@@ -143,9 +150,10 @@ def _loader_of(name: str, loaders: Iterable[str]) -> str | None:
 
 
 def _need_metric(config: FitConfig, known: Iterable[str]) -> None:
-    if config.early_stopping is not None:
+    named = [name for name in ("early_stopping", "restore_best") if getattr(config, name)]
+    if named:
         raise ConfigError(
-            "early_stopping without a metric: monitor is not set, and there is no val_loss",
+            f"{named[0]} without a metric: monitor is not set, and there is no val_loss",
             where="fit",
             hint=f"monitor={_likely(known)!r}",
         )
@@ -160,7 +168,10 @@ def _nearest(metric: str, known: Iterable[str]) -> str:
     from ..config import fields  # late: see above
 
     names = _metrics(known)
-    same = [name for name in names if name.endswith(f"_{metric}") and not name.startswith("train_")]
+    measured = [name for name in names if not name.startswith("train_")]
+    same = [name for name in measured if name.endswith(f"_{metric}")]
+    # Metrics from gathered outputs are measured in evaluations only: "train_auroc" means "val_auroc".
+    same += [name for name in measured if "_" in metric and name.endswith(f"_{metric.partition('_')[2]}")]
     loader = [name for name in names if name.startswith(f"{metric.partition('_')[0]}_")]
     return next(iter(same), fields.nearest(metric, loader or names)) or _likely(loader or known)
 
@@ -197,6 +208,33 @@ def ended_before(monitor: Monitor, loop: LoopState) -> str | None:
         text = "nothing is trained: the run had ended already, by %s, after %d epochs and %d updates"
         _log.warning(text, reason, loop.epoch, loop.updates)
     return reason
+
+
+_TOO_MUCH = 0.05  # share of the first weights in the average, above which it is no average of the end of the run
+
+
+def warn_of_short_average(program: Program, config: FitConfig, feed: data.Feed) -> None:
+    """Warn of a run whose average would still hold much of its first weights at the end."""
+    static, updates = program.static, planned_updates(program, config, feed)
+    if static is None or static.first_share is None or updates is None or config.fast_dev_run:
+        return
+    share = static.first_share(updates)
+    if share > _TOO_MUCH:
+        _log.warning(
+            "the average holds %.0f %% of the first weights after the %d updates of this run, too few for its decay "
+            "(cure: ps.program(..., ema=ps.ema.average(%.6g, warmup=True)), or a smaller decay)",
+            *(100 * share, updates, static.first_share(2)),
+        )
+
+
+def planned_updates(program: Program, config: FitConfig, feed: data.Feed) -> int | None:
+    """Return the optimizer updates of a whole run, None if they are unknown."""
+    found = [] if config.steps in (None, -1) else [config.steps]
+    batches = feed.count(0) or feed.length
+    if config.epochs not in (None, -1) and batches:
+        window = program.static.accumulate if program.static else 1
+        found.append(config.epochs * math.ceil(batches / window))
+    return min(found, default=None)
 
 
 # --- when to evaluate -------------------------------------------------------------------------------------------------

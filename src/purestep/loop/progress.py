@@ -6,7 +6,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from .. import tensor_layout, tree
@@ -198,6 +199,19 @@ class Progress:
         call = next((call for call, _ in self._held if call.number + self._before == number), None)
         return "" if call is None else f"epoch {call.epoch + 1}, batch {call.batch + 1}"
 
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Leave the time inside the block out of the speed of training."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._timer.pause(time.monotonic() - start)
+
+    def row_speed(self) -> float:
+        """Return the updates per second since the last call."""
+        return self._timer.restart_row()
+
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches and measure the time spent waiting for them."""
         while True:
@@ -210,18 +224,32 @@ class Progress:
 
 
 class _Timer:
-    """Steps per second and the share of time spent waiting for data, between two log lines."""
+    """Steps per second and the share of time spent waiting for data, between two log lines; and between two rows."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.waited = 0.0
-        self._since = time.monotonic()
+        self._since = self._row_since = time.monotonic()
+        self._row_steps = 0  # of earlier lines since the last row
+
+    def pause(self, seconds: float) -> None:
+        """Leave these seconds, which have just passed, out."""
+        self._since += seconds
+        self._row_since += seconds
+
+    def restart_row(self) -> float:
+        """Return the steps per second since the last row, and start again."""
+        now = time.monotonic()
+        speed = (self._row_steps + self.steps) / max(now - self._row_since, 1e-9)
+        self._row_steps, self._row_since = -self.steps, now
+        return speed
 
     def restart(self) -> tuple[float, float]:
         """Return both and start again."""
         now = time.monotonic()
         passed = max(now - self._since, 1e-9)
         rates = self.steps / passed, min(self.waited / passed, 1.0)
+        self._row_steps += self.steps
         self.steps, self.waited, self._since = 0, 0.0, now
         return rates
 

@@ -16,6 +16,7 @@ from ..errors import NonFiniteError, StepContractError
 from ..signals import Preempted, Signals, interrupted
 from ..types import Metrics, Program, Tree
 from . import environment, inputs, nonfinite_steps, policy, recovery
+from .best_state import BestState
 from .callbacks import Callbacks
 from .evaluate import eval_means
 from .inputs import Feeds
@@ -45,9 +46,10 @@ class Services(NamedTuple):
     progress: Progress
     schedule: EvalSchedule
     monitor: Monitor
-    view: str  # of the state that is evaluated
+    view: str | None  # of the state that is evaluated; None without an average
     last_good: LastGood
     checkpointer: Checkpointer
+    best_state: BestState
     callbacks: Callbacks
     signals: Signals
     begun: float  # time.monotonic() at the start
@@ -179,13 +181,14 @@ def evaluate_loader(run: Run, name: str) -> dict[str, float]:
     step = services.program.eval_step
     assert step is not None
     files.failpoint("loop.evaluate")
-    state = run.state if services.view == "params" else ema.view(run.state, services.view)
+    state = ema.to_evaluate(run.state, services.view)
     watch = services.callbacks.watch(state, name, run.loop.epoch)
     loaded = services.signals.watch(services.feeds.evaluation[name].epoch(0))
     batches = data.prefetch(loaded, data.device_of(state), name=name)
-    means = environment.check_draws(
-        lambda: eval_means(state, batches, step, name=name, watch=watch), f"eval_step, {name}"
-    )
+    with services.progress.paused():
+        means = environment.check_draws(
+            lambda: eval_means(state, batches, step, name=name, watch=watch), f"eval_step, {name}"
+        )
     values = {f"{name}_{key}": value for key, value in means.items()}
     if not services.signals.leaving:
         dispatch(run, events.EvalEnd(name, run.loop.epoch, run.loop.updates, values))
@@ -341,12 +344,24 @@ def replace_broken(run: Run, error: BaseException) -> bool:
 
 def result_of(run: Run) -> FitResult:
     """Return the result so far."""
-    loop, best = run.loop, run.services.monitor.best(run.loop)
-    return FitResult(run.state, dict(loop.history), best, loop.epoch, loop.stop or "error")
+    loop, services = run.loop, run.services
+    best, view = services.monitor.best(loop), services.view or "params"
+    return FitResult(run.state, dict(loop.history), best, loop.epoch, loop.stop or "error", view, services.best_state)
+
+
+def _restore_best(run: Run) -> None:
+    best = run.services.best_state()
+    if best is None:
+        log.warning("restore_best: there is no best state, so the result has the last one")
+    else:
+        run.state = best
 
 
 def end_run(run: Run, error: BaseException | None) -> None:
     """Dispatch FitEnd, whatever ended the run."""
+    run.services.best_state.end(run.state, run.loop)
+    if error is None and run.services.config.restore_best:
+        _restore_best(run)
     if isinstance(error, NonFiniteError | StepContractError):
         run.state = nonfinite_steps.before_halt(run.state)
         vars(error)["result"] = result_of(run)

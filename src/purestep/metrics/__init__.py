@@ -8,6 +8,8 @@ Options are keyword arguments; bind them with `functools.partial`::
 Precision, recall and F1 are ratios of counts, so they are Means too; averaging their values over batches would be
 wrong. A metric by class is a `Mean` of vectors: ``compute()`` returns one value per class, ``float`` the mean over the
 classes with a weight > 0.
+
+An object of torchmetrics, or a collection of them, is a metric as it is: ``metrics={"auroc": MulticlassAUROC(10)}``.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from .classification import counts as counts
 from .classification import f1 as f1
 from .classification import precision as precision
 from .classification import recall as recall
+from .gathered import Gathered as Gathered
+from .gathered import numbers as numbers
 from .mean import as_mean as as_mean
 from .mean import compute as compute
 from .mean import empty as empty
@@ -30,3 +34,4 @@ from .mean import to_json as to_json
 from .regression import mean_absolute_error as mean_absolute_error
 from .regression import mean_squared_error as mean_squared_error
 from .torchmetrics import from_torchmetrics as from_torchmetrics
+from .torchmetrics import functions as functions

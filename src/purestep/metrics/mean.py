@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import tree
 from ..errors import StepContractError
 from ..types import Mean, Metrics
+from .gathered import Gathered, numbers
 
 
 def empty() -> Metrics:
@@ -25,7 +26,7 @@ def empty() -> Metrics:
 
 
 def merge(first: Metrics, second: Metrics) -> Metrics:
-    """Add totals and weights by name; a name in only one of the two is copied.
+    """Add totals and weights by name, and join gathered batches; a name in only one of the two is copied.
 
     Args:
         first: name -> Mean, shapes () or (n,).
@@ -39,8 +40,20 @@ def merge(first: Metrics, second: Metrics) -> Metrics:
         >>> float(merge({"loss": one}, {"loss": two})["loss"])
         2.0
     """
-    both = {name: _add(name, mean, second[name]) for name, mean in first.items() if name in second}
+    both = {name: _joined(name, mean, second[name]) for name, mean in first.items() if name in second}
     return {**first, **second, **both}
+
+
+def _joined(name: str, first: Any, second: Any) -> Any:
+    if not isinstance(first, Gathered) and not isinstance(second, Gathered):
+        return _add(name, first, second)
+    if type(first) is not type(second):
+        raise StepContractError(
+            f"{name!r} is a {type(first).__name__} and a {type(second).__name__}",
+            where="metrics.merge",
+            hint="return values of one metric function under one name",
+        )
+    return type(first)((*first.parts, *second.parts))
 
 
 def _add(name: str, first: Mean, second: Mean) -> Mean:
@@ -72,7 +85,9 @@ def compute(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
         >>> compute({"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))}, prefix="val_")
         {'val_loss': 1.5}
     """
-    return {f"{prefix}{name}": float(mean) for name, mean in _on_host(metrics).items()}
+    on_host = _on_host(metrics).items()
+    found = [{name: float(mean)} if type(mean) is Mean else numbers(name, mean.compute()) for name, mean in on_host]
+    return {f"{prefix}{name}": value for values in found for name, value in values.items()}
 
 
 def _on_host(metrics: Metrics) -> Metrics:
@@ -124,10 +139,15 @@ def as_mean(value: Tensor | float, weight: Tensor | float = 1.0) -> Mean:
 def to_json(metrics: Metrics) -> dict[str, dict[str, Any]]:
     """Convert totals and weights to JSON numbers; a number that is not finite becomes None. Waits for the device.
 
+    Raises:
+        StepContractError: a metric is a `Gathered`, whose batches are no numbers.
+
     Example:
         >>> to_json({"loss": Mean(torch.tensor(6.0), torch.tensor(4.0))})
         {'loss': {'total': 6.0, 'weight': 4.0}}
     """
+    if gathered := [name for name, value in metrics.items() if isinstance(value, Gathered)]:
+        raise StepContractError("holds outputs", where=f"metrics/{gathered[0]}", hint="call metrics.compute")
     return {
         name: {field: _to_json_number(value.tolist()) for field, value in mean._asdict().items()}
         for name, mean in _on_host(metrics).items()

@@ -10,4 +10,5 @@ from __future__ import annotations
 
 from .functional import OBJECTIVE as OBJECTIVE
 from .functional import Template as Template
-from .template import uncompiled as uncompiled
+from .template import unwrapped as unwrapped
+from .template import wrappers as wrappers

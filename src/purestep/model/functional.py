@@ -19,8 +19,9 @@ from torch.func import functional_call
 from .. import tree
 from ..errors import ConfigError, StateError, StepContractError
 from ..types import Params
+from ..validation import nearest_names
 from . import write_check
-from .template import Named, check, copy_structure, none_buffers, overlaps, uncompiled, weightless_copy
+from .template import Named, check, copy_structure, none_buffers, overlaps, unwrapped, weightless_copy
 
 _Found = TypeVar("_Found")
 _Result = TypeVar("_Result")
@@ -207,7 +208,7 @@ def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval
         StateError: a parameter is integer, complex or lazy, or the module cannot be copied.
         ConfigError: a pattern of ``keep_eval`` matches no submodule.
     """
-    module, objective = uncompiled(module), None if objective is None else uncompiled(objective)
+    module, objective = unwrapped(module), None if objective is None else unwrapped(objective)
     names = _names(module, objective)
     train = _Dispatch(weightless_copy(module), None if objective is None else weightless_copy(objective))
     evaluation = copy_structure(train)  # `train` has passed the checks
@@ -227,7 +228,7 @@ def bind(
 
 def tensors(module: nn.Module, objective: nn.Module | None = None) -> tuple[Params, Params, Params]:
     """Return the current ``(params, frozen, buffers)`` of a module by name, each tied tensor once, without copies."""
-    module, objective = uncompiled(module), None if objective is None else uncompiled(objective)
+    module, objective = unwrapped(module), None if objective is None else unwrapped(objective)
     params: Params = {}
     frozen: Params = {}
     for name, parameter in _first(_parameters(module, objective)).items():
@@ -327,7 +328,8 @@ def _keep_eval(module: nn.Module, patterns: Iterable[str]) -> None:
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         matched = [name for name in known if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
         if not matched:
-            raise ConfigError(f"{pattern!r} matches no submodule", where="keep_eval", hint=f"use one of {known}")
+            hint = nearest_names(pattern, known)
+            raise ConfigError(f"{pattern!r} matches no submodule", where="keep_eval", hint=hint)
         for name in matched:
             module.get_submodule(name).eval()
 

@@ -18,23 +18,36 @@ Named = Iterable[tuple[str, Tensor]]
 """(name, tensor) pairs, including tied aliases."""
 
 
-_WRAPPED = "_orig_mod"
-"""The attribute in which `torch.compile` stores the original module; it prefixes the names of parameters."""
+def wrapper(module: nn.Module) -> str | None:
+    """Return "torch.compile", "DataParallel" or "DistributedDataParallel" for a module that only wraps another one."""
+    if isinstance(getattr(module, "_orig_mod", None), nn.Module):
+        return "torch.compile"
+    name = type(module).__name__
+    # By name: torch.nn.parallel.distributed loads torch.distributed.
+    is_parallel = type(module).__module__.startswith("torch.nn.parallel.")
+    return name if is_parallel and isinstance(getattr(module, "module", None), nn.Module) else None
 
 
-def uncompiled(module: nn.Module) -> nn.Module:
-    """Remove the wrappers of `torch.compile` from a module: a step is compiled as a whole, with the model's names.
+def wrappers(module: nn.Module) -> tuple[str, ...]:
+    """Return the kinds of wrappers in a module, each once, the outermost first."""
+    return tuple(dict.fromkeys(kind for part in module.modules() if (kind := wrapper(part))))
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Remove the wrappers of `torch.compile`, `DataParallel` and `DistributedDataParallel` from a module: a step is
+    compiled and distributed as a whole, and its names are those of the model.
 
     Returns:
         The module itself if no part is wrapped; otherwise a copy of its structure with the same parameters and buffers.
         `module.compile()` adds no wrapper, and copies drop its effect.
     """
-    wrapped = [part for part in module.modules() if isinstance(getattr(part, _WRAPPED, None), nn.Module)]
+    wrapped = [part for part in module.modules() if wrapper(part)]
     if not wrapped:
         return module
     memo: dict[int, Any] = {id(each): each for each in (*module.parameters(), *module.buffers())}
     for part in reversed(wrapped):  # innermost first: the copy of an outer one contains it
-        memo[id(part)] = _copied(getattr(part, _WRAPPED), memo)
+        inner: Any = part
+        memo[id(part)] = _copied(inner._orig_mod if wrapper(part) == "torch.compile" else inner.module, memo)
     return _copied(module, memo)
 
 

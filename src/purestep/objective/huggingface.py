@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, StepContractError
+from ..metrics import functions
 from ..pickling import recipe
 from ..types import Loss, Metric, Objective
 from .measure import mean_of
@@ -58,7 +59,7 @@ _LENGTHS = ("input_ids", "inputs_embeds", "input_features")
 @recipe
 def hf_loss(
     *,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Metric | Any] | None = None,
     causal: bool | None = None,
     ignore_index: int | None = None,
     weight: Callable[[Mapping[str, Any]], Tensor | float] | None = None,
@@ -81,7 +82,8 @@ def hf_loss(
       up.
 
     Args:
-        metrics: name -> ``f(outputs, labels)``; without ``labels``, ``f(outputs, batch)``.
+        metrics: name -> ``f(outputs, labels)``; without ``labels``, ``f(outputs, batch)``. Objects and collections of
+            torchmetrics as in `supervised`.
         causal: True if the model shifts the labels; None derives it from the model's class.
         ignore_index: the label value that does not count; None: -100, or that of a segmentation model's configuration.
         weight: ``f(batch)`` returns the count that the model's loss is a mean over, a number or a 0-d tensor; None: as
@@ -106,7 +108,7 @@ def hf_loss(
         >>> ps.hf_loss()(ForCausalLM(3, 3), batch).weight.item()
         2.0
     """
-    measured = dict(metrics or {})
+    measured = functions(metrics)
 
     def objective(model: Any, batch: Any, /, *context: Any) -> Loss:
         del context  # A Hugging Face loss depends on the batch only.

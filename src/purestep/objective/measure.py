@@ -9,16 +9,20 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, StepContractError
+from ..metrics import Gathered
 from ..types import Mean
 
 
-def mean_of(value: Any, targets: Any, inputs: Any = None) -> Mean:
-    """Convert a metric's result to a Mean. A bare tensor is a mean over the examples that `leading` counts.
+def mean_of(value: Any, targets: Any, inputs: Any = None) -> Any:
+    """Convert a metric's result to a Mean. A bare tensor is a mean over the examples that `leading` counts; a
+    `metrics.Gathered` is returned unchanged.
 
     Raises:
         StepContractError: the result is not a Mean, a pair or a 0-d tensor.
         DataError: the examples of the targets cannot be counted.
     """
+    if isinstance(value, Gathered):
+        return value
     if isinstance(value, Mean) and all(isinstance(part, Tensor) for part in cast(tuple[Any, ...], value)):
         return value._replace(total=value.total.detach(), weight=value.weight.detach())
     if isinstance(value, tuple) and len(cast(tuple[Any, ...], value)) == 2:

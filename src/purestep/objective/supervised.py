@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -12,27 +11,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ConfigError, DataError, StepContractError
+from ..metrics import functions
 from ..pickling import recipe
 from ..types import Loss, Metric, Objective
+from .loss_inputs import called, check_fit, is_elementwise, is_from_torch
 from .measure import leading, mean_of
 
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
-_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
-_ELEMENTWISE_FUNCTIONS = (
-    functional.mse_loss,
-    functional.l1_loss,
-    functional.smooth_l1_loss,
-    functional.huber_loss,
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-)
 
 
 @recipe
 def supervised(
     criterion: Callable[..., Tensor],
     *,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Metric | Any] | None = None,
     prepare: Callable[[Any], tuple[Any, Any]] | None = None,
     forward: Callable[[Any, Any], Any] | None = None,
 ) -> Objective:
@@ -51,7 +43,8 @@ def supervised(
 
     Args:
         criterion: a loss such as `torch.nn.CrossEntropyLoss()`, or any ``f(outputs, targets) -> 0-d tensor``.
-        metrics: name -> ``f(outputs, targets)``, see `Metric`.
+        metrics: name -> ``f(outputs, targets)``, see `Metric`, or an object of torchmetrics as it is, see
+            `metrics.from_torchmetrics`; or a ``torchmetrics.MetricCollection``.
         prepare: batch -> (inputs, targets). Default: a pair is (inputs, targets); in a mapping, ``labels``, ``label``,
             ``targets``, ``target`` or ``y`` are the targets, and the rest are inputs.
         forward: (model, inputs) -> outputs. Default: a mapping is passed as keyword arguments, a tuple as arguments.
@@ -59,7 +52,9 @@ def supervised(
     Raises:
         ConfigError: the criterion is one of torch's losses with ``reduction="none"``, or a class, not an instance.
         DataError: when called, if the batch is not a pair or mapping of inputs and targets, or cannot be counted.
-        StepContractError: when called, if the criterion does not return a tensor, or a metric returns an invalid value.
+        StepContractError: when called, if one of torch's losses gets outputs and targets whose shapes differ (it would
+            broadcast them) or dtypes do not fit, or a dict or tuple as outputs; if the criterion does not return a
+            tensor, or a metric returns an invalid value.
 
     Example:
         >>> import torch, purestep as ps
@@ -73,9 +68,9 @@ def supervised(
         name = criterion.__name__
         raise ConfigError("the criterion is a class, not an instance", where=name, hint=f"{name}()")
     # A user's criterion may have such a setting and reduce later; the step checks the result.
-    if _setting(criterion, "reduction", "mean") == "none" and _is_from_torch(_called(criterion)):
+    if _setting(criterion, "reduction", "mean") == "none" and is_from_torch(called(criterion)):
         raise ConfigError('reduction="none" gives no scalar', where="criterion", hint='reduction="mean"')
-    measured = dict(metrics or {})
+    measured = functions(metrics)
     module = criterion if isinstance(criterion, nn.Module) and _has_tensors(criterion) else None
     split, run = prepare or split_batch, forward or call_model
 
@@ -83,6 +78,7 @@ def supervised(
         del context  # A supervised loss depends on the batch only.
         inputs, targets = split(batch)
         outputs = run(model, inputs)
+        check_fit(criterion, outputs, targets)
         mean: Any = criterion(outputs, targets) if module is None else _bound(model, module)(outputs, targets)
         if not isinstance(mean, Tensor):
             raise StepContractError(
@@ -154,17 +150,7 @@ def _setting(criterion: Any, name: str, default: Any) -> Any:
     """Return a setting of the criterion."""
     if isinstance(criterion, functools.partial) and name in criterion.keywords:
         return criterion.keywords[name]
-    return getattr(_called(criterion), name, default)
-
-
-def _called(criterion: Any) -> Any:
-    # A partial with positional arguments is not called with (outputs, targets).
-    return criterion.func if isinstance(criterion, functools.partial) and not criterion.args else criterion
-
-
-def _is_from_torch(called: Any) -> bool:
-    named = called if isinstance(called, types.FunctionType | types.BuiltinFunctionType) else type(called)
-    return (named.__module__ or "").startswith("torch.")
+    return getattr(called(criterion), name, default)
 
 
 def _weight(
@@ -172,16 +158,15 @@ def _weight(
 ) -> Tensor:
     if _setting(criterion, "reduction", "mean") == "sum":
         return torch.ones((), dtype=torch.float32, device=mean.device)
-    called = _called(criterion)
-    if isinstance(called, nn.CrossEntropyLoss | nn.NLLLoss) or called in (
+    loss = called(criterion)
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or loss in (
         functional.cross_entropy,
         functional.nll_loss,
     ):
         if class_weight is None:
             class_weight = _setting(criterion, "weight", None)
         return _counted_targets(targets, _setting(criterion, "ignore_index", -100), class_weight)
-    elementwise = isinstance(called, _ELEMENTWISE) or called in _ELEMENTWISE_FUNCTIONS
-    size = outputs.numel() if elementwise else leading(targets, inputs)
+    size = outputs.numel() if is_elementwise(loss) else leading(targets, inputs)
     return torch.full((), size, dtype=torch.float32, device=mean.device)
 
 

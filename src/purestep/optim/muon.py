@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StateError
-from ..model import uncompiled
+from ..model import unwrapped
 from ..pickling import recipe
 from ..types import Params
 from .base import Transform, chain, require, require_arguments, stateless
@@ -211,7 +211,7 @@ def muon_labels(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[str
         >>> muon_labels(torch.nn.Linear(2, 2))
         {'weight': 'muon', 'bias': 'adamw'}
     """
-    model = uncompiled(model)
+    model = unwrapped(model)
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     rest = {id(module.weight) for module in model.modules() if isinstance(module, tables)}
     named = dict(model.named_parameters(remove_duplicate=False))

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from ..errors import ConfigError, StateError
-from ..model import uncompiled
+from ..model import unwrapped
 from ..pickling import recipe
 from ..types import Empty, Labels, Params, Tree
+from ..validation import nearest_names
 from .base import Transform, stateless
 
 Mask: TypeAlias = str | Mapping[str, bool] | Callable[[Params], Mapping[str, bool]]
@@ -120,7 +121,7 @@ def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
             the first match counts; or a function ``params -> {name: label}``.
 
     Raises:
-        ConfigError: at init, a parameter has no label, or a label has no transform.
+        ConfigError: at init, a parameter has no label, a label has no transform, or an expression matches no parameter.
         StateError: at update, the state belongs to other parameters.
 
     Example:
@@ -179,9 +180,7 @@ def _resolve(mask: Mask, params: Params) -> dict[str, bool]:
     if isinstance(mask, str):
         selected = {name: re.search(mask, name) is not None for name in params}
         if not any(selected.values()):
-            raise ConfigError(
-                f"{mask!r} matches none of {_shortened(params)}", where="mask", hint=f'mask="{_first(params)}"'
-            )
+            raise ConfigError(f"{mask!r} matches no parameter", where="mask", hint=nearest_names(mask, params))
         return selected
     resolved: Any = mask(params) if callable(mask) else mask
     if not isinstance(resolved, Mapping):
@@ -203,6 +202,13 @@ def _resolve_labels(labels: Rules, params: Params, transforms: Mapping[str, Tran
     else:
         matches = {name: [label for pattern, label in labels if re.search(pattern, name)] for name in params}
         resolved = {name: matched[0] for name, matched in matches.items() if matched}
+        for pattern, label in labels:
+            if params and not any(re.search(pattern, name) for name in params):
+                raise ConfigError(
+                    f"the rule {(pattern, label)} matches no trained parameter",
+                    where="partition",
+                    hint=f"{nearest_names(pattern, params)}; remove the rule if its parameters are frozen",
+                )
     for name in params:
         if name not in resolved:
             hint = f'add ("", "{_first(transforms)}") as the last rule, for all remaining parameters'
@@ -241,7 +247,7 @@ def decay_mask(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[str,
         >>> decay_mask(net)
         {'0.weight': True, '0.bias': False, '1.weight': False, '1.bias': False}
     """
-    model = uncompiled(model)
+    model = unwrapped(model)
     mask: dict[str, bool] = {}
     words: dict[int, set[str]] = {}  # id of a parameter -> all its names and their parts
     named: dict[str, set[str]] = {}  # full name -> the same set

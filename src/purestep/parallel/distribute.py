@@ -12,9 +12,10 @@ from torch import Tensor
 from .. import ema as ema_
 from .. import tree
 from ..errors import ConfigError, RankError
+from ..metrics import Gathered
 from ..optim import base, numerics
 from ..pickling import recipe
-from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
+from ..types import Batch, Empty, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
 from . import collectives, placement
 from .mesh import Mesh
 from .placement import Layout
@@ -88,15 +89,19 @@ def distribute(
         return placement.part(layout, state)
 
     def eval_step(state: TrainState, batch: Batch, *context: Any, index: int = 0) -> Metrics:
-        """The metrics of all processes; see `Program`."""
-        metrics = cast(Callable[..., Metrics], program.eval_step)(_weights(layout, state), batch, *context, index=index)
-        leaves, treedef = tree.flatten(metrics)
+        """The metrics of all processes; see `Program`. Gathered outputs are those of this process's rows, also of a row
+        that stands in for an empty share: `evaluate` joins them at its end."""
+        chosen = _weights(layout, ema_.to_evaluate(state))
+        metrics = cast(Callable[..., Metrics], program.eval_step)(chosen, batch, *context, index=index)
+        own = {name: value for name, value in metrics.items() if isinstance(value, Gathered)}
+        leaves, treedef = tree.flatten({name: value for name, value in metrics.items() if name not in own})
         found = processes.sums(leaves)
-        return tree.unflatten(treedef, [new.to(old.dtype) for new, old in zip(found, leaves, strict=True)])
+        joined = tree.unflatten(treedef, [new.to(old.dtype) for new, old in zip(found, leaves, strict=True)])
+        return {name: own[name] if name in own else joined[name] for name in metrics}
 
-    def bind(state: TrainState, view: str = "params", train: bool = False) -> Callable[..., Any]:
+    def bind(state: TrainState, view: str | None = None, train: bool = False) -> Callable[..., Any]:
         """A callable with the whole weights, gathered now: every process calls it; see `Program`."""
-        chosen = _weights(layout, ema_.view(state, view))
+        chosen = _weights(layout, ema_.view(state, "params" if train and view is None else view))
         return cast(Callable[..., Any], program.bind)(chosen, train=train)
 
     fixed = static._replace(
@@ -166,13 +171,12 @@ def _chosen(params: Any, names: Sequence[str]) -> Callable[[str], bool]:
 
 
 def _weights(layout: Layout, state: TrainState) -> TrainState:
-    """The state with whole parameters; its other fields are not read by an evaluation."""
+    """The state with whole parameters and without an average; an evaluation does not read its other fields."""
     cuts = [leaf for leaf in layout.leaves if leaf.is_cut]
-    if not cuts:
-        return state
     wholes = placement.gathered([(leaf, state.params[leaf.name]) for leaf in cuts], layout.width)
     named = placement.by_name(cuts, wholes)
-    return TrainState(*state)._replace(params={name: named.get(name, value) for name, value in state.params.items()})
+    params = {name: named.get(name, value) for name, value in state.params.items()}
+    return TrainState(*state)._replace(params=params, ema=Empty())
 
 
 def _largest(value: Tensor) -> Tensor:

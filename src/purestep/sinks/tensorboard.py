@@ -33,9 +33,11 @@ class TensorBoard:
             if event.updates <= self._last:  # the run went back, so later points are void
                 self._open(event.updates)
             self._last = event.updates
-            self._scalars({**event.values, "steps_per_second": event.steps_per_second}, event.updates)
+            line = {**event.values, "steps_per_second": event.steps_per_second}
+            self._scalars({f"train/{key.removeprefix('train_')}": value for key, value in line.items()}, event.updates)
         elif isinstance(event, EpochEnd):
-            self._scalars({**event.record}, event.updates)
+            row = {key: value for key, value in event.record.items() if key not in ("epoch", "step")}
+            self._scalars({f"epoch/{key}": value for key, value in row.items()}, event.updates)
         elif isinstance(event, FitEnd):
             self.close()
 
@@ -49,11 +51,11 @@ class TensorBoard:
         self._written = {tag: at for tag, at in self._written.items() if purge_step is not None and at < purge_step}
 
     def _scalars(self, values: dict[str, Any], updates: int) -> None:
-        """Write one point per tag and update. A log line comes before a row of the history, so its value counts."""
-        for key, value in values.items():
-            if isinstance(value, (int, float)) and self._written.get(key, -1) < updates:
-                self._writer.add_scalar(key, value, updates)
-                self._written[key] = updates
+        """Write one point per tag and update: two rows of the history may have the same update."""
+        for tag, value in values.items():
+            if isinstance(value, (int, float)) and self._written.get(tag, -1) < updates:
+                self._writer.add_scalar(tag, value, updates)
+                self._written[tag] = updates
 
     def close(self) -> None:
         """Flush and close the event file."""
@@ -63,10 +65,15 @@ class TensorBoard:
 
 
 def tensorboard(directory: Path | str) -> TensorBoard:
-    """Write scalars for TensorBoard by optimizer update: one point per tag and update, in order.
+    """Write scalars for TensorBoard: one point per tag and update, in order.
 
-    If a log line and a row of the history have a value at the same update, the line's is written. A run that resumes
-    from a snapshot, or goes back to a good state, begins an event file that voids the points to be repeated.
+    There are two groups of tags. ``train/loss``, ``train/lr``, ``train/grad_norm``, ``train/steps_per_second``, ...: a
+    point every ``log_every`` updates, the mean since the last one. ``epoch/train_loss``, ``epoch/val_loss``, ...: a
+    point for every row of the history, under the names of the history. The horizontal axis of both is the number of
+    optimizer updates, so that curves of training and evaluation lie over each other.
+
+    A run that resumes from a snapshot, or goes back to a good state, begins an event file that voids the points to be
+    repeated.
 
     Args:
         directory: of the event files.

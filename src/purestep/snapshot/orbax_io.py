@@ -1,10 +1,12 @@
 """Read and write arrays through orbax: the only file that imports it, and with it JAX, at first use.
 
 The import has side effects. absl adds a handler to the root logger, so call `logging.basicConfig` before the first
-save. JAX starts threads, so every later `os.fork` (a DataLoader with workers) warns on Python 3.12. JAX would take most
-of the GPU's memory, so its platform is set to the CPU here, unless it runs already or its platforms are set. JAX draws
-five numbers from numpy's global generator (``jax._src.clusters.k8s_cluster``), so `ready` imports it in the thread that
-calls `save`, not in the writer's thread, which would draw while a dataset draws.
+save. JAX starts threads and warns at every later `os.fork` (a DataLoader with workers) that a child must not use JAX.
+If this module is the first to import JAX, nothing else in the process uses it, so that warning is filtered out; after
+an import by the user it is shown. JAX would take most of the GPU's memory, so its platform is set to the CPU here,
+unless it runs already or its platforms are set. JAX draws five numbers from numpy's global generator
+(``jax._src.clusters.k8s_cluster``), so `ready` imports it in the thread that calls `save`, not in the writer's thread,
+which would draw while a dataset draws.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -39,8 +42,11 @@ def ready(platforms: str | None) -> None:
 
 
 def _orbax(platforms: str | None) -> Any:
-    with nullcontext() if "jax" in sys.modules else random_state.scoped(0):
+    is_ours = "jax" not in sys.modules
+    with random_state.scoped(0) if is_ours else nullcontext():
         import jax
+    if is_ours:
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
 
     if platforms is not None and not getattr(jax.config, "jax_platforms", None) and not _jax_is_running():
         jax.config.update("jax_platforms", platforms)

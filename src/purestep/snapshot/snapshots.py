@@ -32,8 +32,8 @@ class Snapshots:
     its last save too. To read while a run writes, pass ``writer=False``, which takes no lock.
 
     The first save, or the first restore of a leaf above 1 MB, imports orbax and JAX. They add a handler to the root
-    logger (call `logging.basicConfig` before) and start threads (Python 3.12 and JAX then warn when a DataLoader forks
-    workers; this is harmless).
+    logger (call `logging.basicConfig` before) and start threads. JAX's warning at later forks of workers, which never
+    use it, is filtered out, unless your program imports JAX itself, before.
 
     Args:
         directory: the directory. `open` creates it: on entering ``with``, in `fit`, or at the first save.
@@ -218,6 +218,16 @@ class Snapshots:
             raise ConfigError(f"mode is {mode!r}", where="Snapshots", hint='mode="min" or mode="max"')
         if self._monitor is None:
             self._monitor = (monitor, mode)
+
+    def keeps_best(self, monitor: str, *, mode: str = "min") -> bool:
+        """True if the step with the best value of this metric is never deleted.
+
+        Example:
+            >>> Snapshots("runs/a", monitor="val_loss").keeps_best("val_loss")
+            True
+        """
+        keeps = self.keep_best > 0 or self.keep is None
+        return keeps and self._monitor == (monitor, mode) and not self._continues
 
     # --- list --------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from .. import precision as precision_
 from .. import tracing, tree
 from ..errors import StepContractError
+from ..metrics import Gathered, merge
 from ..metrics import mean as means
-from ..metrics import merge
 from ..model import dropout, functional, write_check
 from ..types import Batch, Form, Loss, Mean, Metrics, Params, Share, TrainState
 from . import microbatch
@@ -33,7 +33,7 @@ def _forward(spec: Spec, state: TrainState, batch: Batch, context: tuple[Any, ..
     def forward(bound: functional.Bound) -> tuple[Tensor, tuple[Loss, Params]]:
         bound.values = values
         with precision_.autocast(spec.policy, device):
-            loss = check_loss(spec.objective(bound, precision_.cast(spec.policy, rows), *context), device)
+            loss = check_loss(spec.objective(bound, precision_.cast(spec.policy, rows), *context), device, train=True)
             loss = counted(loss, counts)
         _check_connected(loss.mean)
         scaled = loss.mean if scale is None else loss.mean * scale
@@ -48,7 +48,7 @@ def rows_of(batch: Batch) -> tuple[Batch, Tensor | None]:
 
 
 def counted(loss: Loss, counts: Tensor | None) -> Loss:
-    """The loss; with weight 0 if its rows only stand in for an empty share."""
+    """The loss; with weight 0 if its rows only stand in for an empty share. Gathered outputs are kept."""
     if counts is None:
         return loss
     held = counts.to(loss.weight.device) > 0
@@ -56,12 +56,16 @@ def counted(loss: Loss, counts: Tensor | None) -> Loss:
     def kept(value: Tensor) -> Tensor:
         return torch.where(held, value, torch.zeros_like(value))
 
-    metrics = {name: means.with_sums(mean, *map(kept, mean)) for name, mean in loss.metrics.items()}
+    metrics = {
+        name: mean if isinstance(mean, Gathered) else means.with_sums(mean, *map(kept, mean))
+        for name, mean in loss.metrics.items()
+    }
     return Loss(loss.mean, kept(loss.weight), metrics)
 
 
-def check_loss(loss: Any, device: torch.device) -> Loss:
+def check_loss(loss: Any, device: torch.device, *, train: bool) -> Loss:
     """Convert an objective's result: the mean to at least float32, the weight to a 0-d float32 tensor on the device.
+    With ``train``, drop gathered outputs: they are for the end of an evaluation.
 
     Raises:
         StepContractError: it is not a Loss, or its mean is not a floating scalar on the device.
@@ -84,7 +88,7 @@ def check_loss(loss: Any, device: torch.device) -> Loss:
             where="objective",
             hint="call batch = ps.to_device(batch, state)",
         )
-    return Loss(mean.to(wide(mean.dtype)), _weight(loss.weight, device), _checked_metrics(loss.metrics, device))
+    return Loss(mean.to(wide(mean.dtype)), _weight(loss.weight, device), _checked_metrics(loss.metrics, device, train))
 
 
 def _weight(given: Any, device: torch.device) -> Tensor:
@@ -108,10 +112,12 @@ def _to_device(value: Tensor, device: torch.device) -> Tensor:
     return value.to(device) if value.dim() else torch.ones((), dtype=torch.float32, device=device) * value
 
 
-def _checked_metrics(given: Any, device: torch.device) -> Metrics:
+def _checked_metrics(given: Any, device: torch.device, train: bool) -> Metrics:
     found: dict[str, Any] = dict(cast(Any, given)) if isinstance(given, Mapping) else {"": given}
+    if train and any(isinstance(mean, Gathered) for mean in found.values()):
+        found = {name: mean for name, mean in found.items() if not isinstance(mean, Gathered)}
     for name, mean in found.items():
-        if not isinstance(mean, Mean):
+        if not isinstance(mean, Mean | Gathered):
             raise StepContractError(
                 f"is a {type(mean).__name__}, not a Mean",
                 where="metrics" + (f"/{name}" if name else ""),
@@ -126,10 +132,16 @@ def _checked_metrics(given: Any, device: torch.device) -> Metrics:
                 "entries of vector metrics have such names", where=f"metrics/{name}", hint="choose another name"
             )
     # A subclass of Mean keeps its type (a torchmetrics.Metric computes itself).
-    checked = {
-        n: means.with_sums(mean, *(_checked_part(n, part, device) for part in mean)) for n, mean in found.items()
+    checked: dict[str, Any] = {
+        n: mean
+        if isinstance(mean, Gathered)
+        else means.with_sums(mean, *(_checked_part(n, part, device) for part in mean))
+        for n, mean in found.items()
     }
-    for name, (total, weight) in checked.items():
+    for name, mean in checked.items():
+        if isinstance(mean, Gathered):
+            continue
+        total, weight = mean
         if total.shape != weight.shape or total.dim() > 1:
             raise StepContractError(
                 f"is a Mean of a total of shape {list(total.shape)} and a weight of shape {list(weight.shape)}",

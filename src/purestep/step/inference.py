@@ -20,17 +20,19 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
     """Build a program's ``eval_step``."""
 
     def eval_step(state: TrainState, batch: Batch, *context: Any, index: int = 0) -> Metrics:
-        """``(state, batch, *context, index=0) -> metrics`` in eval mode. Random numbers depend only on seed and index:
-        a second evaluation returns the same metrics, and the state's key does not advance."""
+        """``(state, batch, *context, index=0) -> metrics`` in eval mode, with the averaged weights if the state has
+        some (``ps.view(state, "params")`` has the others). Random numbers depend only on seed and index: a second
+        evaluation returns the same metrics, and the state's key does not advance."""
 
         rows, counts = rows_of(batch)
 
         def evaluate() -> Loss:
-            bound = functional.bind(spec.template, state.params, state.frozen, state.buffers, train=False)
+            chosen = ema_.to_evaluate(state)
+            bound = functional.bind(spec.template, chosen.params, chosen.frozen, chosen.buffers, train=False)
             bound.values = spec.values_at(state)
             with precision_.autocast(spec.policy, state.step.device):
                 found = spec.objective(bound, precision_.cast(spec.policy, tree.dicts(rows)), *context)
-            return counted(check_loss(found, state.step.device), counts)
+            return counted(check_loss(found, state.step.device, train=False), counts)
 
         with torch.no_grad():
             loss = (
@@ -53,15 +55,15 @@ def _number(state: TrainState, index: int) -> int:
 def bind_of(spec: Spec) -> Callable[..., Callable[..., Any]]:
     """Build a program's ``bind``."""
 
-    def bind(state: TrainState, view: str = "params", train: bool = False) -> Callable[..., Any]:
+    def bind(state: TrainState, view: str | None = None, train: bool = False) -> Callable[..., Any]:
         """Return a plain callable with these weights, in the program's precision.
 
         Args:
             state: of this program.
-            view: "params" or "ema".
+            view: "params" or "ema". None: "ema" if the state has an average; "params" with ``train``.
             train: run in train mode with gradients, otherwise in eval mode without.
         """
-        chosen = ema_.view(state, view)
+        chosen = ema_.view(state, "params" if train and view is None else view)
 
         def predict(*args: Any, **kwargs: Any) -> Any:
             bound = functional.bind(spec.template, chosen.params, chosen.frozen, chosen.buffers, train=train)

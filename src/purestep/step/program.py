@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from .. import optim
 from .. import precision as precision_
 from .. import scaler as scaler_
 from ..errors import ConfigError
-from ..model import functional
+from ..model import functional, unwrapped, wrappers
 from ..optim import numerics
 from ..pickling import recipe
 from ..types import Empty, Objective, Program, Static
@@ -59,12 +60,14 @@ def program(
 
     Args:
         model: a template, never written; only ``init`` reads its weights. Training runs in train mode, whatever the
-            module's mode.
+            module's mode. Wrappers (`torch.compile`, `DataParallel`, `DistributedDataParallel`) are removed, with one
+            UserWarning.
         objective: ``(model, batch, *context) -> Loss``; see `supervised`, `hf_loss`, `masked_reconstruction`. The
             context is the other arguments of train_step, passed on unchanged and never split; `fit` passes none.
         tx: from `purestep.optim`.
         precision: "32-true", "64-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
-        ema: decay of the averaged weights in [0, 1), or an `ema.average(...)`; None disables the average.
+        ema: decay of the averaged weights in [0, 1), or an `ema.average(...)`; None disables the average. Evaluation,
+            ``bind`` and exports then use the averaged weights by default: see `view`.
         accumulate: number of micro-batches (calls of train_step) for one optimizer update, >= 1.
         microbatches: number of parts, >= 1, into which each call splits its batch along the leading dimension: tensors,
             arrays, and lists with one entry for each row (names, tensors of different sizes, a detector's labels with
@@ -107,6 +110,13 @@ def program(
         raise ConfigError(f"the scaler is a {type(scaler).__name__}", where="program", hint="ps.scaler.dynamic(...)")
     if not isinstance(keep_eval, str | tuple | list) or not all(isinstance(name, str) for name in keep_eval):
         raise ConfigError(f"keep_eval is {keep_eval!r}", where="program", hint='pass keep_eval=("backbone.*",)')
+    if kinds := wrappers(model):
+        warnings.warn(
+            f"the model is wrapped by {' and '.join(kinds)}: the step uses the module inside, under its own names "
+            "(pass it without the wrapper; ps.fit(..., compile=True) and ps.compile_step compile the whole step)",
+            UserWarning,
+            stacklevel=3,
+        )
     own = getattr(objective, "module", None)
     policy = precision_.policy(precision)
     from .. import host_generators  # imports numpy.random
@@ -127,7 +137,7 @@ def program(
         host=host_generators.Host(),
         values=_checked_values(values),
     )
-    static = _static(spec, _versions(model))
+    static = _static(spec, _versions(unwrapped(model)))
     steps = steps_of(spec, IDENTITY)
     for function in steps:  # read by compile_step
         vars(function)["static"] = static
@@ -168,6 +178,8 @@ def _static(spec: Spec, versions: dict[str, Any]) -> Static:
         versions=versions,
         elementwise=spec.tx.elementwise,
         check=functools.partial(precision_.check, spec.policy),
+        precision=spec.policy.name,
+        first_share=spec.average.first,
     )
 
 
