@@ -32,8 +32,9 @@ def table(device: str = "cpu", seconds: float = 20.0, only: tuple[str, ...] = WO
     for name in only:
         rows += _of_work(name, torch.device(device), seconds)
     note = (
-        "Time of a donated step without the part over that with all parts, round by round; and the processor time of the "
-        "first step, g++ included, over the same, from an empty cache in a process that has compiled before (one sample)."
+        "Time of a donated step without the part over that with all parts, round by round; and processor time of the "
+        "first step, g++ included, over the same (one sample): from an empty cache, in a process that has compiled "
+        "before."
     )
     return {
         "title": "compile/cpu without each of its parts",

@@ -19,6 +19,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Kernels this small gain nothing from a second thread and wait for it on a busy machine; the same in child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# g++ compiles at -O1, also in child processes: at -O3 it takes a quarter of a test that compiles. CXX=g++ undoes this.
+if sys.platform == "linux":
+    os.environ.setdefault("CXX", str(Path(__file__).with_name("cxx")))
 # The same examples in every run, which may take any time: a busy machine is no failure. Others are looked for with
 # --hypothesis-profile=default.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
