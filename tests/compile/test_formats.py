@@ -118,26 +118,47 @@ GROUP_NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 WAYS = [("trace", "aot_eager"), ("dynamo", "aot_eager"), ("trace", "inductor")]
 
 
-@pytest.mark.parametrize(("capture", "backend"), WAYS)
-@pytest.mark.parametrize("name", [*BATCH_NORMS, *GROUP_NORMS])
-def test_gradients_of_norms(name: str, capture: Any, backend: str) -> None:
-    torch.manual_seed(0)
-    make, shape = (BATCH_NORMS | GROUP_NORMS)[name]
-    net, x = make().double(), torch.randn(shape, dtype=torch.float64)
-    with torch.no_grad():
-        y = torch.randn(net(x).shape, dtype=torch.float64)
+class Together(nn.Module):
+    """Several modules, each with its own input, in one program: they are compiled once."""
+
+    def __init__(self, nets: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.nets = nn.ModuleDict(nets)
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        return {name: net(inputs[name]) for name, net in self.nets.items()}
+
+
+def squared_errors(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
+    return sum((functional.mse_loss(outputs[name], targets[name]) for name in targets), torch.zeros(()))
+
+
+def assert_compiled_trains_as_eager(
+    nets: dict[str, nn.Module], batch: Any, capture: Any, backend: str, keep_eval: tuple[str, ...] = ()
+) -> None:
+    """The weights of one step, of each net."""
     program = ps.program(
-        net,
-        ps.supervised(nn.MSELoss()),
+        Together(nets),
+        ps.supervised(squared_errors),
         ps.optim.sgd(1.0),
         precision="64-true",
-        keep_eval=("norm",) if name == "in evaluation" else (),
+        keep_eval=keep_eval,
     )
     with compare.OneLayout():
-        expected, _ = program.train_step(program.init(), (x, y))
-    step = ps.compile_step(program.train_step, capture=capture, backend=backend)
-    found, _ = step(program.init(), (x, y))
+        expected, _ = program.train_step(program.init(), batch)
+    found, _ = ps.compile_step(program.train_step, capture=capture, backend=backend)(program.init(), batch)
     assert_trees_close(found.params, expected.params, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("capture", "backend"), WAYS)
+def test_gradients_of_norms(capture: Any, backend: str) -> None:
+    torch.manual_seed(0)
+    kinds = BATCH_NORMS | GROUP_NORMS
+    nets: dict[str, nn.Module] = {name: make().double() for name, (make, _) in kinds.items()}
+    inputs = {name: torch.randn(shape, dtype=torch.float64) for name, (_, shape) in kinds.items()}
+    with torch.no_grad():
+        targets = {name: torch.randn_like(net(inputs[name])) for name, net in nets.items()}
+    assert_compiled_trains_as_eager(nets, (inputs, targets), capture, backend, keep_eval=("nets.in evaluation.norm",))
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -188,27 +209,24 @@ NOISY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class Noisy(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.view = NOISY[name]
+        shape = self.view(torch.empty(4, 5, 6)).shape
+        self.norm = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)](shape[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        normal = self.norm(self.view(x))
+        return functional.dropout(normal, 0.3) + torch.randn_like(normal)
+
+
 @pytest.mark.parametrize(("capture", "backend"), WAYS)
-@pytest.mark.parametrize("name", NOISY)
-def test_what_is_drawn_after_batch_norm_is_drawn_in_its_layout(name: str, capture: Any, backend: str) -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            shape = NOISY[name](torch.empty(4, 5, 6)).shape
-            self.norm = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)](shape[1])
-
-        def forward(self, x: Tensor) -> Tensor:
-            normal = self.norm(NOISY[name](x))
-            return functional.dropout(normal, 0.3) + torch.randn_like(normal)
-
+def test_what_is_drawn_after_batch_norm_is_drawn_in_its_layout(capture: Any, backend: str) -> None:
     torch.manual_seed(0)
-    program = ps.program(Noisy(), ps.supervised(nn.MSELoss()), ps.optim.sgd(1.0), precision="64-true")
     x = torch.randn(4, 5, 6, dtype=torch.float64)
-    batch = x, NOISY[name](x).cos()
-    with compare.OneLayout():
-        expected, _ = program.train_step(program.init(), batch)
-    found, _ = ps.compile_step(program.train_step, capture=capture, backend=backend)(program.init(), batch)
-    assert_trees_close(found.params, expected.params, rtol=0.0, atol=1e-12)
+    batch = dict.fromkeys(NOISY, x), {name: view(x).cos() for name, view in NOISY.items()}
+    assert_compiled_trains_as_eager({name: Noisy(name) for name in NOISY}, batch, capture, backend)
 
 
 LIKE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -245,24 +263,21 @@ def enlarged(x: Tensor) -> Tensor:
     return functional.interpolate(x, scale_factor=2)
 
 
+class Dropping(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.view, self.linear = LIKE[name], nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(self.view(self.linear(x)), 0.3)
+
+
 @pytest.mark.parametrize(("capture", "backend"), WAYS[:2])
-@pytest.mark.parametrize("name", LIKE)
-def test_what_is_drawn_like_other_results_is_drawn_in_their_layout(name: str, capture: Any, backend: str) -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.dropout(LIKE[name](self.linear(x)), 0.3)
-
+def test_what_is_drawn_like_other_results_is_drawn_in_their_layout(capture: Any, backend: str) -> None:
     torch.manual_seed(0)
-    program = ps.program(Noisy(), ps.supervised(nn.MSELoss()), ps.optim.sgd(1.0), precision="64-true")
     x = torch.randn(2, 4, 5, 6, dtype=torch.float64)
-    batch = x, LIKE[name](x).cos()
-    expected, _ = program.train_step(program.init(), batch)
-    found, _ = ps.compile_step(program.train_step, capture=capture, backend=backend)(program.init(), batch)
-    assert_trees_close(found.params, expected.params, rtol=0.0, atol=1e-12)
+    batch = dict.fromkeys(LIKE, x), {name: view(x).cos() for name, view in LIKE.items()}
+    assert_compiled_trains_as_eager({name: Dropping(name) for name in LIKE}, batch, capture, backend)
 
 
 CHAIN: dict[str, Callable[[Tensor], Tensor]] = {

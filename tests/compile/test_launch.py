@@ -48,11 +48,8 @@ def one_by_one(step: Callable[..., Any], state: Any, given: list[Any]) -> tuple[
 # --- native -----------------------------------------------------------------------------------------------------------
 
 
-needs_native = pytest.mark.skipif(not backend._KNOWN, reason="native code is made with torch 2.13 and later")
-
-
 @pytest.fixture
-def only_native(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def only_native(monkeypatch: pytest.MonkeyPatch, cpu_plugin: None) -> list[Any]:
     """The native path without the way round it; what it made is in the list."""
     made: list[Any] = []
     true = backend.compiled
@@ -85,7 +82,6 @@ class InPlace(nn.Module):
         return self.last(scaled)
 
 
-@needs_native
 @pytest.mark.compile
 @pytest.mark.parametrize("donate", [False, True])
 def test_what_a_model_writes_in_place_is_native_too(donate: bool, only_native: list[Any]) -> None:
@@ -196,8 +192,8 @@ def test_leaves_moved_in_place_and_shown_are_those_of_before(capture: str) -> No
     assert_trees_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-@needs_native
 @pytest.mark.compile
+@pytest.mark.usefixtures("cpu_plugin")
 def test_the_scale_that_a_step_tells_is_the_one_it_used() -> None:
     program = ps.program(
         tiny_mlp(), ps.supervised(CRITERION), optim.sgd(0.1), precision="16-mixed", scaler=ps.scaler.dynamic(2.0**40)
@@ -335,17 +331,15 @@ def _threads_inside(width: int) -> int:
     return seen[0]
 
 
-@needs_native
 @pytest.mark.compile
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.usefixtures("cpu_plugin", "two_threads")
 def test_a_small_step_runs_on_one_thread_and_leaves_the_others_to_the_caller() -> None:
     assert _threads_inside(16) == 1
     assert torch.get_num_threads() == 2
 
 
-@needs_native
 @pytest.mark.compile
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.usefixtures("cpu_plugin", "two_threads")
 def test_a_large_step_keeps_its_threads() -> None:
     assert _threads_inside(768) == 2
 

@@ -285,7 +285,7 @@ def test_a_setting_of_the_caller_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_a_precision_of_the_program_keeps_inductors_way_with_casts(
-    precision: str, monkeypatch: pytest.MonkeyPatch
+    precision: str, monkeypatch: pytest.MonkeyPatch, cpu_plugin: None
 ) -> None:
     seen = list[bool]()
     true = backend_._compile_graph

@@ -101,7 +101,10 @@ def test_a_mode_of_the_callers_leaves_no_name(mode: Any):
         assert graph_key.record(lambda x: [x.sin()], inputs).lines is not None
 
 
-def test_a_mode_of_functions_acts_once():
+@pytest.mark.parametrize("switch", ["", "0"])
+def test_a_mode_of_functions_acts_once(switch: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PURESTEP_CPU", switch)
+
     def step(state: Pair, batch: Pair) -> tuple[Pair, Any]:
         return (state[0] + torch.sin(batch[0]),), {}
 

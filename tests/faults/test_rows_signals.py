@@ -297,6 +297,7 @@ def test_row_b_a_killed_trainer_leaves_no_worker(off: str, tmp_path: Path) -> No
     assert bool(left) == bool(off)
 
 
+@pytest.mark.slow
 def test_a_long_life_leaves_nothing_behind(tmp_path: Path) -> None:
     assert leaking.grown(tmp_path / "on", 200, 5, 2) is None
     assert "descriptors" in str(leaking.grown(tmp_path / "off", 20, 1, 1, off="keep_every_lock"))

@@ -126,7 +126,7 @@ def _compile(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str
             with casts:
                 graph = fx_passes.finished(fx_passes.views_allowed(_traced(run, inputs)))
         is_drawing = fx_passes.draws(graph)
-        with autocast_disabled():
+        with autocast_disabled(), _function_modes_removed():
             compiled = _lower(graph, inputs, backend, options, rounds=casts.seen)
     if plugin is not None and failed is not None:
         warn_fallback(plugin, failed)
@@ -168,6 +168,18 @@ def autocast_disabled() -> Any:
     """Disable the caller's autocast inside: a graph already contains its casts."""
     core: Any = importlib.import_module("torch._C")
     return core._DisableAutocast()
+
+
+@contextmanager
+def _function_modes_removed() -> Generator[None]:
+    """Remove the caller's torch function modes inside: the trace has called them, a compiler would call them again."""
+    functions: Any = importlib.import_module("torch.overrides")
+    modes = [functions._pop_mode() for _ in range(functions._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            functions._push_mode(mode)
 
 
 def _distinct(inputs: list[Tensor]) -> list[Tensor]:

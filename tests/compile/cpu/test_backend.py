@@ -13,13 +13,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from helpers import assert_trees_close
 from torch import Tensor, library, nn
-from torch._inductor import config
+from torch._inductor import config, cpu_vec_isa
 from torch.nn import functional
 
 import purestep as ps
@@ -877,3 +877,56 @@ def test_pools_that_are_traced_first_in_a_process() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", POOLS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# --- instructions -----------------------------------------------------------------------------------------------------
+
+
+class Probes(NamedTuple):
+    """Inductor's tests of the processor's instructions, as in a new process."""
+
+    may_end: threading.Event
+    ran_in: list[threading.Thread]
+    """the threads that have run them to the end"""
+
+
+@pytest.fixture
+def instruction_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[Probes]:
+    tests = Probes(threading.Event(), [])
+
+    def pick_vec_isa() -> None:
+        assert tests.may_end.wait(60)
+        tests.ran_in.append(threading.current_thread())
+
+    monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", pick_vec_isa)
+    backend._instruction_tests.cache_clear()
+    yield tests
+    backend._instruction_tests.cache_clear()
+
+
+def test_instructions_are_tested_once_in_another_thread(instruction_tests: Probes):
+    for _ in range(2):
+        with backend._instructions_tested():
+            instruction_tests.may_end.set()
+        (thread,) = instruction_tests.ran_in
+    assert thread is not threading.current_thread()
+
+
+def test_after_an_error_the_tests_of_instructions_are_over_too(instruction_tests: Probes):
+    def fails() -> None:
+        with backend._instructions_tested():
+            instruction_tests.may_end.set()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert len(instruction_tests.ran_in) == 1
+
+
+def test_an_error_of_the_tests_of_instructions_is_left_to_inductor(
+    instruction_tests: Probes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: 1 / 0)
+    with backend._instructions_tested():
+        pass
+    assert isinstance(backend._instruction_tests().exception(), ZeroDivisionError)

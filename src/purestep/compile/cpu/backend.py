@@ -5,17 +5,20 @@ the arithmetic of a small step. A step's graph is a complete program with gradie
 needs neither.
 
 Private names: ``torch._inductor.compile_fx`` (``_recursive_joint_graph_passes``, ``compile_fx_inner``),
-``torch._guards``, ``torch._subclasses``, ``torch._dispatch``.
+``torch._inductor.cpu_vec_isa.pick_vec_isa``, ``torch._guards``, ``torch._subclasses``, ``torch._dispatch``.
 
 Without: `capture` calls `standalone_compile`, as for every graph that fails here.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,7 +88,7 @@ def _compile(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool
     fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in record.inputs]
     caching = {"fx_graph_cache": False} if is_kept else {}  # our cache replaces inductor's
     # Lazy graph modules: no Python code is generated for a graph that is rewritten many times and never run.
-    with config.patch(_settings(options) | caching), lazy._use_lazy_graph_module(True):
+    with config.patch(_settings(options) | caching), lazy._use_lazy_graph_module(True), _instructions_tested():
         casts = precision_casts.Casts()
         with mode, casts, config.patch(precision_casts.options(rounds=True)):
             graph = _traced(record.function, fakes)
@@ -190,6 +193,7 @@ def _to_cpp(graph: GraphModule, fakes: Sequence[Tensor]) -> Compiled:
     from torch._inductor import compile_fx, config
     from torch._inductor.utils import BoxedBool
 
+    wait([_instruction_tests()])
     inductor: Any = compile_fx
     made = inductor.compile_fx_inner(
         graph,
@@ -225,9 +229,34 @@ def _settings(options: Mapping[str, Any] | None) -> dict[str, Any]:
         "cpp_wrapper_build_separate": True,
     }
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        # torch itself uses these instructions: skip the three test programs.
+        # torch itself uses these instructions: skip the test program that includes torch's headers.
         chosen["cpp.vec_isa_ok"] = True
     return chosen | dict(options or {})
+
+
+@contextmanager
+def _instructions_tested() -> Generator[None]:
+    """Inside, Python traces while the C++ compiler runs `_instruction_tests`."""
+    tests = _instruction_tests()
+    try:
+        yield
+    finally:
+        wait([tests])  # after an error too: inductor must not start the same tests beside them
+
+
+@functools.cache
+def _instruction_tests() -> Future[Any]:
+    """Start inductor's tests of the processor's instructions: a second of g++, once in a process.
+
+    Inductor starts them itself when it generates the first kernel, and waits. It keeps the result, or repeats an error.
+    """
+    from torch._inductor import codecache, cpu_vec_isa
+
+    del codecache  # loaded by this thread: the other one must import nothing that this one may be importing
+    threads = ThreadPoolExecutor(1, thread_name_prefix="purestep-instructions")
+    tests = threads.submit(copy_context().run, cpu_vec_isa.pick_vec_isa)
+    threads.shutdown(wait=False)
+    return tests
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------
