@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -45,25 +45,38 @@ def is_from_torch(loss: Any) -> bool:
     return (named.__module__ or "").startswith("torch.")
 
 
-def check_fit(criterion: Any, outputs: Any, targets: Any) -> None:
-    """Check that one of torch's losses compares these outputs and targets as the user means. Any other one may take
-    what it likes.
-
-    Raises:
-        StepContractError: they are no tensors, or their shapes or dtypes do not fit.
-    """
+def check_of(criterion: Any) -> Callable[[Any, Any], None] | None:
+    """Return the check of outputs and targets for one of torch's losses, which raises StepContractError if they are no
+    tensors, or if their shapes or dtypes do not fit. None for any other criterion, which may take what it likes."""
     loss = called(criterion)
     if not is_from_torch(loss):
-        return
-    name = getattr(loss, "__name__", type(loss).__name__)
-    _check_outputs(name, outputs)
+        return None
+    name = str(getattr(loss, "__name__", type(loss).__name__))
     if isinstance(loss, _CLASSES) or loss in _CLASSES_FUNCTIONS:
-        _check_tensor(name, targets)
-        _check_classes(name, outputs, targets)
-    elif is_elementwise(loss):
-        _check_tensor(name, targets)
+
+        def check_classes(outputs: Any, targets: Any) -> None:
+            _check_outputs(name, outputs)
+            _check_tensor(name, targets)
+            if not _are_logits_and_indices(outputs, targets):
+                _check_classes(name, outputs, targets)
+
+        return check_classes
+    if is_elementwise(loss):
         floats = isinstance(loss, _FLOATS_ONLY) or loss in _FLOATS_ONLY_FUNCTIONS
-        _check_elements(name, outputs, targets, floats=floats)
+
+        def check_elements(outputs: Any, targets: Any) -> None:
+            _check_outputs(name, outputs)
+            _check_tensor(name, targets)
+            _check_elements(name, outputs, targets, floats=floats)
+
+        return check_elements
+    return lambda outputs, _: _check_outputs(name, outputs)
+
+
+def _are_logits_and_indices(outputs: Tensor, targets: Tensor) -> bool:
+    """True in the usual case, which needs no further check: [N, C] of two or more classes, and int64 [N]."""
+    shape = outputs.shape
+    return len(shape) == 2 and shape[1] > 1 and targets.dtype is torch.int64 and targets.shape == shape[:1]
 
 
 def _check_outputs(name: str, outputs: Any) -> None:

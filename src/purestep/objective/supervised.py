@@ -14,7 +14,7 @@ from ..errors import ConfigError, DataError, StepContractError
 from ..metrics import functions
 from ..pickling import recipe
 from ..types import Loss, Metric, Objective
-from .loss_inputs import called, check_fit, is_elementwise, is_from_torch
+from .loss_inputs import called, check_of, is_elementwise, is_from_torch
 from .measure import leading, mean_of
 
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
@@ -72,13 +72,14 @@ def supervised(
         raise ConfigError('reduction="none" gives no scalar', where="criterion", hint='reduction="mean"')
     measured = functions(metrics)
     module = criterion if isinstance(criterion, nn.Module) and _has_tensors(criterion) else None
-    split, run = prepare or split_batch, forward or call_model
+    split, run, check = prepare or split_batch, forward or call_model, check_of(criterion)
 
     def objective(model: Any, batch: Any, /, *context: Any) -> Loss:
         del context  # A supervised loss depends on the batch only.
         inputs, targets = split(batch)
         outputs = run(model, inputs)
-        check_fit(criterion, outputs, targets)
+        if check is not None:
+            check(outputs, targets)
         mean: Any = criterion(outputs, targets) if module is None else _bound(model, module)(outputs, targets)
         if not isinstance(mean, Tensor):
             raise StepContractError(

@@ -289,7 +289,7 @@ class _Notebook:
     """One output of a notebook's cell, which is replaced: the printed lines, and the live line below them."""
 
     def __init__(self, line: Callable[[int], str]) -> None:
-        from IPython.display import display  # a kernel has it
+        from IPython.display import display  # pyright: ignore[reportMissingImports, reportUnknownVariableType]  # a kernel has it
 
         self.width = _NOTEBOOK_WIDTH
         self._line: Callable[[int], str] | None = line
