@@ -57,6 +57,36 @@ def capturing() -> Generator[None]:
         _capturing.reset(token)
 
 
+_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
+
+
+def in_rehearsal() -> bool:
+    """True while a graph runs on copies, to learn whether it runs. Collectives do not communicate then: the other
+    processes make no such call.
+
+    Example:
+        >>> in_rehearsal()
+        False
+    """
+    return _rehearsing.get()
+
+
+@contextmanager
+def rehearsal() -> Generator[None]:
+    """Make `in_rehearsal` return True inside the block.
+
+    Example:
+        >>> with rehearsal():
+        ...     in_rehearsal()
+        True
+    """
+    token = _rehearsing.set(True)
+    try:
+        yield
+    finally:
+        _rehearsing.reset(token)
+
+
 def transformed() -> bool:
     """True inside a transform of `torch.func` or forward-mode autograd. Takes 0.15 us.
 

@@ -211,3 +211,24 @@ def steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+def ragged() -> list[Any]:
+    """Batches of four sizes: a graph for many sizes is compiled."""
+    return [tuple(leaf[:rows] for leaf in batch) for batch, rows in zip(batches(6), (12, 12, 9, 7, 5, 12), strict=True)]
+
+
+def evaluations(compiled: dict[str, Any] | None) -> float:
+    """The largest difference between the metrics of an evaluation and those of one process."""
+    state = problem().init(seed=3)
+    found = 0.0
+    for params, sizes in (("replicate", {}), ("shard", {"shard": 2})):
+        with ps.parallel.start(timeout=90, **sizes) as mesh:
+            program = ps.distribute(problem(), mesh, params=params)
+            program = program if compiled is None else ps.compile_program(program, donate=True, **compiled)
+            part = program.init(seed=3)
+            for batch in batches(2):
+                expected = problem().eval_step(state, batch)
+                metrics = program.eval_step(part, share(batch, mesh, "uneven"))
+                found = max(found, *(abs(float(metrics[name]) - float(expected[name])) for name in expected))
+    return found

@@ -76,6 +76,7 @@ def distribute(
             where=_WHERE,
             hint=f'parallel.start(shard={mesh.size}), or params="replicate"',
         )
+    collectives.keep_in_graphs()
     whole = program.init(device="meta")
     sums_once = not any(map(is_cut, static.trained))
     layout = placement.layout_of(whole, is_cut, mesh.shard, mesh.data, sums_once=sums_once)
