@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
@@ -232,6 +233,10 @@ class Exchange(NamedTuple):
         norm: `optim.global_norm` of pieces; None where every process holds all numbers.
         update: (tx.update, gradients, opt_state, params) -> its result.
         stream: folded into the seed of a step's draws: which process this is.
+        call: (flag of a `Share` or None) -> the context of a forward and backward pass, whose value takes the weight of
+            the loss as its attribute ``weight``.
+        seeded: gradients of several processes mix in the backward pass, so that the loss is multiplied by its weight
+            before it.
     """
 
     reduce: Callable[[Params], Params]
@@ -242,6 +247,8 @@ class Exchange(NamedTuple):
     norm: Callable[[Params], Tensor] | None
     update: Callable[[Callable[..., Any], Params, Tree, Params], Any]
     stream: tuple[int, ...]
+    call: Callable[[Tensor | None], AbstractContextManager[Any]] = lambda counts: nullcontext()
+    seeded: bool = False
 
 
 class Form(NamedTuple):
@@ -277,6 +284,8 @@ class Static(NamedTuple):
     versions: Mapping[str, Any] = MappingProxyType({})  # submodule -> version, from a state_dict's ``_metadata``
     stream: tuple[int, ...] = ()  # as in `Exchange`
     elementwise: bool = True  # of the transform
+    module: Any = None  # the weightless module in train mode; not to be changed
+    rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:

@@ -83,6 +83,40 @@ def problem(tx: str = "adamw", **options: Any) -> ps.Program:
     return ps.program(net(), objective, transforms()[tx](), **settings)
 
 
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 5, 3)
+        self.norm = nn.BatchNorm2d(5)
+        self.last = nn.Linear(5, 7)
+        self.plain = nn.BatchNorm1d(7, affine=False, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(self.last(torch.relu(self.norm(self.first(x))).mean((2, 3))))
+
+
+def normalized(tx: str = "sgd", **options: Any) -> ps.Program:
+    del tx
+    torch.manual_seed(0)
+    # The last class is padding: batches without another have the loss 0/0.
+    objective = ps.supervised(nn.CrossEntropyLoss(ignore_index=6))
+    rule = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1, momentum=0.9))
+    return ps.program(Normalized().double(), objective, rule, precision="64-true", ema=0.9, **options)
+
+
+def images() -> list[Any]:
+    """Six batches of 10 rows; targets of the second one's last rows are padding."""
+    random = torch.Generator().manual_seed(2)
+    found = []
+    for number in range(6):
+        x = torch.randn(10, 2, 6, 6, generator=random, dtype=torch.float64) * 2 + 1
+        y = torch.randint(0, 6, (10,), generator=random)
+        if number == 1:
+            y[5:] = 6
+        found.append((x, y))
+    return found
+
+
 def batches(count: int = 8, rows: int = 12) -> list[Any]:
     random = torch.Generator().manual_seed(1)
     return [

@@ -217,6 +217,19 @@ def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval
     return Template(train, evaluation, names)
 
 
+def rewritten(given: Template, change: Callable[[nn.Module], None]) -> Template:
+    """Copy a template and change the copies of its module.
+
+    Args:
+        given: from `template`.
+        change: changes the module in train mode, and the one in eval mode, in place; the names of tensors stay.
+    """
+    train, evaluation = copy_structure(given.train), copy_structure(given.eval)
+    for each in (train, evaluation):
+        change(cast(nn.Module, each.model))
+    return Template(train, evaluation, given.names)
+
+
 def bind(
     template: Template, params: Params, frozen: Params | None = None, buffers: Params | None = None, train: bool = False
 ) -> Bound:

@@ -43,6 +43,44 @@ def reduce_scatter(value: Tensor, axis: str) -> Tensor:
     return value if width == 1 else _reduce_scatter(value, width, axis)
 
 
+def gathered(value: Tensor, axis: str) -> Tensor:
+    """`all_gather` whose gradient is the sum of all processes' gradients: `scattered`."""
+    return value if _width(axis) == 1 else _Gathered.apply(value, axis)  # pyright: ignore[reportReturnType]
+
+
+def scattered(value: Tensor, axis: str) -> Tensor:
+    """`reduce_scatter` whose gradient is gathered."""
+    return value if _width(axis) == 1 else _Scattered.apply(value, axis)  # pyright: ignore[reportReturnType]
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(value: Tensor, axis: str) -> Tensor:
+        return all_gather(value, axis)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.axis = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return scattered(grads[0], ctx.axis), None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(value: Tensor, axis: str) -> Tensor:
+        return reduce_scatter(value, axis)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.axis = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return gathered(grads[0], ctx.axis), None
+
+
 def _width(axis: str) -> int:
     groups = meshes.current()
     return 1 if groups is None else groups.mesh.width(axis)

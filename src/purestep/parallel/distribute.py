@@ -15,7 +15,8 @@ from ..errors import ConfigError, RankError
 from ..optim import base, numerics
 from ..pickling import recipe
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
-from . import collectives, placement
+from . import batchnorm as batchnorms
+from . import calls, collectives, placement
 from .mesh import Mesh
 from .placement import Layout
 
@@ -30,6 +31,7 @@ def distribute(
     mesh: Mesh,
     *,
     params: str | Rules = "replicate",
+    batchnorm: str | None = None,
 ) -> Program:
     """The same program on the processes of a mesh: every step equals one process's step on the whole batch.
 
@@ -45,12 +47,18 @@ def distribute(
             for each call (ZeRO-2); on a mesh with ``data`` and ``shard``, the processes of "data" hold equal pieces
             (HSDP). Or rules ``[(regex, "shard" or "replicate"), ...]`` for the names of parameters: the first match
             (`re.search`) counts, and a name without a match is replicated.
+        batchnorm: for a model whose batch normalization trains, and only there, it has no default. "sync": statistics
+            of all processes' rows, with one small collective a layer in each pass: equal to one process, unless the
+            program has micro-batches (theirs have other rows). "average": each process uses the statistics of its own
+            rows, and the running ones are averaged, as DistributedDataParallel and most training scripts do: faster,
+            and not equal to one process.
 
     Returns:
         A `Program`. Its steps make collectives: all processes call them, or none.
 
     Raises:
-        ConfigError: ``params`` has another value, or a rule matches no parameter.
+        ConfigError: ``params`` has another value, or a rule matches no parameter; ``batchnorm`` is missing or has
+            another value, or is "sync" for a layer with a forward method of its own.
         RankError: ``params`` shards, and the mesh has ``shard=1``; the program is distributed already; it is no
             program of `purestep.program`.
 
@@ -68,8 +76,11 @@ def distribute(
     if static.stream:
         raise RankError("the program is distributed already", where=_WHERE, hint="pass the program of ps.program")
     is_cut = _chosen(params, static.trained)
+    is_synced = _check_batchnorm(batchnorm, static.module)
     if mesh.size == 1:
         return program
+    if is_synced and mesh.batch_size > 1:
+        program, static = _rewritten(static, batchnorms.synchronize)
     if mesh.shard == 1 and any(map(is_cut, static.trained)):
         raise RankError(
             f"params={params!r} cuts parameters, and the mesh has shard=1",
@@ -80,7 +91,7 @@ def distribute(
     whole = program.init(device="meta")
     sums_once = not any(map(is_cut, static.trained))
     layout = placement.layout_of(whole, is_cut, mesh.shard, mesh.data, sums_once=sums_once)
-    processes = _Processes(mesh, layout, static)
+    processes = _Processes(mesh, layout, static, is_seeded=is_synced)
     steps = static.steps(processes.form(Form(lambda stored: stored, lambda named: named)))
 
     def init(seed: int = 0, device: torch.device | str | None = None) -> TrainState:
@@ -166,6 +177,26 @@ def _chosen(params: Any, names: Sequence[str]) -> Callable[[str], bool]:
     return is_cut
 
 
+def _check_batchnorm(batchnorm: Any, module: Any) -> bool:
+    """True if layers are to be synchronized."""
+    if batchnorm not in (None, "sync", "average"):
+        raise ConfigError(f"batchnorm is {batchnorm!r}", where=_WHERE, hint='pass "sync" or "average"')
+    names = batchnorms.trained(module)
+    if names and batchnorm is None:
+        raise ConfigError(
+            f"the model normalizes by the statistics of a batch ({names[0]}), of which each process has a part",
+            where=_WHERE,
+            hint='batchnorm="sync" for the statistics of the whole batch, equal to one process; batchnorm="average" '
+            "for those of each process, as DistributedDataParallel",
+        )
+    return bool(names) and batchnorm == "sync"
+
+
+def _rewritten(static: Static, change: Callable[[Any], None]) -> tuple[Program, Static]:
+    program = cast(Callable[..., Program], static.rewritten)(change)
+    return program, cast(Static, program.static)
+
+
 def _weights(layout: Layout, state: TrainState) -> TrainState:
     """The state with whole parameters; its other fields are not read by an evaluation."""
     cuts = [leaf for leaf in layout.leaves if leaf.is_cut]
@@ -186,13 +217,14 @@ def _largest(value: Tensor) -> Tensor:
 class _Processes:
     """The collectives of one program's steps."""
 
-    def __init__(self, mesh: Mesh, layout: Layout, static: Static) -> None:
+    def __init__(self, mesh: Mesh, layout: Layout, static: Static, *, is_seeded: bool) -> None:
         self.mesh = mesh
         self.layout = layout
         self.static = static
         self.leaves = {leaf.name: leaf for leaf in layout.leaves}
         self.cuts = [leaf for leaf in layout.leaves if leaf.is_cut]
         self.stream = (mesh.batch_rank,)
+        self.is_seeded = is_seeded
 
     def form(self, inner: Form) -> Form:
         """The form of a step whose stored tensors are pieces, in a form of their own (`packed`)."""
@@ -217,6 +249,8 @@ class _Processes:
             norm=self.norm if self.cuts else None,
             update=self.update,
             stream=self.stream,
+            call=calls.running,
+            seeded=self.is_seeded,
         )
         return Form(expand, collect, inner.unreached, exchange)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torch import nn
@@ -127,7 +127,16 @@ def program(
         host=host_generators.Host(),
         values=_checked_values(values),
     )
-    static = _static(spec, _versions(model))
+    return _assembled(spec, model, own)
+
+
+def _assembled(spec: Spec, model: nn.Module, own: nn.Module | None) -> Program:
+    def rewritten(change: Callable[[nn.Module], None]) -> Program:
+        """The program with changed copies of its modules, and gradients by `torch.autograd`."""
+        template = functional.rewritten(spec.template, change)
+        return _assembled(spec._replace(template=template, engine="autograd", reach=Reach()), model, own)
+
+    static = _static(spec, _versions(model))._replace(module=spec.template.train.model, rewritten=rewritten)
     steps = steps_of(spec, IDENTITY)
     for function in steps:  # read by compile_step
         vars(function)["static"] = static
