@@ -89,7 +89,7 @@ def _track(layer: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
 
 
 def _of_counted(value: Tensor, call: calls.Call) -> Tensor:
-    """The value; its gradient is 0 if the loss has weight 0: it is 0/0, and would reach all processes."""
+    """The value. A loss of weight 0 is 0/0: its gradient, which would reach all processes, is dropped."""
 
     class Counted(torch.autograd.Function):
         @staticmethod
@@ -103,6 +103,9 @@ def _of_counted(value: Tensor, call: calls.Call) -> Tensor:
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
             (grad,) = grads
-            return grad if call.weight is None else torch.where(call.weight > 0, grad, torch.zeros_like(grad))
+            if call.weight is None:
+                return grad
+            # Other processes' losses reach this layer through a later one: they are finite, and stay.
+            return torch.where((call.weight > 0) | (grad.abs() < torch.inf), grad, torch.zeros_like(grad))
 
     return Counted.apply(value)  # pyright: ignore[reportReturnType]
