@@ -83,6 +83,38 @@ def problem(tx: str = "adamw", **options: Any) -> ps.Program:
     return ps.program(net(), objective, transforms()[tx](), **settings)
 
 
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 18)
+        self.down = nn.Linear(18, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def perceptrons(tx: str = "adamw", **options: Any) -> ps.Program:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), Perceptron(), Perceptron()).double()
+    rules = {
+        "adamw": lambda: optim.chain(optim.clip_by_global_norm(0.2), optim.adamw(1e-2)),
+        "lamb": lambda: optim.chain(optim.clip_by_global_norm(0.2), optim.lamb(1e-2)),
+    }
+    return ps.program(net, ps.supervised(nn.MSELoss()), rules[tx](), precision="64-true", ema=0.9, **options)
+
+
+def vectors() -> list[Any]:
+    random = torch.Generator().manual_seed(4)
+    return [tuple(torch.randn(6, 4, 8, generator=random, dtype=torch.float64) for _ in range(2)) for _ in range(6)]
+
+
+def plan(names: dict[str, str]) -> dict[str, Any]:
+    from torch.distributed.tensor import parallel
+
+    return {name: getattr(parallel, style)() for name, style in names.items()}
+
+
 class Normalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -220,6 +252,8 @@ def steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         compiled, fault = given.pop("compiled", None), given.pop("fault", None)
         if isinstance(given["params"], list):  # JSON has no tuples
             given["params"] = [tuple(rule) for rule in given["params"]]
+        if "tensor" in given:
+            given["tensor"] = plan(given["tensor"])
         build = globals()[given.pop("problem", "problem")]
         examples = globals()[given.pop("batches", "batches")]()
         expected, wanted = trained(build(tx, **options), examples)

@@ -22,6 +22,22 @@ SYNCED: list[dict[str, Any]] = [
 ]
 AVERAGED: list[dict[str, Any]] = [{**BATCHNORM, "batchnorm": "average"}]
 
+COLUMNS = {"*.up": "ColwiseParallel", "*.down": "RowwiseParallel"}
+TENSOR: dict[str, Any] = {"problem": "perceptrons", "batches": "vectors", "params": "replicate", "tensor": COLUMNS}
+TWO: dict[str, Any] = {**TENSOR, "mesh": {"tensor": 2}}
+SPLIT: list[dict[str, Any]] = [
+    TWO,
+    {**TWO, "options": {"accumulate": 4}},
+    {**TWO, "tx": "lamb"},
+    {**TWO, "compiled": TRACE},
+]
+SPLIT_AND_CUT: list[dict[str, Any]] = [
+    TWO,
+    {**TWO, "kind": "uneven", "options": {"accumulate": 4}},
+    {**TWO, "mesh": {"shard": 2, "tensor": 2}, "params": "shard"},
+    {**TWO, "mesh": {"shard": 2, "tensor": 2}, "params": "shard", "tx": "lamb", "kind": "empty"},
+]
+
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
@@ -59,3 +75,15 @@ def test_a_layer_with_its_own_forward_cannot_be_synchronized() -> None:
     program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
     with pytest.raises(ps.errors.ConfigError, match="layer 1 is a Doubled"):
         ps.distribute(program, ps.parallel.Mesh(data=2), batchnorm="sync")
+
+
+def test_tensor_parallel_equals_one_process() -> None:
+    found = processes.run("tests.parallel.cases:steps", 2, args=[SPLIT], timeout=150)[0].value
+    for one in found:
+        assert one["far"] < 1e-13, one
+    assert found[0]["rest"] < 0.6 * found[0]["total"]
+
+
+def test_tensor_parallel_with_other_axes() -> None:
+    for one in processes.run("tests.parallel.cases:steps", 4, args=[SPLIT_AND_CUT], timeout=150)[0].value:
+        assert one["far"] < 1e-13, one

@@ -4,8 +4,8 @@ Each waits before it returns, so that a graph may store its result anywhere: tor
 work by storage object, and wait for nothing where a compiler has put a result into other storage. The axis, unlike the
 name of a process group, is the same text in every process and run: graphs and caches may contain it.
 
-The argument ``after`` of an operator is not read: in a graph it is the collective before, so that all processes keep one
-order (`compile.fx_passes.collectives_in_order`).
+The argument ``after`` of an operator is not read: in a graph it is the collective before, so that all processes keep
+one order (`compile.fx_passes.collectives_in_order`).
 """
 
 from __future__ import annotations

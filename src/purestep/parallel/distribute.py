@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,9 +16,9 @@ from ..optim import base, numerics
 from ..pickling import recipe
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
 from . import batchnorm as batchnorms
-from . import calls, collectives, placement
+from . import calls, collectives, placement, tensorwise
 from .mesh import Mesh
-from .placement import Layout
+from .placement import Layout, Leaf
 
 Rules = Sequence[tuple[str, str]]
 _WHERE = "distribute"
@@ -32,6 +32,7 @@ def distribute(
     *,
     params: str | Rules = "replicate",
     batchnorm: str | None = None,
+    tensor: tensorwise.Plan | None = None,
 ) -> Program:
     """The same program on the processes of a mesh: every step equals one process's step on the whole batch.
 
@@ -52,15 +53,20 @@ def distribute(
             program has micro-batches (theirs have other rows). "average": each process uses the statistics of its own
             rows, and the running ones are averaged, as DistributedDataParallel and most training scripts do: faster,
             and not equal to one process.
+        tensor: names of layers -> styles of `torch.distributed.tensor.parallel` (``ColwiseParallel()``,
+            ``RowwiseParallel()``, ``SequenceParallel()``); ``*`` in a name matches any text. The processes of the axis
+            "tensor" hold parts of these layers and compute them together; ``params`` may cut the parts further. They
+            draw the same random numbers. Evaluation and ``bind`` gather the whole weights.
 
     Returns:
         A `Program`. Its steps make collectives: all processes call them, or none.
 
     Raises:
         ConfigError: ``params`` has another value, or a rule matches no parameter; ``batchnorm`` is missing or has
-            another value, or is "sync" for a layer with a forward method of its own.
-        RankError: ``params`` shards, and the mesh has ``shard=1``; the program is distributed already; it is no
-            program of `purestep.program`.
+            another value, or is "sync" for a layer with a forward method of its own; ``tensor`` matches no layer, or
+            the axis does not divide a layer's dimension.
+        RankError: ``params`` shards, and the mesh has ``shard=1``; it has ``tensor`` processes without a plan, or a
+            plan without processes; the program is distributed already; it is no program of `purestep.program`.
 
     Example:
         >>> import torch, purestep as ps
@@ -77,22 +83,26 @@ def distribute(
         raise RankError("the program is distributed already", where=_WHERE, hint="pass the program of ps.program")
     is_cut = _chosen(params, static.trained)
     is_synced = _check_batchnorm(batchnorm, static.module)
+    if tensor is not None:
+        tensorwise.check(tensor, static.module)
     if mesh.size == 1:
         return program
-    if is_synced and mesh.batch_size > 1:
-        program, static = _rewritten(static, batchnorms.synchronize)
-    if mesh.shard == 1 and any(map(is_cut, static.trained)):
-        raise RankError(
-            f"params={params!r} cuts parameters, and the mesh has shard=1",
-            where=_WHERE,
-            hint=f'parallel.start(shard={mesh.size}), or params="replicate"',
-        )
+    _check_mesh(mesh, params, tensor, cuts=any(map(is_cut, static.trained)))
     collectives.keep_in_graphs()
+    inner, spreads = static, dict[str, tensorwise.Spread]()
+    if is_synced and mesh.batch_size > 1:
+        inner = _rewritten(inner, batchnorms.synchronize)
+    if tensor is not None:
+        inner = _rewritten(inner, tensorwise.parallelized(tensor, mesh.device_mesh["tensor"]))
+        spreads = tensorwise.spreads(inner.module, mesh.tensor)
     whole = program.init(device="meta")
     sums_once = not any(map(is_cut, static.trained))
-    layout = placement.layout_of(whole, is_cut, mesh.shard, mesh.data, sums_once=sums_once)
-    processes = _Processes(mesh, layout, static, is_seeded=is_synced)
-    steps = static.steps(processes.form(Form(lambda stored: stored, lambda named: named)))
+    dims = {name: spread.dim for name, spread in spreads.items() if spread.dim >= 0}
+    layout = placement.layout_of(
+        whole, is_cut, mesh.shard, mesh.data, sums_once=sums_once, tensor=mesh.tensor, dims=dims
+    )
+    processes = _Processes(mesh, layout, inner, spreads, is_seeded=is_synced)
+    steps = inner.steps(processes.form(Form(lambda stored: stored, lambda named: named)))
 
     def init(seed: int = 0, device: torch.device | str | None = None) -> TrainState:
         """This process's part of the state before the first step; see `Program`."""
@@ -113,7 +123,7 @@ def distribute(
 
     fixed = static._replace(
         labels=None if static.labels is None else processes.labels,
-        steps=lambda form: static.steps(processes.form(form)),
+        steps=lambda form: inner.steps(processes.form(form)),
         stream=processes.stream,
     )
     for function in steps:  # read by compile_step
@@ -192,18 +202,32 @@ def _check_batchnorm(batchnorm: Any, module: Any) -> bool:
     return bool(names) and batchnorm == "sync"
 
 
-def _rewritten(static: Static, change: Callable[[Any], None]) -> tuple[Program, Static]:
-    program = cast(Callable[..., Program], static.rewritten)(change)
-    return program, cast(Static, program.static)
+def _check_mesh(mesh: Mesh, params: Any, tensor: Any, *, cuts: bool) -> None:
+    if mesh.shard == 1 and cuts:
+        raise RankError(
+            f"params={params!r} cuts parameters, and the mesh has shard=1",
+            where=_WHERE,
+            hint=f'parallel.start(shard={mesh.size}), or params="replicate"',
+        )
+    if (mesh.tensor > 1) != (tensor is not None):
+        raise RankError(
+            f"the mesh has tensor={mesh.tensor}, and there is {'no' if tensor is None else 'a'} plan of layers",
+            where=_WHERE,
+            hint='parallel.start(tensor=2) with distribute(..., tensor={"blocks.*.up": ColwiseParallel()}), or neither',
+        )
+
+
+def _rewritten(static: Static, change: Callable[[Any], None]) -> Static:
+    return cast(Static, cast(Callable[..., Program], static.rewritten)(change).static)
 
 
 def _weights(layout: Layout, state: TrainState) -> TrainState:
     """The state with whole parameters; its other fields are not read by an evaluation."""
-    cuts = [leaf for leaf in layout.leaves if leaf.is_cut]
-    if not cuts:
+    pieces = [leaf for leaf in layout.leaves if not leaf.is_whole]
+    if not pieces:
         return state
-    wholes = placement.gathered([(leaf, state.params[leaf.name]) for leaf in cuts], layout.width)
-    named = placement.by_name(cuts, wholes)
+    wholes = placement.wholes(layout, [(leaf, state.params[leaf.name]) for leaf in pieces])
+    named = placement.by_name(pieces, wholes)
     return TrainState(*state)._replace(params={name: named.get(name, value) for name, value in state.params.items()})
 
 
@@ -217,12 +241,17 @@ def _largest(value: Tensor) -> Tensor:
 class _Processes:
     """The collectives of one program's steps."""
 
-    def __init__(self, mesh: Mesh, layout: Layout, static: Static, *, is_seeded: bool) -> None:
+    def __init__(
+        self, mesh: Mesh, layout: Layout, static: Static, spreads: Mapping[str, tensorwise.Spread], *, is_seeded: bool
+    ) -> None:
         self.mesh = mesh
         self.layout = layout
         self.static = static
+        self.spreads = spreads
         self.leaves = {leaf.name: leaf for leaf in layout.leaves}
-        self.cuts = [leaf for leaf in layout.leaves if leaf.is_cut]
+        self.pieces = [leaf for leaf in layout.leaves if not leaf.is_whole]
+        # As one process of the axis "tensor" has them.
+        self.cuts = [leaf.part(layout.tensor) for leaf in layout.leaves if leaf.is_cut]
         self.stream = (mesh.batch_rank,)
         self.is_seeded = is_seeded
 
@@ -230,9 +259,11 @@ class _Processes:
         """The form of a step whose stored tensors are pieces, in a form of their own (`packed`)."""
 
         def expand(stored: Params) -> Params:
-            return self._whole(inner.expand(stored))
+            named = self._gathered(inner.expand(stored))
+            return tensorwise.joined(named, self.spreads, self.mesh.device_mesh["tensor"]) if self.spreads else named
 
         def collect(named: Params) -> Params:  # reduced later, as a whole
+            named = tensorwise.parts(named, self.spreads) if self.spreads else named
             return inner.collect(named) if not self.cuts else named
 
         def reduce(grads: Params) -> Params:
@@ -245,8 +276,8 @@ class _Processes:
             once=not self.cuts,
             sums=self.sums,
             buffers=self.buffers,
-            total=lambda value: collectives.all_reduce(value, "shard"),
-            norm=self.norm if self.cuts else None,
+            total=lambda value: collectives.all_reduce(collectives.all_reduce(value, "shard"), "tensor"),
+            norm=self.norm if self.pieces else None,
             update=self.update,
             stream=self.stream,
             call=calls.running,
@@ -255,16 +286,27 @@ class _Processes:
         return Form(expand, collect, inner.unreached, exchange)
 
     def labels(self, params: Params) -> Labels:
-        """The transform's labels, apart for parameters that are cut: those of one buffer are treated alike."""
+        """The transform's labels, apart for parameters in pieces: those of one buffer are treated alike."""
         found = cast(Callable[[Params], Labels], self.static.labels)(params)
-        return {name: (label, self.leaves[name].is_cut) for name, label in found.items()}
+        return {name: (label, self._kind(name)) for name, label in found.items()}
 
-    def _whole(self, named: Params) -> Params:
+    def _kind(self, name: str) -> tuple[bool, bool]:
+        """Whether a parameter is cut by rows, and whether it is cut over the axis "tensor"."""
+        leaf = self.leaves[name]
+        return leaf.is_cut, leaf.tensor >= 0
+
+    def _gathered(self, named: Params) -> Params:
+        """Parameters as one process of the axis "tensor" has them."""
         if not self.cuts:
             return named
         cuts = [leaf for leaf in self.cuts if leaf.name in named]
         wholes = placement.gathered([(leaf, named[leaf.name]) for leaf in cuts], self.layout.width)
         return named | placement.by_name(cuts, wholes)
+
+    def _whole(self, named: Params) -> Params:
+        pieces = [leaf for leaf in self.pieces if leaf.name in named]
+        wholes = placement.wholes(self.layout, [(leaf, named[leaf.name]) for leaf in pieces])
+        return named | placement.by_name(pieces, wholes)
 
     def _reduced(self, grads: Params) -> Params:
         others = [leaf for leaf in self.layout.leaves if not leaf.is_cut]
@@ -301,37 +343,47 @@ class _Processes:
         dtype = numerics.scalar_dtype(updates)
         norms = {name: base.leaf_norm(leaf, dtype) for name, leaf in updates.items()}
         zero = torch.zeros((), dtype=dtype, device=next(iter(norms.values())).device)
-        cut = [norm for name, norm in norms.items() if self.leaves[name].is_cut]
-        rest = [norm for name, norm in norms.items() if not self.leaves[name].is_cut]
-        own, other = (torch.stack(part).square().sum() if part else zero for part in (cut, rest))
-        return (collectives.all_reduce(own, "shard") + other).sqrt()
+
+        def squares(*kind: bool) -> Tensor:
+            chosen = [norm for name, norm in norms.items() if self._kind(name) == kind]
+            return torch.stack(chosen).square().sum() if chosen else zero
+
+        rows, both = squares(True, False), squares(True, True)
+        if self.cuts:
+            rows, both = collectives.all_reduce(torch.stack([rows, both]), "shard").unbind()
+        parts = squares(False, True) + both
+        if self.layout.tensor > 1:
+            parts = collectives.all_reduce(parts, "tensor")
+        return (squares(False, False) + rows + parts).sqrt()
 
     def update(self, update: Callable[..., Any], grads: Params, state: Tree, params: Params) -> Any:
         """Run a transform. One that is not elementwise sees whole tensors, and its results are cut again."""
-        if not self.cuts:
+        if not self.pieces:
             return update(grads, state, params)
         if self.static.elementwise:
             with base.norm_of_pieces(self.norm):
                 return update(grads, state, params)
-        place = self.mesh.coordinate("shard")
         found, whole_state = update(self._whole(grads), self._whole_state(state), self._whole(params))
         if not isinstance(found, dict):
             return found, whole_state  # the step names what is wrong
         named = cast(Params, found)
-        cut = {leaf.name: placement.cut(leaf, named[leaf.name], place, self.layout.width) for leaf in self.cuts}
+        own = {leaf.name: self._own(leaf, named[leaf.name]) for leaf in self.pieces}
         cuts = self._state_cuts()
         _, treedef = tree.flatten(whole_state)
         leaves = [
-            placement.cut(self.leaves[cuts[path]], value, place, self.layout.width) if path in cuts else value
+            self._own(self.leaves[cuts[path]], value) if path in cuts else value
             for path, value in tree.with_paths(whole_state)
         ]
-        return named | cut, tree.unflatten(treedef, leaves)
+        return named | own, tree.unflatten(treedef, leaves)
+
+    def _own(self, leaf: Leaf, value: Tensor) -> Tensor:
+        return placement.own(self.layout, leaf, value, self.mesh)
 
     def _whole_state(self, state: Tree) -> Tree:
         cuts = self._state_cuts()
         paths, leaves = zip(*tree.with_paths(state), strict=True) if tree.leaves(state) else ((), ())
         chosen = [index for index, path in enumerate(paths) if path in cuts]
-        wholes = placement.gathered([(self.leaves[cuts[paths[i]]], leaves[i]) for i in chosen], self.layout.width)
+        wholes = placement.wholes(self.layout, [(self.leaves[cuts[paths[i]]], leaves[i]) for i in chosen])
         found = dict(zip(chosen, wholes, strict=True))
         return tree.unflatten(tree.flatten(state)[1], [found.get(i, leaf) for i, leaf in enumerate(leaves)])
 
