@@ -259,6 +259,7 @@ class Form(NamedTuple):
     collect: Callable[[Params], Params]  # named -> stored; named gradients, where an exchange reduces them
     unreached: Callable[[frozenset[str]], dict[str, str]] = _same_names  # names without a gradient -> stored names
     exchange: Exchange | None = None  # None: one process
+    hidden: frozenset[str] = frozenset()  # named parameters that are pieces in the expanded tree
 
 
 class Steps(NamedTuple):

@@ -37,6 +37,14 @@ SPLIT_AND_CUT: list[dict[str, Any]] = [
     {**TWO, "mesh": {"shard": 2, "tensor": 2}, "params": "shard"},
     {**TWO, "mesh": {"shard": 2, "tensor": 2}, "params": "shard", "tx": "lamb", "kind": "empty"},
 ]
+UNITS: dict[str, Any] = {"params": "shard", "units": ["blocks.*"]}
+GATHERED: list[dict[str, Any]] = [
+    {**UNITS, "mesh": {"shard": 2}},
+    {**UNITS, "mesh": {"shard": 2}, "kind": "uneven", "options": {"accumulate": 3}},
+    {**UNITS, "mesh": {"shard": 2}, "kind": "empty", "options": {"microbatches": 2}},
+    {**UNITS, "mesh": {"shard": 2}, "kind": "uneven", "tx": "lamb"},
+    {**UNITS, "mesh": {"shard": 2}, "kind": "uneven", "compiled": TRACE},
+]
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +95,8 @@ def test_tensor_parallel_equals_one_process() -> None:
 def test_tensor_parallel_with_other_axes() -> None:
     for one in processes.run("tests.parallel.cases:steps", 4, args=[SPLIT_AND_CUT], timeout=150)[0].value:
         assert one["far"] < 1e-13, one
+
+
+def test_units_equal_one_process() -> None:
+    for one in processes.run("tests.parallel.cases:steps", 2, args=[GATHERED], timeout=150)[0].value:
+        assert one["far"] < 1e-14, one

@@ -17,6 +17,7 @@ from ..pickling import recipe
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
 from . import batchnorm as batchnorms
 from . import calls, collectives, placement, tensorwise
+from . import units as blocks
 from .mesh import Mesh
 from .placement import Layout, Leaf
 
@@ -31,6 +32,7 @@ def distribute(
     mesh: Mesh,
     *,
     params: str | Rules = "replicate",
+    units: Sequence[str] = (),
     batchnorm: str | None = None,
     tensor: tensorwise.Plan | None = None,
 ) -> Program:
@@ -48,6 +50,11 @@ def distribute(
             for each call (ZeRO-2); on a mesh with ``data`` and ``shard``, the processes of "data" hold equal pieces
             (HSDP). Or rules ``[(regex, "shard" or "replicate"), ...]`` for the names of parameters: the first match
             (`re.search`) counts, and a name without a match is replicated.
+        units: names of blocks (``["blocks.*"]``; ``*`` stands for one part of a name) whose parameters are gathered
+            when the block runs, freed, and gathered again in the backward pass, which repeats the block's forward pass
+            (ZeRO-3): a process holds the whole parameters of one block at a time, at half as much more communication
+            and a third more arithmetic. Only the block's own forward method may read its parameters. A parameter that
+            is tied to one outside of its block is gathered for the whole call.
         batchnorm: for a model whose batch normalization trains, and only there, it has no default. "sync": statistics
             of all processes' rows, with one small collective a layer in each pass: equal to one process, unless the
             program has micro-batches (theirs have other rows). "average": each process uses the statistics of its own
@@ -64,7 +71,8 @@ def distribute(
     Raises:
         ConfigError: ``params`` has another value, or a rule matches no parameter; ``batchnorm`` is missing or has
             another value, or is "sync" for a layer with a forward method of its own; ``tensor`` matches no layer, or
-            the axis does not divide a layer's dimension.
+            the axis does not divide a layer's dimension; ``units`` matches no block, or one without parameters in
+            pieces.
         RankError: ``params`` shards, and the mesh has ``shard=1``; it has ``tensor`` processes without a plan, or a
             plan without processes; the program is distributed already; it is no program of `purestep.program`.
 
@@ -85,6 +93,7 @@ def distribute(
     is_synced = _check_batchnorm(batchnorm, static.module)
     if tensor is not None:
         tensorwise.check(tensor, static.module)
+    unit_names = blocks.names_of(units, static.module)
     if mesh.size == 1:
         return program
     _check_mesh(mesh, params, tensor, cuts=any(map(is_cut, static.trained)))
@@ -101,7 +110,11 @@ def distribute(
     layout = placement.layout_of(
         whole, is_cut, mesh.shard, mesh.data, sums_once=sums_once, tensor=mesh.tensor, dims=dims
     )
-    processes = _Processes(mesh, layout, inner, spreads, is_seeded=is_synced)
+    by_unit = blocks.leaves_of(unit_names, layout.leaves, static.ties)
+    hidden = frozenset(leaf.name for leaves in by_unit.values() for leaf in leaves)
+    if by_unit:
+        inner = _rewritten(inner, blocks.gathering(_units(by_unit, layout, spreads, mesh)))
+    processes = _Processes(mesh, layout, inner, spreads, hidden, is_seeded=is_synced or bool(by_unit))
     steps = inner.steps(processes.form(Form(lambda stored: stored, lambda named: named)))
 
     def init(seed: int = 0, device: torch.device | str | None = None) -> TrainState:
@@ -217,6 +230,22 @@ def _check_mesh(mesh: Mesh, params: Any, tensor: Any, *, cuts: bool) -> None:
         )
 
 
+def _units(
+    by_unit: Mapping[str, list[Leaf]], layout: Layout, spreads: Mapping[str, tensorwise.Spread], mesh: Mesh
+) -> dict[str, blocks.Unit]:
+    def wrapped(named: Params) -> Params:
+        return tensorwise.joined(named, spreads, mesh.device_mesh["tensor"]) if spreads else named
+
+    return {
+        name: blocks.Unit(
+            tuple((leaf.name.removeprefix(f"{name}."), leaf.part(layout.tensor)) for leaf in leaves),
+            layout.width,
+            wrapped,
+        )
+        for name, leaves in by_unit.items()
+    }
+
+
 def _rewritten(static: Static, change: Callable[[Any], None]) -> Static:
     return cast(Static, cast(Callable[..., Program], static.rewritten)(change).static)
 
@@ -242,7 +271,14 @@ class _Processes:
     """The collectives of one program's steps."""
 
     def __init__(
-        self, mesh: Mesh, layout: Layout, static: Static, spreads: Mapping[str, tensorwise.Spread], *, is_seeded: bool
+        self,
+        mesh: Mesh,
+        layout: Layout,
+        static: Static,
+        spreads: Mapping[str, tensorwise.Spread],
+        hidden: frozenset[str],
+        *,
+        is_seeded: bool,
     ) -> None:
         self.mesh = mesh
         self.layout = layout
@@ -252,6 +288,8 @@ class _Processes:
         self.pieces = [leaf for leaf in layout.leaves if not leaf.is_whole]
         # As one process of the axis "tensor" has them.
         self.cuts = [leaf.part(layout.tensor) for leaf in layout.leaves if leaf.is_cut]
+        self.hidden = hidden  # gathered by their units
+        self.spread_whole = {name: spread for name, spread in spreads.items() if name not in hidden}
         self.stream = (mesh.batch_rank,)
         self.is_seeded = is_seeded
 
@@ -260,7 +298,9 @@ class _Processes:
 
         def expand(stored: Params) -> Params:
             named = self._gathered(inner.expand(stored))
-            return tensorwise.joined(named, self.spreads, self.mesh.device_mesh["tensor"]) if self.spreads else named
+            if not self.spread_whole:
+                return named
+            return tensorwise.joined(named, self.spread_whole, self.mesh.device_mesh["tensor"])
 
         def collect(named: Params) -> Params:  # reduced later, as a whole
             named = tensorwise.parts(named, self.spreads) if self.spreads else named
@@ -283,7 +323,7 @@ class _Processes:
             call=calls.running,
             seeded=self.is_seeded,
         )
-        return Form(expand, collect, inner.unreached, exchange)
+        return Form(expand, collect, inner.unreached, exchange, self.hidden)
 
     def labels(self, params: Params) -> Labels:
         """The transform's labels, apart for parameters in pieces: those of one buffer are treated alike."""
@@ -299,7 +339,7 @@ class _Processes:
         """Parameters as one process of the axis "tensor" has them."""
         if not self.cuts:
             return named
-        cuts = [leaf for leaf in self.cuts if leaf.name in named]
+        cuts = [leaf for leaf in self.cuts if leaf.name in named and leaf.name not in self.hidden]
         wholes = placement.gathered([(leaf, named[leaf.name]) for leaf in cuts], self.layout.width)
         return named | placement.by_name(cuts, wholes)
 
@@ -309,11 +349,15 @@ class _Processes:
         return named | placement.by_name(pieces, wholes)
 
     def _reduced(self, grads: Params) -> Params:
+        cuts = [leaf for leaf in self.cuts if leaf.name not in self.hidden]
         others = [leaf for leaf in self.layout.leaves if not leaf.is_cut]
         found = placement.by_name(
-            self.cuts, placement.scattered([(leaf, grads[leaf.name]) for leaf in self.cuts], self.layout.width)
+            cuts, placement.scattered([(leaf, grads[leaf.name]) for leaf in cuts], self.layout.width)
         )
         found |= placement.by_name(others, placement.summed([grads[leaf.name] for leaf in others], "batch"))
+        # Their units have summed them over the processes of the axis "shard".
+        hidden = [name for name in grads if name in self.hidden]
+        found |= dict(zip(hidden, placement.summed([grads[name] for name in hidden], "data"), strict=True))
         return {name: found[name] for name in grads}
 
     def sums(self, values: list[Tensor]) -> list[Tensor]:

@@ -190,12 +190,14 @@ def joined(leaf: Leaf, pieces: Tensor, width: int) -> Tensor:
     return _unpermuted(leaf, flat.reshape(sizes))
 
 
-def gathered(leaves: list[tuple[Leaf, Tensor]], width: int) -> list[Tensor]:
-    """Whole tensors of pieces: one collective for each dtype."""
+def gathered(leaves: list[tuple[Leaf, Tensor]], width: int, *, differentiable: bool = False) -> list[Tensor]:
+    """Whole tensors of pieces: one collective for each dtype. ``differentiable``: gradients are summed over the
+    processes of the axis "shard", and each gets its pieces."""
+    gather = collectives.gathered if differentiable else collectives.all_gather
     found: dict[int, Tensor] = {}
     for places in _by_dtype([piece for _, piece in leaves]):
         flats = [_flat(*leaves[index]) for index in places]
-        together = collectives.all_gather(torch.cat(flats), "shard").view(width, -1)
+        together = gather(torch.cat(flats), "shard").view(width, -1)
         parts = together.split([flat.numel() for flat in flats], dim=1)
         found |= {index: joined(leaves[index][0], part, width) for index, part in zip(places, parts, strict=True)}
     return [found[index] for index in range(len(leaves))]

@@ -28,8 +28,8 @@ Forward = Callable[[functional.Bound], Any]
 def _forward(
     spec: Spec, state: TrainState, rows: Batch, counts: Tensor | None, context: tuple[Any, ...], call: Any
 ) -> Forward:
-    """Build the function to be differentiated. If ``call`` is not None, it takes the weight of the loss, and the loss is
-    multiplied by it."""
+    """Build the function to be differentiated. If ``call`` is not None, it takes the weight of the loss, by which the
+    loss is then multiplied."""
     device = state.step.device
     scale, values = spec.scaler.scale(state.scaler), spec.values_at(state)
 
@@ -169,13 +169,16 @@ def _not_connected() -> StepContractError:
 
 
 def _value_and_grad(
-    spec: Spec, forward: Forward, state: TrainState, named: Params
+    spec: Spec, forward: Forward, state: TrainState, named: Params, hidden: frozenset[str]
 ) -> tuple[Params, Any, frozenset[str]]:
     """Return the gradients by name, the forward pass's (loss, buffers), and the parameters that the loss does not reach
     (their gradients are zeros)."""
 
     def bind(params: Params) -> functional.Bound:
-        return functional.bind(spec.template, params, state.frozen, state.buffers, train=True)
+        bound = functional.bind(spec.template, params, state.frozen, state.buffers, train=True)
+        if hidden:
+            bound.params = functional.Shown(params, hidden)
+        return bound
 
     engine = spec.engine
     if engine == "auto":
@@ -269,7 +272,9 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
     is_seeded = exchange is not None and exchange.seeded
     with nullcontext() if exchange is None else exchange.call(counts) as call:
         forward = _forward(spec, state, rows, counts, context, call if is_seeded else None)
-        grads, (loss, buffers), unreached = _value_and_grad(spec, forward, state, form.expand(state.params))
+        grads, (loss, buffers), unreached = _value_and_grad(
+            spec, forward, state, form.expand(state.params), form.hidden
+        )
     if is_seeded:
         grads = {name: _own(grad, loss.weight) for name, grad in grads.items()}
     write_check.check_sizes(state.buffers, buffers)
