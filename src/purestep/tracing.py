@@ -57,6 +57,36 @@ def capturing() -> Generator[None]:
         _capturing.reset(token)
 
 
+_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
+
+
+def in_rehearsal() -> bool:
+    """True while a graph runs on copies, to learn whether it runs. Collectives do not communicate then: the other
+    processes make no such call.
+
+    Example:
+        >>> in_rehearsal()
+        False
+    """
+    return _rehearsing.get()
+
+
+@contextmanager
+def rehearsal() -> Generator[None]:
+    """Make `in_rehearsal` return True inside the block.
+
+    Example:
+        >>> with rehearsal():
+        ...     in_rehearsal()
+        True
+    """
+    token = _rehearsing.set(True)
+    try:
+        yield
+    finally:
+        _rehearsing.reset(token)
+
+
 def transformed() -> bool:
     """True inside a transform of `torch.func` or forward-mode autograd. Takes 0.15 us.
 
@@ -128,6 +158,18 @@ def is_mapped(value: Tensor) -> bool:
     return False
 
 
+def has_parts(types: Iterable[type]) -> bool:
+    """True if a dispatch mode is called for a DTensor. It should return NotImplemented: the DTensor then calls the
+    operators on its part, for which the mode is called too.
+
+    Example:
+        >>> import torch
+        >>> has_parts((torch.Tensor,))
+        False
+    """
+    return any(kind.__name__ == "DTensor" for kind in types)
+
+
 def is_random(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """True if this call of a torch operator draws random numbers. Attention with ``dropout_p=0`` draws none.
 
@@ -181,6 +223,8 @@ class _Replaying(TorchDispatchMode):
         self._positions = {global_rng.cpu_seed()}  # positions that draws have reached
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_parts(types):
+            return NotImplemented
         if not is_random(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         position = global_rng.cpu_seed()

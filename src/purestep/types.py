@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
@@ -232,6 +233,10 @@ class Exchange(NamedTuple):
         norm: `optim.global_norm` of pieces; None where every process holds all numbers.
         update: (tx.update, gradients, opt_state, params) -> its result.
         stream: folded into the seed of a step's draws: which process this is.
+        call: (flag of a `Share` or None) -> the context of a forward and backward pass, whose value takes the weight of
+            the loss as its attribute ``weight``.
+        seeded: gradients of several processes mix in the backward pass, so that the loss is multiplied by its weight
+            before it.
     """
 
     reduce: Callable[[Params], Params]
@@ -242,6 +247,8 @@ class Exchange(NamedTuple):
     norm: Callable[[Params], Tensor] | None
     update: Callable[[Callable[..., Any], Params, Tree, Params], Any]
     stream: tuple[int, ...]
+    call: Callable[[Tensor | None], AbstractContextManager[Any]] = lambda counts: nullcontext()
+    seeded: bool = False
 
 
 class Form(NamedTuple):
@@ -252,6 +259,7 @@ class Form(NamedTuple):
     collect: Callable[[Params], Params]  # named -> stored; named gradients, where an exchange reduces them
     unreached: Callable[[frozenset[str]], dict[str, str]] = _same_names  # names without a gradient -> stored names
     exchange: Exchange | None = None  # None: one process
+    hidden: frozenset[str] = frozenset()  # named parameters that are pieces in the expanded tree
 
 
 class Steps(NamedTuple):
@@ -279,6 +287,8 @@ class Static(NamedTuple):
     elementwise: bool = True  # of the transform
     precision: str = "32-true"
     first_share: Callable[[int], float] | None = None  # `ema.Average.first`
+    module: Any = None  # the weightless module in train mode; not to be changed
+    rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:

@@ -118,4 +118,6 @@ def _traced(graph: GraphModule) -> tuple[GraphModule, bool]:
     (mode,) = modes.values()
     with tracing.capturing(), torch.no_grad(), mode, casts, random_ops.AsInEager():
         traced: GraphModule = make_fx(graph, _allow_non_fake_inputs=True)(*inputs)
+    fx_passes.collectives_in_order(traced)
+    traced.recompile()
     return traced, casts.seen

@@ -51,6 +51,7 @@ def finished(graph: GraphModule) -> GraphModule:
                 hint=ONE_DTYPE,
             )
     _copy_permutations(graph)
+    collectives_in_order(graph)
     return _materialize_scalars(graph) if _OFFSETS_STAY else graph
 
 
@@ -90,6 +91,25 @@ def _copy_permutations(graph: GraphModule) -> None:
             made = graph.graph.call_function(torch.ops.purestep.taken.default, (node,))
         made.meta.update(node.meta)
         node.replace_all_uses_with(made, delete_user_cb=functools.partial(operator.is_not, made))
+
+
+def collectives_in_order(graph: GraphModule) -> None:
+    """Let each collective depend on the one before, by its argument ``after``. A compiler orders independent operations
+    by the sizes of their results, which differ between processes, and drops results that only one process reads: all
+    processes must make the same calls in the same order."""
+    last: Any = None
+    for node in graph.graph.nodes:
+        if getattr(node.target, "namespace", "") != "purestep" or node.target._schema.arguments[-1].name != "after":
+            continue
+        if last is not None:
+            node.update_kwarg("after", last)
+        last = node
+
+
+def has_functional_collectives(graph: GraphModule) -> bool:
+    """True if a graph calls torch's functional collectives. Their wait looks for pending work by storage: a result that
+    lies in other storage over the same memory is read before it has arrived."""
+    return any(str(getattr(node.target, "namespace", "")).startswith("_c10d_functional") for node in graph.graph.nodes)
 
 
 _OFFSETS_STAY = TorchVersion(torch.__version__) >= TorchVersion("2.13")

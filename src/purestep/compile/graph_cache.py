@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import rng, tree
+from .. import rng, tracing, tree
 from ..errors import PurestepError, StepContractError
 from ..step import NoSetupContext
 from . import capture, captured_values, donation, dynamic_shapes, fx_passes
@@ -307,7 +307,7 @@ def _with_step_checks(run: Callable[..., Any], core: Callable[..., Any]) -> Call
 
 def _run_on_copies(graph: Graph, tensors: list[Tensor], leaves: list[Any]) -> None:
     """Call the graph on copies: neither the caller's tensors nor the generators change."""
-    with rng.scoped(0, tree.device(tensors)):
+    with rng.scoped(0, tree.device(tensors)), tracing.rehearsal():
         graph.run([tensor.clone() for tensor in tensors], leaves)
 
 

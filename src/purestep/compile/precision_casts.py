@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from .. import tracing
 from .control_flow import Mode
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -81,6 +82,8 @@ class Casts(Mode):
         self._rounded: dict[int, Any] = {}  # storages of values cast down, or computed elementwise from such
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if tracing.has_parts(types):
+            return NotImplemented
         made = func(*args, **(kwargs or {}))
         is_operator = isinstance(func, OpOverload)  # not a higher-order operator
         if is_operator and not self.seen and isinstance(made, Tensor) and made.is_floating_point():

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, library
 from torch.utils._pytree import tree_map_only
 
+from .. import tracing
 from . import formats
 from .control_flow import Mode
 
@@ -143,6 +144,8 @@ class AsInEager(Mode):
         self._strides = formats.Strides()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if tracing.has_parts(types):
+            return NotImplemented
         kwargs = kwargs or {}
         rule = _RULES.get(func)
         if not _on_cpu(args, kwargs):

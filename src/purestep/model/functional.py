@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -40,6 +40,42 @@ class Names(NamedTuple):
     aliases: dict[str, str]  # the ties that are separate attributes, which every call must set
     shared: tuple[str, ...]  # buffers that share memory with another tensor; a state holds them separately
     empty: tuple[str, ...]  # buffers registered as None, which a state does not hold
+
+
+class Shown(dict[str, Tensor]):
+    """Parameters by name, some of which are pieces of the whole: reading those raises StepContractError."""
+
+    def __init__(self, params: Params, hidden: frozenset[str]) -> None:
+        super().__init__(params)
+        self._hidden = hidden
+
+    def _checked(self, name: str) -> None:
+        if name in self._hidden:
+            raise StepContractError(
+                "is whole only inside of its unit, and cannot be read by the objective",
+                where=f"model.params/{name}",
+                hint="leave the layer out of units=[...] of ps.distribute",
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._checked(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As for a dict."""
+        self._checked(name)
+        return super().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # defined here so that {**self} calls __getitem__
+
+    def values(self) -> Any:
+        """As for a dict."""
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        """As for a dict."""
+        return [(name, self[name]) for name in self]
 
 
 class Template(NamedTuple):
@@ -216,6 +252,19 @@ def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval
     evaluation.eval()
     _keep_eval(train.model, keep_eval)
     return Template(train, evaluation, names)
+
+
+def rewritten(given: Template, change: Callable[[nn.Module], None]) -> Template:
+    """Copy a template and change the copies of its module.
+
+    Args:
+        given: from `template`.
+        change: changes the module in train mode, and the one in eval mode, in place; the names of tensors stay.
+    """
+    train, evaluation = copy_structure(given.train), copy_structure(given.eval)
+    for each in (train, evaluation):
+        change(cast(nn.Module, each.model))
+    return Template(train, evaluation, given.names)
 
 
 def bind(

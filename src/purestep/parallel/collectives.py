@@ -3,6 +3,9 @@
 Each waits before it returns, so that a graph may store its result anywhere: torch's functional collectives find pending
 work by storage object, and wait for nothing where a compiler has put a result into other storage. The axis, unlike the
 name of a process group, is the same text in every process and run: graphs and caches may contain it.
+
+The argument ``after`` of an operator is not read: in a graph it is the collective before, so that all processes keep
+one order (`compile.fx_passes.collectives_in_order`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import tracing
 from . import mesh as meshes
 
 
@@ -39,48 +43,104 @@ def reduce_scatter(value: Tensor, axis: str) -> Tensor:
     return value if width == 1 else _reduce_scatter(value, width, axis)
 
 
+def gathered(value: Tensor, axis: str) -> Tensor:
+    """`all_gather` whose gradient is the sum of all processes' gradients: `scattered`."""
+    return value if _width(axis) == 1 else _Gathered.apply(value, axis)  # pyright: ignore[reportReturnType]
+
+
+def scattered(value: Tensor, axis: str) -> Tensor:
+    """`reduce_scatter` whose gradient is gathered."""
+    return value if _width(axis) == 1 else _Scattered.apply(value, axis)  # pyright: ignore[reportReturnType]
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(value: Tensor, axis: str) -> Tensor:
+        return all_gather(value, axis)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.axis = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return scattered(grads[0], ctx.axis), None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(value: Tensor, axis: str) -> Tensor:
+        return reduce_scatter(value, axis)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.axis = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return gathered(grads[0], ctx.axis), None
+
+
 def _width(axis: str) -> int:
     groups = meshes.current()
     return 1 if groups is None else groups.mesh.width(axis)
 
 
 @torch.library.custom_op("purestep::all_reduce", mutates_args=())
-def _all_reduce(value: Tensor, op: str, axis: str) -> Tensor:
+def _all_reduce(value: Tensor, op: str, axis: str, after: Tensor | None = None) -> Tensor:
+    del after
     found = value.clone(memory_format=torch.contiguous_format)
+    if tracing.in_rehearsal():
+        return found
     dist.all_reduce(found, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=meshes.group(axis))
     return found
 
 
 @_all_reduce.register_fake
-def _(value: Tensor, op: str, axis: str) -> Tensor:
-    del op, axis
+def _(value: Tensor, op: str, axis: str, after: Tensor | None = None) -> Tensor:
+    del op, axis, after
     return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("purestep::all_gather", mutates_args=())
-def _all_gather(value: Tensor, width: int, axis: str) -> Tensor:
+def _all_gather(value: Tensor, width: int, axis: str, after: Tensor | None = None) -> Tensor:
+    del after
+    if tracing.in_rehearsal():
+        return torch.cat([value] * width)
     found = value.new_empty((value.shape[0] * width, *value.shape[1:]))
     _gather_into()(found, value.contiguous(), group=meshes.group(axis))
     return found
 
 
 @_all_gather.register_fake
-def _(value: Tensor, width: int, axis: str) -> Tensor:
-    del axis
+def _(value: Tensor, width: int, axis: str, after: Tensor | None = None) -> Tensor:
+    del axis, after
     return value.new_empty((value.shape[0] * width, *value.shape[1:]))
 
 
 @torch.library.custom_op("purestep::reduce_scatter", mutates_args=())
-def _reduce_scatter(value: Tensor, width: int, axis: str) -> Tensor:
+def _reduce_scatter(value: Tensor, width: int, axis: str, after: Tensor | None = None) -> Tensor:
+    del after
+    if tracing.in_rehearsal():
+        return value[: value.shape[0] // width].clone()
     found = value.new_empty((value.shape[0] // width, *value.shape[1:]))
     _scatter_into()(found, value.contiguous(), group=meshes.group(axis))
     return found
 
 
 @_reduce_scatter.register_fake
-def _(value: Tensor, width: int, axis: str) -> Tensor:
-    del axis
+def _(value: Tensor, width: int, axis: str, after: Tensor | None = None) -> Tensor:
+    del axis, after
     return value.new_empty((value.shape[0] // width, *value.shape[1:]))
+
+
+def keep_in_graphs() -> None:
+    """Let torch.fx keep calls whose results this process does not read. Called when several processes start: it loads
+    torch.fx."""
+    from torch.fx.node import has_side_effect
+
+    for name in ("all_reduce", "all_gather", "reduce_scatter"):
+        has_side_effect(getattr(torch.ops.purestep, name).default)
 
 
 def _gather_into() -> Any:

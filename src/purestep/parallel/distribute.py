@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,9 +16,11 @@ from ..metrics import Gathered
 from ..optim import base, numerics
 from ..pickling import recipe
 from ..types import Batch, Empty, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
-from . import collectives, placement
+from . import batchnorm as batchnorms
+from . import calls, collectives, placement, tensorwise
+from . import units as blocks
 from .mesh import Mesh
-from .placement import Layout
+from .placement import Layout, Leaf
 
 Rules = Sequence[tuple[str, str]]
 _WHERE = "distribute"
@@ -31,6 +33,9 @@ def distribute(
     mesh: Mesh,
     *,
     params: str | Rules = "replicate",
+    units: Sequence[str] = (),
+    batchnorm: str | None = None,
+    tensor: tensorwise.Plan | None = None,
 ) -> Program:
     """The same program on the processes of a mesh: every step equals one process's step on the whole batch.
 
@@ -46,14 +51,31 @@ def distribute(
             for each call (ZeRO-2); on a mesh with ``data`` and ``shard``, the processes of "data" hold equal pieces
             (HSDP). Or rules ``[(regex, "shard" or "replicate"), ...]`` for the names of parameters: the first match
             (`re.search`) counts, and a name without a match is replicated.
+        units: names of blocks (``["blocks.*"]``; ``*`` stands for one part of a name) whose parameters are gathered
+            when the block runs, freed, and gathered again in the backward pass, which repeats the block's forward pass
+            (ZeRO-3): a process holds the whole parameters of one block at a time, at half as much more communication
+            and a third more arithmetic. Only the block's own forward method may read its parameters. A parameter that
+            is tied to one outside of its block is gathered for the whole call.
+        batchnorm: for a model whose batch normalization trains, and only there, it has no default. "sync": statistics
+            of all processes' rows, with one small collective a layer in each pass: equal to one process, unless the
+            program has micro-batches (theirs have other rows). "average": each process uses the statistics of its own
+            rows, and the running ones are averaged, as DistributedDataParallel and most training scripts do: faster,
+            and not equal to one process.
+        tensor: names of layers -> styles of `torch.distributed.tensor.parallel` (``ColwiseParallel()``,
+            ``RowwiseParallel()``, ``SequenceParallel()``); ``*`` in a name matches any text. The processes of the axis
+            "tensor" hold parts of these layers and compute them together; ``params`` may cut the parts further. They
+            draw the same random numbers. Evaluation and ``bind`` gather the whole weights.
 
     Returns:
         A `Program`. Its steps make collectives: all processes call them, or none.
 
     Raises:
-        ConfigError: ``params`` has another value, or a rule matches no parameter.
-        RankError: ``params`` shards, and the mesh has ``shard=1``; the program is distributed already; it is no
-            program of `purestep.program`.
+        ConfigError: ``params`` has another value, or a rule matches no parameter; ``batchnorm`` is missing or has
+            another value, or is "sync" for a layer with a forward method of its own; ``tensor`` matches no layer, or
+            the axis does not divide a layer's dimension; ``units`` matches no block, or one without parameters in
+            pieces.
+        RankError: ``params`` shards, and the mesh has ``shard=1``; it has ``tensor`` processes without a plan, or a
+            plan without processes; the program is distributed already; it is no program of `purestep.program`.
 
     Example:
         >>> import torch, purestep as ps
@@ -69,19 +91,32 @@ def distribute(
     if static.stream:
         raise RankError("the program is distributed already", where=_WHERE, hint="pass the program of ps.program")
     is_cut = _chosen(params, static.trained)
+    is_synced = _check_batchnorm(batchnorm, static.module)
+    if tensor is not None:
+        tensorwise.check(tensor, static.module)
+    unit_names = blocks.names_of(units, static.module)
     if mesh.size == 1:
         return program
-    if mesh.shard == 1 and any(map(is_cut, static.trained)):
-        raise RankError(
-            f"params={params!r} cuts parameters, and the mesh has shard=1",
-            where=_WHERE,
-            hint=f'parallel.start(shard={mesh.size}), or params="replicate"',
-        )
+    _check_mesh(mesh, params, tensor, cuts=any(map(is_cut, static.trained)))
+    collectives.keep_in_graphs()
+    inner, spreads = static, dict[str, tensorwise.Spread]()
+    if is_synced and mesh.batch_size > 1:
+        inner = _rewritten(inner, batchnorms.synchronize)
+    if tensor is not None:
+        inner = _rewritten(inner, tensorwise.parallelized(tensor, mesh.device_mesh["tensor"]))
+        spreads = tensorwise.spreads(inner.module, mesh.tensor)
     whole = program.init(device="meta")
     sums_once = not any(map(is_cut, static.trained))
-    layout = placement.layout_of(whole, is_cut, mesh.shard, mesh.data, sums_once=sums_once)
-    processes = _Processes(mesh, layout, static)
-    steps = static.steps(processes.form(Form(lambda stored: stored, lambda named: named)))
+    dims = {name: spread.dim for name, spread in spreads.items() if spread.dim >= 0}
+    layout = placement.layout_of(
+        whole, is_cut, mesh.shard, mesh.data, sums_once=sums_once, tensor=mesh.tensor, dims=dims
+    )
+    by_unit = blocks.leaves_of(unit_names, layout.leaves, static.ties)
+    hidden = frozenset(leaf.name for leaves in by_unit.values() for leaf in leaves)
+    if by_unit:
+        inner = _rewritten(inner, blocks.gathering(_units(by_unit, layout, spreads, mesh)))
+    processes = _Processes(mesh, layout, inner, spreads, hidden, is_seeded=is_synced or bool(by_unit))
+    steps = inner.steps(processes.form(Form(lambda stored: stored, lambda named: named)))
 
     def init(seed: int = 0, device: torch.device | str | None = None) -> TrainState:
         """This process's part of the state before the first step; see `Program`."""
@@ -106,7 +141,7 @@ def distribute(
 
     fixed = static._replace(
         labels=None if static.labels is None else processes.labels,
-        steps=lambda form: static.steps(processes.form(form)),
+        steps=lambda form: inner.steps(processes.form(form)),
         stream=processes.stream,
     )
     for function in steps:  # read by compile_step
@@ -170,11 +205,61 @@ def _chosen(params: Any, names: Sequence[str]) -> Callable[[str], bool]:
     return is_cut
 
 
+def _check_batchnorm(batchnorm: Any, module: Any) -> bool:
+    """True if layers are to be synchronized."""
+    if batchnorm not in (None, "sync", "average"):
+        raise ConfigError(f"batchnorm is {batchnorm!r}", where=_WHERE, hint='pass "sync" or "average"')
+    names = batchnorms.trained(module)
+    if names and batchnorm is None:
+        raise ConfigError(
+            f"the model normalizes by the statistics of a batch ({names[0]}), of which each process has a part",
+            where=_WHERE,
+            hint='batchnorm="sync" for the statistics of the whole batch, equal to one process; batchnorm="average" '
+            "for those of each process, as DistributedDataParallel",
+        )
+    return bool(names) and batchnorm == "sync"
+
+
+def _check_mesh(mesh: Mesh, params: Any, tensor: Any, *, cuts: bool) -> None:
+    if mesh.shard == 1 and cuts:
+        raise RankError(
+            f"params={params!r} cuts parameters, and the mesh has shard=1",
+            where=_WHERE,
+            hint=f'parallel.start(shard={mesh.size}), or params="replicate"',
+        )
+    if (mesh.tensor > 1) != (tensor is not None):
+        raise RankError(
+            f"the mesh has tensor={mesh.tensor}, and there is {'no' if tensor is None else 'a'} plan of layers",
+            where=_WHERE,
+            hint='parallel.start(tensor=2) with distribute(..., tensor={"blocks.*.up": ColwiseParallel()}), or neither',
+        )
+
+
+def _units(
+    by_unit: Mapping[str, list[Leaf]], layout: Layout, spreads: Mapping[str, tensorwise.Spread], mesh: Mesh
+) -> dict[str, blocks.Unit]:
+    def wrapped(named: Params) -> Params:
+        return tensorwise.joined(named, spreads, mesh.device_mesh["tensor"]) if spreads else named
+
+    return {
+        name: blocks.Unit(
+            tuple((leaf.name.removeprefix(f"{name}."), leaf.part(layout.tensor)) for leaf in leaves),
+            layout.width,
+            wrapped,
+        )
+        for name, leaves in by_unit.items()
+    }
+
+
+def _rewritten(static: Static, change: Callable[[Any], None]) -> Static:
+    return cast(Static, cast(Callable[..., Program], static.rewritten)(change).static)
+
+
 def _weights(layout: Layout, state: TrainState) -> TrainState:
     """The state with whole parameters and without an average; an evaluation does not read its other fields."""
-    cuts = [leaf for leaf in layout.leaves if leaf.is_cut]
-    wholes = placement.gathered([(leaf, state.params[leaf.name]) for leaf in cuts], layout.width)
-    named = placement.by_name(cuts, wholes)
+    pieces = [leaf for leaf in layout.leaves if not leaf.is_whole]
+    wholes = placement.wholes(layout, [(leaf, state.params[leaf.name]) for leaf in pieces])
+    named = placement.by_name(pieces, wholes)
     params = {name: named.get(name, value) for name, value in state.params.items()}
     return TrainState(*state)._replace(params=params, ema=Empty())
 
@@ -189,21 +274,40 @@ def _largest(value: Tensor) -> Tensor:
 class _Processes:
     """The collectives of one program's steps."""
 
-    def __init__(self, mesh: Mesh, layout: Layout, static: Static) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        layout: Layout,
+        static: Static,
+        spreads: Mapping[str, tensorwise.Spread],
+        hidden: frozenset[str],
+        *,
+        is_seeded: bool,
+    ) -> None:
         self.mesh = mesh
         self.layout = layout
         self.static = static
+        self.spreads = spreads
         self.leaves = {leaf.name: leaf for leaf in layout.leaves}
-        self.cuts = [leaf for leaf in layout.leaves if leaf.is_cut]
+        self.pieces = [leaf for leaf in layout.leaves if not leaf.is_whole]
+        # As one process of the axis "tensor" has them.
+        self.cuts = [leaf.part(layout.tensor) for leaf in layout.leaves if leaf.is_cut]
+        self.hidden = hidden  # gathered by their units
+        self.spread_whole = {name: spread for name, spread in spreads.items() if name not in hidden}
         self.stream = (mesh.batch_rank,)
+        self.is_seeded = is_seeded
 
     def form(self, inner: Form) -> Form:
         """The form of a step whose stored tensors are pieces, in a form of their own (`packed`)."""
 
         def expand(stored: Params) -> Params:
-            return self._whole(inner.expand(stored))
+            named = self._gathered(inner.expand(stored))
+            if not self.spread_whole:
+                return named
+            return tensorwise.joined(named, self.spread_whole, self.mesh.device_mesh["tensor"])
 
         def collect(named: Params) -> Params:  # reduced later, as a whole
+            named = tensorwise.parts(named, self.spreads) if self.spreads else named
             return inner.collect(named) if not self.cuts else named
 
         def reduce(grads: Params) -> Params:
@@ -216,31 +320,48 @@ class _Processes:
             once=not self.cuts,
             sums=self.sums,
             buffers=self.buffers,
-            total=lambda value: collectives.all_reduce(value, "shard"),
-            norm=self.norm if self.cuts else None,
+            total=lambda value: collectives.all_reduce(collectives.all_reduce(value, "shard"), "tensor"),
+            norm=self.norm if self.pieces else None,
             update=self.update,
             stream=self.stream,
+            call=calls.running,
+            seeded=self.is_seeded,
         )
-        return Form(expand, collect, inner.unreached, exchange)
+        return Form(expand, collect, inner.unreached, exchange, self.hidden)
 
     def labels(self, params: Params) -> Labels:
-        """The transform's labels, apart for parameters that are cut: those of one buffer are treated alike."""
+        """The transform's labels, apart for parameters in pieces: those of one buffer are treated alike."""
         found = cast(Callable[[Params], Labels], self.static.labels)(params)
-        return {name: (label, self.leaves[name].is_cut) for name, label in found.items()}
+        return {name: (label, self._kind(name)) for name, label in found.items()}
 
-    def _whole(self, named: Params) -> Params:
+    def _kind(self, name: str) -> tuple[bool, bool]:
+        """Whether a parameter is cut by rows, and whether it is cut over the axis "tensor"."""
+        leaf = self.leaves[name]
+        return leaf.is_cut, leaf.tensor >= 0
+
+    def _gathered(self, named: Params) -> Params:
+        """Parameters as one process of the axis "tensor" has them."""
         if not self.cuts:
             return named
-        cuts = [leaf for leaf in self.cuts if leaf.name in named]
+        cuts = [leaf for leaf in self.cuts if leaf.name in named and leaf.name not in self.hidden]
         wholes = placement.gathered([(leaf, named[leaf.name]) for leaf in cuts], self.layout.width)
         return named | placement.by_name(cuts, wholes)
 
+    def _whole(self, named: Params) -> Params:
+        pieces = [leaf for leaf in self.pieces if leaf.name in named]
+        wholes = placement.wholes(self.layout, [(leaf, named[leaf.name]) for leaf in pieces])
+        return named | placement.by_name(pieces, wholes)
+
     def _reduced(self, grads: Params) -> Params:
+        cuts = [leaf for leaf in self.cuts if leaf.name not in self.hidden]
         others = [leaf for leaf in self.layout.leaves if not leaf.is_cut]
         found = placement.by_name(
-            self.cuts, placement.scattered([(leaf, grads[leaf.name]) for leaf in self.cuts], self.layout.width)
+            cuts, placement.scattered([(leaf, grads[leaf.name]) for leaf in cuts], self.layout.width)
         )
         found |= placement.by_name(others, placement.summed([grads[leaf.name] for leaf in others], "batch"))
+        # Their units have summed them over the processes of the axis "shard".
+        hidden = [name for name in grads if name in self.hidden]
+        found |= dict(zip(hidden, placement.summed([grads[name] for name in hidden], "data"), strict=True))
         return {name: found[name] for name in grads}
 
     def sums(self, values: list[Tensor]) -> list[Tensor]:
@@ -270,37 +391,47 @@ class _Processes:
         dtype = numerics.scalar_dtype(updates)
         norms = {name: base.leaf_norm(leaf, dtype) for name, leaf in updates.items()}
         zero = torch.zeros((), dtype=dtype, device=next(iter(norms.values())).device)
-        cut = [norm for name, norm in norms.items() if self.leaves[name].is_cut]
-        rest = [norm for name, norm in norms.items() if not self.leaves[name].is_cut]
-        own, other = (torch.stack(part).square().sum() if part else zero for part in (cut, rest))
-        return (collectives.all_reduce(own, "shard") + other).sqrt()
+
+        def squares(*kind: bool) -> Tensor:
+            chosen = [norm for name, norm in norms.items() if self._kind(name) == kind]
+            return torch.stack(chosen).square().sum() if chosen else zero
+
+        rows, both = squares(True, False), squares(True, True)
+        if self.cuts:
+            rows, both = collectives.all_reduce(torch.stack([rows, both]), "shard").unbind()
+        parts = squares(False, True) + both
+        if self.layout.tensor > 1:
+            parts = collectives.all_reduce(parts, "tensor")
+        return (squares(False, False) + rows + parts).sqrt()
 
     def update(self, update: Callable[..., Any], grads: Params, state: Tree, params: Params) -> Any:
         """Run a transform. One that is not elementwise sees whole tensors, and its results are cut again."""
-        if not self.cuts:
+        if not self.pieces:
             return update(grads, state, params)
         if self.static.elementwise:
             with base.norm_of_pieces(self.norm):
                 return update(grads, state, params)
-        place = self.mesh.coordinate("shard")
         found, whole_state = update(self._whole(grads), self._whole_state(state), self._whole(params))
         if not isinstance(found, dict):
             return found, whole_state  # the step names what is wrong
         named = cast(Params, found)
-        cut = {leaf.name: placement.cut(leaf, named[leaf.name], place, self.layout.width) for leaf in self.cuts}
+        own = {leaf.name: self._own(leaf, named[leaf.name]) for leaf in self.pieces}
         cuts = self._state_cuts()
         _, treedef = tree.flatten(whole_state)
         leaves = [
-            placement.cut(self.leaves[cuts[path]], value, place, self.layout.width) if path in cuts else value
+            self._own(self.leaves[cuts[path]], value) if path in cuts else value
             for path, value in tree.with_paths(whole_state)
         ]
-        return named | cut, tree.unflatten(treedef, leaves)
+        return named | own, tree.unflatten(treedef, leaves)
+
+    def _own(self, leaf: Leaf, value: Tensor) -> Tensor:
+        return placement.own(self.layout, leaf, value, self.mesh)
 
     def _whole_state(self, state: Tree) -> Tree:
         cuts = self._state_cuts()
         paths, leaves = zip(*tree.with_paths(state), strict=True) if tree.leaves(state) else ((), ())
         chosen = [index for index, path in enumerate(paths) if path in cuts]
-        wholes = placement.gathered([(self.leaves[cuts[paths[i]]], leaves[i]) for i in chosen], self.layout.width)
+        wholes = placement.wholes(self.layout, [(self.leaves[cuts[paths[i]]], leaves[i]) for i in chosen])
         found = dict(zip(chosen, wholes, strict=True))
         return tree.unflatten(tree.flatten(state)[1], [found.get(i, leaf) for i, leaf in enumerate(leaves)])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,19 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     order: tuple[int, ...]  # dimensions by decreasing stride, the first one first: pieces keep channels_last
     is_cut: bool
+    tensor: int = -1  # the dimension that is cut over the axis "tensor"; -1: none
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every process holds all numbers."""
+        return not self.is_cut and self.tensor < 0
+
+    def part(self, count: int) -> Leaf:
+        """The same leaf, as one of ``count`` processes of the axis "tensor" has it: its rows may be cut further."""
+        if self.tensor < 0:
+            return self
+        shape = tuple(size // count if dim == self.tensor else size for dim, size in enumerate(self.shape))
+        return self._replace(shape=shape, tensor=-1)
 
     @property
     def rows(self) -> int:
@@ -50,6 +64,7 @@ class Layout(NamedTuple):
     leaves: tuple[Leaf, ...]  # in the module's order
     paths: tuple[tuple[str, str], ...]  # (path of a leaf in the state that is cut, name of its parameter)
     summands: tuple[str, ...]  # paths of leaves of which every process holds a part of the sum: an open window
+    tensor: int = 1  # processes that hold parts of the leaves with a dimension `Leaf.tensor`
 
 
 class Placement(Empty):
@@ -62,8 +77,9 @@ class Placement(Empty):
         return of, (self.layout,)
 
     def __repr__(self) -> str:
-        cut = sum(leaf.is_cut for leaf in self.layout.leaves)
-        return f"Placement({cut} of {len(self.layout.leaves)} parameters in {self.layout.width} pieces)"
+        cut = sum(not leaf.is_whole for leaf in self.layout.leaves)
+        count = self.layout.width * self.layout.tensor
+        return f"Placement({cut} of {len(self.layout.leaves)} parameters in {count} pieces)"
 
 
 @functools.cache
@@ -72,7 +88,16 @@ def of(layout: Layout) -> Placement:
     return type("Placement", (Placement,), {"layout": layout, "__slots__": ()})()
 
 
-def layout_of(whole: TrainState, is_cut: Callable[[str], bool], width: int, data: int, *, sums_once: bool) -> Layout:
+def layout_of(
+    whole: TrainState,
+    is_cut: Callable[[str], bool],
+    width: int,
+    data: int,
+    *,
+    sums_once: bool,
+    tensor: int = 1,
+    dims: Mapping[str, int] = MappingProxyType({}),
+) -> Layout:
     """Plan the pieces of a state.
 
     Args:
@@ -81,12 +106,14 @@ def layout_of(whole: TrainState, is_cut: Callable[[str], bool], width: int, data
         width: processes that hold pieces.
         data: processes that hold the same pieces.
         sums_once: every process accumulates its own gradients, which are summed when the window closes.
+        tensor: processes that hold parts of the parameters in ``dims``.
+        dims: name of a parameter -> the dimension that is cut over the axis "tensor".
     """
     leaves = tuple(
-        Leaf(name, tuple(value.shape), _order(value), is_cut(name) and width > 1)
+        Leaf(name, tuple(value.shape), _order(value), is_cut(name) and width > 1, dims.get(name, -1))
         for name, value in whole.params.items()
     )
-    shapes = {leaf.name: leaf.shape for leaf in leaves if leaf.is_cut}
+    shapes = {leaf.name: leaf.shape for leaf in leaves if not leaf.is_whole}
     paths: list[tuple[str, str]] = []
     summands: list[str] = []
     for path, value in tree.with_paths(whole):
@@ -98,7 +125,7 @@ def layout_of(whole: TrainState, is_cut: Callable[[str], bool], width: int, data
             paths.append((path, name))
         if sums_once and path.startswith("accum/grads/"):
             summands.append(path)
-    return Layout(width, data, leaves, tuple(paths), tuple(summands))
+    return Layout(width, data, leaves, tuple(paths), tuple(summands), tensor)
 
 
 def _endings(path: str) -> list[str]:
@@ -163,15 +190,46 @@ def joined(leaf: Leaf, pieces: Tensor, width: int) -> Tensor:
     return _unpermuted(leaf, flat.reshape(sizes))
 
 
-def gathered(leaves: list[tuple[Leaf, Tensor]], width: int) -> list[Tensor]:
-    """Whole tensors of pieces: one collective for each dtype."""
+def gathered(leaves: list[tuple[Leaf, Tensor]], width: int, *, differentiable: bool = False) -> list[Tensor]:
+    """Whole tensors of pieces: one collective for each dtype. ``differentiable``: gradients are summed over the
+    processes of the axis "shard", and each gets its pieces."""
+    gather = collectives.gathered if differentiable else collectives.all_gather
     found: dict[int, Tensor] = {}
     for places in _by_dtype([piece for _, piece in leaves]):
         flats = [_flat(*leaves[index]) for index in places]
-        together = collectives.all_gather(torch.cat(flats), "shard").view(width, -1)
+        together = gather(torch.cat(flats), "shard").view(width, -1)
         parts = together.split([flat.numel() for flat in flats], dim=1)
         found |= {index: joined(leaves[index][0], part, width) for index, part in zip(places, parts, strict=True)}
     return [found[index] for index in range(len(leaves))]
+
+
+def wholes(layout: Layout, leaves: list[tuple[Leaf, Tensor]]) -> list[Tensor]:
+    """Whole tensors of what one process holds, by both axes: at most two collectives for each dtype."""
+    found = [value for _, value in leaves]
+    cuts = [index for index, (leaf, _) in enumerate(leaves) if leaf.is_cut]
+    parts = gathered([(leaves[index][0].part(layout.tensor), found[index]) for index in cuts], layout.width)
+    for index, value in zip(cuts, parts, strict=True):
+        found[index] = value
+    split = [index for index, (leaf, _) in enumerate(leaves) if leaf.tensor >= 0]
+    for places in _by_dtype([found[index] for index in split]):
+        chosen = [split[place] for place in places]
+        flats = [_flat(leaves[index][0], found[index]) for index in chosen]
+        together = collectives.all_gather(torch.cat(flats), "tensor").view(layout.tensor, -1)
+        for index, rows in zip(chosen, together.split([flat.numel() for flat in flats], dim=1), strict=True):
+            leaf = leaves[index][0]
+            sizes = [found[index].shape[dim] for dim in leaf.order]
+            found[index] = torch.cat([_unpermuted(leaf, row.reshape(sizes)) for row in rows], dim=leaf.tensor)
+    return found
+
+
+def own(layout: Layout, leaf: Leaf, value: Tensor, mesh: meshes.Mesh) -> Tensor:
+    """What one process holds of a whole tensor: a copy."""
+    if leaf.tensor >= 0:
+        size = value.shape[leaf.tensor] // layout.tensor
+        value = value.narrow(leaf.tensor, mesh.coordinate("tensor") * size, size)
+        if not leaf.is_cut:
+            return _unpermuted(leaf, value.permute(leaf.order).contiguous()).clone()
+    return cut(leaf.part(layout.tensor), value, mesh.coordinate("shard"), layout.width) if leaf.is_cut else value
 
 
 def scattered(leaves: list[tuple[Leaf, Tensor]], width: int) -> list[Tensor]:
@@ -211,13 +269,12 @@ def part(layout: Layout, whole: TrainState) -> TrainState:
     """This process's part of a whole state."""
     groups = meshes.current()
     mesh = groups.mesh if groups is not None else meshes.Mesh()
-    place = mesh.coordinate("shard")
     named = {leaf.name: leaf for leaf in layout.leaves}
     cuts, summands = dict(layout.paths), set(layout.summands)
 
     def of_leaf(path: str, value: Tensor) -> Tensor:
         if path in cuts:
-            return cut(named[cuts[path]], value, place, layout.width)
+            value = own(layout, named[cuts[path]], value, mesh)
         # The first process holds the sum so far.
         return torch.zeros_like(value) if path in summands and mesh.batch_rank else value
 
@@ -247,13 +304,13 @@ def full(state: TrainState) -> TrainState:
     named = {leaf.name: leaf for leaf in layout.leaves}
     cuts, found = dict(layout.paths), dict[str, Tensor]()
     leaves = dict(tree.with_paths(TrainState(*state)))
+    sums = [path for path in layout.summands if path in leaves]
+    found |= dict(zip(sums, summed([leaves[path] for path in sums], "batch"), strict=True))
+    leaves |= found
     for field in ("params", "opt_state", "ema", "accum"):
         places = [path for path in leaves if path.partition("/")[0] == field]
         pieces = [path for path in places if path in cuts]
-        wholes = gathered([(named[cuts[path]], leaves[path]) for path in pieces], layout.width)
-        found |= dict(zip(pieces, wholes, strict=True))
-    sums = [path for path in layout.summands if path in leaves]
-    found |= dict(zip(sums, summed([leaves[path] for path in sums], "batch"), strict=True))
+        found |= dict(zip(pieces, wholes(layout, [(named[cuts[path]], leaves[path]) for path in pieces]), strict=True))
     return _mapped(TrainState(*state), lambda path, value: found.get(path, value))._replace(placement=Empty())
 
 

@@ -70,7 +70,7 @@ def mean_gradients(form: Form, state: TrainState, grads: Params, local: Tensor, 
         form: with an exchange.
         state: before the update.
         grads: the mean gradients of this process.
-        local: shape=(): their weight.
+        local: shape=(): their `Micro.grad_weight`.
         weight: shape=(): the weight of all processes.
     """
     divisor = torch.where(weight > 0, weight, torch.ones_like(weight))

@@ -25,10 +25,13 @@ Forward = Callable[[functional.Bound], Any]
 """``bound model -> (mean x scale, (loss, buffers))``, to be differentiated."""
 
 
-def _forward(spec: Spec, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Forward:
+def _forward(
+    spec: Spec, state: TrainState, rows: Batch, counts: Tensor | None, context: tuple[Any, ...], call: Any
+) -> Forward:
+    """Build the function to be differentiated. If ``call`` is not None, it takes the weight of the loss, by which the
+    loss is then multiplied."""
     device = state.step.device
     scale, values = spec.scaler.scale(state.scaler), spec.values_at(state)
-    rows, counts = rows_of(batch)
 
     def forward(bound: functional.Bound) -> tuple[Tensor, tuple[Loss, Params]]:
         bound.values = values
@@ -37,6 +40,9 @@ def _forward(spec: Spec, state: TrainState, batch: Batch, context: tuple[Any, ..
             loss = counted(loss, counts)
         _check_connected(loss.mean)
         scaled = loss.mean if scale is None else loss.mean * scale
+        if call is not None:
+            call.weight = weight = loss.weight.detach()
+            scaled = torch.where(weight > 0, scaled * weight.to(scaled.dtype), torch.zeros_like(scaled))
         return scaled, (tree.detach(loss), bound.buffers)
 
     return forward
@@ -175,13 +181,16 @@ def _not_connected() -> StepContractError:
 
 
 def _value_and_grad(
-    spec: Spec, forward: Forward, state: TrainState, named: Params
+    spec: Spec, forward: Forward, state: TrainState, named: Params, hidden: frozenset[str]
 ) -> tuple[Params, Any, frozenset[str]]:
     """Return the gradients by name, the forward pass's (loss, buffers), and the parameters that the loss does not reach
     (their gradients are zeros)."""
 
     def bind(params: Params) -> functional.Bound:
-        return functional.bind(spec.template, params, state.frozen, state.buffers, train=True)
+        bound = functional.bind(spec.template, params, state.frozen, state.buffers, train=True)
+        if hidden:
+            bound.params = functional.Shown(params, hidden)
+        return bound
 
     engine = spec.engine
     if engine == "auto":
@@ -270,8 +279,16 @@ def _unreached(mean: Tensor, params: Params) -> frozenset[str]:
 
 def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
     """Run one forward and backward pass."""
-    forward = _forward(spec, state, batch, context)
-    grads, (loss, buffers), unreached = _value_and_grad(spec, forward, state, form.expand(state.params))
+    rows, counts = rows_of(batch)
+    exchange = form.exchange
+    is_seeded = exchange is not None and exchange.seeded
+    with nullcontext() if exchange is None else exchange.call(counts) as call:
+        forward = _forward(spec, state, rows, counts, context, call if is_seeded else None)
+        grads, (loss, buffers), unreached = _value_and_grad(
+            spec, forward, state, form.expand(state.params), form.hidden
+        )
+    if is_seeded:
+        grads = {name: _own(grad, loss.weight) for name, grad in grads.items()}
     write_check.check_sizes(state.buffers, buffers)
     metrics = {name: means.with_sums(mean, *finite_mean(*mean)) for name, mean in loss.metrics.items()}
     metrics["loss"] = finite_mean(loss.mean.float() * loss.weight, loss.weight)
@@ -283,7 +300,13 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
                 hint="choose another name",
             )
         metrics[name] = Mean(value, torch.ones_like(value))
-    return Micro(form.collect(grads), loss.mean, loss.weight, buffers, metrics, unreached)
+    grad_weight = torch.ones_like(loss.weight) if is_seeded else loss.weight
+    return Micro(form.collect(grads), loss.mean, loss.weight, buffers, metrics, unreached, grad_weight)
+
+
+def _own(grad: Tensor, weight: Tensor) -> Tensor:
+    """A gradient to which other processes have added theirs. A loss of weight 0 is 0/0, and adds nothing."""
+    return torch.where((weight > 0) | is_finite(grad), grad, torch.zeros_like(grad))
 
 
 def finite_mean(total: Tensor, weight: Tensor) -> Mean:
@@ -306,13 +329,17 @@ def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: 
         micro = micro._replace(buffers=kept_buffers(state.buffers, micro, micro.weight != 0))
         state = state._replace(buffers=micro.buffers)
         dtypes = {name: grad.dtype for name, grad in micro.grads.items()}
-        weighted = tree.map(lambda g, w=micro.weight: times(g.to(wide(g.dtype)), w), micro.grads)
+        weighted = tree.map(lambda g, w=micro.grad_weight: times(g.to(wide(g.dtype)), w), micro.grads)
         summed = micro._replace(grads=weighted, mean=times(micro.mean, micro.weight))
         total = summed if total is None else _add(total, summed)
     assert total is not None
+    if form.exchange is not None and form.exchange.seeded:  # sums stay sums
+        one = torch.ones_like(total.weight)
+        mean = total.mean / torch.where(total.weight > 0, total.weight, one)
+        return total._replace(mean=mean, grad_weight=one)
     divisor = total.weight.clamp(min=torch.finfo(torch.float32).tiny)
     grads = {name: torch.where(total.weight > 0, g / divisor, g).to(dtypes[name]) for name, g in total.grads.items()}
-    return total._replace(grads=grads, mean=total.mean / divisor)
+    return total._replace(grads=grads, mean=total.mean / divisor, grad_weight=total.weight)
 
 
 def _parts(batch: Batch, count: int) -> Iterator[Batch]:
@@ -341,4 +368,5 @@ def _add(left: Micro, right: Micro) -> Micro:
     metrics = merge(left.metrics, right.metrics)
     grads = {name: grad + right.grads[name] for name, grad in left.grads.items()}
     unreached = left.unreached & right.unreached
-    return Micro(grads, left.mean + right.mean, left.weight + right.weight, right.buffers, metrics, unreached)
+    weight = left.weight + right.weight
+    return Micro(grads, left.mean + right.mean, weight, right.buffers, metrics, unreached, weight)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torch import nn
@@ -137,7 +137,16 @@ def program(
         host=host_generators.Host(),
         values=_checked_values(values),
     )
-    static = _static(spec, _versions(unwrapped(model)))
+    return _assembled(spec, model, own)
+
+
+def _assembled(spec: Spec, model: nn.Module, own: nn.Module | None) -> Program:
+    def rewritten(change: Callable[[nn.Module], None]) -> Program:
+        """The program with changed copies of its modules, and gradients by `torch.autograd`."""
+        template = functional.rewritten(spec.template, change)
+        return _assembled(spec._replace(template=template, engine="autograd", reach=Reach()), model, own)
+
+    static = _static(spec, _versions(unwrapped(model)))._replace(module=spec.template.train.model, rewritten=rewritten)
     steps = steps_of(spec, IDENTITY)
     for function in steps:  # read by compile_step
         vars(function)["static"] = static

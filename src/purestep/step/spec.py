@@ -52,6 +52,7 @@ class Micro(NamedTuple):
     buffers: Params
     metrics: Metrics
     unreached: frozenset[str]  # named: parameters that the loss does not reach
+    grad_weight: Tensor  # shape=(): the factor by which gradients of several micro-batches are summed
 
 
 class Reach:

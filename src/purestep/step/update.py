@@ -109,7 +109,7 @@ def _whole(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple[Mic
     if form.exchange is None:
         return micro, verdict, dict.fromkeys(stored)
     found = exchange.joined(spec, form, micro, verdict, checks_gradients=False)
-    grads = exchange.mean_gradients(form, state, micro.grads, micro.weight, found.micro.weight)
+    grads = exchange.mean_gradients(form, state, micro.grads, micro.grad_weight, found.micro.weight)
     return found.micro._replace(grads=grads), found.verdict, _reached(stored, found.reached)
 
 
@@ -150,7 +150,7 @@ def _accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tupl
     old, unreached = cast(Accum, state.accum), micro.unreached
     form.unreached(unreached)  # the same check for every micro-batch
     verdict = _verdict(micro)
-    added = exchange.weighted(micro.grads, micro.weight)
+    added = exchange.weighted(micro.grads, micro.grad_weight)
     finite = is_finite(optim.global_norm(micro.grads)) if micro.buffers and form.exchange is None else None
     if form.exchange is not None:
         micro, verdict, _, finite = exchange.joined(spec, form, micro, verdict, checks_gradients=bool(micro.buffers))

@@ -41,7 +41,8 @@ _KNOWN = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 
 
 class NotFunctional(Exception):
-    """The graph writes tensors in a way that inductor does not support, or calls higher-order operators."""
+    """The graph writes tensors in a way that inductor does not support, calls higher-order operators, or calls torch's
+    functional collectives."""
 
 
 def suits(inputs: list[Tensor]) -> bool:
@@ -95,6 +96,8 @@ def _compile(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool
         rounds = bool((options or {}).get(precision_casts.OPTION, casts.seen or config.emulate_precision_casts))
         if not rounds:
             precision_casts.unmark(graph)
+        if fx_passes.has_functional_collectives(graph):
+            raise NotFunctional("torch's functional collectives need results in storage of their own")
         if control_flow.operators(graph):
             raise NotFunctional
         with graph_key.autocast_disabled(), config.patch(precision_casts.options(rounds)):

@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch.overrides import TorchFunctionMode
 
-from ... import tensor_layout
+from ... import tensor_layout, tracing
 from ...errors import PurestepError, StepContractError
 from ..capture import autocast_disabled
 from ..control_flow import Mode
@@ -179,6 +179,8 @@ class _Recorder(Mode):
             self._place(leaf)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if tracing.has_parts(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if not self._watching and not isinstance(func, OpOverload):  # a higher-order operator
             raise Unkeyable(str(func))

@@ -1,0 +1,127 @@
+"""Blocks whose parameters are gathered one by one: in the forward pass, and again in the backward pass (ZeRO-3)."""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import ConfigError
+from ..types import Params
+from . import placement
+from .placement import Leaf
+
+_WHERE = "distribute"
+_UNIT = "_purestep_unit"
+
+
+class Unit(NamedTuple):
+    """What a block needs to gather its parameters."""
+
+    leaves: tuple[tuple[str, Leaf], ...]  # (name in the block, leaf as one process of the axis "tensor" has it)
+    width: int
+    wrapped: Callable[[Params], Params]  # parameters by their names in the model -> as DTensors, under tensor parallel
+
+
+class _Inside(nn.Module):
+    """Parent of a block, so that one functional_call can run its forward method without its hooks."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
+
+
+def names_of(patterns: Any, module: nn.Module) -> list[str]:
+    """The names of the blocks that patterns match.
+
+    Raises:
+        ConfigError: a pattern matches no block, or a block lies inside of another one.
+    """
+    cure = 'units=["blocks.*"]'
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):  # pyright: ignore[reportUnknownVariableType]
+        raise ConfigError(f"units is {patterns!r}", where=_WHERE, hint=cure)
+    names = [name for name, _ in module.named_modules() if name]
+    found: list[str] = []
+    for pattern in patterns:  # pyright: ignore[reportUnknownVariableType]
+        # A star stands for one part of a name: blocks.* are the blocks, not their layers.
+        parts: list[str] = str(pattern).split(".")  # pyright: ignore[reportUnknownArgumentType]
+        matched = [name for name in names if _matches(name.split("."), parts)]
+        if not matched:
+            raise ConfigError(
+                f"units has {pattern!r}, which matches no module", where=_WHERE, hint=f"names are like {names[:3]}"
+            )
+        found += [name for name in matched if name not in found]
+    for name in found:
+        outer = next((other for other in found if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise ConfigError(f"the unit {name} lies inside of the unit {outer}", where=_WHERE, hint=cure)
+    return found
+
+
+def _matches(name: list[str], pattern: list[str]) -> bool:
+    return len(name) == len(pattern) and all(map(fnmatch.fnmatchcase, name, pattern))
+
+
+def leaves_of(names: Sequence[str], leaves: Sequence[Leaf], ties: Mapping[str, str]) -> dict[str, list[Leaf]]:
+    """The parameters of each block that are gathered with it: those in pieces that no other part of the model uses.
+
+    Args:
+        names: of the blocks.
+        leaves: of the model.
+        ties: alias -> name of a parameter.
+
+    Raises:
+        ConfigError: a block has no such parameter.
+    """
+    found: dict[str, list[Leaf]] = {}
+    for unit in names:
+        elsewhere = {name for alias, name in ties.items() if not alias.startswith(f"{unit}.")}
+        found[unit] = [
+            leaf for leaf in leaves if leaf.is_cut and leaf.name.startswith(f"{unit}.") and leaf.name not in elsewhere
+        ]
+        if not found[unit]:
+            raise ConfigError(
+                f"the unit {unit} has no parameters in pieces",
+                where=_WHERE,
+                hint='params="shard", or leave the unit out',
+            )
+    return found
+
+
+def gathering(units: Mapping[str, Unit]) -> Callable[[nn.Module], None]:
+    """Return a function that lets blocks gather their own parameters, of which the weights are then pieces."""
+
+    def change(module: nn.Module) -> None:
+        for name, unit in units.items():
+            block: Any = module.get_submodule(name)
+            setattr(block, _UNIT, (unit, block.forward))
+            block.forward = types.MethodType(_forward, block)
+
+    return change
+
+
+def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
+    """The block's forward method with whole parameters, which live only during it. The backward pass repeats it."""
+    unit, forward = getattr(block, _UNIT)
+    pieces: list[Tensor] = [operator.attrgetter(name)(block) for name, _ in unit.leaves]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        whole = placement.gathered(
+            [(leaf, piece) for (_, leaf), piece in zip(unit.leaves, pieces, strict=True)],
+            unit.width,
+            differentiable=True,
+        )
+        named = unit.wrapped({leaf.name: value for (_, leaf), value in zip(unit.leaves, whole, strict=True)})
+        inner = {f"block.{name}": named[leaf.name] for name, leaf in unit.leaves}
+        return functional_call(_Inside(block), inner, (lambda: forward(*args, **kwargs),), tie_weights=False)
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)

@@ -1,0 +1,302 @@
+"""Training in several processes against one process: problems that do not divide, and the runs of `test_steps`.
+
+Everything is float64, so that a difference is an error and no rounding. Functions named in `processes.run` take and
+return JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import purestep as ps
+from purestep import optim, tree
+from purestep.step import exchange
+from purestep.types import Share
+
+CLASSES = 29
+CALLS = ("all_reduce", "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
+
+
+class Block(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.up = nn.Linear(size, 2 * size + 1)
+        self.down = nn.Linear(2 * size + 1, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Odd sizes, a head tied to the embedding, a frozen layer, a scalar, and a layer that no loss reaches."""
+
+    def __init__(self, size: int = 13) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, size)
+        self.blocks = nn.ModuleList([Block(size) for _ in range(2)])
+        self.head = nn.Linear(size, CLASSES, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Linear(size, size).requires_grad_(requires_grad=False)
+        self.factor = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x).mean(1) * self.factor
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.frozen(hidden))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def transforms() -> dict[str, Callable[[], optim.Transform]]:
+    def adamw() -> optim.Transform:
+        rule = optim.adamw(1e-2, weight_decay=0.1, mask=optim.decay_mask(net()))
+        return optim.chain(optim.clip_by_global_norm(0.5), rule)
+
+    def groups() -> optim.Transform:
+        both = {"muon": optim.muon(0.02), "adamw": optim.adamw(1e-2)}
+        return optim.partition(both, optim.muon_labels(net()))
+
+    return {
+        "adamw": adamw,
+        "partition": groups,
+        "lamb": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.lamb(1e-2)),
+        "masked": lambda: optim.chain(optim.adamw(1e-2), optim.freeze(optim.decay_mask(net()))),
+    }
+
+
+def problem(tx: str = "adamw", **options: Any) -> ps.Program:
+    objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"accuracy": ps.metrics.accuracy})
+    settings: dict[str, Any] = {"precision": "64-true", "ema": 0.9, **options}
+    return ps.program(net(), objective, transforms()[tx](), **settings)
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 18)
+        self.down = nn.Linear(18, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def perceptrons(tx: str = "adamw", **options: Any) -> ps.Program:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), Perceptron(), Perceptron()).double()
+    rules = {
+        "adamw": lambda: optim.chain(optim.clip_by_global_norm(0.2), optim.adamw(1e-2)),
+        "lamb": lambda: optim.chain(optim.clip_by_global_norm(0.2), optim.lamb(1e-2)),
+    }
+    return ps.program(net, ps.supervised(nn.MSELoss()), rules[tx](), precision="64-true", ema=0.9, **options)
+
+
+def vectors() -> list[Any]:
+    random = torch.Generator().manual_seed(4)
+    return [tuple(torch.randn(6, 4, 8, generator=random, dtype=torch.float64) for _ in range(2)) for _ in range(6)]
+
+
+def plan(names: dict[str, str]) -> dict[str, Any]:
+    from torch.distributed.tensor import parallel
+
+    return {name: getattr(parallel, style)() for name, style in names.items()}
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 5, 3)
+        self.norm = nn.BatchNorm2d(5)
+        self.last = nn.Linear(5, 7)
+        self.plain = nn.BatchNorm1d(7, affine=False, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(self.last(torch.relu(self.norm(self.first(x))).mean((2, 3))))
+
+
+def normalized(tx: str = "sgd", **options: Any) -> ps.Program:
+    del tx
+    torch.manual_seed(0)
+    # The last class is padding: batches without another have the loss 0/0.
+    objective = ps.supervised(nn.CrossEntropyLoss(ignore_index=6))
+    rule = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1, momentum=0.9))
+    return ps.program(Normalized().double(), objective, rule, precision="64-true", ema=0.9, **options)
+
+
+def images() -> list[Any]:
+    """Six batches of 10 rows; targets of the second one's last rows are padding."""
+    random = torch.Generator().manual_seed(2)
+    found = []
+    for number in range(6):
+        x = torch.randn(10, 2, 6, 6, generator=random, dtype=torch.float64) * 2 + 1
+        y = torch.randint(0, 6, (10,), generator=random)
+        if number == 1:
+            y[5:] = 6
+        found.append((x, y))
+    return found
+
+
+def batches(count: int = 8, rows: int = 12) -> list[Any]:
+    random = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randint(0, CLASSES, (rows, 5), generator=random),
+            torch.randint(0, CLASSES, (rows,), generator=random),
+        )
+        for _ in range(count)
+    ]
+
+
+def share(batch: Any, mesh: ps.parallel.Mesh, kind: str) -> Share:
+    """This process's rows: "even", "uneven", or "empty", where the last processes have none."""
+    if kind == "even":
+        return ps.parallel.share(batch, mesh)
+    rows, width = len(batch[0]), mesh.batch_size
+    if kind == "uneven":
+        cuts = [0, *(rows * (at + 1) * (at + 2) // (width * (width + 1)) for at in range(width - 1)), rows]
+    else:
+        cuts = [0, *[rows] * width] if width < 3 else [0, rows // 3, *[rows] * (width - 1)]
+    first, end = cuts[mesh.batch_rank], cuts[mesh.batch_rank + 1]
+    if end > first:
+        return Share(tuple(leaf[first:end] for leaf in batch), torch.tensor(1.0))
+    return Share(tuple(leaf[:1] for leaf in batch), torch.tensor(0.0))
+
+
+def difference(found: Any, expected: Any) -> tuple[float, str]:
+    """The largest difference of any two leaves, and where; trees of other structures are an error."""
+    pairs, wanted = tree.with_paths(found), tree.with_paths(expected)
+    assert [path for path, _ in pairs] == [path for path, _ in wanted]
+    result = (0.0, "")
+    for (path, one), (_, other) in zip(pairs, wanted, strict=True):
+        assert one.shape == other.shape, path
+        assert one.dtype == other.dtype, path
+        if not one.numel():
+            continue
+        far = (one.double() - other.double()).abs().max().item()
+        result = max(result, (float("inf") if far != far else far, path))
+    return result
+
+
+@contextlib.contextmanager
+def counted() -> Generator[dict[str, int]]:
+    """Count the calls of torch's collectives."""
+    counts: dict[str, int] = {}
+    with contextlib.ExitStack() as stack:
+        for name in CALLS:
+            real = getattr(dist, name, None)
+            if real is None:
+                continue
+
+            def call(*args: Any, _real: Any = real, _name: str = name, **kwargs: Any) -> Any:
+                counts[_name] = counts.get(_name, 0) + 1
+                return _real(*args, **kwargs)
+
+            stack.enter_context(mock.patch.object(dist, name, call))
+        yield counts
+
+
+def _own_norm(_: Any, updates: Any) -> Tensor:
+    return torch.stack([leaf.norm() for leaf in updates.values()]).norm()
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    # A process's gradient counts as if its share had one row.
+    "unweighted": lambda: mock.patch.object(exchange, "times", lambda grad, weight: grad * (weight > 0)),
+    # The rows that stand in for an empty share are counted.
+    "counted": lambda: mock.patch("purestep.step.gradient.counted", lambda loss, counts: loss),
+    # Each process clips by the norm of its own pieces.
+    "local norm": lambda: mock.patch("purestep.parallel.distribute._Processes.norm", _own_norm),
+    # Nothing is exchanged.
+    "alone": lambda: mock.patch("purestep.parallel.placement.summed", lambda values, axis: values),
+}
+
+
+def trained(program: ps.Program, shares: list[Any], *, compiled: Any = None) -> tuple[ps.TrainState, Any]:
+    """The state after all batches and a flush, and the metrics of each call."""
+    step, flush = program.train_step, program.flush
+    if compiled is not None:
+        both = ps.compile_program(program, donate=True, **compiled)
+        step, flush = both.train_step, both.flush
+    state, seen = program.init(seed=3), []
+    for one in shares:
+        state, metrics = step(state, one)
+        seen.append({name: float(mean) for name, mean in metrics.items()})
+    state, _ = flush(state)
+    return ps.tree.clone(state), seen
+
+
+def steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compare runs on this group of processes with runs of one process on the whole batches.
+
+    A case has ``mesh`` (sizes), ``params``, ``kind`` of shares, ``tx``, ``options`` of the program, ``compiled``
+    (arguments of `compile_program`), ``fault``, and other arguments of `distribute`.
+    """
+    found: list[dict[str, Any]] = []
+    for case in cases:
+        given = dict(case)
+        sizes, kind = given.pop("mesh", {}), given.pop("kind", "even")
+        tx, options = given.pop("tx", "adamw"), given.pop("options", {})
+        compiled, fault = given.pop("compiled", None), given.pop("fault", None)
+        if isinstance(given["params"], list):  # JSON has no tuples
+            given["params"] = [tuple(rule) for rule in given["params"]]
+        if "tensor" in given:
+            given["tensor"] = plan(given["tensor"])
+        build = globals()[given.pop("problem", "problem")]
+        examples = globals()[given.pop("batches", "batches")]()
+        expected, wanted = trained(build(tx, **options), examples)
+        with ps.parallel.start(timeout=90, **sizes) as mesh, contextlib.ExitStack() as stack:
+            program = ps.distribute(build(tx, **options), mesh, **given)
+            if fault is not None:
+                stack.enter_context(FAULTS[fault]())
+            counts = stack.enter_context(counted())
+            state, metrics = trained(program, [share(batch, mesh, kind) for batch in examples], compiled=compiled)
+            counts = dict(counts)
+            far, path = difference(ps.full(state), expected)
+            found.append(
+                {
+                    "far": far,
+                    "path": path,
+                    "metrics": max(
+                        abs(one[name] - other[name]) for one, other in zip(metrics, wanted, strict=True) for name in one
+                    ),
+                    "collectives": counts,
+                    "rest": sum(leaf.numel() for leaf in tree.leaves(state.params)),
+                    "total": sum(leaf.numel() for leaf in tree.leaves(expected.params)),
+                    "updates": int(expected.updates),
+                }
+            )
+    return found
+
+
+def ragged() -> list[Any]:
+    """Batches of four sizes: a graph for many sizes is compiled."""
+    return [tuple(leaf[:rows] for leaf in batch) for batch, rows in zip(batches(6), (12, 12, 9, 7, 5, 12), strict=True)]
+
+
+def evaluations(compiled: dict[str, Any] | None) -> float:
+    """The largest difference between the metrics of an evaluation and those of one process."""
+    state = problem().init(seed=3)
+    found = 0.0
+    for params, sizes in (("replicate", {}), ("shard", {"shard": 2})):
+        with ps.parallel.start(timeout=90, **sizes) as mesh:
+            program = ps.distribute(problem(), mesh, params=params)
+            program = program if compiled is None else ps.compile_program(program, donate=True, **compiled)
+            part = program.init(seed=3)
+            for batch in batches(2):
+                expected = problem().eval_step(state, batch)
+                metrics = program.eval_step(part, share(batch, mesh, "uneven"))
+                found = max(found, *(abs(float(metrics[name]) - float(expected[name])) for name in expected))
+    return found

@@ -1,0 +1,59 @@
+"""Compiled steps on several processes: one graph with its collectives, in each way to compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import processes
+
+TRACE = {"capture": "trace", "backend": "aot_eager"}
+DYNAMO = {"capture": "dynamo", "backend": "aot_eager"}
+NATIVE = {"capture": "trace", "backend": "inductor"}
+SHARD: dict[str, Any] = {"mesh": {"shard": 2}, "params": "shard"}
+
+TRACED: list[dict[str, Any]] = [
+    {"params": "replicate", "kind": "uneven", "compiled": TRACE},
+    {"params": "replicate", "kind": "uneven", "options": {"accumulate": 3}, "compiled": TRACE},
+    {**SHARD, "kind": "empty", "compiled": TRACE},
+    {**SHARD, "kind": "uneven", "options": {"accumulate": 3, "microbatches": 2}, "compiled": TRACE},
+    {**SHARD, "kind": "uneven", "batches": "ragged", "compiled": TRACE},
+    {**SHARD, "tx": "partition", "compiled": TRACE},
+]
+CAPTURED: list[dict[str, Any]] = [
+    {"params": "replicate", "kind": "uneven", "compiled": DYNAMO},
+    {**SHARD, "kind": "uneven", "compiled": DYNAMO},
+]
+
+
+def check(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert one["far"] < 1e-14, one
+        assert one["metrics"] < 1e-6, one
+
+
+@pytest.mark.compile
+def test_traced_steps_equal_one_process() -> None:
+    check(processes.run("tests.parallel.cases:steps", 2, args=[TRACED], timeout=150)[0].value)
+
+
+@pytest.mark.compile
+def test_dynamo_captures_the_collectives() -> None:
+    check(processes.run("tests.parallel.cases:steps", 2, args=[CAPTURED], timeout=200)[0].value)
+
+
+@pytest.mark.compile
+def test_compiled_evaluation() -> None:
+    assert processes.run("tests.parallel.cases:evaluations", 2, args=[TRACE])[0].value < 1e-6
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_processes_share_a_cache_of_code(tmp_path: Path) -> None:
+    """Shares of different sizes, from an empty cache and from a filled one."""
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    case = [{**SHARD, "kind": "uneven", "compiled": NATIVE}]
+    for _ in range(2):
+        check(processes.run("tests.parallel.cases:steps", 2, args=[case], env=env, timeout=400)[0].value)

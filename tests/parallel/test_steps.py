@@ -1,0 +1,69 @@
+"""Steps on several processes equal the steps of one process on the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from . import processes
+
+EQUAL: list[dict[str, Any]] = [
+    {"params": "replicate"},
+    {"params": "replicate", "kind": "uneven", "options": {"accumulate": 3}},
+    {"params": "replicate", "kind": "empty", "options": {"microbatches": 2}},
+    {"mesh": {"shard": 2}, "params": "shard", "kind": "uneven"},
+    {"mesh": {"shard": 2}, "params": "shard", "kind": "empty", "options": {"accumulate": 3}},
+    {"mesh": {"shard": 2}, "params": [["blocks", "shard"]], "kind": "uneven", "options": {"microbatches": 2}},
+    {"mesh": {"shard": 2}, "params": "shard", "tx": "partition"},
+    {"mesh": {"shard": 2}, "params": "shard", "tx": "lamb"},
+    {"mesh": {"shard": 2}, "params": "shard", "tx": "masked"},
+    {"mesh": {"shard": 2}, "params": "shard", "options": {"engine": "func"}},
+]
+FAULTY: list[dict[str, Any]] = [
+    {"params": "replicate", "kind": "uneven", "fault": "unweighted"},
+    {"params": "replicate", "kind": "empty", "fault": "counted"},
+    {"mesh": {"shard": 2}, "params": "shard", "fault": "local norm"},
+    {"params": "replicate", "fault": "alone"},
+]
+
+
+def in_json(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return cases
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    """One start of two processes for all cases."""
+    outputs = processes.run("tests.parallel.cases:steps", 2, args=[in_json(EQUAL + FAULTY)], timeout=150)
+    return outputs[0].value
+
+
+@pytest.mark.parametrize("index", range(len(EQUAL)), ids=lambda index: str(EQUAL[index]))
+def test_equal_to_one_process(results: list[dict[str, Any]], index: int) -> None:
+    assert results[index]["far"] < 1e-14, results[index]
+    assert results[index]["metrics"] < 1e-6
+
+
+@pytest.mark.parametrize("index", range(len(FAULTY)), ids=lambda index: FAULTY[index]["fault"])
+def test_a_planted_fault_is_seen(results: list[dict[str, Any]], index: int) -> None:
+    found = results[len(EQUAL) + index]
+    assert found["far"] > 1e-6, found
+
+
+def test_collectives_of_a_step(results: list[dict[str, Any]]) -> None:
+    replicated, windows, _, sharded = results[:4]
+    # Two collectives a call, of the gradients and of the small sums; under accumulation one a call and one a window.
+    assert replicated["collectives"] == {"all_reduce": 2 * 8}
+    assert windows["collectives"] == {"all_reduce": 8 + 3}
+    # Sharded: parameters, gradients, small sums, and the sums of the norm and of the transform's norm.
+    gathers = sum(count for name, count in sharded["collectives"].items() if "gather" in name)
+    scatters = sum(count for name, count in sharded["collectives"].items() if "scatter" in name)
+    assert (gathers, scatters) == (8, 8)
+    assert sharded["collectives"]["all_reduce"] <= 4 * 8
+
+
+def test_pieces_hold_their_share(results: list[dict[str, Any]]) -> None:
+    assert results[0]["rest"] == results[0]["total"]
+    padding = 2 * 13 * 6
+    assert results[3]["rest"] <= results[3]["total"] / 2 + padding
