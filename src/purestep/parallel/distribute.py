@@ -404,12 +404,12 @@ class _Processes:
             parts = collectives.all_reduce(parts, "tensor")
         return (squares(False, False) + rows + parts).sqrt()
 
-    def update(self, update: Callable[..., Any], grads: Params, state: Tree, params: Params) -> Any:
+    def update(self, update: Callable[..., Any], grads: Params, state: Tree, params: Params, norm: Tensor) -> Any:
         """Run a transform. One that is not elementwise sees whole tensors, and its results are cut again."""
         if not self.pieces:
             return update(grads, state, params)
         if self.static.elementwise:
-            with base.norm_of_pieces(self.norm):
+            with base.norm_of_pieces(lambda updates: norm if updates is grads else self.norm(updates)):
                 return update(grads, state, params)
         found, whole_state = update(self._whole(grads), self._whole_state(state), self._whole(params))
         if not isinstance(found, dict):

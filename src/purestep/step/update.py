@@ -285,7 +285,7 @@ def _updates(spec: Spec, form: Form, state: TrainState, grads: Params) -> tuple[
         norm, result = optim.global_norm(grads), spec.tx.update(grads, state.opt_state, state.params)
     else:
         norm = (form.exchange.norm or optim.global_norm)(grads)
-        result = form.exchange.update(spec.tx.update, grads, state.opt_state, state.params)
+        result = form.exchange.update(spec.tx.update, grads, state.opt_state, state.params, norm)
     return norm, *_of_transform(result, state.params)
 
 
