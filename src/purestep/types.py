@@ -285,6 +285,7 @@ class Static(NamedTuple):
     versions: Mapping[str, Any] = MappingProxyType({})  # submodule -> version, from a state_dict's ``_metadata``
     stream: tuple[int, ...] = ()  # as in `Exchange`
     elementwise: bool = True  # of the transform
+    tx: Any = None  # the transform
     module: Any = None  # the weightless module in train mode; not to be changed
     rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
 

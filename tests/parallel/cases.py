@@ -105,12 +105,12 @@ def perceptrons(tx: str = "adamw", **options: Any) -> ps.Program:
     return ps.program(net, ps.supervised(nn.MSELoss()), rules[tx](), precision="64-true", ema=0.9, **options)
 
 
-def halves(tx: str = "adamw", **options: Any) -> ps.Program:
-    """Trained in float16 with a loss scale; the scale of 2^16 overflows at first."""
-    del tx
+def halves() -> ps.Program:
+    """Trained in float16 with a loss scale."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-    return ps.program(net, ps.supervised(nn.MSELoss()), optim.adamw(1e-3), precision="16-true", **options)
+    rule, scaler = optim.adamw(1e-3, eps=1e-4), ps.scaler.dynamic(2.0**14)
+    return ps.program(net, ps.supervised(nn.MSELoss()), rule, precision="16-true", scaler=scaler)
 
 
 def spoilt() -> list[Any]:
@@ -123,7 +123,7 @@ def spoilt() -> list[Any]:
 def huge() -> list[Any]:
     """Float16 batches; the gradients of the second one's last row overflow, on one process alone."""
     found = [tuple(leaf.float() for leaf in batch) for batch in vectors()]
-    found[1][1][-1] *= 3e3
+    found[1][1][-1] *= 100
     return found
 
 
@@ -409,4 +409,40 @@ def overflow(params: str, sizes: dict[str, int]) -> dict[str, list[Any]]:
             found["updates"].append(int(state.updates))
             found["scales"].append(float(state.scaler.scale))
             found["digests"].append(sum(leaf.double().sum().item() for leaf in ps.full(state).params.values()))
+    return found
+
+
+def refused() -> str:
+    with ps.parallel.start(timeout=60, shard=2) as mesh:
+        program = ps.distribute(problem(), mesh, params="shard", units=["blocks.*"])
+        step = ps.compile_step(program.train_step, donate=True, capture="dynamo", backend="aot_eager")
+        try:
+            step(program.init(seed=0), share(batches(1)[0], mesh, "even"))
+        except ps.errors.StepContractError as error:
+            return str(error)
+    return "no error"
+
+
+def functional() -> dict[str, str]:
+    """What the plug-in for the CPU makes of graphs with and without functional collectives."""
+    import torch.distributed._functional_collectives as functional_collectives
+
+    from purestep.compile.cpu import backend
+
+    def reduced(x: Tensor) -> list[Tensor]:
+        found = functional_collectives.all_reduce(torch.tanh(x), "sum", dist.group.WORLD)
+        return [found * 2]
+
+    def plain(x: Tensor) -> list[Tensor]:
+        return [torch.tanh(x) * 2]
+
+    found: dict[str, str] = {}
+    with ps.parallel.start(timeout=60):
+        for name, function in (("functional", reduced), ("own", plain)):
+            try:
+                backend.compiled(backend.record(function, [torch.ones(3)]), options=None)
+                found[name] = "compiled"
+            except backend.NotFunctional as error:
+                assert "functional collectives" in str(error)
+                found[name] = "NotFunctional"
     return found

@@ -78,9 +78,7 @@ def main() -> None:
             numbers = [f"{by_run[run]['far']:.1e}" if run in by_run else "-" for run in RUNS]
             one = by_run["eager"]
             calls = ", ".join(f"{count} {call.removesuffix('_single')}" for call, count in one["collectives"].items())
-            lines.append(
-                f"| {spread} | {name} | {' | '.join(numbers)} | {calls} | {one['rest']} of {one['total']} |"
-            )
+            lines.append(f"| {spread} | {name} | {' | '.join(numbers)} | {calls} | {one['rest']} of {one['total']} |")
     lines += ["", f"Largest difference: {worst:.1e}."]
     text = "\n".join(lines) + "\n"
     if chosen.only:

@@ -1,4 +1,4 @@
-"""Layers that communicate inside of a forward pass: batch normalization, blocks gathered one by one, tensor parallel."""
+"""Layers that communicate inside of a pass: batch normalization, blocks gathered one by one, tensor parallel."""
 
 from __future__ import annotations
 
@@ -156,3 +156,27 @@ def test_a_plan_is_checked() -> None:
         ps.distribute(program, mesh)
     with pytest.raises(ps.errors.RankError, match="tensor=1, and there is a plan"):
         ps.distribute(program, ps.parallel.Mesh(data=2), tensor={"1.up": ColwiseParallel()})
+
+
+def _total_norm(updates: Any) -> torch.Tensor:
+    return torch.stack([leaf.square().sum() for leaf in updates.values()]).sum().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("norm", "elementwise", "is_refused"),
+    [
+        (_total_norm, True, True),
+        (lambda updates: next(iter(updates.values())).mean(), True, True),
+        (ps.optim.global_norm, True, False),
+        (_total_norm, False, False),
+    ],
+)
+def test_a_transform_that_sums_by_itself_is_refused(norm: Any, elementwise: bool, is_refused: bool) -> None:
+    rule = ps.optim.stateless(lambda u, p: {k: v / norm(u) for k, v in u.items()}, elementwise=elementwise)
+    program = ps.program(torch.nn.Linear(4, 2), ps.supervised(torch.nn.MSELoss()), rule)
+    mesh = ps.parallel.Mesh(shard=2)
+    if is_refused:
+        with pytest.raises(ps.errors.ConfigError, match=r"says that it is elementwise.*optim.global_norm"):
+            ps.distribute(program, mesh, params="shard")
+    else:
+        ps.distribute(program, mesh, params="shard")

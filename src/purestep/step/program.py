@@ -176,6 +176,7 @@ def _static(spec: Spec, versions: dict[str, Any]) -> Static:
         steps=lambda form: steps_of(spec, form),
         versions=versions,
         elementwise=spec.tx.elementwise,
+        tx=spec.tx,
         check=functools.partial(precision_.check, spec.policy),
     )
 
