@@ -54,9 +54,10 @@ def test_dynamo_refuses_layers_that_communicate() -> None:
 
 @pytest.mark.compile
 def test_functional_collectives_are_not_compiled_into_the_workspace() -> None:
-    """A plain all-reduce by torch's functional collectives, of one process: the plug-in for the CPU refuses its graph."""
+    """The plug-in for the CPU refuses the graph, which torch then compiles alone."""
     (output,) = processes.run("tests.parallel.cases:functional", 1)
-    assert output.value == {"functional": "NotFunctional", "own": "compiled"}
+    assert "functional collectives" in output.value["functional"]
+    assert output.value["own"] == "compiled"
 
 
 @pytest.mark.compile
