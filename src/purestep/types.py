@@ -287,6 +287,7 @@ class Static(NamedTuple):
     elementwise: bool = True  # of the transform
     precision: str = "32-true"
     first_share: Callable[[int], float] | None = None  # `ema.Average.first`
+    tx: Any = None  # the transform
     module: Any = None  # the weightless module in train mode; not to be changed
     rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
 

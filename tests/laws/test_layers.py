@@ -139,6 +139,7 @@ ALLOWED = (
     ("global_rng.py", "random"),
     ("global_rng.py", "threading.RLock"),
     ("compile/cpu/workspace.py", "threading.local"),
+    ("optim/base.py", "threading.local"),
     ("compile/cpu/backend.py", "logging"),
     ("compile/backends.py", "os"),
     ("compile/capture.py", "logging"),

@@ -286,7 +286,8 @@ def test_adapters_over_frozen_weights_are_trained_and_exported_alone(tmp_path: P
 
 def test_exporting_what_is_not_there_is_told_the_nearest_name(tmp_path: Path):
     program = ps.program(nn.Linear(2, 1), ps.supervised(nn.MSELoss()), optim.sgd(0.1))
-    with pytest.raises(ps.errors.ConfigError, match="only: 'weigth' matches no weight .cure: only='weight'"):
+    expected = "only: 'weigth' matches no weight .cure: the nearest names are 'weight'"
+    with pytest.raises(ps.errors.ConfigError, match=expected):
         ps.export_weights(tmp_path / "w.pt", program, program.init(), only="weigth")
     assert not list(tmp_path.iterdir())
 

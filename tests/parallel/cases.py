@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -104,15 +105,51 @@ def perceptrons(tx: str = "adamw", **options: Any) -> ps.Program:
     return ps.program(net, ps.supervised(nn.MSELoss()), rules[tx](), precision="64-true", ema=0.9, **options)
 
 
+def halves() -> ps.Program:
+    """Trained in float16 with a loss scale."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    rule, scaler = optim.adamw(1e-3, eps=1e-4), ps.scaler.dynamic(2.0**14)
+    return ps.program(net, ps.supervised(nn.MSELoss()), rule, precision="16-true", scaler=scaler)
+
+
+def spoilt() -> list[Any]:
+    """The third batch has a nan in its last row, which one process has."""
+    found = [tuple(leaf.clone() for leaf in batch) for batch in vectors()]
+    found[2][0][-1, 0, 0] = float("nan")
+    return found
+
+
+def huge() -> list[Any]:
+    """Float16 batches; the gradients of the second one's last row overflow, on one process alone."""
+    found = [tuple(leaf.float() for leaf in batch) for batch in vectors()]
+    found[1][1][-1] *= 100
+    return found
+
+
 def vectors() -> list[Any]:
     random = torch.Generator().manual_seed(4)
     return [tuple(torch.randn(6, 4, 8, generator=random, dtype=torch.float64) for _ in range(2)) for _ in range(6)]
 
 
-def plan(names: dict[str, str]) -> dict[str, Any]:
-    from torch.distributed.tensor import parallel
+def plan(names: Any) -> dict[str, Any]:
+    """torch's styles by name; "sequence": the norm and the sum of a block on parts of its sequence."""
+    from torch.distributed.tensor import Replicate, Shard, parallel
 
-    return {name: getattr(parallel, style)() for name, style in names.items()}
+    if names != "sequence":
+        return {name: getattr(parallel, style)() for name, style in names.items()}
+    return {
+        "1": parallel.PrepareModuleInputOutput(
+            input_layouts=Replicate(),
+            desired_input_layouts=Shard(1),
+            use_local_input=True,
+            output_layouts=Shard(1),
+            desired_output_layouts=Replicate(),
+        ),
+        "1.norm": parallel.SequenceParallel(),
+        "1.up": parallel.ColwiseParallel(input_layouts=Shard(1)),
+        "1.down": parallel.RowwiseParallel(output_layouts=Shard(1)),
+    }
 
 
 class Normalized(nn.Module):
@@ -299,4 +336,112 @@ def evaluations(compiled: dict[str, Any] | None) -> float:
                 expected = problem().eval_step(state, batch)
                 metrics = program.eval_step(part, share(batch, mesh, "uneven"))
                 found = max(found, *(abs(float(metrics[name]) - float(expected[name])) for name in expected))
+    return found
+
+
+class Wide(nn.Module):
+    """About 150 MiB in float32, of which all but a thousandth is in blocks."""
+
+    def __init__(self, width: int = 560, count: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return hidden
+
+
+def peaks_with_and_without() -> list[dict[str, float]]:
+    return [peaks(["blocks.*"]), peaks([])]
+
+
+def _high_water() -> int:
+    """The largest resident memory of this process since the last reset, in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def peaks(units: list[str]) -> dict[str, float]:
+    """The memory that gradients of one call need at their peak, and that a state holds, relative to all parameters."""
+    from purestep.step import gradient
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        net = Wide()
+    objective = ps.supervised(nn.MSELoss())
+    whole = ps.program(net, objective, optim.sgd(1e-3))
+    total = sum(leaf.numel() * leaf.element_size() for leaf in net.parameters())
+    batch = torch.randn(4, 8), torch.randn(4, 560)
+    with ps.parallel.start(timeout=90, shard=2) as mesh:
+        program = ps.distribute(whole, mesh, params="shard", units=units)
+        state = program.init(seed=0)
+        rest = sum(leaf.numel() * leaf.element_size() for leaf in state.params.values())
+        del whole, net
+        found: list[int] = []
+        original = gradient.gradients
+
+        def measured(*args: Any) -> Any:
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the high-water mark
+            before = _high_water()
+            result = original(*args)
+            found.append(_high_water() - before)
+            return result
+
+        with mock.patch("purestep.step.update.gradients", measured):
+            for _ in range(3):
+                state, _ = program.train_step(state, ps.parallel.share(batch, mesh))
+    return {"peak": found[-1] / total, "first": found[0] / total, "rest": rest / total, "total": total / 2**20}
+
+
+def overflow(params: str, sizes: dict[str, int]) -> dict[str, list[Any]]:
+    """Train in float16 while one process's gradients overflow: the counts, scales and digests of this process."""
+    found: dict[str, list[Any]] = {"updates": [], "scales": [], "digests": []}
+    with ps.parallel.start(timeout=60, **sizes) as mesh:
+        program = ps.distribute(halves(), mesh, params=params)
+        state = program.init(seed=0)
+        for batch in huge():
+            state, _ = program.train_step(state, ps.parallel.share(batch, mesh))
+            found["updates"].append(int(state.updates))
+            found["scales"].append(float(state.scaler.scale))
+            found["digests"].append(sum(leaf.double().sum().item() for leaf in ps.full(state).params.values()))
+    return found
+
+
+def refused() -> str:
+    with ps.parallel.start(timeout=60, shard=2) as mesh:
+        program = ps.distribute(problem(), mesh, params="shard", units=["blocks.*"])
+        step = ps.compile_step(program.train_step, donate=True, capture="dynamo", backend="aot_eager")
+        try:
+            step(program.init(seed=0), share(batches(1)[0], mesh, "even"))
+        except ps.errors.StepContractError as error:
+            return str(error)
+    return "no error"
+
+
+def functional() -> dict[str, str]:
+    """What the plug-in for the CPU makes of graphs with and without functional collectives."""
+    import torch.distributed._functional_collectives as functional_collectives
+
+    from purestep.compile.cpu import backend
+
+    def reduced(x: Tensor) -> list[Tensor]:
+        found = functional_collectives.all_reduce(torch.tanh(x), "sum", dist.group.WORLD)
+        return [found * 2]
+
+    def plain(x: Tensor) -> list[Tensor]:
+        return [torch.tanh(x) * 2]
+
+    found: dict[str, str] = {}
+    with ps.parallel.start(timeout=60):
+        for name, function in (("functional", reduced), ("own", plain)):
+            try:
+                backend.compiled(backend.record(function, [torch.ones(3)]), options=None)
+                found[name] = "compiled"
+            except backend.NotFunctional as error:
+                found[name] = str(error)
     return found

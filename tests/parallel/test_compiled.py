@@ -45,6 +45,22 @@ def test_dynamo_captures_the_collectives() -> None:
 
 
 @pytest.mark.compile
+def test_dynamo_refuses_layers_that_communicate() -> None:
+    """Their gradients need `torch.autograd`, which Dynamo does not capture: an error on every process, and no hang."""
+    outputs = processes.run("tests.parallel.cases:refused", 2, timeout=100)
+    for output in outputs:
+        assert "capture='trace'" in output.value
+
+
+@pytest.mark.compile
+def test_functional_collectives_are_not_compiled_into_the_workspace() -> None:
+    """The plug-in for the CPU refuses the graph, which torch then compiles alone."""
+    (output,) = processes.run("tests.parallel.cases:functional", 1)
+    assert "functional collectives" in output.value["functional"]
+    assert output.value["own"] == "compiled"
+
+
+@pytest.mark.compile
 def test_compiled_evaluation() -> None:
     assert processes.run("tests.parallel.cases:evaluations", 2, args=[TRACE])[0].value < 1e-6
 

@@ -1,4 +1,4 @@
-"""Layers that communicate inside of a forward pass: batch normalization, blocks gathered one by one, tensor parallel."""
+"""Layers that communicate inside of a pass: batch normalization, blocks gathered one by one, tensor parallel."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import purestep as ps
+from purestep.model.functional import Shown
 
 from . import cases, processes
 
@@ -19,6 +20,7 @@ SYNCED: list[dict[str, Any]] = [
     {**BATCHNORM, "batchnorm": "sync", "kind": "empty"},
     {**BATCHNORM, "batchnorm": "sync", "mesh": {"shard": 2}, "params": "shard", "kind": "uneven"},
     {**BATCHNORM, "batchnorm": "sync", "kind": "uneven", "compiled": TRACE},
+    {**BATCHNORM, "batchnorm": "sync", "kind": "uneven", "mesh": {"shard": 2}, "params": "shard", "units": ["norm"]},
 ]
 AVERAGED: list[dict[str, Any]] = [{**BATCHNORM, "batchnorm": "average"}]
 
@@ -29,6 +31,7 @@ SPLIT: list[dict[str, Any]] = [
     TWO,
     {**TWO, "options": {"accumulate": 4}},
     {**TWO, "tx": "lamb"},
+    {**TWO, "tensor": "sequence"},
     {**TWO, "compiled": TRACE},
 ]
 SPLIT_AND_CUT: list[dict[str, Any]] = [
@@ -36,6 +39,8 @@ SPLIT_AND_CUT: list[dict[str, Any]] = [
     {**TWO, "kind": "uneven", "options": {"accumulate": 4}},
     {**TWO, "mesh": {"shard": 2, "tensor": 2}, "params": "shard"},
     {**TWO, "mesh": {"shard": 2, "tensor": 2}, "params": "shard", "tx": "lamb", "kind": "empty"},
+    {**TWO, "mesh": {"shard": 2, "tensor": 2}, "params": "shard", "units": ["1", "2"], "kind": "uneven"},
+    {"params": "shard", "units": ["blocks.*"], "mesh": {"data": 2, "shard": 2}, "kind": "uneven"},
 ]
 UNITS: dict[str, Any] = {"params": "shard", "units": ["blocks.*"]}
 GATHERED: list[dict[str, Any]] = [
@@ -100,3 +105,78 @@ def test_tensor_parallel_with_other_axes() -> None:
 def test_units_equal_one_process() -> None:
     for one in processes.run("tests.parallel.cases:steps", 2, args=[GATHERED], timeout=150)[0].value:
         assert one["far"] < 1e-14, one
+
+
+@pytest.mark.slow
+def test_units_need_less_memory_than_the_whole_parameters() -> None:
+    env = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # freed memory returns to the system
+    found = processes.run("tests.parallel.cases:peaks_with_and_without", 2, env=env, timeout=240)[0].value
+    with_units, without = found
+    assert with_units["peak"] <= 0.9, found
+    assert without["peak"] > 1.5, found
+    assert with_units["rest"] < 0.501, found
+
+
+def test_parameters_of_a_unit_cannot_be_read_outside() -> None:
+    shown = Shown({"a": torch.ones(1), "b": torch.ones(1)}, frozenset({"b"}))
+    assert shown["a"].item() == 1
+    for read in (
+        lambda: shown["b"],
+        lambda: shown.get("b"),
+        lambda: sum(value.sum() for value in shown.values()),
+        lambda: list(shown.items()),
+        lambda: {**shown},
+    ):
+        with pytest.raises(ps.errors.StepContractError, match="model.params/b: is whole only inside of its unit"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("units", "problem"),
+    [
+        (["layers.*"], "matches no module"),
+        (["blocks.0", "blocks.0.up"], "blocks.0.up lies inside of the unit blocks.0"),
+        ("blocks", "units is 'blocks'"),
+    ],
+)
+def test_units_are_checked(units: Any, problem: str) -> None:
+    with pytest.raises(ps.errors.ConfigError, match=problem):
+        ps.distribute(cases.problem(), ps.parallel.Mesh(shard=2), params="shard", units=units)
+
+
+def test_a_plan_is_checked() -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    program, mesh = cases.perceptrons(), ps.parallel.Mesh(tensor=2)
+    with pytest.raises(ps.errors.ConfigError, match="'x', which matches no layer"):
+        ps.distribute(program, mesh, tensor={"x": ColwiseParallel()})
+    with pytest.raises(ps.errors.ConfigError, match="no mapping"):
+        ps.distribute(program, mesh, tensor={"1.up": "columns"})
+    with pytest.raises(ps.errors.RankError, match="tensor=2, and there is no plan"):
+        ps.distribute(program, mesh)
+    with pytest.raises(ps.errors.RankError, match="tensor=1, and there is a plan"):
+        ps.distribute(program, ps.parallel.Mesh(data=2), tensor={"1.up": ColwiseParallel()})
+
+
+def _total_norm(updates: Any) -> torch.Tensor:
+    return torch.stack([leaf.square().sum() for leaf in updates.values()]).sum().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("norm", "elementwise", "is_refused"),
+    [
+        (_total_norm, True, True),
+        (lambda updates: next(iter(updates.values())).mean(), True, True),
+        (ps.optim.global_norm, True, False),
+        (_total_norm, False, False),
+    ],
+)
+def test_a_transform_that_sums_by_itself_is_refused(norm: Any, elementwise: bool, is_refused: bool) -> None:
+    rule = ps.optim.stateless(lambda u, p: {k: v / norm(u) for k, v in u.items()}, elementwise=elementwise)
+    program = ps.program(torch.nn.Linear(4, 2), ps.supervised(torch.nn.MSELoss()), rule)
+    mesh = ps.parallel.Mesh(shard=2)
+    if is_refused:
+        with pytest.raises(ps.errors.ConfigError, match=r"says that it is elementwise.*optim.global_norm"):
+            ps.distribute(program, mesh, params="shard")
+    else:
+        ps.distribute(program, mesh, params="shard")

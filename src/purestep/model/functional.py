@@ -254,6 +254,23 @@ def template(module: nn.Module, *, objective: nn.Module | None = None, keep_eval
     return Template(train, evaluation, names)
 
 
+class _Inside(nn.Module):
+    """Parent of a block, so that one functional_call can run its forward method without its hooks."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, run: Callable[[], _Result]) -> _Result:
+        return run()
+
+
+def with_weights(block: nn.Module, params: Params, run: Callable[[], _Result]) -> _Result:
+    """Return ``run()`` with these parameters in a block, by their names in it."""
+    named = {f"block.{name}": value for name, value in params.items()}
+    return functional_call(_Inside(block), named, (run,), tie_weights=False)
+
+
 def rewritten(given: Template, change: Callable[[nn.Module], None]) -> Template:
     """Copy a template and change the copies of its module.
 

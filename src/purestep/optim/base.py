@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from threading import local
 from typing import Any, NamedTuple
 
 import torch
@@ -183,7 +183,7 @@ def global_norm(updates: Params) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-class _Pieces(threading.local):
+class _Pieces(local):
     """The norm of pieces, by thread. Dynamo can read and set it, unlike a ContextVar."""
 
     def __init__(self) -> None:

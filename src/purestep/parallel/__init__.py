@@ -1,4 +1,14 @@
-"""Several processes: meshes, placements of a state, and the collectives of a step."""
+"""Several processes: meshes, placements of a state, and the collectives of a step.
+
+mesh         processes and their groups, from torchrun's environment
+placement    which leaves of a state are cut, where, and how the whole is put together
+collectives  operators that graphs may contain, and their gradients
+distribute   the steps of a program with these collectives
+units        blocks that gather their own parameters, in the forward and in the backward pass
+batchnorm    batch normalization by the statistics of all rows
+tensorwise   tensor parallel by torch's styles
+calls        the forward and backward pass that runs, for layers that communicate
+"""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ConfigError
+from ..model import functional
 from ..types import Params
 from . import placement
 from .placement import Leaf
@@ -27,17 +27,6 @@ class Unit(NamedTuple):
     leaves: tuple[tuple[str, Leaf], ...]  # (name in the block, leaf as one process of the axis "tensor" has it)
     width: int
     wrapped: Callable[[Params], Params]  # parameters by their names in the model -> as DTensors, under tensor parallel
-
-
-class _Inside(nn.Module):
-    """Parent of a block, so that one functional_call can run its forward method without its hooks."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, run: Callable[[], Any]) -> Any:
-        return run()
 
 
 def names_of(patterns: Any, module: nn.Module) -> list[str]:
@@ -121,7 +110,7 @@ def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
             differentiable=True,
         )
         named = unit.wrapped({leaf.name: value for (_, leaf), value in zip(unit.leaves, whole, strict=True)})
-        inner = {f"block.{name}": named[leaf.name] for name, leaf in unit.leaves}
-        return functional_call(_Inside(block), inner, (lambda: forward(*args, **kwargs),), tie_weights=False)
+        inner = {name: named[leaf.name] for name, leaf in unit.leaves}
+        return functional.with_weights(block, inner, lambda: forward(*args, **kwargs))
 
     return checkpoint(run, *args, use_reentrant=False, **kwargs)

@@ -288,7 +288,8 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
             spec, forward, state, form.expand(state.params), form.hidden
         )
     if is_seeded:
-        grads = {name: _own(grad, loss.weight) for name, grad in grads.items()}
+        for name in grads:  # one by one, in place: the memory of one more gradient, not of all
+            grads[name] = _own(grads[name], loss.weight)
     write_check.check_sizes(state.buffers, buffers)
     metrics = {name: means.with_sums(mean, *finite_mean(*mean)) for name, mean in loss.metrics.items()}
     metrics["loss"] = finite_mean(loss.mean.float() * loss.weight, loss.weight)

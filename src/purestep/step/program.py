@@ -186,6 +186,7 @@ def _static(spec: Spec, versions: dict[str, Any]) -> Static:
         steps=lambda form: steps_of(spec, form),
         versions=versions,
         elementwise=spec.tx.elementwise,
+        tx=spec.tx,
         check=functools.partial(precision_.check, spec.policy),
         precision=spec.policy.name,
         first_share=spec.average.first,

@@ -1,0 +1,38 @@
+"""What one process alone meets (a nan, an overflow) is a decision of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from . import processes
+
+NAN: dict[str, Any] = {"problem": "perceptrons", "batches": "spoilt"}
+SHARD: dict[str, Any] = {"params": "shard", "mesh": {"shard": 2}}
+CASES: list[dict[str, Any]] = [
+    {**NAN, "params": "replicate", "options": {"nonfinite": "skip"}},
+    {**NAN, "params": "replicate"},
+    {**NAN, **SHARD, "options": {"nonfinite": "skip"}},
+    {**NAN, **SHARD, "options": {"nonfinite": "skip", "accumulate": 2}},
+    {**NAN, **SHARD},
+]
+
+
+def test_a_nan_on_one_process_is_handled_as_in_one_process() -> None:
+    found = processes.run("tests.parallel.cases:steps", 2, args=[CASES])[0].value
+    for case, one in zip(CASES, found, strict=True):
+        assert one["far"] < 1e-14, (case, one)
+    # Skipped: one of six calls, one of three windows. Halted: two updates before the nan.
+    assert [one["updates"] for one in found] == [5, 2, 5, 2, 2]
+
+
+@pytest.mark.parametrize(("params", "sizes"), [("replicate", {}), ("shard", {"shard": 2})])
+def test_an_overflow_on_one_process_skips_the_update_of_all(params: str, sizes: dict[str, int]) -> None:
+    first, second = (output.value for output in processes.run("tests.parallel.cases:overflow", 2, args=[params, sizes]))
+    assert first == second
+    before, after = first["updates"][0], first["updates"][1]
+    assert after == before
+    assert first["digests"][1] == first["digests"][0]
+    assert first["scales"][1] == first["scales"][0] / 2
+    assert first["updates"][-1] > after
