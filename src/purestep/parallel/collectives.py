@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import mesh as meshes
+from .peers import answered
 
 
 def all_reduce(value: Tensor, axis: str, op: str = "sum") -> Tensor:
@@ -41,13 +42,18 @@ def reduce_scatter(value: Tensor, axis: str) -> Tensor:
 
 def _width(axis: str) -> int:
     groups = meshes.current()
-    return 1 if groups is None else groups.mesh.width(axis)
+    if groups is None:
+        meshes.group(axis)  # raises
+        return 1
+    return groups.mesh.width(axis)
 
 
 @torch.library.custom_op("purestep::all_reduce", mutates_args=())
 def _all_reduce(value: Tensor, op: str, axis: str) -> Tensor:
     found = value.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(found, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=meshes.group(axis))
+    group, kind = meshes.group(axis), dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+    with answered("all_reduce"):
+        dist.all_reduce(found, kind, group=group)
     return found
 
 
@@ -60,7 +66,9 @@ def _(value: Tensor, op: str, axis: str) -> Tensor:
 @torch.library.custom_op("purestep::all_gather", mutates_args=())
 def _all_gather(value: Tensor, width: int, axis: str) -> Tensor:
     found = value.new_empty((value.shape[0] * width, *value.shape[1:]))
-    _gather_into()(found, value.contiguous(), group=meshes.group(axis))
+    group = meshes.group(axis)
+    with answered("all_gather"):
+        _gather_into()(found, value.contiguous(), group=group)
     return found
 
 
@@ -73,7 +81,9 @@ def _(value: Tensor, width: int, axis: str) -> Tensor:
 @torch.library.custom_op("purestep::reduce_scatter", mutates_args=())
 def _reduce_scatter(value: Tensor, width: int, axis: str) -> Tensor:
     found = value.new_empty((value.shape[0] // width, *value.shape[1:]))
-    _scatter_into()(found, value.contiguous(), group=meshes.group(axis))
+    group = meshes.group(axis)
+    with answered("reduce_scatter"):
+        _scatter_into()(found, value.contiguous(), group=group)
     return found
 
 
