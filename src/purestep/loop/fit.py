@@ -125,6 +125,7 @@ def fit(
     is_callers = run.state is given
     mesh = ranks.mesh_of(run.state, where="fit")
     with ExitStack() as stack:
+        stack.enter_context(ranks.quiet(mesh))
         stack.enter_context(environment.applied(settings, data.device_of(run.state)))
         feeds = inputs.open_feeds(loaders, settings, ready, inputs.seed_of(run.state), mesh)
         stack.callback(feeds.close)

@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .. import parallel, tree
+from .. import tree
 from ..compile import is_state, plain
 from ..parallel import agreement, placement
+from ..parallel import mesh as meshes
 from ..snapshot import Snapshot, Snapshots
 from ..types import TrainState, Tree
 
 
 def shared(snapshots: Snapshots) -> Snapshots:
     """The snapshots of a run: as they are in one process, gathered in a mesh of several."""
-    mesh = parallel.current_mesh()
+    mesh = meshes.current_mesh()
     return snapshots if mesh is None else Gathered(snapshots)
 
 
@@ -33,7 +34,7 @@ class Gathered(Snapshots):
         self._position = (0, 0)
         self.directory = snapshots.directory
         self.strict = snapshots.strict
-        mesh = parallel.current_mesh()
+        mesh = meshes.current_mesh()
         self._is_first = mesh is None or mesh.rank == 0
 
     def open(self) -> None:
@@ -79,18 +80,18 @@ class Gathered(Snapshots):
             updates, epoch = self._position
             self._inner.begin(updates=updates, epoch=epoch)
 
-    def restore(self, template: Tree, **options: Any) -> Snapshot:
+    def restore(self, template: Tree, *, step: int | None = None, only: Any = None) -> Snapshot:
         whole = _whole(template)
         found: list[Snapshot] = []
 
         def first() -> int:
-            found.append(self._inner.restore(whole, **options))
+            found.append(self._inner.restore(whole, step=step, only=only))
             return found[0].step
 
-        step = agreement.from_first(first)
+        used = agreement.from_first(first)
         if not self._is_first:
             reader = Snapshots(self.directory, writer=False, strict=True)
-            found.append(reader.restore(whole, **{**options, "step": step}))
+            found.append(reader.restore(whole, step=used, only=only))
         return found[0]._replace(state=_parts(found[0].state, like=template))
 
 

@@ -297,9 +297,15 @@ class Several(Alone):
     def _check_batch(self, batch: Any) -> None:
         """Compare the first batch of all processes, and agree on how many batches are held."""
         spec = data.check_batch(batch, where="train, first batch")
-        agreement.check_same({"the structure of a batch": spec.spec}, where="train, first batch", hint=_SAME)
+        agreement.check_same({"a batch": _text(spec.spec)}, where="train, first batch", hint=_SAME)
         size = tensor_layout.nbytes([leaf for leaf in tree.leaves(tree.dicts(batch)) if isinstance(leaf, Tensor)])
         self._progress.fix_depth(max(agreement.gathered(size)))
+
+
+def _text(spec: Any) -> str:
+    """The structure of a batch in one line."""
+    children = getattr(spec, "children", None)
+    return spec.kind if children is None else f"{spec.kind}({', '.join(map(_text, children))})"
 
 
 def opened(
@@ -332,7 +338,8 @@ def check_alike(mesh: parallel.Mesh | None, facts: Callable[[], Mapping[str, Any
         RankError: with the names that differ.
     """
     if mesh is not None:
-        agreement.check_same(facts(), where="fit", hint=_SAME)
+        hint = f"{_SAME}; for weights, torch.manual_seed(0) before the model is built"
+        agreement.check_same(facts(), where="fit", hint=hint)
 
 
 def place_of(loop: LoopState) -> dict[str, Any]:
@@ -342,7 +349,7 @@ def place_of(loop: LoopState) -> dict[str, Any]:
 
 def facts_of(state: Tree, program: Program, config: FitConfig, feeds: Feeds) -> dict[str, Any]:
     """Return what must be the same in all processes when a run begins."""
-    facts = {f"config {name}": repr(value) for name, value in config.model_dump().items()}
+    facts: dict[str, Any] = {f"config {name}": repr(value) for name, value in config.model_dump().items()}
     for name, feed in {"train": feeds.train, **feeds.evaluation}.items():
         facts |= {f"loader {name}, {key}": value for key, value in {**feed.facts, "length": feed.length}.items()}
     static = program.static
@@ -351,7 +358,7 @@ def facts_of(state: Tree, program: Program, config: FitConfig, feeds: Feeds) -> 
     differing: set[str] = set()
     for part in states(state):
         layout = getattr(part.placement, "layout", None)
-        facts["placement"] = layout
+        facts["placement"] = repr(part.placement)
         differing |= {path for path, _ in layout.paths} | set(layout.summands) if layout is not None else set()
     for path, leaf in tree.with_paths(state):
         facts[f"state {path}"] = f"{leaf.dtype} {list(leaf.shape)}"

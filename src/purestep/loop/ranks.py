@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +13,9 @@ import torch
 from .. import parallel
 from ..compile import states
 from ..errors import RankError
+from ..parallel import mesh as meshes
 from ..parallel import placement
+from ..parallel.loaders import Sharded
 from ..types import Tree
 
 _LINES = "`with ps.parallel.start() as mesh:` and `program = ps.distribute(program, mesh)`, around init and fit"
@@ -23,7 +28,7 @@ def mesh_of(state: Tree, *, where: str) -> parallel.Mesh | None:
         RankError: there are several processes, and the state is no part; it is one, and no mesh is open; or it is a
             part for another mesh.
     """
-    mesh = parallel.current_mesh()
+    mesh = meshes.current_mesh()
     layouts = [part.placement.layout for part in states(state) if isinstance(part.placement, placement.Placement)]
     if mesh is None:
         if layouts:
@@ -70,7 +75,7 @@ def check_loader(loader: Any, *, where: str) -> None:
     Raises:
         RankError: with the process and the number of parts.
     """
-    loader = loader.loader if isinstance(loader, parallel.Sharded) else loader
+    loader = loader.loader if isinstance(loader, Sharded) else loader
     for part in (getattr(loader, name, None) for name in ("sampler", "batch_sampler")):
         shares = getattr(part, "num_replicas", 1)
         if isinstance(shares, int) and shares > 1:
@@ -81,3 +86,21 @@ def check_loader(loader: Any, *, where: str) -> None:
                 hint="DataLoader(dataset, batch_size=32, shuffle=True), with the size of the whole batch, which "
                 "shuffles again in each epoch",
             )
+
+
+@contextmanager
+def quiet(mesh: parallel.Mesh | None) -> Generator[None]:
+    """Let only errors of the other processes than the first into purestep's log, which all of them would write."""
+    if mesh is None or mesh.rank == 0:
+        yield
+        return
+    log = logging.getLogger("purestep")
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    log.addFilter(is_error)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_error)

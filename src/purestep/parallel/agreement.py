@@ -20,6 +20,7 @@ from .peers import answered
 
 T = TypeVar("T")
 _SHOWN = 3  # differences in a message
+_LONGEST = 300  # letters of a value
 
 
 class Agreement:
@@ -115,7 +116,7 @@ def check_same(facts: Mapping[str, Any], *, where: str, hint: str) -> None:
     Raises:
         RankError: in every process, with the names that differ and the values of two processes.
     """
-    first, *others = gathered({name: str(value) for name, value in facts.items()})
+    first, *others = gathered({name: str(value)[:_LONGEST] for name, value in facts.items()})
     for rank, other in enumerate(others, 1):
         names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if names:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 
-class Sharded(NamedTuple):
-    """A loader whose batches are divided as `sharded` says."""
+@dataclass(frozen=True)
+class Sharded:
+    """A loader whose batches are divided as `sharded` says. No tuple: a pair of loaders is (train, val)."""
 
     loader: Any
     rows: bool
