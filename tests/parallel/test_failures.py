@@ -1,4 +1,4 @@
-"""A process that ends, fails or hangs is named by the others, and a restarted run ends as one that was not interrupted."""
+"""A process that ends, fails or hangs is named by the others; a run that starts again ends as one that went on."""
 
 from __future__ import annotations
 
