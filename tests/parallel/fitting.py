@@ -136,7 +136,7 @@ def equal(mode: str, sizes: dict[str, int], accumulate: int) -> dict[str, Any]:
         seen: list[Any] = []
 
         def note(event: events.Event) -> None:
-            if isinstance(event, events.StepEnd):
+            if isinstance(event, events.StepEnd) and event.batch is not None:
                 seen.append((event.epoch, rows_of(event.batch)))
 
         one = ps.distribute(program(accumulate=accumulate), mesh, params=mode)
@@ -165,7 +165,10 @@ def equal(mode: str, sizes: dict[str, int], accumulate: int) -> dict[str, Any]:
     history = {name: (wanted.history[name], result.history[name]) for name in wanted.history}
     return {
         "state": distance(wanted.state, whole),
-        "history": {name: max(abs(a - b) / max(abs(a), 1.0) for a, b in zip(*pair)) for name, pair in history.items()},
+        "history": {
+            name: max(abs(a - b) / max(abs(a), 1.0) for a, b in zip(*pair, strict=True))
+            for name, pair in history.items()
+        },
         "best": [result.best["step"], wanted.best["step"]],
         "means": max(abs(means[name] - wanted_means[name]) for name in wanted_means),
         "run_epoch": distance(wanted_after, after),
