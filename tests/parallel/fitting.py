@@ -105,6 +105,7 @@ def everything(folder: str) -> dict[str, Any]:
         "decisions": decisions(folder),
         "errors": errors(),
         "troubles": troubles(f"{folder}/troubles"),
+        "going on": going_on(f"{folder}/on"),
     }
 
 
@@ -320,6 +321,55 @@ def errors() -> dict[str, str]:
     return found
 
 
+# --- going on with loaders of one's own -------------------------------------------------------------------------------
+
+
+class Counting(IterableDataset[Any]):
+    """Batches of rows of its own, with a state."""
+
+    def __init__(self, batches: list[list[int]]) -> None:
+        self.batches = batches
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = dataset().tensors
+        while self.at < len(self.batches):
+            rows = self.batches[self.at]
+            self.at += 1
+            yield x[rows], y[rows]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def going_on(folder: str) -> dict[str, Any]:
+    """Runs that stop inside an epoch, each by its position, and end as one that did not stop."""
+    found: dict[str, Any] = {}
+    with ps.parallel.start(timeout=60) as mesh:
+        one = ps.distribute(program(), mesh)
+        own = own_batches(3, mesh.batch_rank, mesh.batch_size)  # 7 batches of the first process, 4 of the second
+        x, y = dataset().tensors
+        kinds: dict[str, Any] = {
+            "state": lambda: ps.parallel.sharded(DataLoader(Counting(own), None)),
+            "list": lambda: ps.parallel.sharded([(x[rows], y[rows]) for rows in own]),
+            "iterable": lambda: ps.parallel.sharded(Lines(own)),
+            "rows": lambda: ps.parallel.sharded(Lines(own_batches(0, 0, 1)), rows=True),
+            "stateful rows": lambda: ps.parallel.sharded(DataLoader(Counting(own_batches(0, 0, 1)), None), rows=True),
+        }
+        for kind, create in kinds.items():
+            wanted = ps.full(fit(one, {"train": create()}, epochs=3).state)
+            for steps in (6, 9):  # behind the last batch of the second process; in the second epoch
+                options = {"epochs": 3, "snapshots": f"{folder}/{kind}{steps}"}
+                fit(one, {"train": create()}, steps=steps, **options)
+                result = fit(one, {"train": create()}, **options)
+                found[f"{kind} {steps}"] = distance(wanted, ps.full(result.state))
+    return found
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -336,7 +386,7 @@ def gone(how: str, rank: int) -> list[Any]:
         raise ValueError("of this process alone")
 
     def note(event: events.Event) -> None:
-        begun[0] = time.monotonic()
+        begun[0] = time.monotonic() if isinstance(event, events.StepEnd) else begun[0]
 
     try:
         with ps.parallel.start(timeout=60, shard=int(os.environ["WORLD_SIZE"])) as mesh:

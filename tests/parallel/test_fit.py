@@ -72,6 +72,12 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_at_one_call(found: l
         assert abs(total - alone[2]) < 1e-13, (name, values)
 
 
+def test_a_run_goes_on_inside_an_epoch_of_loaders_that_the_user_divides(found: list[dict[str, Any]]):
+    for each in found:
+        assert len(each["going on"]) == 10
+        assert set(each["going on"].values()) == {0.0}, each["going on"]
+
+
 LINES = r"cure: `with ps\.parallel\.start\(\) as mesh:` and `program = ps\.distribute\(program, mesh\)`"
 PARTS = r"its DistributedSampler is for process \d of 2: .*cure: DataLoader\(dataset, batch_size=32, shuffle=True\)"
 SAME = r"cure: run the same script with the same arguments and data in every process"
