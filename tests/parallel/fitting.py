@@ -296,6 +296,20 @@ def errors() -> dict[str, str]:
             state = one.init(seed=7)
             params = {key: value + rank for key, value in state.params.items()}
             fit(one, state=state._replace(params=params))
+        with noted("drift"):
+
+            def drift(event: events.Event) -> Any:
+                if not isinstance(event, events.StepEnd) or event.updates != 2:
+                    return None
+                params = dict(event.state.params)
+                params["up.bias"] = params["up.bias"] * (1 + 2**-52 * rank)
+                return event.state._replace(params=params)
+
+            fit(one, callbacks=[drift])
+        with noted("models"):
+            torch.manual_seed(rank)
+            linear = ps.program(nn.Linear(5, CLASSES), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1))
+            ps.distribute(linear, mesh).init()
         with noted("seed"):
             fit(one, state=one.init(seed=rank))
         with noted("structure"):

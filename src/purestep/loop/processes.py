@@ -13,13 +13,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from .. import data, parallel, tensor_layout, tree
-from ..compile import states
+from ..compile import plain, states
 from ..errors import RankError
-from ..parallel import agreement
+from ..parallel import agreement, placement
 from ..signals import Pending, Signals
 from ..types import Program, Tree
 from .inputs import Feeds
@@ -95,8 +94,9 @@ class Alone:
         self._checkpointer.check()
         return loop
 
-    def meet(self, loop: LoopState) -> LoopState:
-        """Take the decisions of callbacks at the start and at the end of an epoch."""
+    def meet(self, loop: LoopState, state: Tree) -> LoopState:
+        """Take the decisions of callbacks at the start of a run and at the boundaries with an evaluation."""
+        del state
         return loop
 
     def watch(self, batches: Iterable[T]) -> Iterator[T]:
@@ -201,8 +201,19 @@ class Several(Alone):
         reason, self._reason = self._reason, None
         return loop.stopped(reason)
 
-    def meet(self, loop: LoopState) -> LoopState:
-        return self.agree(loop, wait=True)
+    def meet(self, loop: LoopState, state: Tree) -> LoopState:
+        """As `Alone.meet`, and compare the states of all processes.
+
+        Raises:
+            RankError: a leaf that all processes hold alike has other values in one of them.
+        """
+        loop = self.agree(loop, wait=True)
+        agreement.check_same(
+            _values(plain(state)),
+            where=f"the state after {loop.calls} calls",
+            hint="a callback that returns another state in each process, a step with draws of its own, a faulty device",
+        )
+        return loop
 
     def watch(self, batches: Iterable[T]) -> Iterator[T]:
         for batch in batches:
@@ -355,19 +366,19 @@ def facts_of(state: Tree, program: Program, config: FitConfig, feeds: Feeds) -> 
     static = program.static
     if static is not None:
         facts |= {f"program {key}": getattr(static, key) for key in ("accumulate", "tail", "has_ema", "elementwise")}
-    differing: set[str] = set()
     for part in states(state):
-        layout = getattr(part.placement, "layout", None)
         facts["placement"] = repr(part.placement)
-        differing |= {path for path, _ in layout.paths} | set(layout.summands) if layout is not None else set()
     for path, leaf in tree.with_paths(state):
         facts[f"state {path}"] = f"{leaf.dtype} {list(leaf.shape)}"
-        if not any(path.endswith(name) for name in differing):
-            facts[f"values of {path}"] = _checksum(leaf)
-    return facts
+    return facts | _values(state)
 
 
-def _checksum(leaf: Tensor) -> int:
-    """The sum of a tensor's bytes as integers."""
-    flat = leaf.detach().reshape(-1).contiguous()
-    return int(flat.view(torch.uint8).sum(dtype=torch.int64)) if flat.numel() else 0
+def _values(state: Tree) -> dict[str, Any]:
+    """Checksums of the leaves that all processes hold alike: not of pieces, and not of parts of a sum."""
+    apart: set[str] = set()
+    for part in states(state):
+        if isinstance(part.placement, placement.Placement):
+            layout = part.placement.layout
+            apart |= {*(path for path, _ in layout.paths), *layout.summands}
+    leaves = [(path, leaf) for path, leaf in tree.with_paths(state) if not path.endswith(tuple(apart))]
+    return {f"checksum of {path}": agreement.checksum(leaf) for path, leaf in leaves}

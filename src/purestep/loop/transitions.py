@@ -222,7 +222,7 @@ def dispatch(run: Run, event: events.Event) -> None:
     before = run.state
     _heed(run, run.services.callbacks.dispatch(event))
     if isinstance(event, events.FitStart | events.EpochEnd):
-        run.loop = run.services.processes.meet(run.loop)
+        run.loop = run.services.processes.meet(run.loop, run.state)
         if run.state is not before:
             run.services.last_good.keep(run.state, run.loop)  # going back keeps the state of a callback
 

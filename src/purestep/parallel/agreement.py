@@ -128,6 +128,20 @@ def check_same(facts: Mapping[str, Any], *, where: str, hint: str) -> None:
             raise RankError(f"processes differ: {'; '.join(shown)}{more}", where=where, hint=hint)
 
 
+def checksum(value: Tensor) -> int:
+    """The sum of a tensor's numbers as integers of the same size: one bit that differs changes it.
+
+    Example:
+        >>> checksum(torch.ones(3)) == checksum(torch.tensor([1.0, 1.0, 1.0000001]))
+        False
+    """
+    flat = value.detach().reshape(-1).contiguous()
+    if flat.dtype == torch.bool or flat.is_complex():
+        flat = flat.view(torch.uint8)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    return int(flat.view(kind).sum(dtype=torch.int64))
+
+
 def from_first(call: Callable[[], T]) -> T:
     """Call a function in process 0 alone, and return its result in every process.
 
