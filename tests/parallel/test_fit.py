@@ -67,6 +67,9 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_at_one_call(found: l
     assert first == second
     for name, (text, *values) in first.items():
         assert ("not finite at call 3" in text) == (name == "raise 0"), (name, text)
+        if name == "raise 0":
+            assert "epoch 1, batch 3: " in text
+            assert "not finite in process 1: batch/rows/0 (3 of 24 not finite)" in text
         step, updates, total, *alone = values
         assert [step, updates] == alone[:2], (name, values)
         assert abs(total - alone[2]) < 1e-13, (name, values)

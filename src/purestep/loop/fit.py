@@ -91,6 +91,14 @@ def fit(
     to build a model, takes its turn with ``with ps.rng.scoped(seed):``; without it, it draws from the running step's
     generator and changes that step's numbers. Signals end only the run on the main thread.
 
+    In several processes every process makes the same call, with a program of `purestep.distribute` and whole loaders:
+    all draw one order and load their rows of each batch, as `types.Share`. History, monitor and best are those of one
+    process, and a run may go on with another number of processes. Callbacks run in every process, with its part of the
+    state and its share of a batch; if they return a state, they do so in all. Sinks, the log and the directory belong
+    to the first process. A signal, `Stop`, the end of ``max_time``, a snapshot due by the clock or an error of the
+    writer in one process is acted on by all at one boundary: inside an epoch one call later. An error in one process
+    ends the others with a RankError, without a snapshot, which would take all of them.
+
     Returns:
         `FitResult`: the last state, the history, the best epoch, the number of epochs and why it ended.
 

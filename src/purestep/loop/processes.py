@@ -17,12 +17,13 @@ from torch import Tensor
 
 from .. import data, parallel, tensor_layout, tree
 from ..compile import plain, states
-from ..errors import RankError
+from ..errors import NonFiniteError, RankError
 from ..parallel import agreement, placement
 from ..signals import Pending, Signals
 from ..types import Program, Tree
+from . import nonfinite_steps
 from .inputs import Feeds
-from .loop_state import LoopState
+from .loop_state import Call, LoopState
 from .progress import Progress
 from .resume import Checkpointer
 
@@ -98,6 +99,16 @@ class Alone:
         """Take the decisions of callbacks at the start of a run and at the boundaries with an evaluation."""
         del state
         return loop
+
+    def explained(self, error: NonFiniteError, window: list[tuple[Call, Any]]) -> NonFiniteError:
+        """Return the error of a state that halted in all processes, with the leaves that are not finite in each.
+
+        Args:
+            error: of the halted state.
+            window: the calls that led there, with the batches of this process.
+        """
+        place = f"epoch {window[-1][0].epoch + 1}, batch {window[-1][0].batch + 1}" if window else ""
+        return nonfinite_steps.explain_from(error, agreement.gathered(nonfinite_steps.bad_leaves(window)), place)
 
     def watch(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield training batches, up to a signal that ends the run."""

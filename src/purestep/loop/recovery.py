@@ -33,7 +33,10 @@ def save_on_error(error: BaseException, save: Callable[[], None], *, processes: 
         processes: of the run.
     """
     by_signal = isinstance(error, Preempted) or not isinstance(error, Exception | SystemExit)  # saved already
-    if by_signal or isinstance(error, _OF_THE_STATE) or processes > 1:
+    if by_signal or isinstance(error, _OF_THE_STATE):
+        return
+    if processes > 1:
+        error.add_note("one process alone cannot save the state of several: the run goes on from the last snapshot")
         return
     try:
         save()

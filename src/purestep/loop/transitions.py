@@ -297,9 +297,9 @@ def _go_back(run: Run, error: NonFiniteError) -> None:
     if not _went_back(run, error, run.state, run.loop):
         run.state = nonfinite_steps.halt_spoilt(run.state)
         services = run.services
-        if services.processes.size > 1:  # to repeat the call takes all processes
-            raise error
         window = services.progress.window(error.step or 0)
+        if services.processes.size > 1:
+            raise services.processes.explained(error, window)
         raise nonfinite_steps.explain(
             error, nonfinite_steps.before_halt(run.state), window, services.eager, services.feeds.train
         )
