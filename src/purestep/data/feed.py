@@ -38,6 +38,9 @@ class Feed(ABC):
     repeats: bool = False
     """True if every pass over an epoch starts at the same place, for evaluation."""
 
+    is_divided: bool = False
+    """True if the batches are the shares of one of several processes."""
+
     _first_batch: Any = None  # of the first pass, in a tuple, if `repeats`
 
     def __init__(
@@ -142,6 +145,11 @@ class Feed(ABC):
         del epoch, batch  # Only `IndexedFeed` has indices.
         return None
 
+    def order(self, epoch: int, batch: int) -> int:
+        """A hash of the indices of a recent batch (both 0-based) of all processes; 0 if they are unknown."""
+        del epoch, batch  # Only `IndexedFeed` has indices.
+        return 0
+
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         """The position after ``consumed`` batches of ``epoch`` as JSON, for `restore`.
 
@@ -229,6 +237,7 @@ class _Limited(Feed):
         facts = {**feed.facts, "limit": first if feed.exact else amount}
         super().__init__(name=feed.name, length=length, resume=feed.resume, facts=facts, exact=feed.exact)
         self._feed = feed
+        self.is_divided = feed.is_divided
         self._amount = amount
         feed.ends = self._last
 
@@ -261,6 +270,9 @@ class _Limited(Feed):
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         return self._feed.indices(epoch, batch)
+
+    def order(self, epoch: int, batch: int) -> int:
+        return self._feed.order(epoch, batch)
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         return {**self._feed.position(epoch, consumed), "facts": self.facts}
@@ -312,6 +324,7 @@ class _Fixed(Feed):
         length = count if feed.length is None else min(count, feed.length)
         super().__init__(name=feed.name, length=length, resume="skip", facts={**feed.facts, "overfit": count})
         self._feed = feed
+        self.is_divided = feed.is_divided
         self._count = count
         self._held: list[Batch] | None = None
         feed.ends = lambda epoch: count

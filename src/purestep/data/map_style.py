@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-from collections import OrderedDict
+import zlib
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,8 +29,9 @@ from torch.utils.data import (
     default_collate,
 )
 
+from ..parallel import Mesh
 from ..rng import mix
-from ..types import Batch
+from ..types import Batch, Share
 from . import random_state
 from .attribute_state import Attributes, generators, has_attributes
 from .equality import same
@@ -217,10 +219,22 @@ class IndexedFeed(Feed):
         name, seed: as in `open_feed`.
         timeout: seconds to wait for a worker if the loader sets none.
         shuffle: False: load the items in the dataset's order, whatever the sampler.
+        mesh: of several processes: every process draws the same order, and loads its rows of each batch as a `Share`.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, name: str, seed: int, timeout: float, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        name: str,
+        seed: int,
+        timeout: float,
+        shuffle: bool = True,
+        mesh: Mesh | None = None,
+    ) -> None:
         self._source = loader
+        is_batched = loader.batch_sampler is not None
+        self._mesh = mesh if is_batched else None  # `RowsFeed` cuts batches that the dataset returns
         self._seed = seed
         self._timeout = timeout
         self._shuffle = shuffle
@@ -229,12 +243,14 @@ class IndexedFeed(Feed):
         self._drop_last = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
         ready = self._is_ready()
         super().__init__(name=name, length=length_of(loader), resume="skip", facts=self._facts(), exact=ready)
+        self.is_divided = self._mesh is not None
         self._sampler_order = None if ready else SamplerOrder(loader, name=name, seed=seed)
         self._tickets = _Tickets()
-        batches = Batches(loader.dataset, loader.collate_fn, batched=loader.batch_sampler is not None)
+        batches = Batches(loader.dataset, loader.collate_fn, batched=is_batched)
         how: dict[str, Any] = {"batch_size": None, "sampler": self._tickets, "collate_fn": _same_batch}
         self._engine = Engine(batches, like=loader, timeout=timeout, **how)
         self._recent: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._orders: dict[tuple[int, int], int] = {}  # hashes of all processes' indices of the same batches
         self._probed = False
         self._begun: Attributes | None = None  # initial attributes of dataset and collation, if `repeats`
         self._inexact = False
@@ -248,11 +264,15 @@ class IndexedFeed(Feed):
 
     def unshuffled(self) -> IndexedFeed:
         """A feed of the same loader in the dataset's order."""
-        return IndexedFeed(self._source, name=self.name, seed=self._seed, timeout=self._timeout, shuffle=False)
+        how: dict[str, Any] = {"name": self.name, "seed": self._seed, "timeout": self._timeout, "mesh": self._mesh}
+        return IndexedFeed(self._source, shuffle=False, **how)
 
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         found = self._recent.get((epoch, batch))
         return found if found is None or isinstance(found, list) else [found]
+
+    def order(self, epoch: int, batch: int) -> int:
+        return self._orders.get((epoch, batch), 0)
 
     def count(self, epoch: int) -> int | None:
         if self._sampler_order is None:
@@ -270,22 +290,28 @@ class IndexedFeed(Feed):
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         if self.repeats:
             self._restore_attributes()
-        self._tickets.source = self._order(epoch, start)
+        counts: deque[bool] = deque()  # of the batches that are loaded: False for a row that stands in
+        self._tickets.source = self._order(epoch, start, counts)
         loaded = self._engine.run(mix(self._seed, "workers", epoch))
         try:
             for batch, inexact in loaded:
                 if inexact:
                     self._warn(inexact)
-                yield batch
+                yield batch if self._mesh is None else Share(batch, torch.tensor(float(counts.popleft())))
         finally:
             loaded.close()
 
-    def _order(self, epoch: int, start: int) -> Iterator[Ticket]:
+    def _order(self, epoch: int, start: int, counts: deque[bool]) -> Iterator[Ticket]:
         seed = mix(self._seed, "items", epoch)
-        for number, indices in enumerate(self._after(self._index_batches(epoch), epoch, start), start):
+        for number, whole in enumerate(self._after(self._index_batches(epoch), epoch, start), start):
+            indices = whole
+            if self._mesh is not None:
+                self._orders[epoch, number] = zlib.crc32(repr(whole).encode())
+                indices, has_rows = _share(whole, self._mesh)
+                counts.append(has_rows)
             self._recent[epoch, number] = indices
             if len(self._recent) > _REMEMBERED:
-                self._recent.popitem(last=False)
+                self._orders.pop(self._recent.popitem(last=False)[0], None)
             probe, self._probed = not self._probed, True
             yield Ticket(number, epoch, seed, indices, probe)
 
@@ -331,6 +357,13 @@ class IndexedFeed(Feed):
             self.name,
             found,
         )
+
+
+def _share(indices: Any, mesh: Mesh) -> tuple[Any, bool]:
+    """This process's indices of a batch. Without any, the first one stands in, and the flag is False."""
+    count, at, width = len(indices), mesh.batch_rank, mesh.batch_size
+    own = indices[count * at // width : count * (at + 1) // width]
+    return (own, True) if len(own) else (indices[:1], False)
 
 
 def _is_sampler(sampler: Any, *names: str) -> bool:

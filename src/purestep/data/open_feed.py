@@ -8,13 +8,16 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ..errors import DataError
+from ..errors import DataError, RankError
+from ..parallel import Mesh
+from ..parallel.loaders import Sharded
 from ..rng import mix
 from ..types import Batch
 from .feed import Feed, Resume, hold
 from .iterable import IterableFeed, SequenceFeed, StatefulFeed
 from .iterator import OneShotFeed
 from .map_style import IndexedFeed, length_of
+from .shares import OwnFeed, RowsFeed
 from .workers import Engine
 
 
@@ -26,6 +29,7 @@ def open_feed(
     replay: bool = False,
     timeout: float = 300.0,
     repeats: bool = False,
+    mesh: Mesh | None = None,
 ) -> Feed:
     """Build the `Feed` of a loader: its order depends on (seed, epoch), its position is (epoch, batches consumed).
 
@@ -65,9 +69,12 @@ def open_feed(
         replay: allow to enter an epoch in the middle by loading and dropping the batches before.
         timeout: seconds > 0 to wait for a batch from workers, if the loader sets none.
         repeats: every pass over an epoch starts at the same place, as an evaluation needs.
+        mesh: of several processes, each of which calls this function: the batches are this process's shares. None: one
+            process.
 
     Raises:
         DataError: the object is no loader, or the loader is empty.
+        RankError: with a mesh, a loader without indices that `parallel.sharded` does not describe.
 
     Example:
         >>> import torch
@@ -76,9 +83,12 @@ def open_feed(
         >>> bool((torch.cat(list(feed.epoch(0, start=1))) == whole[2:]).all())
         True
     """
+    division = loader if isinstance(loader, Sharded) else None
+    loader = loader.loader if isinstance(loader, Sharded) else loader
     if isinstance(loader, Feed):
-        return loader
-    feed = _opened(loader, name=name, seed=seed, replay=replay, timeout=timeout)
+        return loader if mesh is None else _divided(loader, division, mesh)
+    cut = mesh if division is None else None
+    feed = _opened(loader, name=name, seed=seed, replay=replay, timeout=timeout, mesh=cut)
     feed.repeats = repeats
     if feed.length == 0 and feed.exact:
         raise DataError(
@@ -86,7 +96,27 @@ def open_feed(
             where=name,
             hint="check the dataset's length, and batch_size if drop_last=True",
         )
-    return feed
+    return feed if mesh is None else _divided(feed, division, mesh)
+
+
+def _divided(feed: Feed, division: Sharded | None, mesh: Mesh) -> Feed:
+    """The feed of one of several processes.
+
+    Raises:
+        RankError: it is not known how to divide the batches.
+    """
+    if feed.is_divided:
+        return feed
+    if division is not None:
+        return RowsFeed(feed, mesh, checks_end=True) if division.rows else OwnFeed(feed, mesh)
+    if isinstance(feed, SequenceFeed | IndexedFeed):
+        return RowsFeed(feed, mesh, checks_end=False)
+    raise RankError(
+        f"a loader without indices cannot be divided among {mesh.size} processes",
+        where=feed.name,
+        hint="ps.parallel.sharded(loader) if each process loads its own batches (files[mesh.batch_rank :: "
+        "mesh.batch_size]), ps.parallel.sharded(loader, rows=True) if each loads all of them",
+    )
 
 
 def overfit(feed: Feed, count: int) -> Feed:
@@ -103,12 +133,12 @@ def overfit(feed: Feed, count: int) -> Feed:
     return hold(feed.unshuffled() if isinstance(feed, IndexedFeed) else feed, count)
 
 
-def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float) -> Feed:
+def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float, mesh: Mesh | None = None) -> Feed:
     if isinstance(loader, (str, bytes, Mapping, Tensor, nn.Module)) or not _iterable(loader):
         raise _no_loader(loader, name)
     only_replay: Resume = "replay" if replay else "none"
     if isinstance(loader, DataLoader) and _by_indices(loader):
-        return IndexedFeed(loader, name=name, seed=seed, timeout=timeout)
+        return IndexedFeed(loader, name=name, seed=seed, timeout=timeout, mesh=mesh)
     if _stateful(loader):
         # torchdata's state counts batches; it lacks the attributes of a dataset without state_dict.
         alone = isinstance(loader, DataLoader) and not _stateful(loader.dataset)

@@ -14,9 +14,8 @@ from .. import metrics as metrics_
 from ..errors import StepContractError
 from ..metrics import Gathered
 from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
-from . import metric_queue
+from . import metric_queue, ranks
 from .accumulation import counting
-from .inputs import check_alone
 from .loop_state import LoopState
 from .metric_queue import MetricQueue
 from .nonfinite_steps import before_halt, halt_error
@@ -27,7 +26,7 @@ Watch = Callable[[Any, Metrics, int], None]
 def run_epoch(
     state: Tree, loader: Any, step: TrainStep, *, epoch: int = 0, start: int = 0, seed: int = 0
 ) -> tuple[Tree, Metrics]:
-    """Call a step for every batch of an epoch.
+    """Call a step for every batch of an epoch. With a distributed step, every process calls this with the whole loader.
 
     Args:
         state: the step's input.
@@ -43,7 +42,7 @@ def run_epoch(
     Raises:
         DataError: an empty loader.
         NonFiniteError: the state halted at a loss or gradient that is not finite; ``error.state`` is the one before.
-        RankError: more than one process.
+        RankError: several processes without a distributed state; a loader that cannot be divided among them.
         StepContractError: the step did not return a state and a dict of Means.
 
     Example:
@@ -53,8 +52,9 @@ def run_epoch(
         >>> state.item(), float(metrics["loss"])
         (4.0, 2.0)
     """
-    check_alone(loader, where="train")
-    feed = data.open_feed(loader, name="train", seed=seed)
+    mesh = ranks.mesh_of(state, where="run_epoch")
+    ranks.check_loader(loader, where="train")
+    feed = data.open_feed(loader, name="train", seed=seed, mesh=mesh)
     queue, total, step = MetricQueue(), metric_queue.Totals(), counting(step)
     try:
         for batch in data.prefetch(feed.epoch(epoch, start), data.device_of(state), name="train"):
@@ -83,7 +83,8 @@ def evaluate(
     watch: Watch | None = None,
     name: str = "evaluation",
 ) -> dict[str, float]:
-    """Return the weighted means of an evaluation over a loader. The state is only read.
+    """Return the weighted means of an evaluation over a loader. The state is only read. With a distributed program,
+    every process calls this with the whole loader, and gets the means of all rows.
 
     Args:
         state: to evaluate.
@@ -98,7 +99,7 @@ def evaluate(
 
     Raises:
         DataError: an empty loader.
-        RankError: more than one process.
+        RankError: several processes without a distributed state; a loader that cannot be divided among them.
         StateError: the view is "ema", and the state has no average.
         StepContractError: the step did not return a dict of Means.
 
@@ -108,8 +109,9 @@ def evaluate(
         >>> evaluate(torch.tensor(2.0), [torch.ones(3), torch.zeros(1)], step)
         {'loss': 1.5}
     """
-    check_alone(loader, where=name)
-    feed = data.open_feed(loader, name=name, repeats=True)
+    mesh = ranks.mesh_of(state, where="evaluate")
+    ranks.check_loader(loader, where=name)
+    feed = data.open_feed(loader, name=name, repeats=True, mesh=mesh)
     try:
         state = ema.to_evaluate(state, view)
         batches = data.prefetch(feed.epoch(0), data.device_of(state), name=name)

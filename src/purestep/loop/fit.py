@@ -8,16 +8,17 @@ depend on `LoopState` alone, which a snapshot stores with the train state, so a 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import data, events, files
+from ..parallel import Mesh
 from ..signals import Signals
 from ..snapshot import Snapshots
 from ..types import Program, Tree
-from . import environment, inputs, policy, progress, resume, train_call
+from . import environment, inputs, policy, processes, ranks, resume, train_call
+from . import progress as progress_
 from .best_state import BestState
 from .callbacks import Callbacks
 from .inputs import Feeds
@@ -91,6 +92,14 @@ def fit(
     to build a model, takes its turn with ``with ps.rng.scoped(seed):``; without it, it draws from the running step's
     generator and changes that step's numbers. Signals end only the run on the main thread.
 
+    In several processes every process makes the same call, with a program of `purestep.distribute` and whole loaders:
+    all draw one order and load their rows of each batch, as `types.Share`. History, monitor and best are those of one
+    process, and a run may go on with another number of processes. Callbacks run in every process, with its part of the
+    state and its share of a batch; if they return a state, they do so in all. Sinks, the log and the directory belong
+    to the first process. A signal, `Stop`, the end of ``max_time``, a snapshot due by the clock or an error of the
+    writer in one process is acted on by all at one boundary: inside an epoch one call later. An error in one process
+    ends the others with a RankError, without a snapshot, which would take all of them.
+
     Returns:
         `FitResult`: the last state (with ``restore_best=True`` the best one), the history, the best epoch, the number
         of epochs and why it ended; ``result.best_state`` is the state of the best epoch. The module is not written.
@@ -106,7 +115,8 @@ def fit(
         StepContractError: the step is not pure (see `FitConfig.check_every`), or returns no state and metrics; a
             callback draws from a global generator while another thread trains.
         SnapshotError: a snapshot does not fit, is damaged or cannot be written; `Locked`: another run's directory.
-        RankError: more than one process.
+        RankError: several processes without `purestep.distribute`; processes with different programs, settings, data
+            or snapshots; a loader that cannot be divided among them; a process that ended or does not answer.
         KeyboardInterrupt, SystemExit: Ctrl-C, SIGTERM (status 143); the state is saved, and ``error.result`` has it.
 
     Example:
@@ -123,16 +133,20 @@ def fit(
     inputs.check_fits(given, ready)
     run = Run(inputs.placed(given, settings.device, ready))
     is_callers = run.state is given
+    mesh = ranks.mesh_of(run.state, where="fit")
     with ExitStack() as stack:
+        stack.enter_context(ranks.quiet(mesh))
         stack.enter_context(environment.applied(settings, data.device_of(run.state)))
-        feeds = inputs.open_feeds(loaders, settings, ready, inputs.seed_of(run.state))
+        feeds = inputs.open_feeds(loaders, settings, ready, inputs.seed_of(run.state), mesh)
         stack.callback(feeds.close)
         store, owned = resume.open_snapshots(snapshots, settings, feeds.train)
         if store is not None and owned:
             stack.callback(store.close)
-        listeners = Callbacks(inputs.callables("callbacks", callbacks), inputs.ready_sinks(sinks, store, settings))
+        listeners = Callbacks(
+            inputs.callables("callbacks", callbacks), inputs.ready_sinks(sinks, store, settings, mesh)
+        )
         signals = stack.enter_context(Signals())
-        return _train(run, Opened(settings, ready, feeds, store, listeners, signals, is_callers=is_callers))
+        return _train(run, Opened(settings, ready, feeds, store, listeners, signals, mesh, is_callers=is_callers))
 
 
 class Opened(NamedTuple):
@@ -144,6 +158,7 @@ class Opened(NamedTuple):
     snapshots: Snapshots | None
     callbacks: Callbacks
     signals: Signals
+    mesh: Mesh | None  # of several processes
     is_callers: bool  # the state is the caller's own, not a moved copy
 
 
@@ -196,7 +211,7 @@ def _train(run: Run, opened: Opened) -> FitResult:
                     row |= services.progress.row(dict(before.interval), before.last)
                     for name in due:
                         row = joined(row, evaluate_loader(run, name), loader=name)
-                        if services.signals.leaving:
+                        if services.processes.leaving:
                             undo_boundary(run)
                             between_calls(run)  # raises
 
@@ -223,7 +238,7 @@ def _train(run: Run, opened: Opened) -> FitResult:
                     is_last = run.loop.stop or limit_reached(config, run.loop)
                     if improved:
                         services.best_state.keep(run.state, run.loop)
-                    if improved or is_last or checkpointer.is_due(run.loop, services.progress.pending):
+                    if improved or is_last or services.processes.is_due(run.loop):
                         save(run)
 
                 # Stop?
@@ -240,7 +255,7 @@ def _train(run: Run, opened: Opened) -> FitResult:
     except BaseException as caught:
         error = caught
         if not (services.call.broke_donation and replace_broken(run, caught)) and run.loop.calls:
-            save_on_error(caught, lambda: save_last(run))
+            save_on_error(caught, lambda: save_last(run), processes=services.processes.size)
         raise
     finally:
         end_run(run, error)
@@ -249,7 +264,8 @@ def _train(run: Run, opened: Opened) -> FitResult:
 
 def _restore(run: Run, opened: Opened) -> Services:
     """Set the values of a run to those of an interrupted one, if there is one; return the services."""
-    config, program, feeds, snapshots, callbacks, signals, is_callers = opened
+    config, program, feeds, snapshots, callbacks, signals, mesh, is_callers = opened
+    processes.check_alike(mesh, lambda: processes.facts_of(run.state, program, config, feeds))
     view = inputs.view_to_evaluate(run.state, config)
     monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
     window = program.static.accumulate if program.static else 1
@@ -262,8 +278,11 @@ def _restore(run: Run, opened: Opened) -> Services:
     intervals = {name: 1.0 if config.fast_dev_run else config.interval(name) for name in feeds.evaluation}
     if snapshots is not None and monitor.metric is not None:
         snapshots.track(monitor.metric, mode=monitor.mode)
+    processes.check_alike(mesh, lambda: processes.place_of(run.loop))
     is_saved = resumed or run.loop.calls > 0  # also by hand, without a loop state
     start = (run.state, run.loop) if is_callers and not resumed and config.donate != "init" else None
+    progress = progress_.opened(config.log_every, run.state, run.loop)
+    checkpointer = Checkpointer(snapshots, feeds.train, saved=run.loop.calls if is_saved else None)
     services = Services(
         config=config,
         program=program,
@@ -271,15 +290,14 @@ def _restore(run: Run, opened: Opened) -> Services:
         feeds=feeds,
         call=train_call.train_call(eager, program, run.state, config),
         schedule=EvalSchedule(intervals, feeds.train, window),
-        progress=progress.opened(config.log_every, run.state, run.loop),
+        progress=progress,
         monitor=monitor,
         view=view,
         last_good=LastGood(config.rollback, start),
-        begun=time.monotonic(),
         best_state=BestState(monitor.kept_by(snapshots)),
-        checkpointer=Checkpointer(snapshots, feeds.train, saved=run.loop.calls if is_saved else None),
+        checkpointer=checkpointer,
         callbacks=callbacks,
-        signals=signals,
+        processes=processes.opened(mesh, signals, checkpointer, progress, config, feeds.train),
         resumed=resumed,
     )
     services.last_good.keep(run.state, run.loop)

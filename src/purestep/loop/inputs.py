@@ -3,14 +3,11 @@
 A state is checked before the first step, and one message names all its problems. Two leaves that share memory are an
 error: a donated step that writes one would change both, and a snapshot would untie them. A module's tied weights are
 one leaf of a state, so they are none of these.
-
-A run is one process. Several processes, or a loader of a part of the data, are errors.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -18,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .. import data, sinks, tree
+from .. import data, parallel, sinks, tree
 from ..compile import overlaps, plain
 from ..ema import default_view
-from ..errors import ConfigError, DataError, RankError, StateError
+from ..errors import ConfigError, DataError, StateError
 from ..precision import auto_device, usable
 from ..snapshot import Snapshots
 from ..types import Empty, Program, TrainState, Tree
+from . import ranks
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
     from ..config import FitConfig
@@ -69,26 +67,25 @@ def checked_program(program: Any) -> Program:
     )
 
 
-def open_feeds(loaders: Any, config: FitConfig, program: Program, seed: int) -> Feeds:
+def open_feeds(loaders: Any, config: FitConfig, program: Program, seed: int, mesh: parallel.Mesh | None) -> Feeds:
     """Open the feeds of a mapping of loaders, or of a (train, val) pair, with the config's limits.
 
     Raises:
         ConfigError: no "train" loader, or settings that name an unknown loader.
         DataError: an object that is no loader, or an empty loader.
-        RankError: more than one process.
+        RankError: a loader that cannot be divided among processes, or that is divided already.
     """
     named = _named_loaders(loaders)
-    check_alone(where="fit")
     for name, loader in named.items():
-        check_alone(loader, where=name)
+        ranks.check_loader(loader, where=name)
     for field in ("limit_batches", "evaluate_every"):
         value = getattr(config, field)
         for name in value if isinstance(value, Mapping) else ():
             if name not in named:
                 raise ConfigError(f"{field} names a loader {name!r}", where="fit", hint=f"one of {sorted(named)}")
-    train = _limited("train", named.pop("train"), config, seed)
+    train = _limited("train", named.pop("train"), config, seed, mesh)
     limits = {name: config.limit(name) for name in named}
-    opened = {name: _limited(name, loader, config, seed) for name, loader in named.items() if limits[name] != 0}
+    opened = {name: _limited(name, loader, config, seed, mesh) for name, loader in named.items() if limits[name] != 0}
     if config.overfit_batches:
         count = _share(config.overfit_batches, train)
         train = data.overfit(train, count)
@@ -128,8 +125,8 @@ def _named_loaders(loaders: Any) -> dict[str, Any]:
     return named
 
 
-def _limited(name: str, loader: Any, config: FitConfig, seed: int) -> data.Feed:
-    feed = data.open_feed(loader, name=name, seed=seed, repeats=name != "train")
+def _limited(name: str, loader: Any, config: FitConfig, seed: int, mesh: parallel.Mesh | None) -> data.Feed:
+    feed = data.open_feed(loader, name=name, seed=seed, repeats=name != "train", mesh=mesh)
     amount = config.fast_dev_run or config.limit(name)
     return feed if amount is None else data.limit(feed, amount)
 
@@ -405,8 +402,13 @@ def _paths_of(answer: Any) -> list[tuple[str, Any]]:
 # --- callbacks and sinks ----------------------------------------------------------------------------------------------
 
 
-def ready_sinks(given: Iterable[Any] | None, snapshots: Snapshots | None, config: FitConfig) -> list[Any]:
-    """Return the sinks of a run, each guarded, so that none of them can end it."""
+def ready_sinks(
+    given: Iterable[Any] | None, snapshots: Snapshots | None, config: FitConfig, mesh: parallel.Mesh | None
+) -> list[Any]:
+    """Return the sinks of a run, each guarded, so that none of them can end it. Of several processes the first has
+    some."""
+    if mesh is not None and mesh.rank:
+        return []
     if given is not None:
         guarded = [sinks.guarded(sink) for sink in callables("sinks", given)]
         return [sink for sink in guarded if not (config.fast_dev_run and sink.writes_files)]
@@ -425,41 +427,3 @@ def callables(name: str, given: Any) -> list[Any]:
         one = f"{name}=[{getattr(given, '__name__', type(given).__name__)}]" if callable(given) else f"{name}=[f, ...]"
         raise ConfigError(f"{name} is a {type(given).__name__}, not a list of callables", where="fit", hint=one)
     return listed
-
-
-# --- one process ------------------------------------------------------------------------------------------------------
-
-
-def check_alone(loader: Any = None, *, where: str) -> None:
-    """Check that this process is the only one, and that the loader reads all of its data.
-
-    Args:
-        loader: any. A sampler for one of several processes (`num_replicas`) reads a part.
-        where: the loader's name, or the function.
-
-    Raises:
-        RankError: with the number of processes, or the part.
-    """
-    count = _processes()
-    if count > 1:
-        raise RankError(
-            f"this is one of {count} processes: several processes are not supported yet",
-            where=where,
-            hint="python train.py, without torchrun; or unset WORLD_SIZE where the processes are unrelated",
-        )
-    for part in (getattr(loader, name, None) for name in ("sampler", "batch_sampler")):
-        shares = getattr(part, "num_replicas", 1)
-        if isinstance(shares, int) and shares > 1:
-            raise RankError(
-                f"its {type(part).__name__} is for process {getattr(part, 'rank', '?')} of {shares}: "
-                "several processes are not supported yet",
-                where=where,
-                hint="DataLoader(dataset, batch_size=32, shuffle=True), which shuffles again in each epoch",
-            )
-
-
-def _processes() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    text = os.environ.get("WORLD_SIZE", "1")
-    return int(text) if text.isdecimal() else 1

@@ -79,6 +79,9 @@ class MetricQueue:
 
     def __init__(self, depth: int = 64) -> None:
         self.depth = depth
+        self.allowed: int | None = None
+        """Copies, from the first one on, that `rows` takes without waiting; None: all that are complete."""
+        self._taken = 0
         self.kinds: Kinds = {}
         self._waiting: list[Metrics | Stacked] = []
         self._tags: list[Any] = []
@@ -121,6 +124,18 @@ class MetricQueue:
         columns = {size: _columns(size) for size in set(sizes)}
         return packed, [columns[size] for size in sizes]
 
+    def _may_take(self, copy: _Copy) -> bool:
+        return _is_complete(copy) if self.allowed is None else self._taken < self.allowed
+
+    def arrived(self) -> int:
+        """The number of copies, from the first one on, that are complete."""
+        complete = 0
+        for copy in self._copies:
+            if not _is_complete(copy):
+                break
+            complete += 1
+        return self._taken + complete
+
     def rows(self, *, wait: bool) -> list[Rows]:
         """Take out what has arrived, oldest first; with ``wait``, wait for everything.
 
@@ -129,12 +144,17 @@ class MetricQueue:
         if wait:
             self.start_copy()
         arrived: list[Rows] = []
-        while self._copies and (wait or self._copies[0].event is None or self._copies[0].event.query()):
+        while self._copies and (wait or self._may_take(self._copies[0])):
             copy = self._copies.popleft()
+            self._taken += 1
             if copy.event is not None:
                 copy.event.synchronize()
             arrived += _rows(copy)
         return arrived
+
+
+def _is_complete(copy: _Copy) -> bool:
+    return copy.event is None or copy.event.query()
 
 
 def check_devices(calls: Sequence[Metrics], *, where: str) -> None:

@@ -161,6 +161,30 @@ def explain(
     return _explained(error, last, feed.indices(last.call.epoch, last.call.batch))
 
 
+def explain_from(error: NonFiniteError, bad: list[tuple[str, ...]], where: str) -> NonFiniteError:
+    """Return an error that names the leaves of batches that are not finite, by process.
+
+    To repeat the call takes all processes, so only what each of them holds is read.
+
+    Args:
+        error: of a halted state.
+        bad: for each process, its leaves.
+        where: the place in the data, "" if it is unknown.
+    """
+    texts = [f"process {rank}: {', '.join(leaves[:_SHOWN])}" for rank, leaves in enumerate(bad) if leaves]
+    cause = f"; not finite in {'; '.join(texts)}" if texts else "; the batches of all processes are finite"
+    explained = NonFiniteError(f"{error.what}{cause}", where=where or error.where, hint=error.hint)
+    explained.step = error.step
+    return explained
+
+
+def bad_leaves(window: list[tuple[Call, Any]]) -> tuple[str, ...]:
+    """Describe the leaves of these calls' batches that are not finite."""
+    batches = (batch for _, batch in window if batch is not None)
+    named = (pair for batch in batches for pair in _named("batch", batch))
+    return tuple(f"{path} ({text})" for path, leaf in named if (text := _problem(leaf)))
+
+
 class _Probe(NamedTuple):
     """One call, repeated."""
 

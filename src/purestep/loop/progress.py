@@ -60,14 +60,33 @@ class Progress:
         self._warned = False
         self._refusals = 0  # refused updates in a row
         self._queue = MetricQueue()
+        self._is_fixed = False
         self._held: deque[tuple[Call, Any]] = deque()
         self._timer = _Timer()
+
+    def wait_for_all(self) -> None:
+        """From now on, take in without waiting what has arrived in all processes: see `arrived` and `allow`."""
+        self._queue.allowed = 0
+
+    def arrived(self) -> int:
+        """The number of copies of metrics that have arrived in this process."""
+        return self._queue.arrived()
+
+    def allow(self, copies: int) -> None:
+        """Set how many copies have arrived in all processes."""
+        self._queue.allowed = copies
+
+    def fix_depth(self, size: int) -> None:
+        """Copy metrics as often as batches of this size allow, in bytes, whatever the size of later ones."""
+        self._is_fixed = True
+        if self._halts:
+            self._queue.depth = _calls_to_hold(size)
 
     def add(self, call: Call, metrics: Metrics | Stacked, loop: LoopState, batch: Any = None) -> None:
         """Put in the metrics of a call and its batch; None for a flush."""
         if self._halts:
-            if not self._held and batch is not None:
-                self._queue.depth = _calls_to_hold(batch)
+            if not self._held and batch is not None and not self._is_fixed:
+                self._queue.depth = _calls_to_hold(tensor_layout.nbytes(tree.leaves(batch)))
             self._held.append((call, batch))
         self._queue.add(call, metrics)
         if not call.closing:
@@ -265,8 +284,8 @@ def _sum(rows: Rows, sums: Iterable[Totals], last: dict[str, float], rates: Coll
                 last[name] = known[total] / known[weight]
 
 
-def _calls_to_hold(batch: Any) -> int:
-    size = tensor_layout.nbytes(tree.leaves(batch))
+def _calls_to_hold(size: int) -> int:
+    """The number of batches to hold, each of ``size`` bytes."""
     return max(1, min(_DEPTH, _MAX_HELD // max(size, 1)))
 
 

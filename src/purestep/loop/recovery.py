@@ -20,17 +20,23 @@ _OF_THE_STATE = (NonFiniteError, StateError, StepContractError, SnapshotError)
 _log = logging.getLogger("purestep")
 
 
-def save_on_error(error: BaseException, save: Callable[[], None]) -> None:
+def save_on_error(error: BaseException, save: Callable[[], None], *, processes: int) -> None:
     """Call ``save``, unless the error says that the state or the directory cannot be trusted.
+
+    Of several processes one alone may have failed, or be gone: nothing is saved, since that takes all of them.
 
     An error of ``save`` becomes a note on ``error``, which it must not hide.
 
     Args:
         error: the reason that the run ends.
         save: writes a snapshot of the last whole state, and returns when it is committed.
+        processes: of the run.
     """
     by_signal = isinstance(error, Preempted) or not isinstance(error, Exception | SystemExit)  # saved already
     if by_signal or isinstance(error, _OF_THE_STATE):
+        return
+    if processes > 1:
+        error.add_note("one process alone cannot save the state of several: the run goes on from the last snapshot")
         return
     try:
         save()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from ..errors import ConfigError, Corrupt, Mismatch, NotFound
 from ..optim import hyperparameters
 from ..snapshot import Snapshot, Snapshots
 from ..types import Tree
-from . import inputs
+from . import gathered, inputs
 from .loop_state import Cell, LoopState, from_json, to_store
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
@@ -44,6 +44,7 @@ def open_snapshots(snapshots: Any, config: FitConfig, feed: data.Feed) -> tuple[
         raise ConfigError(
             f"snapshots is a {type(snapshots).__name__}", where="fit", hint='"runs/name" or Snapshots("runs/name")'
         )
+    opened = gathered.shared(opened)
     opened.open()
     return opened, owned
 
@@ -92,7 +93,7 @@ def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Sna
         return None
     source = snapshots
     if config.resume != "auto":
-        source = Snapshots(_absolute(config.resume), writer=False)
+        source = gathered.shared(Snapshots(_absolute(config.resume), writer=False))
         if snapshots is not None and source.directory == snapshots.directory:
             source = snapshots
         if snapshots is not None and source is not snapshots:
@@ -202,6 +203,7 @@ class Checkpointer:
         self.snapshots = snapshots
         self._feed = feed
         self._saved = saved
+        self.on_save: Callable[[], None] | None = None
         self._rows: dict[int, dict[str, float]] = {}  # call -> its row of the history; the last one, until it is saved
 
     def begin(self, loop: LoopState) -> None:
@@ -214,11 +216,15 @@ class Checkpointer:
         if self.snapshots is not None:
             self.snapshots.check()
 
-    def is_due(self, loop: LoopState, ahead: int) -> bool:
-        """True if the policy asks for a snapshot here. ``ahead``: updates since `loop`, if all are applied."""
+    def is_saved(self, loop: LoopState) -> bool:
+        """True if this call has a snapshot."""
+        return self._saved == loop.calls
+
+    def due(self, loop: LoopState, ahead: int) -> tuple[str, ...]:
+        """The settings that make a snapshot due here. ``ahead``: updates since `loop`, if all are applied."""
         if self.snapshots is None or self._saved == loop.calls:
-            return False
-        return bool(self.snapshots.due(updates=loop.updates + ahead, epoch=loop.epoch))
+            return ()
+        return self.snapshots.due(updates=loop.updates + ahead, epoch=loop.epoch)
 
     def add_row(self, loop: LoopState, row: Mapping[str, Cell]) -> None:
         """Store the row of this call: its snapshot is ranked by it."""
@@ -235,6 +241,8 @@ class Checkpointer:
         stored = {"record": to_store(loop), "feed": self._feed.position(loop.epoch, loop.batch)}
         self._saved = loop.calls
         self.snapshots.save(loop.calls, state, loop=stored, metrics=metrics, overwrite=again)
+        if self.on_save is not None:
+            self.on_save()
         return events.Saved(loop.calls, self.snapshots.directory / str(loop.calls))
 
     def wait(self) -> None:

@@ -4,7 +4,6 @@ signal, a snapshot, a recovery."""
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
 from itertools import chain
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import data, ema, events, files
 from ..compile import Stacked, unstacked
 from ..errors import NonFiniteError, StepContractError
-from ..signals import Preempted, Signals, interrupted
+from ..signals import Preempted, interrupted
 from ..types import Metrics, Program, Tree
 from . import environment, inputs, nonfinite_steps, policy, recovery
 from .best_state import BestState
@@ -22,6 +21,7 @@ from .evaluate import eval_means
 from .inputs import Feeds
 from .loop_state import Call, FitResult, LoopState
 from .policy import EvalSchedule, Monitor, limit_reached
+from .processes import Alone
 from .progress import Progress
 from .recovery import LastGood
 from .resume import Checkpointer
@@ -51,8 +51,7 @@ class Services(NamedTuple):
     checkpointer: Checkpointer
     best_state: BestState
     callbacks: Callbacks
-    signals: Signals
-    begun: float  # time.monotonic() at the start
+    processes: Alone  # the decisions of the boundaries
     resumed: bool  # goes on from an interrupted run
 
 
@@ -94,7 +93,7 @@ class Epochs:
             services, loop = self._run.services, self._run.loop
             services.schedule.begin(loop)
             loaded = services.feeds.train.epoch(loop.epoch, loop.batch)
-            watched = services.signals.watch(services.progress.timed(loaded))
+            watched = services.processes.watch(services.progress.timed(loaded))
             ahead = data.Ahead(data.prefetch(watched, data.device_of(self._run.state), name="train"))
             # Both stay open as long as there may be a snapshot: a feed may have to ask its loader for more.
             self._stack.enter_context(closing(loaded))
@@ -183,14 +182,14 @@ def evaluate_loader(run: Run, name: str) -> dict[str, float]:
     files.failpoint("loop.evaluate")
     state = ema.to_evaluate(run.state, services.view)
     watch = services.callbacks.watch(state, name, run.loop.epoch)
-    loaded = services.signals.watch(services.feeds.evaluation[name].epoch(0))
+    loaded = services.processes.watch_evaluation(services.feeds.evaluation[name].epoch(0))
     batches = data.prefetch(loaded, data.device_of(state), name=name)
     with services.progress.paused():
         means = environment.check_draws(
             lambda: eval_means(state, batches, step, name=name, watch=watch), f"eval_step, {name}"
         )
     values = {f"{name}_{key}": value for key, value in means.items()}
-    if not services.signals.leaving:
+    if not services.processes.leaving:
         dispatch(run, events.EvalEnd(name, run.loop.epoch, run.loop.updates, values))
     return values
 
@@ -211,9 +210,7 @@ def is_cut_off(run: Run, epochs: Epochs) -> bool:
 
 def timed_out(run: Run) -> str | None:
     """Return "max_time" if that has passed and the run may stop."""
-    limit = run.services.config.max_time
-    is_over = limit is not None and time.monotonic() - run.services.begun >= limit
-    return "max_time" if is_over and not _is_below_minimum(run) else None
+    return "max_time" if run.services.processes.is_over() and not _is_below_minimum(run) else None
 
 
 def _is_below_minimum(run: Run) -> bool:
@@ -227,8 +224,10 @@ def dispatch(run: Run, event: events.Event) -> None:
     """Dispatch an event and heed the answers."""
     before = run.state
     _heed(run, run.services.callbacks.dispatch(event))
-    if run.state is not before and isinstance(event, events.FitStart | events.EpochEnd):
-        run.services.last_good.keep(run.state, run.loop)  # going back keeps the state of a callback
+    if isinstance(event, events.FitStart | events.EpochEnd):
+        run.loop = run.services.processes.meet(run.loop, run.state)
+        if run.state is not before:
+            run.services.last_good.keep(run.state, run.loop)  # going back keeps the state of a callback
 
 
 def _heed(run: Run, answers: Iterable[Any]) -> None:
@@ -237,28 +236,29 @@ def _heed(run: Run, answers: Iterable[Any]) -> None:
         if not isinstance(answer, events.Stop):
             run.state = inputs.checked_answer(run.state, answer, copied=run.services.config.donate == "init")
             run.loop = run.loop._replace(left=inputs.window_left(run.state, run.loop.window))
+            run.services.processes.count_answer()
         elif not _is_below_minimum(run):
-            run.loop = run.loop.stopped(answer.reason)
+            run.loop = run.services.processes.wish(run.loop, answer.reason)
 
 
 def between_calls(run: Run, epochs: Epochs | None = None) -> None:
-    """Raise the writer's error, save a snapshot that is due inside an epoch (at its end it is the boundary's), and
-    heed signals."""
-    services = run.services
-    services.checkpointer.check()
-    if epochs is not None and services.checkpointer.is_due(run.loop, services.progress.pending) and epochs.more():
+    """Take the decisions of this boundary: raise the writer's error, save a snapshot that is due inside an epoch (at
+    its end it is the boundary's), and heed signals."""
+    processes = run.services.processes
+    run.loop = processes.agree(run.loop, wait=epochs is None)
+    if epochs is not None and processes.is_due(run.loop) and epochs.more():
         settle(run, wait=True)
         save(run)
-    if services.signals.pending is not None:
+    if processes.pending is not None:
         _heed_signal(run)
 
 
 def _heed_signal(run: Run) -> None:
-    signals = run.services.signals
-    pending = signals.pending
+    processes = run.services.processes
+    pending = processes.pending
     settle(run, wait=True)
     save(run, wait=pending != "snapshot")
-    signals.saved()
+    processes.saved()
     if pending == "snapshot":
         return
     run.loop = run.loop._replace(stop="interrupted")
@@ -301,6 +301,8 @@ def _go_back(run: Run, error: NonFiniteError) -> None:
         run.state = nonfinite_steps.halt_spoilt(run.state)
         services = run.services
         window = services.progress.window(error.step or 0)
+        if services.processes.size > 1:
+            raise services.processes.explained(error, window)
         raise nonfinite_steps.explain(
             error, nonfinite_steps.before_halt(run.state), window, services.eager, services.feeds.train
         )
@@ -326,7 +328,7 @@ def replace_broken(run: Run, error: BaseException) -> bool:
         run.loop,
         error,
         services.last_good,
-        services.checkpointer.snapshots,
+        services.checkpointer.snapshots if services.processes.size == 1 else None,
         adopted=services.config.donate == "init",
     )
     if found is None:
@@ -365,6 +367,7 @@ def end_run(run: Run, error: BaseException | None) -> None:
     if isinstance(error, NonFiniteError | StepContractError):
         run.state = nonfinite_steps.before_halt(run.state)
         vars(error)["result"] = result_of(run)
-        nonfinite_steps.write_replay_file(error, run.services.checkpointer.snapshots)
+        if run.services.processes.size == 1:
+            nonfinite_steps.write_replay_file(error, run.services.checkpointer.snapshots)
     result = result_of(run)
     run.services.callbacks.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import tracing
 from . import mesh as meshes
+from .peers import answered
 
 
 def all_reduce(value: Tensor, axis: str, op: str = "sum") -> Tensor:
@@ -83,7 +84,10 @@ class _Scattered(torch.autograd.Function):
 
 def _width(axis: str) -> int:
     groups = meshes.current()
-    return 1 if groups is None else groups.mesh.width(axis)
+    if groups is None:
+        meshes.group(axis)  # raises
+        return 1
+    return groups.mesh.width(axis)
 
 
 @torch.library.custom_op("purestep::all_reduce", mutates_args=())
@@ -92,7 +96,9 @@ def _all_reduce(value: Tensor, op: str, axis: str, after: Tensor | None = None) 
     found = value.clone(memory_format=torch.contiguous_format)
     if tracing.in_rehearsal():
         return found
-    dist.all_reduce(found, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=meshes.group(axis))
+    group, kind = meshes.group(axis), dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+    with answered("all_reduce"):
+        dist.all_reduce(found, kind, group=group)
     return found
 
 
@@ -108,7 +114,9 @@ def _all_gather(value: Tensor, width: int, axis: str, after: Tensor | None = Non
     if tracing.in_rehearsal():
         return torch.cat([value] * width)
     found = value.new_empty((value.shape[0] * width, *value.shape[1:]))
-    _gather_into()(found, value.contiguous(), group=meshes.group(axis))
+    group = meshes.group(axis)
+    with answered("all_gather"):
+        _gather_into()(found, value.contiguous(), group=group)
     return found
 
 
@@ -124,7 +132,9 @@ def _reduce_scatter(value: Tensor, width: int, axis: str, after: Tensor | None =
     if tracing.in_rehearsal():
         return value[: value.shape[0] // width].clone()
     found = value.new_empty((value.shape[0] // width, *value.shape[1:]))
-    _scatter_into()(found, value.contiguous(), group=meshes.group(axis))
+    group = meshes.group(axis)
+    with answered("reduce_scatter"):
+        _scatter_into()(found, value.contiguous(), group=group)
     return found
 
 

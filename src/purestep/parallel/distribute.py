@@ -16,8 +16,8 @@ from ..metrics import Gathered
 from ..optim import base, numerics
 from ..pickling import recipe
 from ..types import Batch, Empty, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
+from . import agreement, calls, collectives, placement, tensorwise
 from . import batchnorm as batchnorms
-from . import calls, collectives, placement, tensorwise
 from . import units as blocks
 from .mesh import Mesh
 from .placement import Layout, Leaf
@@ -121,8 +121,9 @@ def distribute(
     steps = inner.steps(processes.form(Form(lambda stored: stored, lambda named: named)))
 
     def init(seed: int = 0, device: torch.device | str | None = None) -> TrainState:
-        """This process's part of the state before the first step; see `Program`."""
+        """This process's part of the state before the first step, which every process calls; see `Program`."""
         state = cast(Callable[..., TrainState], program.init)(seed, device)
+        _check_weights(state)
         return placement.part(layout, state)
 
     def eval_step(state: TrainState, batch: Batch, *context: Any, index: int = 0) -> Metrics:
@@ -287,6 +288,20 @@ def _units(
 
 def _rewritten(static: Static, change: Callable[[Any], None]) -> Static:
     return cast(Static, cast(Callable[..., Program], static.rewritten)(change).static)
+
+
+def _check_weights(state: TrainState) -> None:
+    """Check that all processes have built the same model.
+
+    Raises:
+        RankError: a weight has other values in one of them.
+    """
+    named = {**state.params, **state.frozen, **state.buffers}
+    agreement.check_same(
+        {f"checksum of {name}": agreement.checksum(value) for name, value in named.items() if not value.is_meta},
+        where="program.init",
+        hint="torch.manual_seed(0) before the model is built, or the same pretrained weights, in every process",
+    )
 
 
 def _weights(layout: Layout, state: TrainState) -> TrainState:

@@ -89,6 +89,7 @@ class Groups(NamedTuple):
     mesh: Mesh
     by_axis: Mapping[str, Any]  # axis -> ProcessGroup, for axes of more than one process
     host: Any  # of all processes, on the CPU: for decisions of the host
+    store: Any = None  # of the rendezvous: for notes about failures; None if the user started torch's process group
 
 
 _started: list[Groups] = []
@@ -98,6 +99,18 @@ _starts = itertools.count()
 def current() -> Groups | None:
     """The groups of the mesh that is open in this process; None outside of `start`."""
     return _started[-1] if _started else None
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of several processes that is open; None outside of `start` and in a mesh of one.
+
+    Example:
+        >>> import purestep as ps
+        >>> with ps.parallel.start():  # alone
+        ...     print(current_mesh())
+        None
+    """
+    return _started[-1].mesh if _started and _started[-1].mesh.size > 1 else None
 
 
 def group(axis: str) -> Any:
@@ -172,11 +185,18 @@ def start(
             else:
                 rank, count = environment
                 sizes["data"] = _fitting(sizes, count, is_free=data is None)
-                stack.enter_context(_process_group(rank, count, timeout))
-                found = _opened(Mesh(**sizes, rank=rank, device_type=_device_type()))
+                store = stack.enter_context(_process_group(rank, count, timeout))
+                found = _opened(Mesh(**sizes, rank=rank, device_type=_device_type()), timedelta(seconds=timeout))
+                found = found._replace(store=store)
         _started.append(found)
         stack.callback(_started.remove, found)
-        yield found.mesh
+        try:
+            yield found.mesh
+        except BaseException as error:
+            from .peers import note_failure
+
+            note_failure(error)
+            raise
 
 
 def _device_type() -> str:
@@ -232,14 +252,14 @@ def _fitting(sizes: Mapping[str, int], count: int, *, is_free: bool) -> int:
 
 
 @contextmanager
-def _process_group(rank: int, count: int, timeout: float) -> Generator[None]:
-    """Start torch's default process group, unless the user has.
+def _process_group(rank: int, count: int, timeout: float) -> Generator[Any]:
+    """Start torch's default process group, unless the user has. Yields the store, if it is known.
 
     Raises:
         RankError: see `start`.
     """
     if dist.is_initialized():
-        yield
+        yield None
         return
     limit = timedelta(seconds=timeout)
     if torch.cuda.is_available():
@@ -266,7 +286,7 @@ def _process_group(rank: int, count: int, timeout: float) -> Generator[None]:
             "--master-port), or a wrong MASTER_ADDR",
         ) from error
     try:
-        yield
+        yield store
     finally:
         with contextlib.suppress(Exception):  # a peer may be gone
             dist.destroy_process_group()
@@ -287,26 +307,30 @@ def _check_versions(store: Any, rank: int, count: int) -> None:
             )
 
 
-def _opened(mesh: Mesh) -> Groups:
+def _opened(mesh: Mesh, timeout: timedelta | None = None) -> Groups:
     """Create the groups of a mesh. Every process makes the same calls."""
     device_mesh = dist.device_mesh.init_device_mesh(
         mesh.device_type, tuple(mesh.width(axis) for axis in AXES), mesh_dim_names=AXES
     )
-    return _with_groups(mesh._replace(device_mesh=device_mesh))
+    return _with_groups(mesh._replace(device_mesh=device_mesh), timeout)
 
 
-def _with_groups(mesh: Mesh) -> Groups:
+def _with_groups(mesh: Mesh, timeout: timedelta | None) -> Groups:
     by_axis = {axis: mesh.device_mesh.get_group(axis) for axis in AXES if mesh.width(axis) > 1}
     for number in range(mesh.tensor):
         members = [rank for rank in range(mesh.size) if rank % mesh.tensor == number]
-        batch = dist.new_group(members) if mesh.data > 1 and mesh.shard > 1 else None
+        batch = dist.new_group(members, timeout=timeout) if mesh.data > 1 and mesh.shard > 1 else None
         if batch is not None and mesh.rank in members:
             by_axis["batch"] = batch
     if "batch" not in by_axis and mesh.batch_size > 1:
         by_axis["batch"] = by_axis["data"] if mesh.data > 1 else by_axis["shard"]
     if mesh.size > 1:
         by_axis["world"] = dist.group.WORLD
-    return Groups(mesh, MappingProxyType(by_axis), dist.new_group(backend="gloo") if mesh.size > 1 else None)
+    if timeout is not None:  # torch gives new groups its default of 10 or 30 minutes
+        for found in by_axis.values():
+            dist.distributed_c10d._set_pg_timeout(timeout, found)  # pyright: ignore  # a mesh takes no timeout
+    host = dist.new_group(backend="gloo", timeout=timeout) if mesh.size > 1 else None
+    return Groups(mesh, MappingProxyType(by_axis), host)
 
 
 def _of_device_mesh(device_mesh: Any) -> Groups:

@@ -1,0 +1,157 @@
+"""Feeds of one of several processes, for loaders without indices: its rows of each batch, or batches of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .. import parallel
+from ..errors import RankError
+from ..parallel import agreement
+from ..types import Batch, Share
+from .feed import Feed, Resume
+
+_END: Any = object()
+_COUNTS, _STANDS_IN = 1.0, 0.0
+
+
+class RowsFeed(Feed):
+    """This process's rows of the batches of a feed, which every process loads.
+
+    Args:
+        feed: of the whole batches.
+        mesh: of several processes.
+        checks_end: compare before each batch whether all processes have one: of a loader whose length is not known.
+    """
+
+    def __init__(self, feed: Feed, mesh: parallel.Mesh, *, checks_end: bool) -> None:
+        super().__init__(name=feed.name, length=feed.length, resume=feed.resume, facts=feed.facts, exact=feed.exact)
+        self._feed = feed
+        self.is_divided = True
+        self._mesh = mesh
+        self._checks_end = checks_end
+
+    def count(self, epoch: int) -> int | None:
+        return self._feed.count(epoch)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        self._feed.ends = self.ends
+        batches = self._feed.epoch(epoch, start)
+        number = start
+        try:
+            while True:
+                batch = next(batches, _END)
+                if self._checks_end:
+                    self._check_end(epoch, number, has_one=batch is not _END)
+                if batch is _END:
+                    return
+                number += 1
+                yield parallel.share(batch, self._mesh)
+        finally:
+            batches.close()
+
+    def _check_end(self, epoch: int, number: int, *, has_one: bool) -> None:
+        flags = agreement.by_process(int(has_one))
+        if len(set(flags)) > 1:
+            raise RankError(
+                f"process {flags.index(1)} has another batch, and process {flags.index(0)} has none",
+                where=f"{self.name}, epoch {epoch + 1}, batch {number + 1}",
+                hint="with parallel.sharded(loader, rows=True) every process loads the same batches; if each loads "
+                "its own: parallel.sharded(loader)",
+            )
+
+    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
+        return self._feed.position(epoch, consumed)
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        self._feed.restore(position)
+
+    def indices(self, epoch: int, batch: int) -> list[Any] | None:
+        return self._feed.indices(epoch, batch)
+
+    def require_resume(self) -> None:
+        self._feed.require_resume()
+
+    def left(self, epoch: int, consumed: int) -> None:
+        self._feed.left(epoch, consumed)
+
+    def close(self) -> None:
+        self._feed.close()
+
+
+class OwnFeed(Feed):
+    """Batches of which each process has its own; see `parallel.sharded`.
+
+    Args:
+        feed: of this process.
+        mesh: of several processes.
+    """
+
+    def __init__(self, feed: Feed, mesh: parallel.Mesh) -> None:
+        lengths = agreement.gathered(feed.length)
+        known = [length for length in lengths if length is not None]
+        length = max(known) if len(known) == len(lengths) else None
+        resume: Resume = feed.resume
+        facts = {"kind": feed.facts["kind"], "sharded": "own", "processes": mesh.size}
+        super().__init__(name=feed.name, length=length, resume=resume, facts=facts)
+        self._feed = feed
+        self.is_divided = True
+        self._mesh = mesh
+        self._own: dict[int, int] = {}  # epoch -> this process's number of batches, once it has ended
+        self._restored: int | None = None  # batches of its own that are done
+        self._last: Batch | None = None
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        self._feed.ends = self.ends
+        restored, self._restored = self._restored, None
+        own = start if restored is None else restored
+        batches = self._feed.epoch(epoch, own)
+        try:
+            while True:
+                batch = next(batches, _END) if epoch not in self._own or own < self._own[epoch] else _END
+                if batch is not _END:
+                    own, self._last = own + 1, batch
+                else:
+                    self._own[epoch] = own
+                share = self._agreed(batch)
+                if share is None:
+                    return
+                yield share
+        finally:
+            batches.close()
+
+    def _agreed(self, batch: Batch) -> Share | None:
+        """The batch, one that stands in for it, or None at the end of all processes."""
+        has_one, has_last = batch is not _END, self._last is not None
+        flags = agreement.by_process(1 if has_one else 0 if has_last else 2)
+        if 1 not in flags:
+            return None
+        if 2 in flags:  # resumed behind its last batch
+            sent = agreement.from_process(self._last, flags.index(1))
+            self._last = self._last if has_last else sent
+        if has_one:
+            return Share(batch, torch.tensor(_COUNTS))
+        return Share(self._last, torch.tensor(_STANDS_IN))
+
+    def position(self, epoch: int, consumed: int) -> dict[str, Any]:
+        """As `Feed.position`, of all processes: every process calls it."""
+        own = min(consumed, self._own.get(epoch, consumed))
+        if self._restored is not None:  # saved again before the first batch
+            own = self._restored
+        return {"facts": self.facts, "own": agreement.gathered([own, self._feed.position(epoch, own)])}
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        super().restore(position)
+        self._restored, own = position["own"][self._mesh.rank]
+        self._feed.restore(own)
+
+    def require_resume(self) -> None:
+        self._feed.require_resume()
+
+    def left(self, epoch: int, consumed: int) -> None:
+        self._feed.left(epoch, min(consumed, self._own.get(epoch, consumed)))
+
+    def close(self) -> None:
+        self._feed.close()

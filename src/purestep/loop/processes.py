@@ -1,0 +1,395 @@
+"""The decisions that the processes of a run take together.
+
+A signal, the end of `max_time`, a snapshot that is due by the clock, an error of the writer and a callback's `Stop` may
+reach one process only. Each process puts them into one word for each call; the processes exchange their words over the
+host group, and all act on the joint word at the same boundary. Inside an epoch a word arrives one call after it was
+sent, so that no process waits for another. At the boundaries with an evaluation and at the ends of epochs they wait.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from .. import data, parallel, tensor_layout, tree
+from ..compile import plain, states
+from ..errors import NonFiniteError, RankError
+from ..parallel import agreement, placement
+from ..signals import Pending, Signals
+from ..types import Program, Tree
+from . import nonfinite_steps
+from .inputs import Feeds
+from .loop_state import Call, LoopState
+from .progress import Progress
+from .resume import Checkpointer
+
+if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
+    from ..config import FitConfig
+
+T = TypeVar("T")
+
+_SAME = "run the same script with the same arguments and data in every process"
+_SIGNALS: tuple[Pending | None, ...] = (None, "snapshot", "interrupt", "terminate")
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+class Alone:
+    """The decisions of a run of one process: each takes effect at once."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self, signals: Signals, checkpointer: Checkpointer, progress: Progress, config: FitConfig) -> None:
+        self._signals = signals
+        self._checkpointer = checkpointer
+        self._progress = progress
+        self._max_time = config.max_time
+        self._begun = time.monotonic()
+
+    @property
+    def pending(self) -> Pending | None:
+        """The signal to act on."""
+        return self._signals.pending
+
+    @property
+    def leaving(self) -> bool:
+        """True if a signal ends the run."""
+        return self._signals.leaving
+
+    def saved(self) -> None:
+        """Clear a request to save."""
+        self._signals.saved()
+
+    def is_over(self) -> bool:
+        """True if `max_time` has passed."""
+        return self._max_time is not None and time.monotonic() - self._begun >= self._max_time
+
+    def is_due(self, loop: LoopState) -> bool:
+        """True if a snapshot is due."""
+        return bool(self._checkpointer.due(loop, self._progress.pending))
+
+    def wish(self, loop: LoopState, reason: str) -> LoopState:
+        """Return the state after a callback's `Stop`."""
+        return loop.stopped(reason)
+
+    def count_answer(self) -> None:
+        """Note that a callback returned a state."""
+
+    def agree(self, loop: LoopState, *, wait: bool) -> LoopState:
+        """Take the decisions of this boundary, and return the state after them.
+
+        Args:
+            loop: of the boundary.
+            wait: take in what the processes decide here, not only what they decided at the last boundary.
+
+        Raises:
+            WriteFailed: the writer has failed.
+        """
+        del wait
+        self._checkpointer.check()
+        return loop
+
+    def meet(self, loop: LoopState, state: Tree) -> LoopState:
+        """Take the decisions of callbacks at the start of a run and at the boundaries with an evaluation."""
+        del state
+        return loop
+
+    def explained(self, error: NonFiniteError, window: list[tuple[Call, Any]]) -> NonFiniteError:
+        """Return the error of a state that halted in all processes, with the leaves that are not finite in each.
+
+        Args:
+            error: of the halted state.
+            window: the calls that led there, with the batches of this process.
+        """
+        place = f"epoch {window[-1][0].epoch + 1}, batch {window[-1][0].batch + 1}" if window else ""
+        return nonfinite_steps.explain_from(error, agreement.gathered(nonfinite_steps.bad_leaves(window)), place)
+
+    def watch(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield training batches, up to a signal that ends the run."""
+        return self._signals.watch(batches)
+
+    def watch_evaluation(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of an evaluation, up to a signal that ends the run."""
+        return self._signals.watch(batches)
+
+
+class _Word(NamedTuple):
+    """What a process sends at a boundary. Of each field the largest number counts."""
+
+    signal: int = 0  # index in _SIGNALS
+    stop: int = 0  # a callback returned Stop
+    failed: int = 0  # the writer has failed
+    over: int = 0  # max_time has passed
+    due: int = 0  # a snapshot is due by the clock
+    place: int = 0  # hash of the position and of the order of the data
+    place_negated: int = 0  # the largest is the smallest place, negated
+    answers: int = 0  # states that callbacks returned so far
+    answers_negated: int = 0
+    arrived_negated: int = 0  # copies of metrics that have arrived in every process
+
+
+class Several(Alone):
+    """The decisions of a run of several processes; see the module's docstring."""
+
+    def __init__(
+        self,
+        signals: Signals,
+        checkpointer: Checkpointer,
+        progress: Progress,
+        config: FitConfig,
+        *,
+        mesh: parallel.Mesh,
+        feed: data.Feed,
+    ) -> None:
+        super().__init__(signals, checkpointer, progress, config)
+        self.rank, self.size = mesh.rank, mesh.size
+        self._feed = feed
+        self._agreement = agreement.Agreement()
+        self._loop = LoopState()
+        self._signal: Pending | None = None
+        self._is_over = self._is_due = False
+        self._due_sent = self._saved_since = False
+        self._stop: str | None = None  # the reason of a callback in this process
+        self._reason: str | None = None  # the agreed one
+        self._failure: Exception | None = None
+        self._answers = 0
+        self._is_first_batch = True
+        self._progress.wait_for_all()
+
+    @property
+    def pending(self) -> Pending | None:
+        return self._signal
+
+    @property
+    def leaving(self) -> bool:
+        return self._signal in ("terminate", "interrupt")
+
+    def saved(self) -> None:
+        if self._signal == "snapshot":
+            self._signal = None
+
+    def is_over(self) -> bool:
+        return self._is_over
+
+    def is_due(self, loop: LoopState) -> bool:
+        if self._checkpointer.is_saved(loop):
+            return False
+        names = self._checkpointer.due(loop, self._progress.pending)
+        return self._is_due or any(name != "every_seconds" for name in names)
+
+    def note_save(self) -> None:
+        """Note that a snapshot was saved: what is due by the clock counts from here."""
+        self._is_due = self._due_sent = False
+        self._saved_since = True
+
+    def wish(self, loop: LoopState, reason: str) -> LoopState:
+        self._stop = self._stop or reason
+        return loop
+
+    def count_answer(self) -> None:
+        self._answers += 1
+
+    def agree(self, loop: LoopState, *, wait: bool) -> LoopState:
+        """As `Alone.agree`: a collective.
+
+        Raises:
+            WriteFailed: the writer has failed, in every process.
+            RankError: the processes are at different places in the data, or callbacks returned states in some of them.
+        """
+        self._loop = loop
+        word = self._word()
+        results = [_Word(*numbers) for numbers in self._agreement.exchange(word, wait=wait)]
+        for index, result in enumerate(results):
+            stale = self._saved_since and index == 0 and (not wait or len(results) == 2)
+            self._take(result, is_stale=stale)
+        self._saved_since = False
+        reason, self._reason = self._reason, None
+        return loop.stopped(reason)
+
+    def meet(self, loop: LoopState, state: Tree) -> LoopState:
+        """As `Alone.meet`, and compare the states of all processes.
+
+        Raises:
+            RankError: a leaf that all processes hold alike has other values in one of them.
+        """
+        loop = self.agree(loop, wait=True)
+        agreement.check_same(
+            _values(plain(state)),
+            where=f"the state after {loop.calls} calls",
+            hint="a callback that returns another state in each process, a step with draws of its own, a faulty device",
+        )
+        return loop
+
+    def watch(self, batches: Iterable[T]) -> Iterator[T]:
+        for batch in batches:
+            if self._is_first_batch:
+                self._is_first_batch = False
+                self._check_batch(batch)
+            yield batch
+
+    def watch_evaluation(self, batches: Iterable[T]) -> Iterator[T]:
+        for batch in batches:
+            self._reason = self.agree(self._loop._replace(stop=None), wait=False).stop
+            if self.leaving:
+                return
+            yield batch
+
+    def _word(self) -> _Word:
+        pending = self._signals.pending
+        if pending == "snapshot":
+            self._signals.saved()  # sent once
+        if self._failure is None:
+            try:
+                self._checkpointer.check()
+            except Exception as error:
+                self._failure = error
+        due = self.rank == 0 and not self._due_sent and self._by_clock()
+        self._due_sent = self._due_sent or due
+        loop = self._loop
+        place = zlib.crc32(repr((loop.epoch, loop.batch, loop.calls, loop.rollbacks)).encode())
+        place ^= self._feed.order(loop.epoch, loop.batch - 1)
+        return _Word(
+            signal=_SIGNALS.index(pending),
+            stop=int(self._stop is not None),
+            failed=int(self._failure is not None),
+            over=int(super().is_over()),
+            due=int(due),
+            place=place,
+            place_negated=-place,
+            answers=self._answers,
+            answers_negated=-self._answers,
+            arrived_negated=-self._progress.arrived(),
+        )
+
+    def _by_clock(self) -> bool:
+        return "every_seconds" in self._checkpointer.due(self._loop, self._progress.pending)
+
+    def _take(self, word: _Word, *, is_stale: bool) -> None:
+        """Act on a joint word. Every process gets the same."""
+        if word.place != -word.place_negated:
+            raise self._other_place()
+        if word.answers != -word.answers_negated:
+            counts = agreement.by_process(self._answers)
+            raise RankError(
+                f"callbacks returned a state in some processes only: {counts} times so far, by process",
+                where=f"callbacks, process {self.rank} of {self.size}",
+                hint="callbacks run in every process: return the same new state, by the same rule, in all of them",
+            )
+        self._progress.allow(-word.arrived_negated)
+        if word.signal:
+            self._signal = _SIGNALS[word.signal]
+        self._is_over = self._is_over or bool(word.over)
+        if word.due and not is_stale:
+            self._is_due = True
+        if word.stop or word.failed:
+            self._take_texts()
+
+    def _take_texts(self) -> None:
+        """Exchange reasons and errors: of several, those of the lowest rank count."""
+        own = self._stop, None if self._failure is None else agreement.described(self._failure)
+        found = agreement.gathered(own)
+        for rank, (_, failure) in enumerate(found):
+            if failure is not None:
+                raise self._failure if self._failure is not None else agreement.rebuilt(failure, rank=rank)
+        self._stop = None
+        self._reason = self._reason or next((reason for reason, _ in found if reason is not None), None)
+
+    def _other_place(self) -> RankError:
+        loop = self._loop
+        shown = agreement.gathered(
+            (loop.epoch + 1, loop.batch, loop.calls, self._feed.order(loop.epoch, loop.batch - 1))
+        )
+        other = next((rank for rank, place in enumerate(shown) if place != shown[0]), 0)
+        names = ("epoch", "batches", "calls", "order of the data")
+        pairs = zip(names, shown[0], shown[other], strict=True)
+        texts = [f"{name} {one} and {two}" for name, one, two in pairs if one != two]
+        return RankError(
+            f"processes 0 and {other} differ: {', '.join(texts) or 'they were at different places in the data'}",
+            where=f"train, process {self.rank} of {self.size}",
+            hint="the same dataset, sampler and seed in every process; a sampler that draws from torch's, numpy's or "
+            "Python's global generator",
+        )
+
+    def _check_batch(self, batch: Any) -> None:
+        """Compare the first batch of all processes, and agree on how many batches are held."""
+        spec = data.check_batch(batch, where="train, first batch")
+        agreement.check_same({"a batch": _text(spec.spec)}, where="train, first batch", hint=_SAME)
+        size = tensor_layout.nbytes([leaf for leaf in tree.leaves(tree.dicts(batch)) if isinstance(leaf, Tensor)])
+        self._progress.fix_depth(max(agreement.gathered(size)))
+
+
+def _text(spec: Any) -> str:
+    """The structure of a batch in one line."""
+    children = getattr(spec, "children", None)
+    return spec.kind if children is None else f"{spec.kind}({', '.join(map(_text, children))})"
+
+
+def opened(
+    mesh: parallel.Mesh | None,
+    signals: Signals,
+    checkpointer: Checkpointer,
+    progress: Progress,
+    config: FitConfig,
+    feed: data.Feed,
+) -> Alone:
+    """Return the decisions of a run."""
+    if mesh is None:
+        return Alone(signals, checkpointer, progress, config)
+    several = Several(signals, checkpointer, progress, config, mesh=mesh, feed=feed)
+    checkpointer.on_save = several.note_save
+    return several
+
+
+# --- the same in all processes ----------------------------------------------------------------------------------------
+
+
+def check_alike(mesh: parallel.Mesh | None, facts: Callable[[], Mapping[str, Any]]) -> None:
+    """Check that all processes have begun the same run.
+
+    Args:
+        mesh: None: one process, nothing is compared.
+        facts: name -> text or number.
+
+    Raises:
+        RankError: with the names that differ.
+    """
+    if mesh is not None:
+        hint = f"{_SAME}; for weights, torch.manual_seed(0) before the model is built"
+        agreement.check_same(facts(), where="fit", hint=hint)
+
+
+def place_of(loop: LoopState) -> dict[str, Any]:
+    """Return the restored position."""
+    return {"restored step": loop.calls, "epoch": loop.epoch, "batch": loop.batch, "updates": loop.updates}
+
+
+def facts_of(state: Tree, program: Program, config: FitConfig, feeds: Feeds) -> dict[str, Any]:
+    """Return what must be the same in all processes when a run begins."""
+    facts: dict[str, Any] = {f"config {name}": repr(value) for name, value in config.model_dump().items()}
+    for name, feed in {"train": feeds.train, **feeds.evaluation}.items():
+        facts |= {f"loader {name}, {key}": value for key, value in {**feed.facts, "length": feed.length}.items()}
+    static = program.static
+    if static is not None:
+        facts |= {f"program {key}": getattr(static, key) for key in ("accumulate", "tail", "has_ema", "elementwise")}
+    for part in states(state):
+        facts["placement"] = repr(part.placement)
+    for path, leaf in tree.with_paths(state):
+        facts[f"state {path}"] = f"{leaf.dtype} {list(leaf.shape)}"
+    return facts | _values(state)
+
+
+def _values(state: Tree) -> dict[str, Any]:
+    """Checksums of the leaves that all processes hold alike: not of pieces, and not of parts of a sum."""
+    apart: set[str] = set()
+    for part in states(state):
+        if isinstance(part.placement, placement.Placement):
+            layout = part.placement.layout
+            apart |= {*(path for path, _ in layout.paths), *layout.summands}
+    leaves = [(path, leaf) for path, leaf in tree.with_paths(state) if not path.endswith(tuple(apart))]
+    return {f"checksum of {path}": agreement.checksum(leaf) for path, leaf in leaves}

@@ -1,0 +1,106 @@
+"""How many processes a run has, and what it needs for several."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .. import parallel
+from ..compile import states
+from ..errors import RankError
+from ..parallel import mesh as meshes
+from ..parallel import placement
+from ..parallel.loaders import Sharded
+from ..types import Tree
+
+_LINES = "`with ps.parallel.start() as mesh:` and `program = ps.distribute(program, mesh)`, around init and fit"
+
+
+def mesh_of(state: Tree, *, where: str) -> parallel.Mesh | None:
+    """Return the mesh of the processes that hold parts of this state; None for one process.
+
+    Raises:
+        RankError: there are several processes, and the state is no part; it is one, and no mesh is open; or it is a
+            part for another mesh.
+    """
+    mesh = meshes.current_mesh()
+    layouts = [part.placement.layout for part in states(state) if isinstance(part.placement, placement.Placement)]
+    if mesh is None:
+        if layouts:
+            raise RankError(
+                "the state is one process's part of a distributed state, and no mesh of several processes is open",
+                where=where,
+                hint="call it inside `with ps.parallel.start(...) as mesh:`; ps.full(state), there, is the whole state",
+            )
+        if (count := _launched()) > 1:
+            raise RankError(
+                f"this is one of {count} processes, and the program is not distributed",
+                where=where,
+                hint=f"{_LINES}; or python train.py without torchrun; or unset WORLD_SIZE where the processes are "
+                "unrelated",
+            )
+        return None
+    if not layouts:
+        raise RankError(
+            f"this is process {mesh.rank} of {mesh.size}, and the state and its program are not distributed",
+            where=where,
+            hint=_LINES,
+        )
+    for layout in layouts:
+        if (layout.width, layout.data) != (mesh.shard, mesh.data):
+            raise RankError(
+                f"the state is for a mesh of data={layout.data}, shard={layout.width}, and the open mesh has "
+                f"data={mesh.data}, shard={mesh.shard}",
+                where=where,
+                hint="call ps.distribute and init with the mesh that is open; fit restores snapshots of any mesh",
+            )
+    return mesh
+
+
+def _launched() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdecimal() else 1
+
+
+def check_loader(loader: Any, *, where: str) -> None:
+    """Check that no sampler of a loader divides the data among processes itself.
+
+    Raises:
+        RankError: with the process and the number of parts.
+    """
+    loader = loader.loader if isinstance(loader, Sharded) else loader
+    for part in (getattr(loader, name, None) for name in ("sampler", "batch_sampler")):
+        shares = getattr(part, "num_replicas", 1)
+        if isinstance(shares, int) and shares > 1:
+            raise RankError(
+                f"its {type(part).__name__} is for process {getattr(part, 'rank', '?')} of {shares}: it repeats rows "
+                "to make equal parts, and purestep divides each batch itself",
+                where=where,
+                hint="DataLoader(dataset, batch_size=32, shuffle=True), with the size of the whole batch, which "
+                "shuffles again in each epoch",
+            )
+
+
+@contextmanager
+def quiet(mesh: parallel.Mesh | None) -> Generator[None]:
+    """Let only errors of the other processes than the first into purestep's log, which all of them would write."""
+    if mesh is None or mesh.rank == 0:
+        yield
+        return
+    log = logging.getLogger("purestep")
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    log.addFilter(is_error)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_error)

@@ -1,0 +1,185 @@
+"""Agreement of the hosts: numbers exchanged once a call, checks that processes run the same, results of process 0.
+
+All of it runs over the host group of the open mesh (gloo, on the CPU), so it never waits for a device. Every process
+makes the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import errors
+from ..errors import PurestepError, RankError
+from . import mesh as meshes
+from .peers import answered
+
+T = TypeVar("T")
+_SHOWN = 3  # differences in a message
+_LONGEST = 300  # letters of a value
+
+
+class Agreement:
+    """The largest numbers of all processes, one exchange behind, so that no process waits for another.
+
+    Example:
+        >>> import purestep as ps
+        >>> with ps.parallel.start():  # alone
+        ...     agreement = Agreement()
+        ...     agreement.exchange([3], wait=False), agreement.exchange([4], wait=True)
+        ([], [[3], [4]])
+    """
+
+    def __init__(self) -> None:
+        self._open: tuple[Tensor, Any] | None = None
+
+    def exchange(self, numbers: Sequence[int], *, wait: bool) -> list[list[int]]:
+        """Send these numbers, and return what the processes have agreed on since the last exchange.
+
+        Args:
+            numbers: in the range of int64; as many in every process.
+            wait: return the result of this exchange too. Otherwise the next exchange returns it.
+
+        Returns:
+            The elementwise maximum of each exchange that has ended, oldest first.
+        """
+        sent = torch.tensor(list(numbers), dtype=torch.int64)
+        before, self._open = self._open, (sent, _started(sent))
+        ended = [] if before is None else [_finished(*before)]
+        if wait:
+            ended.append(_finished(*self._open))
+            self._open = None
+        return ended
+
+
+def _started(numbers: Tensor) -> Any:
+    groups = meshes.current()
+    if groups is None or groups.host is None:
+        return None
+    with answered("the agreement of a call"):
+        return dist.all_reduce(numbers, dist.ReduceOp.MAX, group=groups.host, async_op=True)
+
+
+def _finished(numbers: Tensor, work: Any) -> list[int]:
+    if work is not None:
+        with answered("the agreement of a call"):
+            work.wait()
+    return numbers.tolist()
+
+
+def gathered(value: T) -> list[T]:
+    """The values of all processes, by rank. They are pickled: plain data, small."""
+    groups = meshes.current()
+    if groups is None or groups.host is None:
+        return [value]
+    found: list[Any] = [None] * groups.mesh.size
+    with answered("an exchange of values"):
+        dist.all_gather_object(found, value, group=groups.host)
+    return found
+
+
+def by_process(number: int) -> list[int]:
+    """A number of each process, by rank."""
+    groups = meshes.current()
+    if groups is None or groups.host is None:
+        return [number]
+    numbers = torch.zeros(groups.mesh.size, dtype=torch.int64)
+    numbers[groups.mesh.rank] = number
+    with answered("an exchange of numbers"):
+        dist.all_reduce(numbers, group=groups.host)
+    return numbers.tolist()
+
+
+def from_process(value: T, rank: int) -> T:
+    """The value of one process, in every process. It is pickled."""
+    groups = meshes.current()
+    if groups is None or groups.host is None:
+        return value
+    box: list[Any] = [value if groups.mesh.rank == rank else None]
+    with answered("a value of another process"):
+        dist.broadcast_object_list(box, src=rank, group=groups.host)
+    return box[0]
+
+
+def check_same(facts: Mapping[str, Any], *, where: str, hint: str) -> None:
+    """Check that a mapping is the same in all processes.
+
+    Args:
+        facts: name -> text or number.
+        where: for the message.
+        hint: the cure.
+
+    Raises:
+        RankError: in every process, with the names that differ and the values of two processes.
+    """
+    first, *others = gathered({name: str(value)[:_LONGEST] for name, value in facts.items()})
+    for rank, other in enumerate(others, 1):
+        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if names:
+            shown = [
+                f"{n} is {first.get(n, 'missing')} in process 0, {other.get(n, 'missing')} in process {rank}"
+                for n in names[:_SHOWN]
+            ]
+            more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            raise RankError(f"processes differ: {'; '.join(shown)}{more}", where=where, hint=hint)
+
+
+def checksum(value: Tensor) -> int:
+    """The sum of a tensor's numbers as integers of the same size: one bit that differs changes it.
+
+    Example:
+        >>> checksum(torch.ones(3)) == checksum(torch.tensor([1.0, 1.0, 1.0000001]))
+        False
+    """
+    flat = value.detach().reshape(-1).contiguous()
+    if flat.dtype == torch.bool or flat.is_complex():
+        flat = flat.view(torch.uint8)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    return int(flat.view(kind).sum(dtype=torch.int64))
+
+
+def from_first(call: Callable[[], T]) -> T:
+    """Call a function in process 0 alone, and return its result in every process.
+
+    Args:
+        call: returns plain data, which is pickled.
+
+    Raises:
+        Exception: of the call: itself in process 0, an equal one of purestep's errors in the others.
+    """
+    groups = meshes.current()
+    if groups is None or groups.host is None:
+        return call()
+    box: list[Any] = [None]
+    failed: Exception | None = None
+    if groups.mesh.rank == 0:
+        try:
+            box = [(call(), None)]
+        except Exception as error:
+            failed, box = error, [(None, described(error))]
+    with answered("a result of process 0"):
+        dist.broadcast_object_list(box, src=0, group=groups.host)
+    if failed is not None:
+        raise failed
+    value, text = box[0]
+    if text is not None:
+        raise rebuilt(text, rank=0)
+    return value
+
+
+def described(error: BaseException) -> tuple[str, str, str, str]:
+    """An error as plain data, for `rebuilt`."""
+    if isinstance(error, PurestepError):
+        return type(error).__name__, error.what, error.where, error.hint
+    return "", f"{type(error).__name__}: {error}", "", ""
+
+
+def rebuilt(text: tuple[str, str, str, str], *, rank: int) -> PurestepError:
+    """The error of another process: the same of purestep's errors, or a RankError."""
+    name, what, where, hint = text
+    kind = getattr(errors, name, RankError) if name else RankError
+    return kind(what, where=f"process {rank}" + (f", {where}" if where else ""), hint=hint)

@@ -1,0 +1,94 @@
+"""Peers that are gone: which process ended, failed or does not answer, as far as the others can know.
+
+No collective runs here, since a peer that is gone would not take part. The processes leave notes in the store of the
+rendezvous: a process that fails says why, and one whose collective failed says that it is still there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from ..errors import RankError
+from . import mesh as meshes
+
+_GRACE = 5.0  # seconds in which other survivors report
+_PAUSE = 0.02
+_LONGEST = 300  # letters of a message
+
+
+@contextmanager
+def answered(call: str) -> Generator[None]:
+    """Translate the error of a collective into one that names the lost process.
+
+    Args:
+        call: the collective, for the message.
+
+    Raises:
+        RankError: the collective failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed.DistError is one
+        if isinstance(error, RankError):
+            raise
+        raise lost(call, error) from error
+
+
+def lost(call: str, error: Exception) -> RankError:
+    """The error of a collective that failed, with the process that is gone where that is known."""
+    groups = meshes.current()
+    first = (str(error).strip().splitlines() or [""])[0][:_LONGEST]
+    if groups is None or groups.mesh.size == 1:
+        return RankError(f"{call} failed: {first}", where="parallel")
+    mesh = groups.mesh
+    what = _missing(groups) or "another process is gone"
+    return RankError(
+        f"{what}; {call}: {first}",
+        where=f"process {mesh.rank} of {mesh.size}",
+        hint="see the first error of that process; `torchrun --max-restarts 3` starts all processes again, and fit "
+        "goes on from the last snapshot; if it was only slow, parallel.start(timeout=...) with more seconds",
+    )
+
+
+def note_failure(error: BaseException) -> None:
+    """Say in the store why this process ends, for the others. Never raises."""
+    groups = meshes.current()
+    if groups is None or groups.store is None or isinstance(error, RankError):
+        return
+    lines = str(error).strip().splitlines() or [""]
+    with contextlib.suppress(Exception):
+        groups.store.set(f"failed/{groups.mesh.rank}", f"{type(error).__name__}: {lines[0][:_LONGEST]}")
+
+
+def _missing(groups: meshes.Groups) -> str:
+    """The processes that failed, or did not report that they are there."""
+    store, mesh = groups.store, groups.mesh
+    if store is None:
+        return ""
+    end = time.monotonic() + _GRACE
+    others = [rank for rank in range(mesh.size) if rank != mesh.rank]
+    try:
+        store.set(f"here/{mesh.rank}", "")
+        while True:
+            failed = {rank: store.get(f"failed/{rank}").decode() for rank in others if store.check([f"failed/{rank}"])}
+            if failed:
+                rank, text = min(failed.items())
+                return f"process {rank} of {mesh.size} failed: {text}"
+            gone = [rank for rank in others if not store.check([f"here/{rank}"])]
+            if len(gone) <= 1 or time.monotonic() > end:
+                return _named(gone, mesh.size)
+            time.sleep(_PAUSE)
+    except Exception:  # the store is gone
+        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return "" if is_agents or mesh.rank == 0 else f"process 0 of {mesh.size} is gone, with the store that it holds"
+
+
+def _named(gone: list[int], size: int) -> str:
+    if not gone:
+        return "all processes are there, but their collectives failed: they do not make the same calls"
+    names = f"process {gone[0]}" if len(gone) == 1 else f"processes {', '.join(map(str, gone))}"
+    return f"{names} of {size} ended or did not answer within the timeout"

@@ -1,0 +1,117 @@
+"""`fit`, `evaluate` and `run_epoch` in several processes: equal to one process, agreed, and never a hang."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from .processes import run
+
+ULPS = 2.5e-7  # relative: metrics are float32, and a process rounds its own share
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("runs")
+    return [output.value for output in run("tests.parallel.fitting:everything", 2, args=[str(folder)], timeout=240)]
+
+
+@pytest.mark.parametrize("mode", ["shard", "replicate"])
+def test_a_run_equals_one_process(found: list[dict[str, Any]], mode: str):
+    for one in (each[mode] for each in found):
+        for kind in ("state", "run_epoch", "listed", "streamed", "uneven"):
+            assert one[kind] < 1e-14, (kind, one)
+        assert max(one["history"].values()) < ULPS, one["history"]
+        assert max(one["means"], one["totals"], one["uneven_loss"]) < 2 * ULPS
+        assert one["best"][0] == one["best"][1]
+        if mode == "shard":  # with accumulation, callbacks see the last batch of each window
+            assert one["rows"] == [list(range(37))] * 2  # each once an epoch
+
+
+ENDS: dict[str, Any] = {
+    "sigterm": ("Preempted: 143", [4, "interrupted"], [4]),
+    "sigint": ("KeyboardInterrupt: interrupted", [4, "interrupted"], [4]),
+    "snapshot": ("returned", [5, "epochs"], [3, 5]),
+    "stop": ("returned", [4, "enough"], [4]),
+    "stop at the end": ("returned", [5, "enough"], [5]),
+    "max_time": ("returned", [4, "max_time"], [4]),
+    "by the clock": ("returned", [5, "epochs"], [4, 5]),
+    "sigterm in an evaluation": ("Preempted: 143", [5, "interrupted"], [5]),
+}
+"""How a run of 5 calls an epoch ends after something in call 3 of one process: a word arrives one call later."""
+
+
+@pytest.mark.parametrize("name", list(ENDS))
+def test_a_decision_of_one_process_is_that_of_all(found: list[dict[str, Any]], name: str):
+    kind, end, steps = ENDS[name]
+    for one in (each["decisions"] for each in found):
+        assert one[name][0].startswith(kind), one[name]
+        assert one[name][1:] == [end, steps], one[name]
+
+
+def test_an_error_of_the_first_process_is_that_of_all(found: list[dict[str, Any]]):
+    first, second = (each["decisions"]["writer"][0] for each in found)
+    assert first.startswith("WriteFailed: disk: no space")
+    assert second.startswith("WriteFailed: process 0, disk: no space")
+
+
+def test_a_state_that_one_callback_returns_is_refused_by_all(found: list[dict[str, Any]]):
+    for each in found:
+        assert "callbacks returned a state in some processes only: [0, 1] times" in each["decisions"]["state"][0]
+
+
+def test_a_loss_that_is_not_finite_in_one_process_stops_all_at_one_call(found: list[dict[str, Any]]):
+    first, second = (each["troubles"] for each in found)
+    assert first == second
+    for name, (text, *values) in first.items():
+        assert ("not finite at call 3" in text) == (name == "raise 0"), (name, text)
+        if name == "raise 0":
+            assert "epoch 1, batch 3: " in text
+            assert "not finite in process 1: batch/rows/0 (3 of 24 not finite)" in text
+        step, updates, total, *alone = values
+        assert [step, updates] == alone[:2], (name, values)
+        assert abs(total - alone[2]) < 1e-13, (name, values)
+
+
+def test_a_run_goes_on_inside_an_epoch_of_loaders_that_the_user_divides(found: list[dict[str, Any]]):
+    for each in found:
+        assert len(each["going on"]) == 10
+        assert set(each["going on"].values()) == {0.0}, each["going on"]
+
+
+LINES = r"cure: `with ps\.parallel\.start\(\) as mesh:` and `program = ps\.distribute\(program, mesh\)`"
+PARTS = r"its DistributedSampler is for process \d of 2: .*cure: DataLoader\(dataset, batch_size=32, shuffle=True\)"
+SAME = r"cure: run the same script with the same arguments and data in every process"
+ERRORS = {
+    "without start": rf"fit: this is one of 2 processes, and the program is not distributed \({LINES}",
+    "not distributed": rf"fit: this is process \d of 2, and the state and its program are not distributed \({LINES}",
+    "evaluate": rf"evaluate: this is process \d of 2.*{LINES}",
+    "run_epoch": rf"run_epoch: this is process \d of 2.*{LINES}",
+    "sampler": rf"train: {PARTS}",
+    "sampler, sharded": rf"train: {PARTS}",
+    "sampler, evaluate": rf"evaluation: {PARTS}",
+    "iterable": r"train: a loader without indices cannot be divided among 2 processes.*ps\.parallel\.sharded\(loader",
+    "config": rf"config epochs is 2 in process 0, 3 in process 1 \({SAME}",
+    "rows": rf"loader train, items is 37 in process 0, 38 in process 1.*{SAME}",
+    "batch size": rf"loader train, batch_size is 8 in process 0, 9 in process 1.*{SAME}",
+    "accumulate": rf"program accumulate is 1 in process 0, 2 in process 1.*{SAME}",
+    "weights": r"checksum of params/\S+ is -?\d+ in process 0, -?\d+ in process 1.*torch\.manual_seed",
+    "drift": r"the state after 5 calls: processes differ: checksum of (params|ema/params|ema)/up\.bias is",
+    "models": r"program\.init: processes differ: checksum of weight is -?\d+ in process 0.*cure: torch\.manual_seed",
+    "seed": rf"checksum of key is 0 in process 0, 1 in process 1.*{SAME}",
+    "structure": rf"train, first batch: .*a batch is Share\(list\(float64 tensor .* Share\(tuple\(float64.*{SAME}",
+    "order": r"train, process \d of 2: processes 0 and 1 differ: order of the data .*cure: the same dataset, sampler",
+    "ends": r"train, epoch 1, batch 2: process 1 has another batch, and process 0 has none.*sharded\(loader\)",
+    "another mesh": r"a mesh of data=2, shard=1, and the open mesh has data=1, shard=2 \(cure: call ps\.distribute",
+    "outside of start": r"cure: call distributed steps inside `with ps\.parallel\.start",
+    "outside of start, fit": r"fit: the state is one process's part.*cure: call it inside `with ps\.parallel\.start",
+    "outside of start, full": r"cure: call distributed steps inside `with ps\.parallel\.start",
+}
+
+
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_errors_say_what_where_and_the_cure(found: list[dict[str, Any]], name: str):
+    for each in found:
+        assert re.search(rf"^RankError: .*{ERRORS[name]}", each["errors"][name]), each["errors"][name]
