@@ -422,8 +422,8 @@ def test_importing_changes_nothing_and_stays_light(body: str, said: str):
     assert done.stdout.strip() == said
 
 
-LATE = """host_generators compile parallel files events config signals data snapshot export sinks diagnostics contrib loop
-    testing bench""".split()
+LATE = """host_generators compile parallel files events config signals data snapshot export sinks diagnostics contrib
+    loop testing bench""".split()
 LOADED = """
 import sys, torch
 before = set(sys.modules)
