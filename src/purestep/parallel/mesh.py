@@ -89,6 +89,7 @@ class Groups(NamedTuple):
     mesh: Mesh
     by_axis: Mapping[str, Any]  # axis -> ProcessGroup, for axes of more than one process
     host: Any  # of all processes, on the CPU: for decisions of the host
+    timeout: float = 600.0  # seconds
 
 
 _started: list[Groups] = []
@@ -164,16 +165,16 @@ def start(
         raise RankError("a mesh is open already", where=_WHERE, hint="leave its `with` block first, or use it")
     with ExitStack() as stack:
         if device_mesh is not None:
-            found = _of_device_mesh(device_mesh)
+            found = _of_device_mesh(device_mesh, timeout)
         else:
             environment = _environment()
             if environment is None:
-                found = Groups(Mesh(), MappingProxyType({}), None)
+                found = Groups(Mesh(), MappingProxyType({}), None, timeout)
             else:
                 rank, count = environment
                 sizes["data"] = _fitting(sizes, count, is_free=data is None)
                 stack.enter_context(_process_group(rank, count, timeout))
-                found = _opened(Mesh(**sizes, rank=rank, device_type=_device_type()))
+                found = _opened(Mesh(**sizes, rank=rank, device_type=_device_type()), timeout)
         _started.append(found)
         stack.callback(_started.remove, found)
         yield found.mesh
@@ -287,15 +288,15 @@ def _check_versions(store: Any, rank: int, count: int) -> None:
             )
 
 
-def _opened(mesh: Mesh) -> Groups:
+def _opened(mesh: Mesh, timeout: float) -> Groups:
     """Create the groups of a mesh. Every process makes the same calls."""
     device_mesh = dist.device_mesh.init_device_mesh(
         mesh.device_type, tuple(mesh.width(axis) for axis in AXES), mesh_dim_names=AXES
     )
-    return _with_groups(mesh._replace(device_mesh=device_mesh))
+    return _with_groups(mesh._replace(device_mesh=device_mesh), timeout)
 
 
-def _with_groups(mesh: Mesh) -> Groups:
+def _with_groups(mesh: Mesh, timeout: float) -> Groups:
     by_axis = {axis: mesh.device_mesh.get_group(axis) for axis in AXES if mesh.width(axis) > 1}
     for number in range(mesh.tensor):
         members = [rank for rank in range(mesh.size) if rank % mesh.tensor == number]
@@ -306,10 +307,11 @@ def _with_groups(mesh: Mesh) -> Groups:
         by_axis["batch"] = by_axis["data"] if mesh.data > 1 else by_axis["shard"]
     if mesh.size > 1:
         by_axis["world"] = dist.group.WORLD
-    return Groups(mesh, MappingProxyType(by_axis), dist.new_group(backend="gloo") if mesh.size > 1 else None)
+    host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if mesh.size > 1 else None
+    return Groups(mesh, MappingProxyType(by_axis), host, timeout)
 
 
-def _of_device_mesh(device_mesh: Any) -> Groups:
+def _of_device_mesh(device_mesh: Any, timeout: float) -> Groups:
     """The groups of a user's DeviceMesh.
 
     Raises:
@@ -330,4 +332,4 @@ def _of_device_mesh(device_mesh: Any) -> Groups:
             hint="use a DeviceMesh of all processes, in the order of their ranks",
         )
     sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
-    return _opened(Mesh(**sizes, rank=dist.get_rank(), device_type=device_mesh.device_type))
+    return _opened(Mesh(**sizes, rank=dist.get_rank(), device_type=device_mesh.device_type), timeout)
