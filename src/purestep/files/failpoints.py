@@ -26,6 +26,8 @@ POINTS: dict[str, str] = {
     "snapshot.stage": "in the writer, before the first byte is written",
     "snapshot.digest": "after the arrays were written, before the digests",
     "snapshot.manifest": "after the digests, before the manifest is written",
+    "snapshot.part": "in another process than the first, after its part was read back, before it is reported",
+    "snapshot.parts": "in the first process, after its part, before it waits for the others' parts",
     "snapshot.sync": "after the manifest was written, before the flush",
     "snapshot.verify": "after the flush, before the step is read back",
     "snapshot.archive": "before later steps are renamed to <step>.archived",

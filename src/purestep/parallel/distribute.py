@@ -89,14 +89,14 @@ def distribute(
 
     def eval_step(state: TrainState, batch: Batch, *context: Any, index: int = 0) -> Metrics:
         """The metrics of all processes; see `Program`."""
-        metrics = cast(Callable[..., Metrics], program.eval_step)(_weights(layout, state), batch, *context, index=index)
+        metrics = cast(Callable[..., Metrics], program.eval_step)(placement.weights(state), batch, *context, index=index)
         leaves, treedef = tree.flatten(metrics)
         found = processes.sums(leaves)
         return tree.unflatten(treedef, [new.to(old.dtype) for new, old in zip(found, leaves, strict=True)])
 
     def bind(state: TrainState, view: str = "params", train: bool = False) -> Callable[..., Any]:
         """A callable with the whole weights, gathered now: every process calls it; see `Program`."""
-        chosen = _weights(layout, ema_.view(state, view))
+        chosen = placement.weights(ema_.view(state, view))
         return cast(Callable[..., Any], program.bind)(chosen, train=train)
 
     fixed = static._replace(
@@ -163,16 +163,6 @@ def _chosen(params: Any, names: Sequence[str]) -> Callable[[str], bool]:
         return next((kind for pattern, kind in rules if re.search(pattern, name)), "replicate") == "shard"
 
     return is_cut
-
-
-def _weights(layout: Layout, state: TrainState) -> TrainState:
-    """The state with whole parameters; its other fields are not read by an evaluation."""
-    cuts = [leaf for leaf in layout.leaves if leaf.is_cut]
-    if not cuts:
-        return state
-    wholes = placement.gathered([(leaf, state.params[leaf.name]) for leaf in cuts], layout.width)
-    named = placement.by_name(cuts, wholes)
-    return TrainState(*state)._replace(params={name: named.get(name, value) for name, value in state.params.items()})
 
 
 def _largest(value: Tensor) -> Tensor:

@@ -40,10 +40,9 @@ class Peers(NamedTuple):
         """
         if self.count == 1:
             return function()
-        found = _outcome(function) if self.rank == 0 else None
-        sent: list[Any] = [_portable(found)]
-        self._call(lambda: dist.broadcast_object_list(sent, src=0, group=self.group))
-        value, error = found or sent[0]
+        found: list[Any] = [_outcome(function) if self.rank == 0 else None]
+        self._call(lambda: dist.broadcast_object_list(found, src=0, group=self.group))
+        value, error = found[0]
         if error is not None:
             raise error
         return value
@@ -62,7 +61,7 @@ class Peers(NamedTuple):
             return [function()]
         own = _outcome(function)
         found: list[Any] = [None] * self.count
-        self._call(lambda: dist.all_gather_object(found, _portable(own), group=self.group))
+        self._call(lambda: dist.all_gather_object(found, own, group=self.group))
         found[self.rank] = own  # with its traceback
         errors = [(isinstance(error, mild), rank, error) for rank, (_, error) in enumerate(found) if error is not None]
         if errors:
@@ -94,17 +93,17 @@ def peers() -> Peers:
 
 def _outcome(function: Callable[[], Any]) -> _Outcome:
     try:
-        return _Outcome(function(), None)
+        found = _Outcome(function(), None)
     except Exception as error:
-        return _Outcome(None, error)
+        found = _Outcome(None, error)
+    return _portable(found)
 
 
-def _portable(outcome: _Outcome | None) -> _Outcome | None:
-    """The outcome with an error that pickle can copy."""
-    if outcome is None or outcome.error is None:
-        return outcome
+def _portable(outcome: _Outcome) -> _Outcome:
+    """The outcome, or one that pickle can copy instead."""
     try:
-        pickle.loads(pickle.dumps(outcome.error))
-    except Exception:
-        return _Outcome(None, RuntimeError(f"{type(outcome.error).__name__}: {outcome.error}"))
+        pickle.loads(pickle.dumps(outcome))
+    except Exception as error:
+        text = f"{type(outcome.error).__name__}: {outcome.error}" if outcome.error is not None else f"no copy: {error}"
+        return _Outcome(None, RuntimeError(text))
     return outcome

@@ -257,6 +257,22 @@ def full(state: TrainState) -> TrainState:
     return _mapped(TrainState(*state), lambda path, value: found.get(path, value))._replace(placement=Empty())
 
 
+def weights(state: TrainState) -> TrainState:
+    """The state with whole parameters, for evaluations and exports: a collective. Its other fields stay in pieces, and
+    it has no placement: it cannot be trained."""
+    placement = state.placement
+    if not isinstance(placement, Placement):
+        return state
+    layout = placement.layout
+    cuts = [leaf for leaf in layout.leaves if leaf.is_cut]
+    if not cuts:
+        return state
+    wholes = gathered([(leaf, state.params[leaf.name]) for leaf in cuts], layout.width)
+    named = by_name(cuts, wholes)
+    params = {name: named.get(name, value) for name, value in state.params.items()}
+    return TrainState(*state)._replace(params=params, placement=Empty())
+
+
 def _mapped(state: TrainState, fn: Callable[[str, Any], Any]) -> TrainState:
     _, treedef = tree.flatten(state)
     return tree.unflatten(treedef, [fn(path, leaf) for path, leaf in tree.with_paths(state)])
