@@ -18,8 +18,7 @@ from .ema import view as view_of
 from .errors import ConfigError, Mismatch
 from .files import replacing, write_failed
 from .model import OBJECTIVE, uncompiled
-from .parallel.host import peers
-from .parallel.placement import weights as whole_weights
+from .parallel import host, placement
 from .types import Params, Program, TrainState
 
 
@@ -74,8 +73,8 @@ def export_weights(
     target = Path(path)
     if target.suffix not in (".safetensors", ".pt", ".pth"):
         raise ConfigError(f"{target.suffix!r} is no format", where=str(path), hint="use the suffix .safetensors or .pt")
-    shown = whole_weights(view_of(state, view))
-    peers().first(lambda: _write(target, program, weights(program, shown, only=only)))
+    shown = placement.weights(view_of(state, view))
+    host.peers().first(lambda: _write(target, program, weights(program, shown, only=only)))
 
 
 def _write(target: Path, program: Program, tensors: Params) -> None:
@@ -110,7 +109,7 @@ def weights(
     if static is None:
         hint = "call torch.save with the tensors of your state"
         raise ConfigError("a program without static names cannot be exported", where="program", hint=hint)
-    shown = whole_weights(view_of(state, view))
+    shown = placement.weights(view_of(state, view))
     found = {**shown.params, **shown.frozen}
     found.update({name: value for name, value in shown.buffers.items() if name in static.persistent})
     found.update({alias: found[name] for alias, name in static.ties.items()})
@@ -144,8 +143,8 @@ def load_into(module: nn.Module, state: TrainState, view: str = "params") -> Non
 
     Values are cast to the module's dtypes and moved to its devices. If a name or shape differs, nothing is copied. Call
     this before ``torch.export.export(model.eval(), (x,))`` or ``torch.onnx.export(model.eval(), (x,), "model.onnx",
-    dynamo=True)``, which export a module (``pip install 'purestep[export]'``). On several processes (`parallel.start`) it
-    is a collective: every process calls it with a module of its own, and gets the whole weights.
+    dynamo=True)``, which export a module (``pip install 'purestep[export]'``). On several processes it is a
+    collective: every process calls it with a module of its own, and gets the whole weights.
 
     Args:
         module: a module of the same architecture; tied parameters stay tied.
@@ -169,7 +168,7 @@ def load_into(module: nn.Module, state: TrainState, view: str = "params") -> Non
         >>> torch.equal(model.weight, state.params["weight"])
         True
     """
-    shown = whole_weights(view_of(state, view))
+    shown = placement.weights(view_of(state, view))
     stored = {**shown.params, **shown.frozen, **shown.buffers}
     stored = {name: value for name, value in stored.items() if not name.startswith(OBJECTIVE)}
     module = uncompiled(module)  # it has the same tensors

@@ -1,7 +1,7 @@
 """Groups of processes with torchrun's variables, for tests: one start for many cases, and none outlives the call.
 
-    run("tests.parallel.cases:function", 2)   the function in each process; its result comes back as JSON
-    run(Path("script.py"), 2, args=["x"])     a script in each process
+run("tests.parallel.cases:function", 2)   the function in each process; its result comes back as JSON
+run(Path("script.py"), 2, args=["x"])     a script in each process
 """
 
 from __future__ import annotations

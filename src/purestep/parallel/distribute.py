@@ -89,7 +89,9 @@ def distribute(
 
     def eval_step(state: TrainState, batch: Batch, *context: Any, index: int = 0) -> Metrics:
         """The metrics of all processes; see `Program`."""
-        metrics = cast(Callable[..., Metrics], program.eval_step)(placement.weights(state), batch, *context, index=index)
+        metrics = cast(Callable[..., Metrics], program.eval_step)(
+            placement.weights(state), batch, *context, index=index
+        )
         leaves, treedef = tree.flatten(metrics)
         found = processes.sums(leaves)
         return tree.unflatten(treedef, [new.to(old.dtype) for new, old in zip(found, leaves, strict=True)])

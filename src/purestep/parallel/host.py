@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
+import builtins
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
-from ..errors import RankError
+from .. import errors
+from ..errors import PurestepError, RankError
 from . import mesh as meshes
 
 T = TypeVar("T")
-
-
-class _Outcome(NamedTuple):
-    value: Any
-    error: Exception | None
 
 
 class Peers(NamedTuple):
@@ -28,7 +24,7 @@ class Peers(NamedTuple):
     """
 
     rank: int = 0
-    count: int = 1
+    size: int = 1
     timeout: float = 600.0  # seconds
     group: Any = None  # of all processes, on the CPU
 
@@ -38,36 +34,41 @@ class Peers(NamedTuple):
         Raises:
             RankError: a process ended or did not answer in time.
         """
-        if self.count == 1:
+        if self.size == 1:
             return function()
-        found: list[Any] = [_outcome(function) if self.rank == 0 else None]
+        value, own = _outcome(function) if self.rank == 0 else (None, None)
+        found = [(value, sent(own))]
         self._call(lambda: dist.broadcast_object_list(found, src=0, group=self.group))
-        value, error = found[0]
+        value, record = found[0]
+        error = own or received(record)
         if error is not None:
             raise error
-        return value
+        return cast(T, value)
 
-    def together(self, function: Callable[[], T], *, mild: type[Exception] | tuple[type[Exception], ...] = ()) -> list[T]:
+    def together(
+        self, function: Callable[[], T], *, mild: type[Exception] | tuple[type[Exception], ...] = ()
+    ) -> list[T]:
         """Call the function in every process, and return all values by rank, or raise one error in all processes.
 
         Args:
-            function: its value is copied to the other processes.
+            function: its value is copied to the other processes: plain values, lists and tuples.
             mild: of several errors, the first one of another type is raised.
 
         Raises:
             RankError: a process ended or did not answer in time.
         """
-        if self.count == 1:
+        if self.size == 1:
             return [function()]
-        own = _outcome(function)
-        found: list[Any] = [None] * self.count
-        self._call(lambda: dist.all_gather_object(found, own, group=self.group))
-        found[self.rank] = own  # with its traceback
-        errors = [(isinstance(error, mild), rank, error) for rank, (_, error) in enumerate(found) if error is not None]
-        if errors:
-            _, rank, error = min(errors, key=lambda entry: entry[:2])
-            if rank != self.rank:
-                error.add_note(f"in process {rank} of {self.count}")
+        value, own = _outcome(function)
+        found: list[Any] = [None] * self.size
+        self._call(lambda: dist.all_gather_object(found, (value, sent(own)), group=self.group))
+        errors_by_rank = [(rank, received(record)) for rank, (_, record) in enumerate(found) if record is not None]
+        if errors_by_rank:
+            rank, error = min(errors_by_rank, key=lambda entry: (isinstance(entry[1], mild), entry[0]))
+            if rank == self.rank and own is not None:
+                raise own  # with its traceback
+            assert error is not None
+            error.add_note(f"in process {rank} of {self.size}")
             raise error
         return [value for value, _ in found]
 
@@ -91,19 +92,39 @@ def peers() -> Peers:
     return Peers(groups.mesh.rank, groups.mesh.size, groups.timeout, groups.host)
 
 
-def _outcome(function: Callable[[], Any]) -> _Outcome:
-    try:
-        found = _Outcome(function(), None)
-    except Exception as error:
-        found = _Outcome(None, error)
-    return _portable(found)
+def sent(error: BaseException | None) -> tuple[Any, ...] | None:
+    """An error as plain values, for another process.
+
+    Example:
+        >>> received(sent(errors.DataError("no rows", where="loader")))
+        DataError('loader: no rows')
+    """
+    if error is None:
+        return None
+    if isinstance(error, PurestepError):
+        return type(error).__name__, error.what, error.where, error.hint, getattr(error, "errno", None)
+    return type(error).__name__, str(error)
 
 
-def _portable(outcome: _Outcome) -> _Outcome:
-    """The outcome, or one that pickle can copy instead."""
+def received(record: tuple[Any, ...] | None) -> Exception | None:
+    """The error of `sent`: a purestep error of its class, a builtin one, or a RuntimeError with its class's name."""
+    if record is None:
+        return None
+    name, what, *rest = record
+    if rest:
+        kind = getattr(errors, name, PurestepError)
+        where, hint, number = rest
+        found: Any = kind(what, where=where, hint=hint)
+        if number is not None:
+            found.errno = number
+        return found
+    builtin = getattr(builtins, name, None)
+    is_plain = builtin in (ValueError, TypeError, MemoryError, OSError, KeyError, NotImplementedError)
+    return builtin(what) if is_plain else RuntimeError(f"{name}: {what}")
+
+
+def _outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
-        pickle.loads(pickle.dumps(outcome))
+        return function(), None
     except Exception as error:
-        text = f"{type(outcome.error).__name__}: {outcome.error}" if outcome.error is not None else f"no copy: {error}"
-        return _Outcome(None, RuntimeError(text))
-    return outcome
+        return None, error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from .. import tree
 from ..errors import ConfigError, Corrupt, Locked, NotFound, RankError, SnapshotError, WriteFailed
 from ..files import DirectoryLock, is_locked
-from ..parallel.host import Peers, peers
+from ..parallel import host
 from ..types import Tree
 from . import directory, orbax_io, parts, reader, save_policy, staging, state_copy, writer
 from . import manifest as manifests
@@ -31,8 +32,8 @@ class _Call(NamedTuple):
 
     step: int
     leaves: int  # digest of paths, shapes, dtypes and the number of parts
-    token: int
-    before: BaseException | None  # the error of the previous save
+    token: str
+    before: tuple[Any, ...] | None  # the error of the previous save, as `host.sent`
 
 
 class Snapshots:
@@ -115,8 +116,10 @@ class Snapshots:
         self._copies = state_copy.StateCopies()
         self._abandoned = Abandoned()
         self._rows: dict[str, RowsFile] = {}  # only the writer uses it
-        self._peers = Peers()  # of `open`
+        self._peers = host.Peers()  # of `open`
         self._sees_locks = True  # of the other processes
+        self._saves = itertools.count()
+        self._staging: Path | None = None  # of the last save, in the first of several processes
         self._closed = False
         self._pid = os.getpid()
         self._last = self._here = save_policy.Mark(0, 0, time.monotonic())
@@ -141,17 +144,17 @@ class Snapshots:
             raise SnapshotError("is closed", where=str(self.directory), hint="save inside the with block")
         if not self._is_writer:
             raise SnapshotError("was opened to read", where=str(self.directory), hint="pass writer=True")
-        here = peers()
+        here = host.peers()
         if not self._lock.held:
             self._acquire(here)
-        elif (here.rank, here.count) != (self._peers.rank, self._peers.count):
+        elif (here.rank, here.size) != (self._peers.rank, self._peers.size):
             raise RankError(
-                f"was opened by {self._peers.count} processes, and now there are {here.count}",
+                f"was opened by {self._peers.size} processes, and now there are {here.size}",
                 where=str(self.directory),
                 hint="create, use and close a Snapshots inside one `with ps.parallel.start(...)`",
             )
 
-    def _acquire(self, here: Peers) -> None:
+    def _acquire(self, here: host.Peers) -> None:
         lock = self._lock = DirectoryLock(self.directory, _lock_name(here.rank))
         try:
             here.first(lock.acquire)
@@ -162,9 +165,9 @@ class Snapshots:
                     where="Snapshots",
                     hint="pass the same directory in every process, on a shared disk",
                 )
-            others = [0] if here.rank else range(1, here.count)
+            others = [0] if here.rank else range(1, here.size)
             self._sees_locks = all(is_locked(self.directory / _lock_name(rank)) for rank in others)
-            here.first(lambda: self._clean(here.count))
+            here.first(lambda: self._clean(here.size))
             self._peers = here
         except BaseException:
             lock.release()
@@ -306,7 +309,7 @@ class Snapshots:
                 directory.set_aside(self.directory, step, "archived")
             return found
 
-        return peers().first(archive)
+        return host.peers().first(archive)
 
     def check_space(self, state: Tree) -> None:
         """Warn if the disk has no room for the snapshots of this state to keep. Call it before the first step.
@@ -315,7 +318,7 @@ class Snapshots:
             StateError: a leaf cannot be stored.
         """
         described = state_copy.described(tree.with_paths(state), parts.spread(state))
-        if peers().rank:
+        if host.peers().rank:
             return
         size = sum(staging.size(leaf.dtype, leaf.shape) for leaf in described.values() if leaf.is_stored)
         # One more than is kept: an old step is deleted only after the new one is committed.
@@ -361,6 +364,9 @@ class Snapshots:
         tables: dict[str, Table] = {}
         plan: list[tuple[manifests.Manifest, state_copy.Described, tuple[int, ...]]] = []
 
+        # Another process may not have seen the end of the previous save yet: each save has its own names.
+        token = f"{os.getpid()}.{next(self._saves)}" if here.size > 1 else f"{os.getpid()}"
+
         def check() -> _Call:
             number = directory.checked_step(self.directory, step)
             described = self._copies.describe(state)
@@ -380,23 +386,28 @@ class Snapshots:
             archive = ()
             if here.rank == 0:
                 archive = directory.to_archive(self.directory, number, abandoned=self._abandoned, overwrite=overwrite)
-            if here.rank == 0 and here.count > 1:
-                writer.prepare(writer.staging_path(self.directory, number, os.getpid()), layout.spread.parts)
+            if here.rank == 0 and here.size > 1:
+                writer.prepare(writer.staging_path(self.directory, number, token), layout.spread.parts)
             plan.append((manifest, described, archive))
-            return _Call(number, _fingerprint(layout), os.getpid(), self._background.take_error())
+            return _Call(number, _fingerprint(layout), token, host.sent(self._background.take_error()))
 
         try:
             calls = here.together(check)
             _compare(calls, where=str(self.directory))
         except Exception as error:
-            for manifest, described, _ in plan if here.rank == 0 and here.count > 1 else []:
-                staging_path = writer.staging_path(self.directory, manifest.step, os.getpid())
-                writer.cancel(staging_path, described.layout.spread.parts)
+            if here.rank == 0 and here.size > 1:
+                for manifest, described, _ in plan:
+                    path = writer.staging_path(self.directory, manifest.step, token)
+                    writer.clear(path, described.layout.spread.parts)
             if isinstance(error, WriteFailed):
                 return self._report(error)
             raise
         ((manifest, described, archive),) = plan
         spread = described.layout.spread
+        if self._staging is not None:
+            writer.clear(self._staging, spread.parts)
+        if here.rank == 0 and here.size > 1:
+            self._staging = writer.staging_path(self.directory, manifest.step, token)
         leaves = parts.summed(described.layout.paths, described.leaves, spread.sums)
         failure: WriteFailed | None = None
         buffers: staging.Buffers = {}
@@ -405,7 +416,7 @@ class Snapshots:
                 self.directory, manifest.step, lambda: self._copies.copy(described._replace(leaves=leaves))
             )
         except WriteFailed as error:
-            if here.count == 1:
+            if here.size == 1:
                 return self._report(error)
             failure = error  # the others learn it from the writer's thread
         job = writer.Job(
@@ -421,14 +432,14 @@ class Snapshots:
             keep_best=self.keep_best,
             platforms=self._platforms,
             spread=spread,
-            team=writer.Team(here.rank, here.count, calls[0].token, here.timeout, self._is_alive),
+            team=writer.Team(here.rank, here.size, calls[0].token, here.timeout, self._is_alive),
             failure=failure,
         )
         self._last = self._here
         if buffers:
             orbax_io.ready(self._platforms)
         self._background.start(lambda: writer.run(job), holding=self._lock)
-        self._report(next((call.before for call in calls if call.before is not None), None))
+        self._report(next((host.received(call.before) for call in calls if call.before is not None), None))
 
     def _is_alive(self, rank: int) -> bool:
         """False if that process has ended, or has closed its object; True if the disk has no locks."""
@@ -455,7 +466,7 @@ class Snapshots:
             StateError: a leaf of the template has a type that snapshots cannot store.
         """
         self._background.join()
-        here = peers()
+        here = host.peers()
         prefixes = None if only is None else {only} if isinstance(only, str) else set(only)
         if step is not None:
             here.first(lambda: self._check_exists(step))
@@ -470,7 +481,7 @@ class Snapshots:
             hint = f"pass one of: {', '.join(map(str, there))}" if there else "pass another directory"
             raise NotFound(f"no snapshot of step {step}", where=str(self.directory), hint=hint)
 
-    def _read_together(self, here: Peers, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
+    def _read_together(self, here: host.Peers, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
         """Read a step in every process, or raise one error in all: a step is intact if every process can read it."""
         found: list[Snapshot] = []
 
@@ -502,7 +513,7 @@ class Snapshots:
                 raise
         return self._read(template, step, prefixes, quiet=quiet)  # its writer has moved it in the meantime
 
-    def _newest_good(self, here: Peers, template: Tree, prefixes: set[str] | None) -> Snapshot:
+    def _newest_good(self, here: host.Peers, template: Tree, prefixes: set[str] | None) -> Snapshot:
         damaged: dict[int, Corrupt] = {}
         seen: set[int] = set()
         # The first process lists the steps: another one may see them later, on a network disk.
@@ -511,7 +522,9 @@ class Snapshots:
             try:
                 found = self._read_together(here, template, step, prefixes)
             except Corrupt as error:
-                if not here.first(lambda step=step: directory.place(self.directory, step).exists()):  # its writer has deleted it in the meantime
+                if not here.first(
+                    lambda step=step: directory.place(self.directory, step).exists()
+                ):  # its writer has deleted it in the meantime
                     continue
                 if self.strict:
                     raise
@@ -525,7 +538,7 @@ class Snapshots:
     def _skip(self, damaged: dict[int, Corrupt], used: int) -> None:
         if is_writer := self._is_writer and not self._closed:
             self.open()
-        peers().first(lambda: directory.skip_damaged(self.directory, damaged, used, rename=is_writer))
+        host.peers().first(lambda: directory.skip_damaged(self.directory, damaged, used, rename=is_writer))
 
 
 def _lock_name(rank: int) -> str:

@@ -85,7 +85,9 @@ def _layout(paths: list[str], leaves: list[Any], spread: Spread) -> Layout:
     records = described(list(zip(paths, leaves, strict=True)), spread)
     stored = [index for index, path in enumerate(paths) if records[path].is_stored and spread.writes(path)]
     near = all(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in leaves)
-    return Layout(paths, records, tree.device(leaves), spread, stored, tensor_layout.layout_guard(leaves) if near else None)
+    return Layout(
+        paths, records, tree.device(leaves), spread, stored, tensor_layout.layout_guard(leaves) if near else None
+    )
 
 
 def described(leaves: list[tuple[str, Any]], spread: Spread) -> dict[str, Leaf]:

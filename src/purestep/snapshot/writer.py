@@ -31,8 +31,8 @@ class Team(NamedTuple):
     """The processes that write one snapshot. Equal in all of them, but for ``rank``."""
 
     rank: int = 0
-    count: int = 1
-    token: int = 0  # part of the staging directory's name: the process id of the first process
+    size: int = 1
+    token: str = ""  # of this save, in the staging directory's name
     timeout: float = 600.0  # seconds
     is_alive: Callable[[int], bool] = lambda rank: True
 
@@ -65,7 +65,7 @@ class Job(NamedTuple):
         return _report(self.staging, part)
 
 
-def staging_path(root: Path, step: int, token: int) -> Path:
+def staging_path(root: Path, step: int, token: str) -> Path:
     """The name of a step while it is written."""
     return root / f".tmp-{step}-{token}"
 
@@ -90,8 +90,8 @@ def prepare(staging: Path, count: int) -> None:
         raise write_failed(staging.parent, error) from error
 
 
-def cancel(staging: Path, count: int) -> None:
-    """Undo `prepare`."""
+def clear(staging: Path, count: int) -> None:
+    """Delete what `prepare` has created. Every other process must have ended its wait for the reports."""
     with suppress(OSError):
         remove_tree(staging)
         for part in range(count):
@@ -137,7 +137,7 @@ def run(job: Job) -> None:
         failed = _failed(job, error)
         named = WriteFailed(f"step {step}: {failed.what}", where=failed.where, hint=failed.hint)
         named.errno = failed.errno
-        if job.team.count > 1:
+        if job.team.size > 1:
             job.report(0).fail(named)  # another failed disk must not keep the others waiting
             _wait_for_others(job)
         _clear(job.root, step, staging)
@@ -153,7 +153,7 @@ def _failed(job: Job, error: Exception) -> WriteFailed:
 
 def _end(job: Job) -> None:
     """Report that the step is committed."""
-    if job.team.count > 1:
+    if job.team.size > 1:
         for part in range(1, job.spread.parts):
             job.report(part).remove()
         job.report(0).done()
@@ -242,8 +242,6 @@ def _with_digests(job: Job, digests: Mapping[int, Mapping[str, int]]) -> Manifes
     return job.manifest._replace(leaves=leaves, parts=job.spread.parts)
 
 
-
-
 def _clear(root: Path, step: int, staging: Path) -> None:
     # The disk may fail here too; the next writer removes the rest.
     with suppress(OSError):
@@ -270,9 +268,12 @@ def _stage(job: Job, staging: Path) -> None:
     manifest = _with_tables(job)
     failpoint("snapshot.manifest")
     files = manifests.inventory(staging) | files  # of the others' files, what they have written
-    manifests.write(staging, _with_digests(job, digests)._replace(
-        loop=manifest.loop, earlier=manifest.earlier, files=dict(sorted(files.items()))
-    ))
+    manifests.write(
+        staging,
+        _with_digests(job, digests)._replace(
+            loop=manifest.loop, earlier=manifest.earlier, files=dict(sorted(files.items()))
+        ),
+    )
     failpoint("snapshot.sync")
     sync_tree(staging)
 
