@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -173,7 +173,7 @@ def global_norm(updates: Params) -> Tensor:
         >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}).item()
         5.0
     """
-    of_pieces = _pieces.norm
+    of_pieces = _NORM_OF_PIECES.get()
     if of_pieces is not None:
         return of_pieces(updates)
     if not updates:
@@ -183,14 +183,7 @@ def global_norm(updates: Params) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-class _Pieces(threading.local):
-    """The norm of pieces, by thread. Dynamo can read and set it, unlike a ContextVar."""
-
-    def __init__(self) -> None:
-        self.norm: Callable[[Params], Tensor] | None = None
-
-
-_pieces = _Pieces()
+_NORM_OF_PIECES = ContextVar[Callable[[Params], Tensor] | None]("norm_of_pieces", default=None)
 
 
 @contextmanager
@@ -200,12 +193,11 @@ def norm_of_pieces(norm: Callable[[Params], Tensor]) -> Generator[None]:
     Args:
         norm: ``updates -> norm`` of the whole parameters.
     """
-    before = _pieces.norm
-    _pieces.norm = norm
+    token = _NORM_OF_PIECES.set(norm)
     try:
         yield
     finally:
-        _pieces.norm = before
+        _NORM_OF_PIECES.reset(token)
 
 
 def leaf_norm(leaf: Tensor, dtype: torch.dtype) -> Tensor:
