@@ -170,7 +170,7 @@ def killed(root: Path, world: int, rank: int, point: str) -> str | None:
     ("rank", "point"),
     [
         (0, "snapshot.stage"),
-        (0, "snapshot.parts"),
+        (0, "snapshot.part"),
         (0, "snapshot.commit"),
         (0, "snapshot.committed"),
         (1, "snapshot.part"),

@@ -259,8 +259,8 @@ def _stage(job: Job, staging: Path) -> None:
     digests = {0: _write_arrays(job, parts.folder(staging, count, 0))}
     staging.mkdir(exist_ok=True)
     files = dict[str, File]()
+    failpoint("snapshot.part")
     if count > 1:
-        failpoint("snapshot.parts")
         for part in range(1, count):
             record = _reported(job, part)
             digests[part] = record["digests"]
