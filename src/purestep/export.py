@@ -18,6 +18,7 @@ from .ema import view as view_of
 from .errors import ConfigError, Mismatch
 from .files import replacing, write_failed
 from .model import OBJECTIVE, unwrapped
+from .parallel import host, placement
 from .types import Params, Program, TrainState
 from .validation import nearest_names
 
@@ -39,6 +40,9 @@ def export_weights(
     A ``.pt`` file also contains the versions of the submodules (``state_dict()._metadata``), from which a module
     recognizes an older format of its weights. A ``.safetensors`` file contains them as JSON under ``"versions"`` in its
     metadata, which ``load_file`` drops: for a module with versions, write a ``.pt`` file or use `load_into`.
+
+    On several processes (`parallel.start`) it is a collective: every process calls it, the first one writes, and all
+    return when the file is complete. A call by one process alone waits for the others until the timeout.
 
     Args:
         path: ``.safetensors``, or ``.pt`` / ``.pth`` for `torch.load` with ``weights_only=True``.
@@ -71,7 +75,11 @@ def export_weights(
     target = Path(path)
     if target.suffix not in (".safetensors", ".pt", ".pth"):
         raise ConfigError(f"{target.suffix!r} is no format", where=str(path), hint="use the suffix .safetensors or .pt")
-    tensors = weights(program, state, view, only=only)
+    shown = placement.weights(view_of(state, view))
+    host.peers().first(lambda: _write(target, program, weights(program, shown, only=only)))
+
+
+def _write(target: Path, program: Program, tensors: Params) -> None:
     versions = {} if program.static is None else dict(program.static.versions or {})
     with replacing(target) as temporary:
         try:
@@ -97,13 +105,13 @@ def weights(
 ) -> Params:
     """The weights of a state as the module's ``state_dict``, on the CPU. Entries are contiguous and share no memory.
 
-    Arguments, ConfigError and StateError are those of `export_weights`.
+    Arguments, ConfigError and StateError are those of `export_weights`. A collective, if the state is in pieces.
     """
     static = program.static
     if static is None:
         hint = "call torch.save with the tensors of your state"
         raise ConfigError("a program without static names cannot be exported", where="program", hint=hint)
-    shown = view_of(state, view)
+    shown = placement.weights(view_of(state, view))
     found = {**shown.params, **shown.frozen}
     found.update({name: value for name, value in shown.buffers.items() if name in static.persistent})
     found.update({alias: found[name] for alias, name in static.ties.items()})
@@ -136,7 +144,8 @@ def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> 
 
     Values are cast to the module's dtypes and moved to its devices. If a name or shape differs, nothing is copied. Call
     this before ``torch.export.export(model.eval(), (x,))`` or ``torch.onnx.export(model.eval(), (x,), "model.onnx",
-    dynamo=True)``, which export a module (``pip install 'purestep[export]'``).
+    dynamo=True)``, which export a module (``pip install 'purestep[export]'``). On several processes it is a
+    collective: every process calls it with a module of its own, and gets the whole weights.
 
     Args:
         module: a module of the same architecture; tied parameters stay tied.
@@ -161,7 +170,7 @@ def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> 
         >>> torch.equal(model.weight, state.params["weight"])
         True
     """
-    shown = view_of(state, view)
+    shown = placement.weights(view_of(state, view))
     stored = {**shown.params, **shown.frozen, **shown.buffers}
     stored = {name: value for name, value in stored.items() if not name.startswith(OBJECTIVE)}
     module = unwrapped(module)  # it has the same tensors

@@ -22,3 +22,4 @@ from .failpoints import POINTS as POINTS
 from .failpoints import armed as armed
 from .failpoints import failpoint as failpoint
 from .lock import DirectoryLock as DirectoryLock
+from .lock import is_locked as is_locked

@@ -32,16 +32,17 @@ class DirectoryLock:
 
     Args:
         directory: the directory; `acquire` creates it.
+        name: of the file. The other processes of a mesh that write into the directory hold one each.
 
     Example:
         >>> import tempfile
         >>> with DirectoryLock(tempfile.mkdtemp()) as lock:
-        ...     lock.held
-        True
+        ...     lock.held, is_locked(lock.path)
+        (True, True)
     """
 
-    def __init__(self, directory: Path | str) -> None:
-        self.path = Path(directory) / ".lock"
+    def __init__(self, directory: Path | str, name: str = ".lock") -> None:
+        self.path = Path(directory) / name
         self._descriptor: int | None = None
         self._finalizer: weakref.finalize[..., DirectoryLock] | None = None
 
@@ -136,6 +137,28 @@ class DirectoryLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def is_locked(path: Path | str) -> bool:
+    """True while a `DirectoryLock` holds this file, in any process, or if the file system has no locks.
+
+    Example:
+        >>> is_locked("missing/.lock")
+        False
+    """
+    if fcntl is None:
+        return True
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that look do not see each other
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)  # and with it the lock
+    return False
 
 
 def _read(descriptor: int) -> bytes:

@@ -15,7 +15,7 @@ from ..errors import ConfigError, RankError
 from ..metrics import Gathered
 from ..optim import base, numerics
 from ..pickling import recipe
-from ..types import Batch, Empty, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
+from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
 from . import agreement, calls, collectives, placement, tensorwise
 from . import batchnorm as batchnorms
 from . import units as blocks
@@ -129,7 +129,7 @@ def distribute(
     def eval_step(state: TrainState, batch: Batch, *context: Any, index: int = 0) -> Metrics:
         """The metrics of all processes; see `Program`. Gathered outputs are those of this process's rows, also of a row
         that stands in for an empty share: `evaluate` joins them at its end."""
-        chosen = _weights(layout, ema_.to_evaluate(state))
+        chosen = placement.weights(ema_.to_evaluate(state))
         metrics = cast(Callable[..., Metrics], program.eval_step)(chosen, batch, *context, index=index)
         own = {name: value for name, value in metrics.items() if isinstance(value, Gathered)}
         leaves, treedef = tree.flatten({name: value for name, value in metrics.items() if name not in own})
@@ -139,7 +139,7 @@ def distribute(
 
     def bind(state: TrainState, view: str | None = None, train: bool = False) -> Callable[..., Any]:
         """A callable with the whole weights, gathered now: every process calls it; see `Program`."""
-        chosen = _weights(layout, ema_.view(state, "params" if train and view is None else view))
+        chosen = placement.weights(ema_.view(state, "params" if train and view is None else view))
         return cast(Callable[..., Any], program.bind)(chosen, train=train)
 
     fixed = static._replace(
@@ -302,15 +302,6 @@ def _check_weights(state: TrainState) -> None:
         where="program.init",
         hint="torch.manual_seed(0) before the model is built, or the same pretrained weights, in every process",
     )
-
-
-def _weights(layout: Layout, state: TrainState) -> TrainState:
-    """The state with whole parameters and without an average; an evaluation does not read its other fields."""
-    pieces = [leaf for leaf in layout.leaves if not leaf.is_whole]
-    wholes = placement.wholes(layout, [(leaf, state.params[leaf.name]) for leaf in pieces])
-    named = placement.by_name(pieces, wholes)
-    params = {name: named.get(name, value) for name, value in state.params.items()}
-    return TrainState(*state)._replace(params=params, ema=Empty())
 
 
 def _largest(value: Tensor) -> Tensor:

@@ -90,6 +90,7 @@ class Groups(NamedTuple):
     by_axis: Mapping[str, Any]  # axis -> ProcessGroup, for axes of more than one process
     host: Any  # of all processes, on the CPU: for decisions of the host
     store: Any = None  # of the rendezvous: for notes about failures; None if the user started torch's process group
+    timeout: float = 600.0  # seconds
 
 
 _started: list[Groups] = []
@@ -177,16 +178,16 @@ def start(
         raise RankError("a mesh is open already", where=_WHERE, hint="leave its `with` block first, or use it")
     with ExitStack() as stack:
         if device_mesh is not None:
-            found = _of_device_mesh(device_mesh)
+            found = _of_device_mesh(device_mesh, timeout)
         else:
             environment = _environment()
             if environment is None:
-                found = Groups(Mesh(), MappingProxyType({}), None)
+                found = Groups(Mesh(), MappingProxyType({}), None, timeout)
             else:
                 rank, count = environment
                 sizes["data"] = _fitting(sizes, count, is_free=data is None)
                 store = stack.enter_context(_process_group(rank, count, timeout))
-                found = _opened(Mesh(**sizes, rank=rank, device_type=_device_type()), timedelta(seconds=timeout))
+                found = _opened(Mesh(**sizes, rank=rank, device_type=_device_type()), timeout)
                 found = found._replace(store=store)
         _started.append(found)
         stack.callback(_started.remove, found)
@@ -307,7 +308,7 @@ def _check_versions(store: Any, rank: int, count: int) -> None:
             )
 
 
-def _opened(mesh: Mesh, timeout: timedelta | None = None) -> Groups:
+def _opened(mesh: Mesh, timeout: float) -> Groups:
     """Create the groups of a mesh. Every process makes the same calls."""
     device_mesh = dist.device_mesh.init_device_mesh(
         mesh.device_type, tuple(mesh.width(axis) for axis in AXES), mesh_dim_names=AXES
@@ -315,7 +316,7 @@ def _opened(mesh: Mesh, timeout: timedelta | None = None) -> Groups:
     return _with_groups(mesh._replace(device_mesh=device_mesh), timeout)
 
 
-def _with_groups(mesh: Mesh, timeout: timedelta | None) -> Groups:
+def _with_groups(mesh: Mesh, timeout: float) -> Groups:
     by_axis = {axis: mesh.device_mesh.get_group(axis) for axis in AXES if mesh.width(axis) > 1}
     for number in range(mesh.tensor):
         members = [rank for rank in range(mesh.size) if rank % mesh.tensor == number]
@@ -326,14 +327,14 @@ def _with_groups(mesh: Mesh, timeout: timedelta | None) -> Groups:
         by_axis["batch"] = by_axis["data"] if mesh.data > 1 else by_axis["shard"]
     if mesh.size > 1:
         by_axis["world"] = dist.group.WORLD
-    if timeout is not None:  # torch gives new groups its default of 10 or 30 minutes
-        for found in by_axis.values():
-            dist.distributed_c10d._set_pg_timeout(timeout, found)  # pyright: ignore  # a mesh takes no timeout
-    host = dist.new_group(backend="gloo", timeout=timeout) if mesh.size > 1 else None
-    return Groups(mesh, MappingProxyType(by_axis), host)
+    limit = timedelta(seconds=timeout)
+    for found in by_axis.values():  # torch gives new groups its default of 10 or 30 minutes
+        dist.distributed_c10d._set_pg_timeout(limit, found)  # pyright: ignore  # a mesh takes no timeout
+    host = dist.new_group(backend="gloo", timeout=limit) if mesh.size > 1 else None
+    return Groups(mesh, MappingProxyType(by_axis), host, timeout=timeout)
 
 
-def _of_device_mesh(device_mesh: Any) -> Groups:
+def _of_device_mesh(device_mesh: Any, timeout: float) -> Groups:
     """The groups of a user's DeviceMesh.
 
     Raises:
@@ -354,4 +355,4 @@ def _of_device_mesh(device_mesh: Any) -> Groups:
             hint="use a DeviceMesh of all processes, in the order of their ranks",
         )
     sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
-    return _opened(Mesh(**sizes, rank=dist.get_rank(), device_type=device_mesh.device_type))
+    return _opened(Mesh(**sizes, rank=dist.get_rank(), device_type=device_mesh.device_type), timeout)

@@ -314,6 +314,20 @@ def full(state: TrainState) -> TrainState:
     return _mapped(TrainState(*state), lambda path, value: found.get(path, value))._replace(placement=Empty())
 
 
+def weights(state: TrainState) -> TrainState:
+    """The state with whole parameters and without an average, for evaluations and exports: a collective. Its other
+    fields stay in pieces, and it has no placement: it cannot be trained. A state without a placement is returned
+    unchanged."""
+    placement = state.placement
+    if not isinstance(placement, Placement):
+        return state
+    layout = placement.layout
+    pieces = [leaf for leaf in layout.leaves if not leaf.is_whole]
+    named = by_name(pieces, wholes(layout, [(leaf, state.params[leaf.name]) for leaf in pieces]))
+    params = {name: named.get(name, value) for name, value in state.params.items()}
+    return TrainState(*state)._replace(params=params, ema=Empty(), placement=Empty())
+
+
 def _mapped(state: TrainState, fn: Callable[[str, Any], Any]) -> TrainState:
     _, treedef = tree.flatten(state)
     return tree.unflatten(treedef, [fn(path, leaf) for path, leaf in tree.with_paths(state)])

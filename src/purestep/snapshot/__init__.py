@@ -5,6 +5,7 @@ save_policy      when a snapshot is due
 state_copy       the copy of a state in host memory; staging: its tensors as arrays
 writer           one save, from the copy to the committed directory, in a thread
 reader           one step of a directory back to a state; partial_restore: ``only="params"``
+parts            several processes: which rows each one writes and reads, and how one waits for another
 directory        the steps in a directory; manifest: the contents of one step
 history_rows     long histories in a file of their own
 orbax_io         the only file that imports orbax, at first use; small leaves are restored without it

@@ -3,6 +3,9 @@
 ``manifest.json`` lists every leaf and every file with its digest, and contains everything that is no tensor: Python
 leaves, the loop's state, metrics and notes. ``manifest.sha256`` contains its digest in the format of ``sha256sum -c``.
 A directory without both files is no snapshot.
+
+A snapshot that several processes wrote has format 2: the values are in folders ``part-0``, ``part-1``, ..., and the
+manifest lists the rows of each leaf that each part contains. Leaves that are not cut are in ``part-0``.
 """
 
 # pyright: reportUnnecessaryIsInstance=false
@@ -29,7 +32,8 @@ from ..validation import is_count
 from . import staging
 from .history_rows import Earlier, Table
 
-FORMAT = 1
+FORMAT = 2
+"""The newest format; format 1 is that of one part."""
 NAME = "manifest.json"
 DIGEST_NAME = "manifest.sha256"
 _DEEP = 100  # levels of JSON
@@ -38,13 +42,27 @@ _OWN_ERRORS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPE
 _LIMIT = 1 << 28  # bytes; a million leaves with a long history need less
 
 
+class Piece(NamedTuple):
+    """Rows ``[first, end)`` of a leaf, which one part of the snapshot contains. A scalar counts as one row."""
+
+    part: int
+    first: int
+    end: int
+    crc32: int
+
+
 class Leaf(NamedTuple):
     """One leaf of the stored tree."""
 
     dtype: str  # "float32", "bfloat16", ... or "python.int", ...
-    shape: tuple[int, ...]
-    crc32: int | None = None  # of the bytes in C order; None without elements, and for Python leaves
+    shape: tuple[int, ...]  # whole
+    crc32: int | None = None  # of the bytes in C order; None without elements, in pieces, and for Python leaves
     value: Any = None  # of a Python leaf
+    pieces: tuple[Piece, ...] = ()  # in the order of rows; empty if one array contains the leaf
+
+    def rows(self, first: int, end: int) -> Leaf:
+        """The leaf of some rows, without digest."""
+        return Leaf(self.dtype, (end - first, *self.shape[1:]))
 
     def text(self) -> str:
         """``float32 [3, 2]``, or ``Python int``."""
@@ -80,6 +98,18 @@ class Manifest(NamedTuple):
     environment: dict[str, Any]  # versions, thread count, device
     files: dict[str, File]  # by path relative to the step's directory
     earlier: Mapping[str, Earlier] = MappingProxyType({})  # by path in ``loop``: earlier rows in a file
+    parts: int = 1  # folders with values
+
+    def stored(self, part: int) -> dict[str, Leaf]:
+        """The arrays of one part by path, as leaves of their shapes."""
+        found: dict[str, Leaf] = {}
+        for path, leaf in self.leaves.items():
+            if leaf.is_stored and not leaf.pieces and part == 0:
+                found[path] = leaf
+            for piece in leaf.pieces:
+                if piece.part == part:
+                    found[path] = leaf.rows(piece.first, piece.end)._replace(crc32=piece.crc32)
+        return found
 
 
 # --- leaves -------------------------------------------------------------------------------------------------------
@@ -211,15 +241,24 @@ def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 def write(folder: Path, manifest: Manifest) -> None:
     """Write both files into a directory that has no final name yet. The caller flushes it."""
     record = manifest._asdict() | {
-        "format": FORMAT,
+        "format": 1 if manifest.parts == 1 else FORMAT,
         "library": "purestep",
-        "leaves": {path: leaf._asdict() for path, leaf in manifest.leaves.items()},
+        "leaves": {path: _leaf_record(leaf) for path, leaf in manifest.leaves.items()},
         "files": {name: file._asdict() for name, file in manifest.files.items()},
         "earlier": {path: earlier._asdict() for path, earlier in manifest.earlier.items()},
     }
+    if manifest.parts == 1:
+        del record["parts"]
     data = (json.dumps(record, indent=1) + "\n").encode()
     (folder / NAME).write_bytes(data)
     (folder / DIGEST_NAME).write_bytes(f"{hashlib.sha256(data).hexdigest()}  {NAME}\n".encode())
+
+
+def _leaf_record(leaf: Leaf) -> dict[str, Any]:
+    record = leaf._asdict()
+    if not leaf.pieces:
+        del record["pieces"]
+    return record
 
 
 def inventory(folder: Path) -> dict[str, File]:
@@ -332,38 +371,62 @@ def _parse(path: Path, digest_path: Path) -> dict[str, Any]:
 def _from_record(record: dict[str, Any], *, where: str) -> Manifest:
     try:
         monitor = record["monitor"]
+        parts = _integer(record.get("parts", 1))
         return Manifest(
             step=_integer(record["step"]),
-            leaves={path: _leaf(entry) for path, entry in record["leaves"].items()},
+            leaves={path: _leaf(entry, parts) for path, entry in record["leaves"].items()},
             loop=record["loop"],
             metrics={name: float(value) for name, value in record["metrics"].items()},
             meta=record["meta"],
             monitor=None if monitor is None else (str(monitor[0]), str(monitor[1])),
             environment=dict(record["environment"]),
-            files={name: _file(entry) for name, entry in record["files"].items()},
+            files=parsed_files(record["files"]),
             earlier={path: Earlier.of(entry) for path, entry in record.get("earlier", {}).items()},
+            parts=parts,
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise Corrupt(f"not a manifest: {type(error).__name__}: {error}", where=where) from error
+
+
+def parsed_files(record: Mapping[str, Any]) -> dict[str, File]:
+    """The files of a record of a manifest or a part.
+
+    Raises:
+        KeyError, TypeError, ValueError: the record is invalid.
+    """
+    return {name: _file(entry) for name, entry in record.items()}
 
 
 def _file(entry: Any) -> File:
     return File(_integer(entry["size"]), None if entry["crc32"] is None else _integer(entry["crc32"]))
 
 
-def _leaf(entry: Any) -> Leaf:
+def _leaf(entry: Any, parts: int) -> Leaf:
     leaf = Leaf(
         dtype=entry["dtype"],
         shape=tuple(_integer(size) for size in entry["shape"]),
         crc32=None if entry["crc32"] is None else _integer(entry["crc32"]),
         value=entry["value"],
+        pieces=tuple(Piece(*map(_integer, piece)) for piece in entry.get("pieces", ())),
     )
     if leaf.is_python:
         if type(leaf.value) is not staging.SCALARS[leaf.dtype[7:]]:
             raise ValueError(f"{leaf.value!r} as {leaf.text()}")
-    elif leaf.dtype not in staging.DTYPES or (leaf.is_stored and leaf.crc32 is None):
+    elif leaf.dtype not in staging.DTYPES or (leaf.is_stored and (leaf.crc32 is None) == (not leaf.pieces)):
         raise ValueError(f"dtype {leaf.dtype!r} with digest {leaf.crc32}")
+    _check_pieces(leaf, parts)
     return leaf
+
+
+def _check_pieces(leaf: Leaf, parts: int) -> None:
+    """Raise ValueError unless the pieces contain every row once."""
+    row = 0
+    for piece in leaf.pieces:
+        if piece.first != row or piece.end <= row or piece.part >= parts:
+            raise ValueError(f"{leaf.text()} in the pieces {leaf.pieces}")
+        row = piece.end
+    if leaf.pieces and row != (leaf.shape[0] if leaf.shape else 1):
+        raise ValueError(f"{leaf.text()} in the pieces {leaf.pieces}")
 
 
 def _integer(value: Any) -> int:

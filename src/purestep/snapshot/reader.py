@@ -6,6 +6,7 @@ import logging
 import warnings
 import zlib
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,9 @@ from ..errors import Corrupt
 from ..types import TrainState, Tree
 from . import history_rows as tables
 from . import manifest as manifests
-from . import orbax_io, partial_restore, staging
+from . import orbax_io, partial_restore, parts, staging, state_copy
 from .manifest import Leaf, Manifest
+from .parts import Rows, Spread
 from .versions import environment
 
 _log = logging.getLogger("purestep")
@@ -48,6 +50,7 @@ def read(
     platforms: str | None,
     warn: bool = False,
     strict: bool = False,
+    quiet: bool = False,
 ) -> Snapshot:
     """Read the state of one step into new tensors. Leaves outside the prefixes are copies of the template's.
 
@@ -59,6 +62,7 @@ def read(
         warn: log differences in the environment that can change the bits of later steps.
         strict: True: raise if earlier rows of the history are damaged or missing. False: warn, and fill them with None;
             the state is not affected.
+        quiet: no warnings and log lines: another process of the mesh has them.
 
     Raises:
         Mismatch: leaves differ from the template; the message has one line for each. No values were read.
@@ -66,7 +70,8 @@ def read(
     """
     manifest = manifests.read(folder)
     leaves = tree.with_paths(template)
-    described = manifests.describe(leaves)
+    spread = parts.spread(template)
+    described = state_copy.described(leaves, spread)
     moved = _views(template, prefixes, manifest)
     rest = None if prefixes is None else {prefix for prefix in prefixes if prefix not in moved}
     chosen, stored = set[str](), set[str]()
@@ -78,21 +83,24 @@ def read(
         p: source for found in moved.values() for p, source in found.items()
     }
     chosen |= sources.keys()
-    _warn_of_other_fields(template, chosen, manifest)
+    if not quiet:
+        _warn_of_other_fields(template, chosen, manifest)
     held = {path: manifest.leaves[path] for path in stored}
     held |= {path: manifest.leaves[source] for path, source in sources.items() if source in manifest.leaves}
     manifests.compare(held, {path: leaf for path, leaf in described.items() if path in chosen}, where=str(folder))
-    values = _values(folder, {source: manifest.leaves[source] for source in sources.values()}, platforms)
-    uses = Counter(sources.values())
+    held_rows = _rows(leaves, spread)
+    uses = Counter((source, held_rows.get(path)) for path, source in sources.items())
+    values = _held(folder, manifest, uses.keys(), platforms)
     made: list[Any] = []
-    ties: dict[tuple[int, int | None], Tensor] = {}
+    ties: dict[Any, Tensor] = {}
     for path, leaf in leaves:
         if path not in chosen:
             made.append(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
         elif isinstance(leaf, Tensor):
             # A tensor at two places of the template is shared again if both places have the same stored value.
-            source = sources[path]
-            key = id(leaf), manifest.leaves[source].crc32
+            source = sources[path], held_rows.get(path)
+            stored_leaf = manifest.leaves[source[0]]
+            key = id(leaf), stored_leaf.crc32, stored_leaf.pieces
             if key not in ties:
                 uses[source] -= 1  # the last use takes the array itself, the others copy it
                 given = values.get(source)
@@ -101,10 +109,10 @@ def read(
             made.append(ties[key])
         else:
             made.append(manifest.leaves[sources[path]].value)
-    if warn:
+    if warn and not quiet:
         _warn_of_changes(folder, manifest.environment, environment(tree.device([leaf for _, leaf in leaves])))
     _, treedef = tree.flatten(template)
-    loop = _whole_loop(folder.parent, manifest, strict=strict)
+    loop = _whole_loop(folder.parent, manifest, strict=strict, quiet=quiet)
     return Snapshot(manifest.step, tree.unflatten(treedef, made), loop, manifest.metrics, manifest.meta)
 
 
@@ -122,7 +130,7 @@ def _views(template: Tree, prefixes: set[str] | None, manifest: Manifest) -> dic
     return {prefix: sources for prefix, sources in found.items() if sources is not None}
 
 
-def _whole_loop(root: Path, manifest: Manifest, *, strict: bool) -> Any:
+def _whole_loop(root: Path, manifest: Manifest, *, strict: bool, quiet: bool) -> Any:
     """The loop's state, with the earlier rows from the files of rows."""
     loop = manifest.loop
     for path, earlier in manifest.earlier.items():
@@ -134,7 +142,9 @@ def _whole_loop(root: Path, manifest: Manifest, *, strict: bool) -> Any:
             text = (
                 f"{error}: the first {earlier.rows} rows of {path} are lost and filled with None; the state is intact"
             )
-            warnings.warn(f"{text} (cure: copy {earlier.file} with its snapshots)", RuntimeWarning, stacklevel=5)
+            if not quiet:
+                cure = f"(cure: copy {earlier.file} with its snapshots)"
+                warnings.warn(f"{text} {cure}", RuntimeWarning, stacklevel=5)
             rows = [{}] * earlier.rows
         keys = path.split("/")[1:]
         loop = tables.placed(loop, keys, tables.joined(rows, tables.found(loop, keys)))
@@ -149,15 +159,83 @@ def _warn_of_changes(folder: Path, then: dict[str, Any], now: dict[str, Any]) ->
         )
 
 
-def verify(folder: Path, manifest: Manifest, *, platforms: str | None) -> None:
-    """Read every value of a step, a few leaves at a time, and compare its digest.
+def verify(folder: Path, manifest: Manifest, *, part: int, platforms: str | None) -> None:
+    """Read every value of one part of a step, a few leaves at a time, and compare its digest.
 
     Raises:
         Corrupt: a leaf is damaged; the message names it.
     """
-    stored = {path: leaf for path, leaf in manifest.leaves.items() if leaf.is_stored}
-    for group in _groups(stored):
-        _load(folder, group, platforms)
+    for group in _groups(manifest.stored(part)):
+        _load(parts.folder(folder, manifest.parts, part), group, platforms)
+
+
+class _Held(NamedTuple):
+    """The rows of a leaf that the template has, and the shape of its tensor, which may be padded."""
+
+    rows: Rows
+    shape: tuple[int, ...]
+
+
+def _rows(leaves: list[tuple[str, Any]], spread: Spread) -> dict[str, _Held]:
+    """The leaves of a template that are not whole. Sums over processes are held by one of them."""
+    sums = set[str]() if spread.holds_sums else set(spread.sums)
+    found: dict[str, _Held] = {}
+    for path, leaf in leaves:
+        if path in spread.cuts:
+            found[path] = _Held(spread.cuts[path], tuple(leaf.shape))
+        elif path in sums:
+            found[path] = _Held(Rows(tuple(leaf.shape), 0, 0), tuple(leaf.shape))
+    return found
+
+
+_Key = tuple[str, _Held | None]  # path in the snapshot, and what the template has of it; None: all
+
+
+def _held(folder: Path, manifest: Manifest, keys: Iterable[_Key], platforms: str | None) -> dict[_Key, orbax_io.Array]:
+    """The values by path and rows: whole arrays as they are read, others put together from pieces."""
+    stored = [key for key in keys if manifest.leaves[key[0]].is_stored]
+    whole = {path: manifest.leaves[path] for path, held in stored if held is None and not manifest.leaves[path].pieces}
+    base = parts.folder(folder, manifest.parts, 0)
+    found: dict[_Key, orbax_io.Array] = {(path, None): v for path, v in _values(base, whole, platforms).items()}
+    rest: dict[str, list[tuple[_Held, orbax_io.Array]]] = {}
+    for key in stored:
+        path, held = key
+        if key not in found:
+            leaf = manifest.leaves[path]
+            held = held or _Held(Rows(leaf.shape, 0, leaf.shape[0] if leaf.shape else 1), leaf.shape)
+            found[key] = np.zeros(held.shape, staging.carrier(leaf.dtype))
+            rest.setdefault(path, []).append((held, found[key]))
+    for part in range(manifest.parts):
+        arrays = manifest.stored(part)
+        needed = {
+            path: leaf
+            for path, leaf in arrays.items()
+            if path in rest and any(_overlap(held.rows, _place(manifest, path, part)) for held, _ in rest[path])
+        }
+        for group in _groups(needed):
+            for path, values in _values(parts.folder(folder, manifest.parts, part), group, platforms).items():
+                for held, target in rest[path]:
+                    _fill(target, held.rows, values, _place(manifest, path, part))
+    return found
+
+
+def _place(manifest: Manifest, path: str, part: int) -> tuple[int, int]:
+    """The rows of a leaf that a part contains."""
+    leaf = manifest.leaves[path]
+    whole = (0, leaf.shape[0] if leaf.shape else 1)
+    return next(((piece.first, piece.end) for piece in leaf.pieces if piece.part == part), whole)
+
+
+def _overlap(rows: Rows, stored: tuple[int, int]) -> bool:
+    return max(rows.first, stored[0]) < min(rows.end, stored[1])
+
+
+def _fill(target: orbax_io.Array, rows: Rows, values: orbax_io.Array, stored: tuple[int, int]) -> None:
+    """Copy the rows that a stored array and a target have in common."""
+    first, end = max(rows.first, stored[0]), min(rows.end, stored[1])
+    if first < end:
+        own, other = np.atleast_1d(target), np.atleast_1d(values)  # views: a scalar is one row
+        own[first - rows.first : end - rows.first] = other[first - stored[0] : end - stored[0]]
 
 
 def _values(folder: Path, leaves: dict[str, Leaf], platforms: str | None) -> dict[str, orbax_io.Array]:

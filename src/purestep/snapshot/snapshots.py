@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import tree
-from ..errors import ConfigError, Corrupt, NotFound, SnapshotError, WriteFailed
-from ..files import DirectoryLock
+from ..errors import ConfigError, Corrupt, Locked, NotFound, RankError, SnapshotError, WriteFailed
+from ..files import DirectoryLock, is_locked
+from ..parallel import host
 from ..types import Tree
-from . import directory, orbax_io, reader, save_policy, staging, state_copy, writer
+from . import directory, orbax_io, parts, reader, save_policy, staging, state_copy, writer
 from . import manifest as manifests
 from . import writer as writer_
 from .directory import Abandoned
@@ -24,12 +27,29 @@ from .versions import environment
 _log = logging.getLogger("purestep")
 
 
+class _Call(NamedTuple):
+    """One process's call of `save`, for the others."""
+
+    step: int
+    leaves: int  # digest of paths, shapes, dtypes and the number of parts
+    token: str
+    before: tuple[Any, ...] | None  # the error of the previous save, as `host.sent`
+
+
 class Snapshots:
     """Snapshots of a training state in a directory. orbax writes them in the background; reading verifies them.
 
     A step is saved when `steps` lists it: it is complete, flushed to the disk, and was read back once. A kill or a
     power cut leaves the earlier steps intact. Use the object as a context manager; a script without one waits for
     its last save too. To read while a run writes, pass ``writer=False``, which takes no lock.
+
+    On several processes (`parallel.start`), every process creates the object with the same arguments, and calls `open`,
+    `save`, `restore` and `start_over` at the same places: they are collectives. Each process writes and reads its own
+    rows of a state of `distribute`; the first one commits, archives and deletes, for all. A snapshot fits any number of
+    processes, and one written by one process is not different from one of replicated states. The directory must be on
+    a disk that all processes share. The other methods, `wait` and `close` among them, are no collectives: they may be
+    called by one process, or while an error ends it. `wait` returns in every process after the commit, or raises the
+    same error. All processes list the same steps after `wait`.
 
     The first save, or the first restore of a leaf above 1 MB, imports orbax and JAX. They add a handler to the root
     logger (call `logging.basicConfig` before) and start threads. JAX's warning at later forks of workers, which never
@@ -96,6 +116,10 @@ class Snapshots:
         self._copies = state_copy.StateCopies()
         self._abandoned = Abandoned()
         self._rows: dict[str, RowsFile] = {}  # only the writer uses it
+        self._peers = host.Peers()  # of `open`
+        self._sees_locks = True  # of the other processes
+        self._saves = itertools.count()
+        self._staging: Path | None = None  # of the last save, in the first of several processes
         self._closed = False
         self._pid = os.getpid()
         self._last = self._here = save_policy.Mark(0, 0, time.monotonic())
@@ -111,6 +135,7 @@ class Snapshots:
             Locked: another run writes into the directory.
             WriteFailed: the directory cannot be created or written to.
             SnapshotError: this object is closed, only reads, or was created in another process.
+            RankError: the processes have different directories, or the mesh is another one than before.
         """
         hint = "create a Snapshots after the fork"
         if self._pid != os.getpid():
@@ -119,14 +144,43 @@ class Snapshots:
             raise SnapshotError("is closed", where=str(self.directory), hint="save inside the with block")
         if not self._is_writer:
             raise SnapshotError("was opened to read", where=str(self.directory), hint="pass writer=True")
+        here = host.peers()
         if not self._lock.held:
-            self._lock.acquire()
-            try:
-                directory.probe(self.directory)
-                directory.sweep(self.directory)
-            except BaseException:
-                self._lock.release()
-                raise
+            self._acquire(here)
+        elif (here.rank, here.size) != (self._peers.rank, self._peers.size):
+            raise RankError(
+                f"was opened by {self._peers.size} processes, and now there are {here.size}",
+                where=str(self.directory),
+                hint="create, use and close a Snapshots inside one `with ps.parallel.start(...)`",
+            )
+
+    def _acquire(self, here: host.Peers) -> None:
+        lock = self._lock = DirectoryLock(self.directory, _lock_name(here.rank))
+        try:
+            here.first(lock.acquire)
+            paths = here.together(lambda: (lock.acquire(), str(self.directory))[1])
+            if any(path != paths[0] for path in paths):
+                raise RankError(
+                    f"the processes have the directories {', '.join(dict.fromkeys(paths))}",
+                    where="Snapshots",
+                    hint="pass the same directory in every process, on a shared disk",
+                )
+            others = [0] if here.rank else range(1, here.size)
+            self._sees_locks = all(is_locked(self.directory / _lock_name(rank)) for rank in others)
+            here.first(lambda: self._clean(here.size))
+            self._peers = here
+        except BaseException:
+            lock.release()
+            raise
+
+    def _clean(self, count: int) -> None:
+        """Remove leftovers of killed runs, of which no process may run any more."""
+        for name in directory.locks(self.directory):
+            if name not in map(_lock_name, range(count)) and is_locked(self.directory / name):
+                hint = "end the processes of that run, or use another directory"
+                raise Locked("a process of another run writes here", where=str(self.directory / name), hint=hint)
+        directory.probe(self.directory)
+        directory.sweep(self.directory)
 
     def wait(self) -> None:
         """Wait until the last save is on the disk.
@@ -259,9 +313,13 @@ class Snapshots:
     def start_over(self) -> list[int]:
         """Rename all steps, intact or damaged, to ``<step>.archived`` and return them. Raises the errors of `open`."""
         self.open()
-        for step in (found := directory.numbered(self.directory)):
-            directory.set_aside(self.directory, step, "archived")
-        return found
+
+        def archive() -> list[int]:
+            for step in (found := directory.numbered(self.directory)):
+                directory.set_aside(self.directory, step, "archived")
+            return found
+
+        return host.peers().first(archive)
 
     def check_space(self, state: Tree) -> None:
         """Warn if the disk has no room for the snapshots of this state to keep. Call it before the first step.
@@ -269,7 +327,9 @@ class Snapshots:
         Raises:
             StateError: a leaf cannot be stored.
         """
-        described = manifests.describe(tree.with_paths(state))
+        described = state_copy.described(tree.with_paths(state), parts.spread(state))
+        if host.peers().rank:
+            return
         size = sum(staging.size(leaf.dtype, leaf.shape) for leaf in described.values() if leaf.is_stored)
         # One more than is kept: an old step is deleted only after the new one is committed.
         directory.check_room(self.directory, size * max(1, (self.keep or 1) + self.keep_best + 1 - len(self.steps())))
@@ -295,7 +355,8 @@ class Snapshots:
         Args:
             step: the name of the snapshot, at least 0.
             state: a pytree of tensors, Python numbers and text.
-            loop: the state of the loop as JSON: dicts, lists, text, numbers.
+            loop: the state of the loop as JSON: dicts, lists, text, numbers. Of several processes, the first one's
+                ``loop``, ``metrics`` and ``meta`` are stored.
             metrics: numbers by name; the monitored one decides which step is best.
             meta: notes as JSON.
             overwrite: replace the newest step if it has this name.
@@ -306,28 +367,68 @@ class Snapshots:
             StateError: a leaf cannot be stored.
             WriteFailed: there is no memory for the copy; or the previous save failed (this one runs all the same).
             Locked: another run writes into the directory.
+            RankError: the processes save different steps or states.
         """
         self.open()
-        step = directory.checked_step(self.directory, step)
-        described = self._copies.describe(state)
+        here = self._peers
         tables: dict[str, Table] = {}
-        manifest = manifests.Manifest(
-            step=step,
-            leaves=described.layout.records,
-            loop=manifests.as_json(loop, where="loop", tables=tables),
-            metrics=manifests.as_metrics(metrics),
-            meta=manifests.as_json(meta, where="meta"),
-            monitor=self._monitor,
-            environment=environment(described.layout.device),
-            files={},
-        )
-        self.waits += self._background.busy
-        self._background.join()
-        archive = directory.to_archive(self.directory, step, abandoned=self._abandoned, overwrite=overwrite)
+        plan: list[tuple[manifests.Manifest, state_copy.Described, tuple[int, ...]]] = []
+
+        # Another process may not have seen the end of the previous save yet: each save has its own names.
+        token = f"{os.getpid()}.{next(self._saves)}" if here.size > 1 else f"{os.getpid()}"
+
+        def check() -> _Call:
+            number = directory.checked_step(self.directory, step)
+            described = self._copies.describe(state)
+            layout = described.layout
+            manifest = manifests.Manifest(
+                step=number,
+                leaves=layout.records,
+                loop=manifests.as_json(loop, where="loop", tables=tables),
+                metrics=manifests.as_metrics(metrics),
+                meta=manifests.as_json(meta, where="meta"),
+                monitor=self._monitor,
+                environment=environment(layout.device),
+                files={},
+            )
+            self.waits += self._background.busy
+            self._background.join()
+            archive = ()
+            if here.rank == 0:
+                archive = directory.to_archive(self.directory, number, abandoned=self._abandoned, overwrite=overwrite)
+            if here.rank == 0 and here.size > 1:
+                writer.prepare(writer.staging_path(self.directory, number, token), layout.spread.parts)
+            plan.append((manifest, described, archive))
+            return _Call(number, _fingerprint(layout), token, host.sent(self._background.take_error()))
+
         try:
-            buffers = writer.copied(self.directory, step, lambda: self._copies.copy(described))
+            calls = here.together(check)
+            _compare(calls, where=str(self.directory))
+        except Exception as error:
+            if here.rank == 0 and here.size > 1:
+                for manifest, described, _ in plan:
+                    path = writer.staging_path(self.directory, manifest.step, token)
+                    writer.clear(path, described.layout.spread.parts)
+            if isinstance(error, WriteFailed):
+                return self._report(error)
+            raise
+        ((manifest, described, archive),) = plan
+        spread = described.layout.spread
+        if self._staging is not None:
+            writer.clear(self._staging, spread.parts)
+        if here.rank == 0 and here.size > 1:
+            self._staging = writer.staging_path(self.directory, manifest.step, token)
+        leaves = parts.summed(described.layout.paths, described.leaves, spread.sums)
+        failure: WriteFailed | None = None
+        buffers: staging.Buffers = {}
+        try:
+            buffers = writer.copied(
+                self.directory, manifest.step, lambda: self._copies.copy(described._replace(leaves=leaves))
+            )
         except WriteFailed as error:
-            return self._report(error)
+            if here.size == 1:
+                return self._report(error)
+            failure = error  # the others learn it from the writer's thread
         job = writer.Job(
             root=self.directory,
             manifest=manifest,
@@ -340,10 +441,19 @@ class Snapshots:
             keep=self.keep,
             keep_best=self.keep_best,
             platforms=self._platforms,
+            spread=spread,
+            team=writer.Team(here.rank, here.size, calls[0].token, here.timeout, self._is_alive),
+            failure=failure,
         )
         self._last = self._here
-        orbax_io.ready(self._platforms)
-        self._report(self._background.start(lambda: writer.run(job), holding=self._lock))
+        if buffers:
+            orbax_io.ready(self._platforms)
+        self._background.start(lambda: writer.run(job), holding=self._lock)
+        self._report(next((host.received(call.before) for call in calls if call.before is not None), None))
+
+    def _is_alive(self, rank: int) -> bool:
+        """False if that process has ended, or has closed its object; True if the disk has no locks."""
+        return not self._sees_locks or is_locked(self.directory / _lock_name(rank))
 
     # --- restore --------------------------------------------------------------------------------------------------
 
@@ -366,37 +476,65 @@ class Snapshots:
             StateError: a leaf of the template has a type that snapshots cannot store.
         """
         self._background.join()
+        here = host.peers()
         prefixes = None if only is None else {only} if isinstance(only, str) else set(only)
         if step is not None:
-            if step not in (there := directory.numbered(self.directory)):
-                hint = f"pass one of: {', '.join(map(str, there))}" if there else "pass another directory"
-                raise NotFound(f"no snapshot of step {step}", where=str(self.directory), hint=hint)
-            found = self._read(template, step, prefixes)
+            here.first(lambda: self._check_exists(step))
+            found = self._read_together(here, template, step, prefixes)
         else:
-            found = self._newest_good(template, prefixes)
+            found = self._newest_good(here, template, prefixes)
         self._abandoned.restored(self.directory, found.step)
         return found
 
-    def _read(self, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
+    def _check_exists(self, step: int) -> None:
+        if step not in (there := directory.numbered(self.directory)):
+            hint = f"pass one of: {', '.join(map(str, there))}" if there else "pass another directory"
+            raise NotFound(f"no snapshot of step {step}", where=str(self.directory), hint=hint)
+
+    def _read_together(self, here: host.Peers, template: Tree, step: int, prefixes: set[str] | None) -> Snapshot:
+        """Read a step in every process, or raise one error in all: a step is intact if every process can read it."""
+        found: list[Snapshot] = []
+
+        def read() -> int:
+            found.append(self._read(template, step, prefixes, quiet=here.rank > 0))
+            return step
+
+        steps = here.together(read, mild=Corrupt)
+        if any(other != steps[0] for other in steps):
+            listed = ", ".join(map(str, dict.fromkeys(steps)))
+            hint = "pass the same step in every process"
+            raise RankError(f"the processes restore the steps {listed}", where=str(self.directory), hint=hint)
+        return found[0]
+
+    def _read(self, template: Tree, step: int, prefixes: set[str] | None, *, quiet: bool) -> Snapshot:
         folder = directory.place(self.directory, step)
         try:
             return reader.read(
-                folder, template, prefixes, platforms=self._platforms, warn=self._is_writer, strict=self.strict
+                folder,
+                template,
+                prefixes,
+                platforms=self._platforms,
+                warn=self._is_writer,
+                strict=self.strict,
+                quiet=quiet,
             )
         except Corrupt:
             if folder.exists() or not directory.place(self.directory, step).exists():
                 raise
-        return self._read(template, step, prefixes)  # its writer has moved it in the meantime
+        return self._read(template, step, prefixes, quiet=quiet)  # its writer has moved it in the meantime
 
-    def _newest_good(self, template: Tree, prefixes: set[str] | None) -> Snapshot:
+    def _newest_good(self, here: host.Peers, template: Tree, prefixes: set[str] | None) -> Snapshot:
         damaged: dict[int, Corrupt] = {}
         seen: set[int] = set()
-        while there := [step for step in directory.numbered(self.directory) if step not in seen]:
+        # The first process lists the steps: another one may see them later, on a network disk.
+        while there := here.first(lambda: [step for step in directory.numbered(self.directory) if step not in seen]):
             seen.add(step := there[-1])  # the newest, including steps that were saved in the meantime
             try:
-                found = self._read(template, step, prefixes)
+                found = self._read_together(here, template, step, prefixes)
             except Corrupt as error:
-                if not directory.place(self.directory, step).exists():  # its writer has deleted it in the meantime
+                if not here.first(
+                    lambda step=step: directory.place(self.directory, step).exists()
+                ):  # its writer has deleted it in the meantime
                     continue
                 if self.strict:
                     raise
@@ -410,4 +548,31 @@ class Snapshots:
     def _skip(self, damaged: dict[int, Corrupt], used: int) -> None:
         if is_writer := self._is_writer and not self._closed:
             self.open()
-        directory.skip_damaged(self.directory, damaged, used, rename=is_writer)
+        host.peers().first(lambda: directory.skip_damaged(self.directory, damaged, used, rename=is_writer))
+
+
+def _lock_name(rank: int) -> str:
+    return f".lock-{rank}" if rank else ".lock"
+
+
+def _fingerprint(layout: state_copy.Layout) -> int:
+    """A digest of the facts that must be equal in all processes."""
+    leaves = [(path, record.dtype, record.shape) for path, record in layout.records.items()]
+    return zlib.crc32(repr((leaves, layout.spread.ranks, layout.spread.sums)).encode())
+
+
+def _compare(calls: list[_Call], *, where: str) -> None:
+    """Raise RankError if the processes save different steps or states."""
+    for rank, call in enumerate(calls):
+        if call.step != calls[0].step:
+            raise RankError(
+                f"process 0 saves step {calls[0].step}, process {rank} step {call.step}",
+                where=where,
+                hint="call save(int(state.step), state) in every process after the same call of the step",
+            )
+        if call.leaves != calls[0].leaves:
+            raise RankError(
+                f"processes 0 and {rank} save states of different leaves at step {call.step}",
+                where=where,
+                hint="build the same program in every process, and save the state of its steps",
+            )

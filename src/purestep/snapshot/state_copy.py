@@ -15,8 +15,9 @@ from torch import Tensor
 from .. import tensor_layout, tree
 from ..types import Tree
 from . import manifest as manifests
-from . import staging
+from . import parts, staging
 from .manifest import Leaf
+from .parts import Spread
 
 
 class Layout(NamedTuple):
@@ -24,9 +25,11 @@ class Layout(NamedTuple):
 
     paths: list[str]
     records: dict[str, Leaf]
+    """of whole tensors"""
     device: torch.device
+    spread: Spread
     stored: list[int]
-    """indices of the leaves whose values orbax stores"""
+    """indices of the leaves whose values orbax stores, in this process"""
     matches: Callable[..., bool] | None
     """``matches(*leaves)`` is True for leaves with this layout; None: check each leaf"""
 
@@ -51,18 +54,20 @@ class StateCopies:
 
         Raises:
             StateError: a leaf cannot be stored.
+            RankError: the state is in pieces that the open mesh does not have.
         """
         paths, leaves = self._paths(state)
         last = self._layout
         if last is not None and last.matches is not None and last.paths is paths and last.matches(*leaves):
             return Described(leaves, last)
-        return Described(leaves, _layout(paths, leaves))
+        return Described(leaves, _layout(paths, leaves, parts.spread(state)))
 
     def copy(self, described: Described) -> staging.Buffers:
         """Copy the tensors, by path, into the memory of the last copy, which must be unused."""
         leaves, layout = described
         (spare, self._spare), (last, self._layout) = (self._spare, {}), (self._layout, None)
-        tensors = [leaves[index] for index in layout.stored]
+        cuts = layout.spread.cuts
+        tensors = [parts.own_rows(leaves[index], cuts.get(layout.paths[index])) for index in layout.stored]
         if layout is last:
             staging.stage_again(tensors, spare)
         else:
@@ -76,8 +81,16 @@ class StateCopies:
         self._spare, self._layout = {}, None
 
 
-def _layout(paths: list[str], leaves: list[Any]) -> Layout:
-    records = manifests.describe(list(zip(paths, leaves, strict=True)))
-    stored = [index for index, path in enumerate(paths) if records[path].is_stored]
+def _layout(paths: list[str], leaves: list[Any], spread: Spread) -> Layout:
+    records = described(list(zip(paths, leaves, strict=True)), spread)
+    stored = [index for index, path in enumerate(paths) if records[path].is_stored and spread.writes(path)]
     near = all(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in leaves)
-    return Layout(paths, records, tree.device(leaves), stored, tensor_layout.layout_guard(leaves) if near else None)
+    return Layout(
+        paths, records, tree.device(leaves), spread, stored, tensor_layout.layout_guard(leaves) if near else None
+    )
+
+
+def described(leaves: list[tuple[str, Any]], spread: Spread) -> dict[str, Leaf]:
+    """`manifest.describe`, with the shapes of whole tensors."""
+    records = manifests.describe(leaves)
+    return records | {path: records[path]._replace(shape=rows.shape) for path, rows in spread.cuts.items()}

@@ -1,7 +1,7 @@
 """Write one snapshot: from the staged buffers to a verified, committed directory on the disk.
 
-Reading order: `Job` and `run`, the steps of one save; then `Background`, the thread that runs one job at a time and
-that the end of a script waits for.
+Reading order: `Job` and `run`, the steps of one save; `Team` and `_help`, the steps of the other processes of a mesh;
+then `Background`, the thread that runs one job at a time and that the end of a script waits for.
 """
 
 from __future__ import annotations
@@ -19,11 +19,22 @@ from typing import Any, NamedTuple, cast
 
 from ..errors import Corrupt, WriteFailed
 from ..files import failpoint, remove_tree, sync_directory, sync_tree, write_failed
-from . import directory, orbax_io, reader
+from . import directory, orbax_io, parts, reader
 from . import manifest as manifests
 from . import staging as staging_
 from .history_rows import Earlier, RowsFile, Table, placed
-from .manifest import Manifest
+from .manifest import File, Leaf, Manifest, Piece
+from .parts import Report, Spread
+
+
+class Team(NamedTuple):
+    """The processes that write one snapshot. Equal in all of them, but for ``rank``."""
+
+    rank: int = 0
+    size: int = 1
+    token: str = ""  # of this save, in the staging directory's name
+    timeout: float = 600.0  # seconds
+    is_alive: Callable[[int], bool] = lambda rank: True
 
 
 class Job(NamedTuple):
@@ -40,6 +51,51 @@ class Job(NamedTuple):
     keep: int | None
     keep_best: int
     platforms: str | None
+    spread: Spread
+    team: Team
+    failure: WriteFailed | None = None  # there is no copy to write
+
+    @property
+    def staging(self) -> Path:
+        """The directory that gets the step's name in the end."""
+        return staging_path(self.root, self.manifest.step, self.team.token)
+
+    def report(self, part: int) -> Report:
+        """The report of a part to the first process; of part 0: of the whole step, to the others."""
+        return _report(self.staging, part)
+
+
+def staging_path(root: Path, step: int, token: str) -> Path:
+    """The name of a step while it is written."""
+    return root / f".tmp-{step}-{token}"
+
+
+def _report(staging: Path, part: int) -> Report:
+    return Report(Path(f"{staging}.part-{part}" if part else f"{staging}.step"))
+
+
+def prepare(staging: Path, count: int) -> None:
+    """Open the reports of a step, and create its directory if it has several parts. The first process calls it.
+
+    Raises:
+        WriteFailed: the directory cannot be written to.
+    """
+    try:
+        remove_tree(staging)
+        if count > 1:
+            staging.mkdir()
+        for part in range(count):
+            _report(staging, part).open()
+    except OSError as error:
+        raise write_failed(staging.parent, error) from error
+
+
+def clear(staging: Path, count: int) -> None:
+    """Delete what `prepare` has created. Every other process must have ended its wait for the reports."""
+    with suppress(OSError):
+        remove_tree(staging)
+        for part in range(count):
+            _report(staging, part).remove()
 
 
 def copied(root: Path, step: int, make: Callable[[], staging_.Buffers]) -> staging_.Buffers:
@@ -65,21 +121,125 @@ def run(job: Job) -> None:
     Raises:
         WriteFailed: the save failed; the message names the step. Earlier steps are intact, archived ones renamed.
     """
-    step = job.manifest.step
-    staging = job.root / f".tmp-{step}-{os.getpid()}"
+    if job.team.rank:
+        return _help(job)
+    step, staging = job.manifest.step, job.staging
     try:
+        if job.failure is not None:
+            raise job.failure
         _stage(job, staging)
         failpoint("snapshot.verify")
         _verify(staging, job.platforms)
         _commit(job, staging)
         _retire(job)
+        _end(job)
     except Exception as error:
-        _clear(job.root, step, staging)
-        size = sum(buffer.numel() * buffer.itemsize for buffer in job.buffers.values())
-        failed = error if isinstance(error, WriteFailed) else write_failed(job.root / str(step), error, size=size)
+        failed = _failed(job, error)
         named = WriteFailed(f"step {step}: {failed.what}", where=failed.where, hint=failed.hint)
         named.errno = failed.errno
+        if job.team.size > 1:
+            job.report(0).fail(named)  # another failed disk must not keep the others waiting
+            _wait_for_others(job)
+        _clear(job.root, step, staging)
         raise named from error
+
+
+def _failed(job: Job, error: Exception) -> WriteFailed:
+    if isinstance(error, WriteFailed):
+        return error
+    size = sum(buffer.numel() * buffer.itemsize for buffer in job.buffers.values())
+    return write_failed(job.root / str(job.manifest.step), error, size=size)
+
+
+def _end(job: Job) -> None:
+    """Report that the step is committed."""
+    if job.team.size > 1:
+        for part in range(1, job.spread.parts):
+            job.report(part).remove()
+        job.report(0).done()
+
+
+def _wait_for_others(job: Job) -> None:
+    """Wait until no other process writes into the staging directory, and delete their reports."""
+    for part in range(1, job.spread.parts):
+        with suppress(Exception):
+            _reported(job, part)
+        with suppress(OSError):
+            job.report(part).remove()
+
+
+def _reported(job: Job, part: int) -> dict[str, Any]:
+    rank, team = job.spread.ranks[part], job.team
+    return job.report(part).wait(rank=rank, alive=lambda: team.is_alive(rank), timeout=team.timeout)
+
+
+def _help(job: Job) -> None:
+    """Write this process's part, if it has one, and wait until the first process has committed the step.
+
+    Raises:
+        WriteFailed: the save failed, here or in another process.
+    """
+    part, team = job.spread.part, job.team
+    if part is not None:
+        report = job.report(part)
+        try:
+            if job.failure is not None:
+                raise job.failure
+            record = _write_part(job, part)
+            failpoint("snapshot.part")
+            report.done(record)
+        except Exception as error:
+            with suppress(OSError):
+                remove_tree(parts.folder(job.staging, job.spread.parts, part))
+            failed = _failed(job, error)
+            named = WriteFailed(f"process {team.rank}: {failed.what}", where=failed.where, hint=failed.hint)
+            named.errno = failed.errno
+            report.fail(named)
+    # The first process waits for other parts and commits; it has its own limits for both.
+    job.report(0).wait(rank=0, alive=lambda: team.is_alive(0), timeout=3 * team.timeout)
+
+
+def _write_part(job: Job, part: int) -> dict[str, Any]:
+    """Write, digest, flush and read back one of several parts; returns its digests and files."""
+    failpoint("snapshot.stage")
+    folder = parts.folder(job.staging, job.spread.parts, part)
+    digests = _write_arrays(job, folder)
+    files = {f"{folder.name}/{name}": file for name, file in manifests.inventory(folder).items()} if digests else {}
+    failpoint("snapshot.sync")
+    if digests:
+        sync_tree(folder)
+    failpoint("snapshot.verify")
+    found = _with_digests(job, {part: digests})
+    reader.verify(job.staging, found, part=part, platforms=job.platforms)
+    return {"digests": digests, "files": {name: file._asdict() for name, file in files.items()}}
+
+
+def _write_arrays(job: Job, folder: Path) -> dict[str, int]:
+    """Write this process's arrays into a folder, which must not exist; returns their digests by path."""
+    leaves = job.manifest.leaves
+    arrays = {path: (leaves[path].dtype, staging_.array(buffer)) for path, buffer in job.buffers.items()}
+    if arrays:
+        orbax_io.write(folder, arrays, platforms=job.platforms)
+    failpoint("snapshot.digest")
+    return {path: staging_.digest(values) for path, (_, values) in arrays.items()}
+
+
+def _with_digests(job: Job, digests: Mapping[int, Mapping[str, int]]) -> Manifest:
+    """The manifest with the digests of some parts."""
+    leaves: dict[str, Leaf] = {}
+    for path, leaf in job.manifest.leaves.items():
+        if path in job.spread.cuts:
+            pieces = [
+                Piece(part, first, end, digests[part][path])
+                for part, first, end in job.spread.pieces(path)
+                if part in digests
+            ]
+            leaves[path] = leaf._replace(pieces=tuple(pieces))
+        elif leaf.is_stored and 0 in digests:
+            leaves[path] = leaf._replace(crc32=digests[0][path])
+        else:
+            leaves[path] = leaf
+    return job.manifest._replace(leaves=leaves, parts=job.spread.parts)
 
 
 def _clear(root: Path, step: int, staging: Path) -> None:
@@ -92,20 +252,28 @@ def _clear(root: Path, step: int, staging: Path) -> None:
 
 
 def _stage(job: Job, staging: Path) -> None:
+    count = job.spread.parts
     failpoint("snapshot.stage")
-    remove_tree(staging)
-    leaves = job.manifest.leaves
-    arrays = {path: (leaves[path].dtype, staging_.array(buffer)) for path, buffer in job.buffers.items()}
-    if arrays:
-        orbax_io.write(staging, arrays, platforms=job.platforms)
-    else:
-        staging.mkdir()
-    failpoint("snapshot.digest")
-    digested = {path: leaves[path]._replace(crc32=staging_.digest(values)) for path, (_, values) in arrays.items()}
+    if count == 1:
+        remove_tree(staging)
+    digests = {0: _write_arrays(job, parts.folder(staging, count, 0))}
+    staging.mkdir(exist_ok=True)
+    files = dict[str, File]()
+    failpoint("snapshot.part")
+    if count > 1:
+        for part in range(1, count):
+            record = _reported(job, part)
+            digests[part] = record["digests"]
+            files |= manifests.parsed_files(record["files"])
     manifest = _with_tables(job)
     failpoint("snapshot.manifest")
-    files = manifests.inventory(staging)
-    manifests.write(staging, manifest._replace(leaves=leaves | digested, files=files))
+    files = manifests.inventory(staging) | files  # of the others' files, what they have written
+    manifests.write(
+        staging,
+        _with_digests(job, digests)._replace(
+            loop=manifest.loop, earlier=manifest.earlier, files=dict(sorted(files.items()))
+        ),
+    )
     failpoint("snapshot.sync")
     sync_tree(staging)
 
@@ -124,7 +292,7 @@ def _with_tables(job: Job) -> Manifest:
 def _verify(staging: Path, platforms: str | None) -> None:
     try:
         manifest = manifests.read(staging)
-        reader.verify(staging, manifest, platforms=platforms)
+        reader.verify(staging, manifest, part=0, platforms=platforms)  # the others have read back their parts
     except Corrupt as error:
         raise WriteFailed(f"reads back as damaged: {error.what}", where=error.where, hint="check the disk") from error
 

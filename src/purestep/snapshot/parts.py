@@ -1,0 +1,210 @@
+"""Snapshots of several processes: which rows of which leaves each one writes and reads, and how they wait for another.
+
+Every process that holds pieces writes its rows into a folder ``part-1`` of one staging directory and reports; the first
+process waits for all reports, writes one manifest and commits. Writers run in threads, which must make no collectives,
+so a report is a file: ``<name>.pending`` is renamed to ``<name>.done`` or ``<name>.failed``, which needs no free space.
+A process that dies releases its lock in the directory, so the others wait for it no longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..errors import RankError, WriteFailed
+from ..files import read_json
+from ..parallel import mesh as meshes
+from ..parallel import placement
+from ..types import TrainState, Tree
+
+_SHORTEST, _LONGEST = 0.002, 0.05  # seconds between two looks at a report
+
+
+class Rows(NamedTuple):
+    """The rows of a leaf that this process holds: ``[first, end)`` of the first dimension of the whole tensor.
+
+    A scalar counts as one row. The piece at rest may have more rows, which are padding.
+    """
+
+    shape: tuple[int, ...]  # of the whole tensor
+    first: int
+    end: int
+
+
+class Spread(NamedTuple):
+    """How the processes of a mesh hold a tree, and which of its leaves this process writes."""
+
+    cuts: Mapping[str, Rows]  # path -> the rows of this process
+    sums: tuple[str, ...]  # paths of leaves whose sum over the processes is stored
+    ranks: tuple[int, ...]  # of the processes that write a part each
+    part: int | None  # that this process writes; None: no part
+    holds_sums: bool  # this process restores the sums, the others zeros
+
+    @property
+    def parts(self) -> int:
+        """The number of parts. A single one is written as one process writes a snapshot."""
+        return len(self.ranks)
+
+    def writes(self, path: str) -> bool:
+        """True if this process stores rows of the leaf."""
+        if self.part is None:
+            return False
+        rows = self.cuts.get(path)
+        return self.part == 0 if rows is None else rows.end > rows.first
+
+    def pieces(self, path: str) -> list[tuple[int, int, int]]:
+        """``[(part, first row, end), ...]`` of a cut leaf, without empty ones."""
+        shape = self.cuts[path].shape
+        leaf = placement.Leaf(path, shape, (), True)
+        bounds = [(part, *leaf.bounds(part, self.parts)) for part in range(self.parts)]
+        return [entry for entry in bounds if entry[2] > entry[1]]
+
+
+def spread(state: Tree) -> Spread:
+    """How the open mesh holds a tree, in which any `TrainState` may be in pieces.
+
+    Raises:
+        RankError: the state is in pieces, and no mesh of as many processes is open.
+    """
+    groups = meshes.current()
+    mesh = meshes.Mesh() if groups is None else groups.mesh
+    place = mesh.coordinate("shard")
+    cuts: dict[str, Rows] = {}
+    sums: list[str] = []
+    for prefix, layout in _layouts(state):
+        if layout.paths and layout.width != mesh.shard:
+            raise RankError(
+                f"the state is one of {layout.width} pieces, and the open mesh has shard={mesh.shard}",
+                where=prefix.rstrip("/") or "state",
+                hint="save and restore inside `with ps.parallel.start(...)`, with the mesh of ps.distribute",
+            )
+        named = {leaf.name: leaf for leaf in layout.leaves}
+        for path, name in layout.paths:
+            cuts[prefix + path] = Rows(named[name].shape, *named[name].bounds(place, layout.width))
+        sums += [prefix + path for path in layout.summands]
+    ranks = tuple(part * mesh.tensor for part in range(mesh.shard if cuts else 1))  # the first of "data" and "tensor"
+    part = ranks.index(mesh.rank) if mesh.rank in ranks else None
+    return Spread(cuts, tuple(sums), ranks, part, mesh.batch_rank == 0)
+
+
+def _layouts(state: Tree) -> list[tuple[str, placement.Layout]]:
+    found = tree.with_paths(state, is_leaf=lambda node: isinstance(node, TrainState))
+    return [
+        (f"{path}/" if path else "", node.placement.layout)
+        for path, node in found
+        if isinstance(node, TrainState) and isinstance(node.placement, placement.Placement)
+    ]
+
+
+@torch.no_grad()
+def summed(paths: list[str], leaves: list[Any], sums: tuple[str, ...]) -> list[Any]:
+    """The leaves, with the sums over the processes: a collective if there are any."""
+    chosen = set(sums)
+    places = [index for index, path in enumerate(paths) if path in chosen]
+    if not places:
+        return leaves
+    totals = placement.summed([leaves[index] for index in places], "batch")
+    found = dict(zip(places, totals, strict=True))
+    return [found.get(index, leaf) for index, leaf in enumerate(leaves)]
+
+
+def own_rows(value: Tensor, rows: Rows | None) -> Tensor:
+    """The piece without its padding, as a view."""
+    return value if rows is None else value.narrow(0, 0, rows.end - rows.first)
+
+
+def folder(root: Path, parts: int, part: int) -> Path:
+    """The folder with the values of one part of a step."""
+    return root if parts == 1 else root / f"part-{part}"
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+class Report:
+    """The report of a thread to threads of other processes, as a file: pending, then done or failed.
+
+    Args:
+        path: without the ending.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._pending, self._done, self._failed = (Path(f"{path}.{word}") for word in ("pending", "done", "failed"))
+
+    def open(self) -> None:
+        """Create the pending report. Every process may wait for it afterwards."""
+        self.remove()
+        self._pending.touch()
+
+    def done(self, value: Any = None) -> None:
+        """Report a JSON value. None deletes the report, which means success too."""
+        if value is None:
+            return self._pending.unlink()
+        with open(self._pending, "w", encoding="utf-8") as file:
+            json.dump(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(self._pending, self._done)
+
+    def fail(self, error: WriteFailed) -> None:
+        """Report an error. On a full disk its text is lost."""
+        with suppress(OSError):
+            text = json.dumps([error.what, error.where, error.hint, error.errno])
+            self._pending.write_text(text, encoding="utf-8")
+        with suppress(OSError):
+            os.rename(self._pending, self._failed)
+
+    def wait(self, *, rank: int, alive: Callable[[], bool], timeout: float) -> Any:
+        """Wait for the report, and return its value.
+
+        Args:
+            rank: of the process that reports, for the messages.
+            alive: False if that process has ended.
+            timeout: seconds.
+
+        Raises:
+            WriteFailed: the process reported an error, has ended, or did not report in time.
+        """
+        end, pause = time.monotonic() + timeout, _SHORTEST
+        while self._pending.exists():
+            if not alive() and self._pending.exists():
+                raise WriteFailed(
+                    f"process {rank} ended before the snapshot was complete",
+                    where=str(self._pending.parent),
+                    hint="see the error of that process; a restarted run goes on from the last whole step",
+                )
+            if time.monotonic() > end:
+                raise WriteFailed(
+                    f"process {rank} did not report within {timeout:g} s",
+                    where=str(self._pending.parent),
+                    hint="use a faster disk, or pass a longer timeout to parallel.start",
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+        if self._failed.exists():
+            raise _reported(self._failed, rank)
+        return read_json(self._done) if self._done.exists() else None
+
+    def remove(self) -> None:
+        """Delete all files of the report."""
+        for path in (self._pending, self._done, self._failed):
+            path.unlink(missing_ok=True)
+
+
+def _reported(path: Path, rank: int) -> WriteFailed:
+    try:
+        what, where, hint, number = read_json(path)
+    except (OSError, ValueError, TypeError):
+        what, where, hint, number = f"process {rank} could not write", str(path.parent), "see its error", None
+    failed = WriteFailed(what, where=where, hint=hint)
+    failed.errno = number
+    return failed

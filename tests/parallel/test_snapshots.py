@@ -1,0 +1,210 @@
+"""Snapshots of several processes: any world reads any other's, and what a fault in one process leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import forkserver
+import pytest
+from saving import GOLDEN, assert_same, golden_state
+
+import purestep as ps
+from purestep import errors, files
+from purestep.snapshot import manifest
+from tests.parallel import processes, snapshot_cases
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+
+
+def group(function: str, world: int, *args: Any, plan: dict[int, str] | None = None, limit: float = 120) -> Any:
+    """Run a function of `snapshot_cases` in every process; returns how each ended, in the order of ranks.
+
+    Args:
+        function: its name.
+        world: the number of processes.
+        args: JSON values.
+        plan: rank -> failpoint.
+        limit: seconds.
+    """
+    port = str(processes.free_port())
+    code = (
+        "import json, sys\n"
+        f"sys.path[:0] = [{str(processes.ROOT)!r}]\n"
+        "from tests.parallel import snapshot_cases\n"
+        f"print('result', json.dumps(snapshot_cases.{function}(*{list(args)!r})), flush=True)\n"
+    )
+    children = []
+    for rank in range(world):
+        own = {"PURESTEP_FAILPOINT": plan[rank]} if plan and rank in plan else {}
+        children.append(
+            forkserver.shared().start(
+                code,
+                quick=True,
+                RANK=str(rank),
+                WORLD_SIZE=str(world),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+                **own,
+            )
+        )
+    end = time.monotonic() + limit
+    while any(child.lives() for child in children) and time.monotonic() < end:
+        time.sleep(0.01)
+    late = [rank for rank, child in enumerate(children) if child.lives()]
+    for child in children:
+        if child.lives():
+            child.kill()
+    done = [child.wait() for child in children]
+    assert not late, f"ranks {late} did not end in {limit} s:\n" + "\n".join(f"{d.out}\n{d.err[-3000:]}" for d in done)
+    return done
+
+
+def values(done: Any) -> list[Any]:
+    text = "\n".join(f"--- rank {rank}: {each.status}\n{each.out}{each.err[-3000:]}" for rank, each in enumerate(done))
+    assert not any(each.status for each in done), text
+    return [json.loads(each.out.splitlines()[-1].removeprefix("result ")) for each in done]
+
+
+def alone(function: str, *args: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The function in this process, as a world of one."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(processes.free_port()))
+    return getattr(snapshot_cases, function)(*args)
+
+
+# --- any world reads any other's --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["shard", "replicate"])
+def test_one_and_two_processes_read_each_others_snapshots(tmp_path, kind, monkeypatch):
+    two = values(group("write", 2, str(tmp_path / "two"), kind))
+    assert two[0] == two[1]
+    one = alone("write", str(tmp_path / "one"), kind, monkeypatch=monkeypatch)
+    assert values(group("read", 2, str(tmp_path / "one"), kind)) == [one, one]
+    assert alone("read", str(tmp_path / "two"), kind, monkeypatch=monkeypatch) == two[0]
+    record = files.read_json(tmp_path / "two" / "5" / manifest.NAME)
+    assert record["format"] == (2 if kind == "shard" else 1)
+    assert ("parts" in record) == (kind == "shard")
+
+
+def test_a_hybrid_mesh_and_one_of_three_read_each_other(tmp_path):
+    four = values(group("write", 4, str(tmp_path), "shard"))
+    assert sorted(path.name for path in (tmp_path / "5").glob("part-*")) == ["part-0", "part-1"]
+    assert set(values(group("read", 3, str(tmp_path), "shard"))) == set(four)
+
+
+def test_the_weights_alone_are_restored_into_pieces(tmp_path, monkeypatch):
+    alone("write", str(tmp_path), "shard", monkeypatch=monkeypatch)
+    own = snapshot_cases.program()
+    assert own.init is not None
+    found = ps.Snapshots(tmp_path, writer=False).restore(own.init(), only="params").state
+    expected = snapshot_cases.digest((found.params, found.buffers, found.ema))
+    assert values(group("only", 2, str(tmp_path))) == [expected, expected]
+
+
+def test_a_directory_of_one_part_has_the_bytes_of_format_1(tmp_path):
+    state = golden_state()
+    with ps.Snapshots(tmp_path) as snapshots:
+        snapshots.save(12, state)
+    ours, golden = (files.read_json(root / "12" / manifest.NAME) for root in (tmp_path, GOLDEN))
+    assert [key for key in ours if key != "earlier"] == list(golden)  # an older release wrote the golden one
+    assert (ours["format"], ours["leaves"]) == (golden["format"], golden["leaves"])
+    assert_same(ps.Snapshots(GOLDEN, writer=False).restore(state).state, state)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [[0, 0, 2, 1], [1, 3, 5, 1]],
+        [[0, 0, 5, 1], [1, 4, 5, 1]],
+        [[0, 0, 2, 1]],
+        [[0, 0, 2, 1], [7, 2, 5, 1]],
+        [[0, 1, 5, 1]],
+    ],
+)
+def test_pieces_with_a_gap_an_overlap_or_no_part_are_no_manifest(tmp_path, pieces):
+    leaf = manifest.Leaf("float32", (5, 2), pieces=tuple(manifest.Piece(*piece) for piece in pieces))
+    manifest.write(tmp_path, manifest.Manifest(3, {"w": leaf}, None, {}, None, None, {}, {}, parts=2))
+    with pytest.raises(errors.Corrupt, match="in the pieces"):
+        manifest.read(tmp_path)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def killed(root: Path, world: int, rank: int, point: str) -> str | None:
+    """Kill one process at a point of its second or later save; returns what is wrong afterwards."""
+    done = group("save_three", world, str(root), plan={rank: f"{point}=kill@2"})
+    text = "\n".join(f"--- {r}: {each.status}\n{each.out}{each.err[-1500:]}" for r, each in enumerate(done))
+    if done[rank].status != -signal.SIGKILL:
+        return f"was not killed:\n{text}"
+    saved = max(int(line.split()[1]) for each in done for line in each.out.splitlines() if line.startswith("saved"))
+    for other, each in enumerate(done):
+        if other != rank and (each.status or f"process {rank} ended" not in each.out):
+            return f"process {other} did not name process {rank}:\n{text}"
+    reader = ps.Snapshots(root, writer=False)
+    if not set(reader.steps()) <= {1, 2, 3} or saved not in reader.steps():
+        return f"step {saved} was saved, there are {reader.steps()}:\n{text}"
+    for step in reader.steps():
+        found = reader.restore(snapshot_cases.small_whole(0), step=step).state
+        if snapshot_cases.digest(found) != snapshot_cases.digest(snapshot_cases.small_whole(step)):
+            return f"step {step} has other values"
+    with ps.Snapshots(root) as snapshots:
+        left = [name for name in os.listdir(root) if name.startswith((".tmp", ".old", ".replaced"))]
+        if left:
+            return f"left: {left}"
+        newest = snapshots.restore(snapshot_cases.small_whole(0))
+        snapshots.save(newest.step + 1, newest.state)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("rank", "point"),
+    [
+        (0, "snapshot.stage"),
+        (0, "snapshot.part"),
+        (0, "snapshot.commit"),
+        (0, "snapshot.committed"),
+        (1, "snapshot.part"),
+    ],
+)
+def test_a_process_killed_during_a_save_leaves_whole_steps_and_is_named(tmp_path, rank, point):
+    assert killed(tmp_path, 2, rank, point) is None
+
+
+def test_the_errors_of_one_process_are_raised_by_all(tmp_path):
+    first, second = values(group("disagree", 2, str(tmp_path)))
+    assert first == second
+    assert len(first) == 18
+
+
+def test_a_failed_save_is_counted_by_all_processes(tmp_path):
+    assert values(group("continued", 2, str(tmp_path))) == ["1 [1]", "1 [1]"]
+
+
+@pytest.mark.parametrize("name", [".lock", ".lock-1", ".lock-7"])
+def test_a_locked_directory_is_locked_for_all_processes(tmp_path, name):
+    with files.DirectoryLock(tmp_path, name):
+        texts = values(group("locked", 2, str(tmp_path)))
+    assert all("another run writes here" in text for text in texts), texts
+
+
+def test_a_part_that_is_missing_makes_the_step_damaged(tmp_path):
+    values(group("write", 2, str(tmp_path), "shard"))
+    shutil.rmtree(tmp_path / "5" / "part-1")
+    assert ps.Snapshots(tmp_path, writer=False).steps() == []
+
+
+# --- whole-state tools ------------------------------------------------------------------------------------------------
+
+
+def test_exports_modules_and_predictions_have_whole_weights(tmp_path):
+    assert values(group("tools", 2, str(tmp_path))) == [["ValueError", "ConfigError"]] * 2
