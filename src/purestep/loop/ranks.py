@@ -15,7 +15,6 @@ from ..compile import states
 from ..errors import RankError
 from ..parallel import mesh as meshes
 from ..parallel import placement
-from ..parallel.loaders import Sharded
 from ..types import Tree
 
 _LINES = "`with ps.parallel.start() as mesh:` and `program = ps.distribute(program, mesh)`, around init and fit"
@@ -75,7 +74,7 @@ def check_loader(loader: Any, *, where: str) -> None:
     Raises:
         RankError: with the process and the number of parts.
     """
-    loader = loader.loader if isinstance(loader, Sharded) else loader
+    loader = loader.loader if isinstance(loader, parallel.Sharded) else loader
     for part in (getattr(loader, name, None) for name in ("sampler", "batch_sampler")):
         shares = getattr(part, "num_replicas", 1)
         if isinstance(shares, int) and shares > 1:
