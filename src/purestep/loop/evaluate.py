@@ -125,7 +125,7 @@ def eval_means(
     state: Tree, batches: Iterable[Any], eval_step: EvalStep, *, name: str, watch: Watch | None
 ) -> dict[str, float]:
     """Do the work of `evaluate` for batches that are on the device already."""
-    queue, total, gathered = MetricQueue(), metric_queue.Totals(), metrics_.empty()
+    queue, total, outputs = MetricQueue(), metric_queue.Totals(), ranks.Outputs()
     indexed = takes_index(eval_step)
     for index, batch in enumerate(batches):
         try:
@@ -133,18 +133,18 @@ def eval_means(
         except Exception as error:
             error.add_note(f"in eval_step, {name}, batch {index + 1}")
             raise
-        metrics, outputs = _without_gathered(result)
+        metrics, gathered = _without_gathered(result)
         check_metrics(metrics, where="eval_step")
         queue.add(None, metrics)
-        if outputs:
-            gathered = metrics_.merge(gathered, _on_host(outputs))
+        if gathered:
+            outputs.add(index, batch, _on_host(gathered))
         if watch is not None:
             watch(batch, result, index)
         for rows in queue.rows(wait=False):
             metric_queue.add_to(total, rows)
     for rows in queue.rows(wait=True):
         metric_queue.add_to(total, rows)
-    return metric_queue.means(total, queue.kinds) | metrics_.compute(gathered)
+    return metric_queue.means(total, queue.kinds) | metrics_.compute(outputs.joined())
 
 
 def _without_gathered(metrics: Any) -> tuple[Any, Metrics]:

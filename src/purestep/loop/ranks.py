@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from .. import parallel
 from ..compile import states
 from ..errors import RankError
+from ..metrics import Gathered
+from ..parallel import agreement, placement
 from ..parallel import mesh as meshes
-from ..parallel import placement
-from ..types import Tree
+from ..types import Metrics, Share, Tree
 
 _LINES = "`with ps.parallel.start() as mesh:` and `program = ps.distribute(program, mesh)`, around init and fit"
 
@@ -103,3 +104,30 @@ def quiet(mesh: parallel.Mesh | None) -> Generator[None]:
         yield
     finally:
         log.removeFilter(is_error)
+
+
+class Outputs:
+    """The gathered outputs of an evaluation; of several processes, those of all rows in the order of one process."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, type[Gathered]] = {}
+        self._parts: list[tuple[int, dict[str, tuple[Any, ...]]]] = []
+
+    def add(self, index: int, batch: Any, outputs: Mapping[str, Any]) -> None:
+        """Add the outputs of a batch, on the host, unless its row only stands in for an empty share."""
+        self._kinds |= {name: type(one) for name, one in outputs.items()}
+        if not isinstance(batch, Share) or bool(batch.counts > 0):
+            self._parts.append((index, {name: one.parts for name, one in outputs.items()}))
+
+    def joined(self) -> Metrics:
+        """Return the metrics of all outputs: a collective if a mesh is open."""
+        if not self._kinds:
+            return {}
+        mesh = meshes.current_mesh()
+        own = self._parts if mesh is None or mesh.coordinate("tensor") == 0 else []
+        found = sorted(
+            ((index, rank, parts) for rank, given in enumerate(agreement.gathered(own)) for index, parts in given),
+            key=lambda entry: entry[:2],
+        )
+        joined = {name: tuple(part for _, _, parts in found for part in parts[name]) for name in self._kinds}
+        return cast(Metrics, {name: kind(joined[name]) for name, kind in self._kinds.items()})

@@ -14,7 +14,7 @@ from ..errors import ConfigError, Corrupt, Mismatch, NotFound
 from ..optim import hyperparameters
 from ..snapshot import Snapshot, Snapshots
 from ..types import Tree
-from . import gathered, inputs
+from . import inputs
 from .loop_state import Cell, LoopState, from_json, to_store
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
@@ -44,7 +44,6 @@ def open_snapshots(snapshots: Any, config: FitConfig, feed: data.Feed) -> tuple[
         raise ConfigError(
             f"snapshots is a {type(snapshots).__name__}", where="fit", hint='"runs/name" or Snapshots("runs/name")'
         )
-    opened = gathered.shared(opened)
     opened.open()
     return opened, owned
 
@@ -93,7 +92,7 @@ def restored(state: Tree, snapshots: Snapshots | None, config: FitConfig) -> Sna
         return None
     source = snapshots
     if config.resume != "auto":
-        source = gathered.shared(Snapshots(_absolute(config.resume), writer=False))
+        source = Snapshots(_absolute(config.resume), writer=False)
         if snapshots is not None and source.directory == snapshots.directory:
             source = snapshots
         if snapshots is not None and source is not snapshots:

@@ -69,6 +69,42 @@ class Spread(NamedTuple):
         return [entry for entry in bounds if entry[2] > entry[1]]
 
 
+def without_tensor_parts(state: Tree) -> Tree:
+    """The tree with whole states in place of those whose layers are cut over the axis "tensor": a collective. Their
+    parts are no rows, so the first process writes them whole."""
+    return _mapped(lambda node: placement.full(TrainState(*node)) if _is_tensor_parallel(node) else node, state)
+
+
+def as_tensor_parts(whole: Tree, like: Tree) -> Tree:
+    """The inverse: this process's parts of the states that `without_tensor_parts` has put together.
+
+    Args:
+        whole: a tree of whole states.
+        like: the tree before.
+    """
+    layouts: list[Any] = []
+    _mapped(lambda node: layouts.append(node.placement.layout if _is_tensor_parallel(node) else None), like)
+    remaining = iter(layouts)
+
+    def part(node: Any) -> Any:
+        layout = next(remaining)
+        return node if layout is None else placement.part(layout, node)
+
+    return _mapped(part, whole)
+
+
+def _is_tensor_parallel(node: Any) -> bool:
+    return isinstance(node.placement, placement.Placement) and node.placement.layout.tensor > 1
+
+
+def _mapped(fn: Callable[[Any], Any], state: Tree) -> Tree:
+    return tree.map(
+        lambda node: fn(node) if isinstance(node, TrainState) else node,
+        state,
+        is_leaf=lambda node: isinstance(node, TrainState),
+    )
+
+
 def spread(state: Tree) -> Spread:
     """How the open mesh holds a tree, in which any `TrainState` may be in pieces.
 

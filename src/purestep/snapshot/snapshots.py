@@ -327,6 +327,7 @@ class Snapshots:
         Raises:
             StateError: a leaf cannot be stored.
         """
+        state = parts.without_tensor_parts(state)
         described = state_copy.described(tree.with_paths(state), parts.spread(state))
         if host.peers().rank:
             return
@@ -371,6 +372,7 @@ class Snapshots:
         """
         self.open()
         here = self._peers
+        state = parts.without_tensor_parts(state)
         tables: dict[str, Table] = {}
         plan: list[tuple[manifests.Manifest, state_copy.Described, tuple[int, ...]]] = []
 
@@ -478,13 +480,14 @@ class Snapshots:
         self._background.join()
         here = host.peers()
         prefixes = None if only is None else {only} if isinstance(only, str) else set(only)
+        whole = parts.without_tensor_parts(template)
         if step is not None:
             here.first(lambda: self._check_exists(step))
-            found = self._read_together(here, template, step, prefixes)
+            found = self._read_together(here, whole, step, prefixes)
         else:
-            found = self._newest_good(here, template, prefixes)
+            found = self._newest_good(here, whole, prefixes)
         self._abandoned.restored(self.directory, found.step)
-        return found
+        return found._replace(state=parts.as_tensor_parts(found.state, template))
 
     def _check_exists(self, step: int) -> None:
         if step not in (there := directory.numbered(self.directory)):
