@@ -95,7 +95,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-NOT_QUICK = {"compile", "slow", "peer", "cuda"}
+NOT_QUICK = {"compile", "slow", "soak", "peer", "cuda"}
 """Marks of tests that compile, take long, or need a peer or a GPU."""
 
 QUICK = ("config", "files", "loop", "metrics", "model", "objective", "optim", "schedules", "sinks", "step")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import optim, tree
+from purestep.parallel import collectives
 from purestep.step import exchange
 from purestep.types import Share
 
@@ -245,9 +246,11 @@ def counted() -> Generator[dict[str, int]]:
         yield counts
 
 
-def _own_norm(_: Any, updates: Any) -> Tensor:
-    return torch.stack([leaf.norm() for leaf in updates.values()]).norm()
+def _unsummed(value: Tensor, axis: str, op: str = "sum") -> Tensor:
+    return value if axis == "shard" else _ALL_REDUCE(value, axis, op)
 
+
+_ALL_REDUCE = collectives.all_reduce
 
 FAULTS: dict[str, Callable[[], Any]] = {
     # A process's gradient counts as if its share had one row.
@@ -255,7 +258,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     # The rows that stand in for an empty share are counted.
     "counted": lambda: mock.patch("purestep.step.gradient.counted", lambda loss, counts: loss),
     # Each process clips by the norm of its own pieces.
-    "local norm": lambda: mock.patch("purestep.parallel.distribute._Processes.norm", _own_norm),
+    "local norm": lambda: mock.patch.object(collectives, "all_reduce", _unsummed),
     # Nothing is exchanged.
     "alone": lambda: mock.patch("purestep.parallel.placement.summed", lambda values, axis: values),
 }

@@ -65,8 +65,8 @@ def test_compiled_evaluation() -> None:
     assert processes.run("tests.parallel.cases:evaluations", 2, args=[TRACE])[0].value < 1e-6
 
 
+@pytest.mark.soak
 @pytest.mark.compile
-@pytest.mark.slow
 def test_processes_share_a_cache_of_code(tmp_path: Path) -> None:
     """Shares of different sizes, from an empty cache and from a filled one."""
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

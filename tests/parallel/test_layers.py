@@ -97,6 +97,7 @@ def test_tensor_parallel_equals_one_process() -> None:
     assert found[0]["rest"] < 0.6 * found[0]["total"]
 
 
+@pytest.mark.soak
 def test_tensor_parallel_with_other_axes() -> None:
     for one in processes.run("tests.parallel.cases:steps", 4, args=[SPLIT_AND_CUT], timeout=150)[0].value:
         assert one["far"] < 1e-13, one
@@ -107,7 +108,7 @@ def test_units_equal_one_process() -> None:
         assert one["far"] < 1e-14, one
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_units_need_less_memory_than_the_whole_parameters() -> None:
     env = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # freed memory returns to the system
     found = processes.run("tests.parallel.cases:peaks_with_and_without", 2, env=env, timeout=240)[0].value

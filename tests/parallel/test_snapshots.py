@@ -95,6 +95,7 @@ def test_one_and_two_processes_read_each_others_snapshots(tmp_path, kind, monkey
     assert ("parts" in record) == (kind == "shard")
 
 
+@pytest.mark.soak
 def test_a_hybrid_mesh_and_one_of_three_read_each_other(tmp_path):
     four = values(group("write", 4, str(tmp_path), "shard"))
     assert sorted(path.name for path in (tmp_path / "5").glob("part-*")) == ["part-0", "part-1"]

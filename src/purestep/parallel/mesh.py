@@ -317,17 +317,17 @@ def _opened(mesh: Mesh, timeout: float) -> Groups:
 
 
 def _with_groups(mesh: Mesh, timeout: float) -> Groups:
+    limit = timedelta(seconds=timeout)
     by_axis = {axis: mesh.device_mesh.get_group(axis) for axis in AXES if mesh.width(axis) > 1}
     for number in range(mesh.tensor):
         members = [rank for rank in range(mesh.size) if rank % mesh.tensor == number]
-        batch = dist.new_group(members, timeout=timeout) if mesh.data > 1 and mesh.shard > 1 else None
+        batch = dist.new_group(members, timeout=limit) if mesh.data > 1 and mesh.shard > 1 else None
         if batch is not None and mesh.rank in members:
             by_axis["batch"] = batch
     if "batch" not in by_axis and mesh.batch_size > 1:
         by_axis["batch"] = by_axis["data"] if mesh.data > 1 else by_axis["shard"]
     if mesh.size > 1:
         by_axis["world"] = dist.group.WORLD
-    limit = timedelta(seconds=timeout)
     for found in by_axis.values():  # torch gives new groups its default of 10 or 30 minutes
         dist.distributed_c10d._set_pg_timeout(limit, found)  # pyright: ignore  # a mesh takes no timeout
     host = dist.new_group(backend="gloo", timeout=limit) if mesh.size > 1 else None
