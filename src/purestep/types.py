@@ -279,6 +279,7 @@ class Static(NamedTuple):
     elementwise: bool = True  # of the transform
     precision: str = "32-true"
     first_share: Callable[[int], float] | None = None  # `ema.Average.first`
+    decays: Callable[[Params], dict[str, bool | None]] | None = None  # `optim.Transform.decays`
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:

@@ -116,7 +116,7 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], injected
     def labels(params: Params) -> Labels:
         return template.labels(params)
 
-    return Transform(init, update, template.elementwise, labels)
+    return Transform(init, update, template.elementwise, labels, template.decays)
 
 
 def _check_cheap_to_rebuild(inner: Tree) -> None:
