@@ -97,6 +97,20 @@ def test_a_loss_that_never_falls_has_no_suggestion() -> None:
     assert str(sweep).startswith("no suggestion; 4 learning rates")
 
 
+def test_a_step_that_donates_its_state_takes_a_copy() -> None:
+    program, state = made()
+    before = ps.clone(state)
+
+    def donating(old: Any, batch: Any) -> Any:
+        new = program.train_step(old, batch)
+        for leaf in old.params.values():
+            leaf.zero_()
+        return new
+
+    ps.find_learning_rate(program._replace(train_step=donating), state, BATCHES, steps=3)
+    assert_trees_close(state, before, exact=True)
+
+
 def test_a_window_has_one_rate() -> None:
     program, state = made(accumulate=3)
     found = ps.find_learning_rate(program, state, BATCHES, low=0.05, high=0.1, steps=4, smoothing=0.0)

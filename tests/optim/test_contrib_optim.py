@@ -187,7 +187,7 @@ def test_lookahead_names_what_is_wrong(make: Any, message: str) -> None:
 
 @pytest.mark.peer
 @pytest.mark.parametrize(
-    "options", [{}, {"weight_decay": 0.125}, {"safeguard_warmup": True, "estim_lr_coef": 0.5}, {"b1": 0.5, "b2": 0.9}]
+    "options", [{}, {"weight_decay": 0.125}, {"safeguard_warmup": True, "estim_lr_coef": 2.0}, {"b1": 0.5, "b2": 0.9}]
 )
 def test_prodigy_equals_optax(options: dict[str, Any]) -> None:
     estimates = []

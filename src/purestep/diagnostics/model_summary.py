@@ -50,8 +50,7 @@ class Summary(NamedTuple):
             f"buffers {self.buffers:,}, parameters {_bytes(self.parameter_bytes)}, state {_bytes(self.state_bytes)}"
         ]
         if self.forward_flops is not None and self.step_flops is not None:
-            flops = (_scaled(float(count), 1000, ("", "K", "M", "G", "T", "P")) for count in self[-2:])
-            notes.append("FLOPs a batch: forward {}, train step {}".format(*flops))
+            notes.append(f"FLOPs a batch: forward {_flops(self.forward_flops)}, train step {_flops(self.step_flops)}")
         return "\n".join([table[0], rule, *table[1:-1], rule, table[-1], *notes])
 
 
@@ -101,7 +100,7 @@ def summary(program: Program, state: TrainState, batch: Any = None) -> Summary:
     find = program.static.decays if program.static is not None else None
     decays = find(state.params) if find is not None else dict.fromkeys(state.params)
     rows = _rows(program, state, decays)
-    flops = (None, None) if batch is None else _flops(program, state, batch)
+    flops = (None, None) if batch is None else _counted(program, state, batch)
     return Summary(
         rows,
         sum(row.trained for row in rows),
@@ -143,7 +142,7 @@ def _in_order(program: Program, named: Mapping[str, Tensor]) -> list[str]:
     return [*(name for name in known if name in named), *(name for name in named if name not in known)]
 
 
-def _flops(program: Program, state: TrainState, batch: Any) -> tuple[int, int]:
+def _counted(program: Program, state: TrainState, batch: Any) -> tuple[int, int]:
     if hasattr(program.train_step, "graphs"):
         raise ConfigError(
             "the program is compiled, and FLOPs are counted in eager mode",
@@ -172,6 +171,10 @@ def _shapes(row: Row) -> str:
 
 def _number(count: int | None) -> str:
     return "" if count is None else f"{count:,}"
+
+
+def _flops(count: int) -> str:
+    return _scaled(float(count), 1000, ("", "K", "M", "G", "T", "P"))
 
 
 def _bytes(count: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ def lookahead(inner: Transform, sync_period: int = 5, slow_step_size: Scalar = 0
         >>> seen
         [1.0, 1.0, 2.0, 2.0]
     """
-    value: object = inner
+    value: Any = inner
     if not isinstance(value, Transform):
         raise ConfigError(
             f"inner is a {type(value).__name__}, not a Transform", where="lookahead", hint="optim.adamw(1e-3)"

@@ -139,8 +139,8 @@ def prodigy(
         }
         decayed, inner = decay.update(directions, state.inner, params)
         new = {name: multiply(u, -corrected) for name, u in decayed.items()}
-        leaves = (rate_leaf(value, step) for value in (rate, new_d, numerator))
-        return new, ProdigyState(step, *leaves, mu, nu, grad_sum, state.start, inner)
+        used, d_leaf, r_leaf = (rate_leaf(value, step) for value in (rate, new_d, numerator))
+        return new, ProdigyState(step, used, d_leaf, r_leaf, mu, nu, grad_sum, state.start, inner)
 
     return Transform(init, update, labels=decay.labels, decays=decay.decays)
 
