@@ -76,12 +76,15 @@ if _typing.TYPE_CHECKING:
     from .compile import compile_step as compile_step
     from .config import FitConfig as FitConfig
     from .data import to_device as to_device
+    from .diagnostics import summary as summary
     from .events import Stop as Stop
     from .export import export_weights as export_weights
     from .export import load_into as load_into
     from .loop import FitResult as FitResult
     from .loop import evaluate as evaluate
+    from .loop import find_learning_rate as find_learning_rate
     from .loop import fit as fit
+    from .loop import predict as predict
     from .loop import run_epoch as run_epoch
     from .parallel import distribute as distribute
     from .parallel import full as full
@@ -92,9 +95,10 @@ else:
         "compile": ("compile_program", "compile_step"),
         "config": ("FitConfig",),
         "data": ("to_device",),
+        "diagnostics": ("summary",),
         "events": ("Stop",),
         "export": ("export_weights", "load_into"),
-        "loop": ("FitResult", "evaluate", "fit", "run_epoch"),
+        "loop": ("FitResult", "evaluate", "find_learning_rate", "fit", "predict", "run_epoch"),
         "parallel": ("distribute", "full"),
         "sinks": (),
         "snapshot": ("Snapshots",),

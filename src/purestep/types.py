@@ -290,6 +290,7 @@ class Static(NamedTuple):
     tx: Any = None  # the transform
     module: Any = None  # the weightless module in train mode; not to be changed
     rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
+    decays: Callable[[Params], dict[str, bool | None]] | None = None  # `optim.Transform.decays`
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:

@@ -50,6 +50,11 @@ OPTIMIZERS: dict[str, Callable[[], Transform]] = {
     "muon": lambda: optim.partition(
         {"muon": optim.muon(0.1), "adamw": optim.adamw(0.1)}, [("weight", "muon"), ("", "adamw")]
     ),
+    "ademamix": lambda: optim.ademamix(0.1, weight_decay=0.01),
+    "schedule-free adamw": lambda: optim.schedule_free_adamw(0.1, weight_decay=0.01),
+    "schedule-free sgd": lambda: optim.schedule_free_sgd(0.1),
+    "lookahead": lambda: optim.lookahead(optim.adamw(0.1), sync_period=2),
+    "prodigy": lambda: optim.prodigy(estim_lr0=0.1),
     "clip and schedule": lambda: optim.chain(
         optim.clip_by_global_norm(1.0), optim.adamw(schedules.warmup_cosine(peak=0.1, warmup=2, total=8))
     ),

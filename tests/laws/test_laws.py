@@ -89,6 +89,8 @@ OPTIMIZERS: dict[str, Callable[[], Transform]] = {
     "adafactor": lambda: optim.adafactor(1e-2),
     "lion": lambda: optim.lion(1e-3),
     "lamb": lambda: optim.lamb(1e-2),
+    "schedule-free": lambda: optim.schedule_free_adamw(1e-2, weight_decay=0.1, mask=MASK),
+    "lookahead": lambda: optim.lookahead(optim.adam(1e-2), sync_period=2),
     "muon": lambda: optim.partition(
         {"muon": optim.muon(1e-2), "adamw": optim.adamw(1e-2)}, optim.muon_labels(tiny_mlp())
     ),

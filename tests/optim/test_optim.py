@@ -50,6 +50,11 @@ ELEMENTWISE: dict[str, Callable[[], Transform]] = {
     "adagrad": lambda: optim.adagrad(0.01, lr_decay=0.1, initial_accumulator_value=0.1, weight_decay=0.1),
     "adadelta": lambda: optim.adadelta(weight_decay=0.1),
     "lion": lambda: optim.lion(0.01, weight_decay=0.1, mask="wide"),
+    "ademamix": lambda: optim.ademamix(warm_up, weight_decay=0.1, mask="wide|bias", mu_dtype=torch.float32),
+    "schedule-free adamw": lambda: optim.schedule_free_adamw(warm_up, weight_decay=0.1, mask="tall"),
+    "schedule-free sgd": lambda: optim.schedule_free_sgd(0.1, b1=0.8, weight_decay=0.1),
+    "lookahead": lambda: optim.lookahead(optim.adamw(0.02, weight_decay=0.1, mask="tall"), 2, 0.6),
+    "prodigy": lambda: optim.prodigy(estim_lr0=1e-2, weight_decay=0.1, mask="tall|bias"),
     "clipped": lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.01)),
     "groups": lambda: optim.partition(
         {"clip": optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)), "rest": optim.adam(0.01, mask="wide")},
@@ -61,6 +66,11 @@ WHOLE: dict[str, Callable[[], Transform]] = {
     "adafactor": lambda: optim.adafactor(0.1, weight_decay=0.1),
     "lamb": lambda: optim.lamb(warm_up, weight_decay=0.1),
     "muon and adamw": muon_and_adamw,
+    "muon of kernels": lambda: optim.partition(
+        {"muon": optim.muon(0.01, flatten=True, adjust=0.3), "adamw": optim.adamw(0.01)},
+        [("tall|wide|kernel", "muon"), ("", "adamw")],
+    ),
+    "muon in lookahead": lambda: optim.lookahead(muon_and_adamw()),
     "adaptive clipping": lambda: optim.chain(optim.adaptive_grad_clip(0.01), optim.sgd(0.1)),
 }
 ALL = {**ELEMENTWISE, **WHOLE}
@@ -601,13 +611,14 @@ def torch_error(
 
 WRONG = {
     "learning_rate": -0.1,
-    **dict.fromkeys(("b1", "b2", "decay", "rho"), 1.5),
+    **dict.fromkeys(("b1", "b2", "b3", "decay", "rho"), 1.5),
+    **dict.fromkeys(("alpha", "estim_lr0", "estim_lr_coef", "weight_lr_power"), -0.1),
     **dict.fromkeys(("eps", "momentum", "dampening", "weight_decay", "lr_decay", "initial_accumulator_value"), -0.1),
     **dict.fromkeys(("momentum_decay", "decay_rate", "clipping_threshold", "ns_steps"), -0.1),
     "adjust": "none",
 }
 NAMED = ["adamw", "adam", "nadam", "radam", "adamax", "sgd", "lion", "rmsprop", "adagrad", "adadelta"]
-NAMED += ["adafactor", "lamb", "muon"]
+NAMED += ["adafactor", "lamb", "muon", "ademamix", "prodigy", "schedule_free_adamw", "schedule_free_sgd"]
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -16,6 +16,7 @@ device           batches to a device
 batch_spec       checks each batch against the first one
 """
 
+from .attribute_state import Attributes as Attributes
 from .batch_spec import BatchSpec as BatchSpec
 from .batch_spec import check_batch as check_batch
 from .device import device_of as device_of
@@ -24,5 +25,6 @@ from .device import to_device as to_device
 from .feed import Feed as Feed
 from .feed import limit as limit
 from .lookahead import Ahead as Ahead
+from .open_feed import in_order as in_order
 from .open_feed import open_feed as open_feed
 from .open_feed import overfit as overfit

@@ -262,6 +262,13 @@ class IndexedFeed(Feed):
         facts = {"kind": "indices", "seed": self._seed, "items": length_of(self._source.dataset), "batch_size": size}
         return facts | {"drop_last": bool(self._drop_last), "order": order}
 
+    @property
+    def is_shuffled(self) -> bool:
+        """True if torch's random sampler permutes all items of the dataset."""
+        one = self._sampler
+        ready = self._shuffle and self._is_ready() and _is_sampler(one, "RandomSampler")
+        return bool(ready and not one.replacement and one.num_samples == length_of(self._source.dataset))
+
     def unshuffled(self) -> IndexedFeed:
         """A feed of the same loader in the dataset's order."""
         how: dict[str, Any] = {"name": self.name, "seed": self._seed, "timeout": self._timeout, "mesh": self._mesh}

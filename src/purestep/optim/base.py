@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from threading import local
 from typing import Any, NamedTuple
@@ -25,8 +25,12 @@ def _one_label(params: Params) -> Labels:
     return dict.fromkeys(params, ())
 
 
+def _no_decay(params: Params) -> dict[str, bool | None]:
+    return dict.fromkeys(params, False)
+
+
 class Transform(NamedTuple):
-    """A gradient transformation: two pure functions, and the facts that packing (`packed.py`) needs about them.
+    """A gradient transformation: two pure functions, and facts about them, for packing (`packed.py`) and `summary`.
 
     Args:
         init: ``params -> state``. Creates every tensor of the state; scalars are 0-d int64 or float32. Masks are
@@ -37,6 +41,7 @@ class Transform(NamedTuple):
             on reductions over all values. ``update`` may then receive flat buffers instead of the named tensors.
         labels: ``params -> {name: label}``. Parameters with equal labels and dtypes are treated alike and may share a
             buffer.
+        decays: ``params -> {name: True if weight decay moves this parameter, None if that is unknown}``; for `summary`.
 
     Example:
         >>> double = Transform(lambda params: Empty(), lambda updates, state, params: (
@@ -50,6 +55,7 @@ class Transform(NamedTuple):
     update: Callable[[Params, Tree, Params], tuple[Params, Tree]]
     elementwise: bool = True
     labels: Callable[[Params], Labels] = _one_label
+    decays: Callable[[Params], dict[str, bool | None]] = _no_decay
 
 
 @recipe
@@ -136,7 +142,17 @@ def chain(*transforms: Transform) -> Transform:
         parts = [tx.labels(params) for tx in transforms]
         return {name: tuple(part[name] for part in parts) for name in params}
 
-    return Transform(init, update, all(tx.elementwise for tx in transforms), labels)
+    def decays(params: Params) -> dict[str, bool | None]:
+        parts = [tx.decays(params) for tx in transforms]
+        return {name: _any(part[name] for part in parts) for name in params}
+
+    return Transform(init, update, all(tx.elementwise for tx in transforms), labels, decays)
+
+
+def _any(decays: Iterable[bool | None]) -> bool | None:
+    """True if one of them is, else None if one is unknown."""
+    found = set(decays)
+    return True if True in found else None if None in found else False
 
 
 class StepState(NamedTuple):

@@ -15,7 +15,7 @@ from ..pickling import recipe
 from ..types import Empty, Labels, Params, Tree
 from .base import Transform
 from .numerics import Schedule, rate_at, zero_count
-from .wrappers import MaskedState, PartitionState
+from .wrappers import PartitionState
 
 
 class InjectState(NamedTuple):
@@ -116,7 +116,7 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], injected
     def labels(params: Params) -> Labels:
         return template.labels(params)
 
-    return Transform(init, update, template.elementwise, labels)
+    return Transform(init, update, template.elementwise, labels, template.decays)
 
 
 def _check_cheap_to_rebuild(inner: Tree) -> None:
@@ -221,10 +221,15 @@ def _leaves(node: Tree, prefix: str) -> Iterator[tuple[str, bool]]:
 def _children(node: Tree, prefix: str) -> Iterator[tuple[Tree, str]]:
     if isinstance(node, PartitionState):
         yield from ((group, f"{prefix}{label}/") for label, group in node.groups.items())
-    elif isinstance(node, InjectState | MaskedState):
+    elif _has_inner(node):
         yield node.inner, prefix
     elif type(node) is tuple:
         yield from ((part, prefix) for part in node)
+
+
+def _has_inner(node: Tree) -> bool:
+    """True for the state of a transform that wraps another one: `inject`, `masked`, `lookahead`, `schedule_free`."""
+    return "inner" in getattr(type(node), "_fields", ())
 
 
 def _replaced(node: Tree, values: Mapping[str, float | Tensor], prefix: str) -> Tree:
@@ -235,6 +240,6 @@ def _replaced(node: Tree, values: Mapping[str, float | Tensor], prefix: str) -> 
         old = node.hyperparams.items()
         new = {name: _leaf(values.get(f"{prefix}{name}", value), node.step) for name, value in old}
         return node._replace(hyperparams=new, inner=children[0])
-    if isinstance(node, MaskedState):
+    if _has_inner(node):
         return node._replace(inner=children[0])
     return tuple(children) if type(node) is tuple else node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from ..model import unwrapped
 from ..pickling import recipe
 from ..types import Params
 from .base import Transform, chain, require, require_arguments, stateless
-from .numerics import Rate, Scalar, lerp, zeros_like
+from .numerics import Rate, Scalar, lerp, multiply, zeros_like
 from .scale import decay_parts, scale_by_learning_rate
 from .wrappers import Mask, decay_mask
 
-Adjust = Literal["original", "match_rms_adamw"]
+Adjust: TypeAlias = Literal["original", "match_rms_adamw"] | Scalar
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan et al., 2024, steepest at 0; `torch.optim.Muon` has the same."""
@@ -40,6 +40,7 @@ def scale_by_muon(
     ns_coefficients: tuple[float, float, float] = NEWTON_SCHULZ,
     ns_steps: int = 5,
     eps: float = 1e-7,
+    flatten: bool = False,
 ) -> Transform:
     r"""Momentum, then the nearest (semi-)orthogonal matrix by Newton-Schulz steps in bfloat16, as `torch.optim.Muon`.
 
@@ -49,10 +50,12 @@ def scale_by_muon(
         ns_coefficients: :math:`(a, b, c)` of :math:`X \leftarrow a X + b (X X^\top) X + c (X X^\top)^2 X`.
         ns_steps: number of Newton-Schulz steps, in [0, 100).
         eps: a lower bound on the Frobenius norm to divide by.
+        flatten: also take parameters of more dimensions, such as the kernels of convolutions, as matrices whose rows
+            are the first dimension.
 
     Raises:
         ConfigError: a number is out of range.
-        StateError: at init, if a parameter is not a matrix.
+        StateError: at init, if a parameter is not a matrix (with ``flatten``, has fewer than 2 dimensions).
 
     References:
         Jordan et al., 2024, Muon: An optimizer for hidden layers in neural networks.
@@ -70,11 +73,11 @@ def scale_by_muon(
 
     def init(params: Params) -> ScaleByMuonState:
         for name, param in params.items():
-            if param.ndim != 2:
+            if param.ndim != 2 and not (flatten and param.ndim > 2):
                 raise StateError(
                     f"muon needs matrices, but this parameter has shape {tuple(param.shape)}",
                     where=f"params/{name}",
-                    hint=_MUON_CURE,
+                    hint=_MUON_CURE if flatten or param.ndim < 2 else f"flatten=True for convolutions, or {_MUON_CURE}",
                 )
         return ScaleByMuonState(zeros_like(params))
 
@@ -83,7 +86,8 @@ def scale_by_muon(
         mu = {name: lerp(state.mu[name], g, 1 - momentum) for name, g in updates.items()}
         ahead = {name: lerp(g, mu[name], momentum) for name, g in updates.items()} if nesterov else mu
         new = {
-            name: _orthogonalize(ahead[name], ns_coefficients, ns_steps, eps).to(g.dtype) for name, g in updates.items()
+            name: _orthogonalize(ahead[name].flatten(1), ns_coefficients, ns_steps, eps).to(g.dtype).view_as(g)
+            for name, g in updates.items()
         }
         return new, ScaleByMuonState(mu)
 
@@ -108,11 +112,12 @@ def scale_by_shape(adjust: Adjust = "original") -> Transform:
     r"""Multiply orthogonal updates by a factor of the matrix shape, so that one learning rate fits all matrices.
 
     Args:
-        adjust: ``"original"``: :math:`\sqrt{\max(1, rows / columns)}`; ``"match_rms_adamw"``:
-            :math:`0.2 \sqrt{\max(rows, columns)}`, which suits the learning rate and weight decay of AdamW.
+        adjust: ``"original"``: :math:`\sqrt{\max(1, rows / columns)}`; a number r: :math:`r \sqrt{\max(rows,
+            columns)}`, so that the root mean square of every update is r; ``"match_rms_adamw"``: 0.2, which suits the
+            learning rate and weight decay of AdamW. Dimensions after the first are columns.
 
     Raises:
-        ConfigError: ``adjust`` is another name.
+        ConfigError: ``adjust`` is another name, or a number out of range.
 
     References:
         Liu et al., 2025, Muon is Scalable for LLM Training.
@@ -122,17 +127,28 @@ def scale_by_shape(adjust: Adjust = "original") -> Transform:
         >>> scale_by_shape().update(params, (), params)[0]["w"][0].item()
         2.0
     """
-    if adjust not in ("original", "match_rms_adamw"):
-        raise ConfigError(f"adjust is {adjust!r}", where="scale_by_shape", hint='"original" or "match_rms_adamw"')
+    _require_adjust("scale_by_shape", adjust)
 
-    def factor(rows: int, columns: int) -> float:
-        return math.sqrt(max(1, rows / columns)) if adjust == "original" else 0.2 * math.sqrt(max(rows, columns))
+    def factor(rows: int, columns: int) -> Scalar:
+        if adjust == "original":
+            return math.sqrt(max(1, rows / columns))
+        rms: Any = 0.2 if adjust == "match_rms_adamw" else adjust
+        return rms * math.sqrt(max(rows, columns))
 
     def fn(updates: Params, params: Params) -> Params:
         del params  # Depends on the shapes of the updates only.
-        return {name: u * factor(*u.shape[:2]) for name, u in updates.items()}
+        return {name: multiply(u, factor(u.shape[0], math.prod(u.shape[1:]))) for name, u in updates.items()}
 
     return stateless(fn, elementwise=False)
+
+
+def _require_adjust(where: str, adjust: Any) -> None:
+    if isinstance(adjust, str) or adjust is None:
+        if adjust not in ("original", "match_rms_adamw"):
+            hint = '"original", "match_rms_adamw", or a number'
+            raise ConfigError(f"adjust is {adjust!r}", where=where, hint=hint)
+    else:
+        require(where, adjust=adjust)
 
 
 @recipe
@@ -147,6 +163,7 @@ def muon(
     eps: float = 1e-7,
     adjust: Adjust = "original",
     mask: Mask | None = None,
+    flatten: bool = False,
 ) -> Transform:
     r"""Muon, as `torch.optim.Muon`: momentum with all singular values set to about 1, for hidden weight matrices.
 
@@ -160,13 +177,15 @@ def muon(
         ns_coefficients: coefficients of the Newton-Schulz iteration; see `scale_by_muon`.
         ns_steps: number of Newton-Schulz steps, in [0, 100).
         eps: a lower bound on the Frobenius norm to divide by.
-        adjust: the factor for the matrix shape, see `scale_by_shape`: ``"original"``, or ``"match_rms_adamw"``, which
-            suits the learning rate and weight decay of AdamW.
+        adjust: the factor for the matrix shape, see `scale_by_shape`: ``"original"``; ``"match_rms_adamw"``, which
+            suits the learning rate and weight decay of AdamW; or a number, the root mean square of every update.
         mask: the parameters that decay, as in `masked`; None: all.
+        flatten: also take parameters of more dimensions, see `scale_by_muon`; ``muon_labels(model, flatten=True)``
+            labels the kernels of convolutions.
 
     Raises:
         ConfigError: a number is out of range.
-        StateError: at init, if a parameter is not a matrix.
+        StateError: at init, if a parameter is not a matrix (with ``flatten``, has fewer than 2 dimensions).
 
     References:
         Jordan et al., 2024, Muon: An optimizer for hidden layers in neural networks; Liu et al., 2025, Muon is
@@ -182,24 +201,29 @@ def muon(
     """
     require_arguments("muon", learning_rate, below_one={"momentum": momentum}, eps=eps, weight_decay=weight_decay)
     require("muon", high=100, ns_steps=ns_steps)
-    if adjust not in ("original", "match_rms_adamw"):
-        raise ConfigError(f"adjust is {adjust!r}", where="muon", hint='"original" or "match_rms_adamw"')
+    _require_adjust("muon", adjust)
+    direction = scale_by_muon(
+        momentum, nesterov=nesterov, ns_coefficients=ns_coefficients, ns_steps=ns_steps, eps=eps, flatten=flatten
+    )
     return chain(
-        scale_by_muon(momentum, nesterov=nesterov, ns_coefficients=ns_coefficients, ns_steps=ns_steps, eps=eps),
+        direction,
         scale_by_shape(adjust),
         *decay_parts(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
 
 
-def muon_labels(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[str, str]:
+def muon_labels(model: torch.nn.Module, *, skip: Sequence[str] = (), flatten: bool = False) -> dict[str, str]:
     """Label the parameters of a model for `partition`: ``"muon"`` for weight matrices, ``"adamw"`` for the rest.
 
-    The rest are vectors, scalars, convolutions, the weights of norms and embeddings, and matrices tied to one of these.
+    The rest are vectors, scalars, convolutions without ``flatten``, the weights of norms and embeddings, and matrices
+    tied to one of these.
 
     Args:
         model: a module; a tied parameter is labelled under each of its names.
         skip: further parameters for AdamW, usually the output head: full names, or any part between two dots.
+        flatten: label weights of more than 2 dimensions, such as the kernels of convolutions, ``"muon"`` too, for
+            ``muon(..., flatten=True)``.
 
     Returns:
         name -> ``"muon"`` or ``"adamw"``.
@@ -217,5 +241,6 @@ def muon_labels(model: torch.nn.Module, *, skip: Sequence[str] = ()) -> dict[str
     named = dict(model.named_parameters(remove_duplicate=False))
     is_weight = decay_mask(model, skip=skip)
     # By identity: the state holds a tied matrix under one of its names only.
-    rest |= {id(param) for name, param in named.items() if param.ndim != 2 or not is_weight[name]}
+    fits = {id(param) for param in named.values() if param.ndim == 2 or (flatten and param.ndim > 2)}
+    rest |= {id(param) for name, param in named.items() if id(param) not in fits or not is_weight[name]}
     return {name: "adamw" if id(param) in rest else "muon" for name, param in named.items()}

@@ -116,7 +116,10 @@ def add_decayed_weights(weight_decay: Scalar, *, mask: Mask | None = None) -> Tr
     def decay(updates: Params, params: Params) -> Params:
         return {name: add_scaled(u, params[name], weight_decay) for name, u in updates.items()}
 
-    inner = stateless(decay, elementwise=True)
+    # A tensor counts as decay: reading its value would wait for the device.
+    inner = stateless(decay, elementwise=True)._replace(
+        decays=lambda params: dict.fromkeys(params, is_enabled(weight_decay))
+    )
     return inner if mask is None else masked(inner, mask)
 
 

@@ -66,7 +66,12 @@ def masked(inner: Transform, mask: Mask) -> Transform:
         within = inner.labels({name: param for name, param in params.items() if chosen[name]})
         return {name: (True, within[name]) if chosen[name] else (False,) for name in params}
 
-    return Transform(init, update, inner.elementwise, labels)
+    def decays(params: Params) -> dict[str, bool | None]:
+        chosen = _resolve(mask, params)
+        within = inner.decays({name: param for name, param in params.items() if chosen[name]})
+        return {name: within.get(name, False) for name in params}
+
+    return Transform(init, update, inner.elementwise, labels, decays)
 
 
 @recipe
@@ -155,7 +160,14 @@ def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
             result.update({name: (label, inner) for name, inner in within.items()})
         return {name: result[name] for name in params}
 
-    return Transform(init, update, all(tx.elementwise for tx in transforms.values()), group_labels)
+    def decays(params: Params) -> dict[str, bool | None]:
+        label_of = _resolve_labels(labels, params, transforms)
+        result: dict[str, bool | None] = {}
+        for label, tx in transforms.items():
+            result |= tx.decays({name: param for name, param in params.items() if label_of[name] == label})
+        return {name: result[name] for name in params}
+
+    return Transform(init, update, all(tx.elementwise for tx in transforms.values()), group_labels, decays)
 
 
 def _init_selected(inner: Transform, names: Iterable[str], params: Params) -> MaskedState:

@@ -190,6 +190,7 @@ def _static(spec: Spec, versions: dict[str, Any]) -> Static:
         check=functools.partial(precision_.check, spec.policy),
         precision=spec.policy.name,
         first_share=spec.average.first,
+        decays=spec.tx.decays,
     )
 
 

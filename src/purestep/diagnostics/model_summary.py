@@ -1,0 +1,207 @@
+"""`summary`: a table of a program's parameters by module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from .. import data, tree
+from ..errors import ConfigError, StateError
+from ..types import Empty, Program, TrainState
+
+_WIDTH = 98  # characters of a line
+
+
+class Row(NamedTuple):
+    """The parameters of one module, without those of its submodules."""
+
+    module: str  # dotted name; "" for the model itself
+    shapes: dict[str, tuple[int, ...]]  # name within the module -> shape
+    trained: int  # numbers that the optimizer updates
+    frozen: int  # numbers of parameters with requires_grad=False
+    decayed: int | None  # numbers that weight decay moves; None if the transform does not say
+
+
+class Summary(NamedTuple):
+    """The result of `summary`; ``str`` returns a table."""
+
+    rows: list[Row]
+    trained: int
+    frozen: int
+    decayed: int | None  # None if it is None in a row
+    buffers: int  # numbers in buffers
+    parameter_bytes: int  # of trained and frozen parameters
+    state_bytes: int  # of the whole state: parameters, buffers, optimizer, average, accumulated gradients
+    forward_flops: int | None  # of one batch in eval_step; None without a batch
+    step_flops: int | None  # of one batch in train_step: forward, backward and update; None without a batch
+
+    def __str__(self) -> str:
+        head = ("module", "shape", "trained", "frozen", "decayed")
+        lines = [(row.module or "(model)", _shapes(row), *map(_number, row[2:])) for row in self.rows]
+        total = ("total", "", *map(_number, (self.trained, self.frozen, self.decayed)))
+        table = _table([head, *lines, total])
+        rule = "-" * max(map(len, table))
+        notes = [
+            f"buffers {self.buffers:,}, parameters {_bytes(self.parameter_bytes)}, state {_bytes(self.state_bytes)}"
+        ]
+        if self.forward_flops is not None and self.step_flops is not None:
+            notes.append(f"FLOPs a batch: forward {_flops(self.forward_flops)}, train step {_flops(self.step_flops)}")
+        return "\n".join([table[0], rule, *table[1:-1], rule, table[-1], *notes])
+
+
+def summary(program: Program, state: TrainState, batch: Any = None) -> Summary:
+    """Count the parameters of a program by module: trained, frozen and decayed, and the FLOPs of a batch.
+
+    A parameter that is tied counts once, under its first name. A parameter that `optim.freeze` holds counts as trained,
+    since it has a gradient and moments. FLOPs are those of matrix products, convolutions and attention, as
+    `torch.utils.flop_counter` counts them: a multiplication and an addition are 2; elementwise operations and kernels
+    without a formula are 0.
+
+    Args:
+        program: from `program`, not compiled if there is a batch.
+        state: of this program, whole; it is only read.
+        batch: one batch of the training loader, of which ``eval_step`` and ``train_step`` run once. None: no FLOPs.
+
+    Returns:
+        Rows in the order of the model (modules that are wholly frozen come last), and totals.
+
+    Raises:
+        ConfigError: with a batch, the program is compiled: the counter does not see compiled kernels.
+        StateError: the state is no TrainState, is spread over processes, or halted.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> tx = ps.optim.adamw(1e-3, mask=ps.optim.decay_mask(net))
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), tx)
+        >>> print(summary(program, program.init(), (torch.ones(2, 4), torch.ones(2, 1))))
+        module  shape   trained  frozen  decayed
+        ----------------------------------------
+        0       8x4, 8       40       0       32
+        2       1x8, 1        9       0        8
+        ----------------------------------------
+        total                49       0       40
+        buffers 0, parameters 196 B, state 680 B
+        FLOPs a batch: forward 160, train step 352
+    """
+    value: Any = state
+    if not isinstance(value, TrainState):
+        raise StateError(
+            f"the state is a {type(value).__name__}, not a TrainState", where="summary", hint="program.init()"
+        )
+    state = TrainState(*state)
+    if not isinstance(state.placement, Empty):
+        raise StateError("the state is spread over processes", where="summary", hint="pass ps.full(state)")
+    find = program.static.decays if program.static is not None else None
+    decays = find(state.params) if find is not None else dict.fromkeys(state.params)
+    rows = _rows(program, state, decays)
+    flops = (None, None) if batch is None else _counted(program, state, batch)
+    return Summary(
+        rows,
+        sum(row.trained for row in rows),
+        sum(row.frozen for row in rows),
+        _sum(row.decayed for row in rows),
+        sum(map(torch.Tensor.numel, state.buffers.values())),
+        sum(leaf.nbytes for leaf in (*state.params.values(), *state.frozen.values())),
+        sum(leaf.nbytes for leaf in tree.leaves(state) if isinstance(leaf, Tensor)),
+        *flops,
+    )
+
+
+def _rows(program: Program, state: TrainState, decays: Mapping[str, bool | None]) -> list[Row]:
+    named = {**state.params, **state.frozen}
+    order = list(named) if program.static is None else _in_order(program, named)
+    modules: dict[str, list[str]] = {}
+    for name in order:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    return [
+        Row(
+            module,
+            {name.rpartition(".")[2]: tuple(named[name].shape) for name in names},
+            sum(named[name].numel() for name in names if name in state.params),
+            sum(named[name].numel() for name in names if name in state.frozen),
+            _sum(
+                None if (decay := decays[name]) is None else named[name].numel() * decay
+                for name in names
+                if name in state.params
+            ),
+        )
+        for module, names in modules.items()
+    ]
+
+
+def _in_order(program: Program, named: Mapping[str, Tensor]) -> list[str]:
+    """Names with those of one module together: trained and frozen parameters may alternate in a model."""
+    static = program.static
+    known = [*static.trained, *static.frozen] if static is not None else []
+    return [*(name for name in known if name in named), *(name for name in named if name not in known)]
+
+
+def _counted(program: Program, state: TrainState, batch: Any) -> tuple[int, int]:
+    if hasattr(program.train_step, "graphs"):
+        raise ConfigError(
+            "the program is compiled, and FLOPs are counted in eager mode",
+            where="summary",
+            hint="pass the program before compile_program, or no batch",
+        )
+    if not isinstance(state.halted, Empty) and int(state.halted):
+        raise StateError("the state halted, so a step would do nothing", where="summary", hint="program.init()")
+    batch = data.to_device(batch, state)
+    with FlopCounterMode(display=False) as forward:
+        if program.eval_step is not None:
+            program.eval_step(state, batch)
+    with FlopCounterMode(display=False) as step:
+        program.train_step(state, batch)
+    return forward.get_total_flops(), step.get_total_flops()
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    found = list(counts)
+    return None if None in found else sum(cast(list[int], found))
+
+
+def _shapes(row: Row) -> str:
+    return ", ".join("x".join(map(str, shape)) or "scalar" for shape in row.shapes.values())
+
+
+def _number(count: int | None) -> str:
+    return "" if count is None else f"{count:,}"
+
+
+def _flops(count: int) -> str:
+    return _scaled(float(count), 1000, ("", "K", "M", "G", "T", "P"))
+
+
+def _bytes(count: int) -> str:
+    return _scaled(float(count), 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+    power = min(int(math.log(value, base)) if value >= 1 else 0, len(units) - 1)
+    return f"{value / base**power:.4g}{units[power]}" if power else f"{value:.0f}{units[0]}"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines with aligned columns: the first two to the left, numbers to the right. The first two are cut to fit."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = _WIDTH - sum(widths[2:]) - 2 * (len(widths) - 1)
+    widths[1] = min(widths[1], max(room - widths[0], room // 3))
+    widths[0] = min(widths[0], room - widths[1])
+    lines: list[str] = []
+    for row in rows:
+        cells = [_cut(row[0], widths[0], start=True).ljust(widths[0]), _cut(row[1], widths[1]).ljust(widths[1])]
+        cells += [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _cut(text: str, width: int, *, start: bool = False) -> str:
+    """Shorten a text: a module's name at its start, since its end is what differs."""
+    if len(text) <= width:
+        return text
+    return "..." + text[len(text) - width + 3 :] if start else text[: width - 3] + "..."

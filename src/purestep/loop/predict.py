@@ -1,0 +1,181 @@
+"""`predict`: the outputs of a model for every batch of a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .. import data, rng, tree
+from ..errors import ConfigError, DataError, StateError, StepContractError
+from ..objective import call_model, split_batch
+from ..types import Empty, Program, TrainState
+from .inputs import check_alone
+
+_CURE = (
+    "pass forward=lambda model, inputs: ... that returns tensors with one row per example, in dicts and tuples; or "
+    "callback=, which takes any outputs"
+)
+
+
+def predict(
+    program: Program,
+    state: TrainState,
+    loader: Any,
+    *,
+    view: str | None = None,
+    prepare: Callable[[Any], tuple[Any, Any]] | None = None,
+    forward: Callable[[Any, Any], Any] | None = None,
+    callback: Callable[[Any, Any, int], Any] | None = None,
+    name: str = "predict",
+) -> Any:
+    """Return the outputs of the model for all batches of a loader, in eval mode, without gradients.
+
+    Row i of the result belongs to item i of the dataset: a DataLoader that shuffles a dataset is read in the dataset's
+    order. Other loaders keep their own order. Random numbers depend on the seed of the state and on the number of the
+    batch, so a second call returns the same values. The state is only read.
+
+    Args:
+        program: has a ``bind``, as the programs of `program` and `compile_program`.
+        state: of this program, whole and on one device; batches move to this device.
+        loader: as for `evaluate`, with or without targets.
+        view: "params" or "ema". None: "ema" for a state with an average, as in `evaluate`.
+        prepare: batch -> (inputs, targets), as in `supervised`. Default: a pair is (inputs, targets); in a mapping
+            ``labels``, ``label``, ``targets``, ``target`` and ``y`` are no inputs; a tensor or a tuple of one is input.
+        forward: (model, inputs) -> outputs, as in `supervised`. Default: a mapping is passed as keyword arguments, a
+            tuple as arguments.
+        callback: called as ``callback(outputs, batch, index)`` for every batch, with the outputs on the device of the
+            state. Nothing is collected, and the result is None: for outputs that do not fit into memory.
+        name: of the loader, for messages.
+
+    Returns:
+        The structure of one batch's outputs (a tensor, or tensors in dicts and tuples) on the CPU. Tensors are
+        concatenated along dimension 0; a 0-d tensor becomes one number per batch. None with a ``callback``.
+
+    Raises:
+        ConfigError: the program has no ``bind``; or ``view`` has another value.
+        DataError: an empty loader, or a batch whose inputs are unknown.
+        RankError: more than one process.
+        StateError: the state is no TrainState, is spread over processes, or has no average for the view "ema".
+        StepContractError: outputs that cannot be concatenated: a list, a leaf that is no tensor, or batches that differ
+            in structure or in a dimension other than 0.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 3), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> batches = [(torch.ones(4, 2), torch.ones(4, 3)), (torch.ones(1, 2), torch.ones(1, 3))]
+        >>> predict(program, program.init(), batches).shape
+        torch.Size([5, 3])
+    """
+    check_alone(loader, where=name)
+    _check_state(state)
+    if program.bind is None:
+        raise ConfigError(
+            "the program has no bind", where="predict", hint="ps.Program(train_step, bind=...), or ps.program(...)"
+        )
+    model, seed = program.bind(state, view=view), int(state.key[0])
+    split, run = prepare or _inputs_of, forward or call_model
+    collected = _Outputs(name)
+    opened = data.open_feed(loader, name=name, repeats=True)
+    feed = data.in_order(opened)
+    try:
+        for index, batch in enumerate(data.prefetch(feed.epoch(0), data.device_of(state), name=name)):
+            try:
+                inputs = split(batch)[0]
+                with torch.no_grad(), rng.scoped(rng.mix(seed, "eval", index), data.device_of(state)):
+                    outputs = run(model, inputs)
+            except Exception as error:
+                error.add_note(f"in predict, {name}, batch {index + 1}")
+                raise
+            if callback is not None:
+                callback(outputs, batch, index)
+            else:
+                collected.add(outputs)
+    finally:
+        for one in {id(feed): feed, id(opened): opened}.values():
+            if one is not loader:
+                one.close()
+    return None if callback is not None else collected.joined()
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, TrainState):
+        raise StateError(
+            f"the state is a {type(state).__name__}, not a TrainState", where="predict", hint="program.init()"
+        )
+    if not isinstance(state.placement, Empty):
+        raise StateError("the state is spread over processes", where="predict", hint="pass ps.full(state)")
+
+
+def _inputs_of(batch: Any) -> tuple[Any, Any]:
+    """As `split_batch`, and also take a batch without targets."""
+    if isinstance(batch, Tensor):
+        return batch, None
+    if isinstance(batch, tuple | list) and len(cast(tuple[Any, ...], batch)) == 1:
+        return batch[0], None
+    try:
+        return split_batch(batch)
+    except DataError as error:
+        if isinstance(batch, Mapping):  # no targets: all of it is input
+            return batch, None
+        raise DataError(
+            f"the inputs of a {type(batch).__name__} batch are unknown",
+            where="batch",
+            hint="ps.predict(..., prepare=lambda batch: (inputs, None))",
+        ) from error
+
+
+class _Outputs:
+    """The outputs of all batches, on the CPU, leaf by leaf."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._treedef: tree.TreeDef | None = None
+        self._paths: list[str] = []
+        self._leaves: list[list[Tensor]] = []
+        self._count = 0
+
+    def add(self, outputs: Any) -> None:
+        """Copy the outputs of the next batch to the CPU."""
+        self._count += 1
+        outputs = tree.dicts(outputs)
+        self._check_nodes(outputs, "")
+        named = tree.with_paths(outputs)
+        treedef = tree.flatten(outputs)[1]
+        if self._treedef is None:
+            self._treedef, self._paths = treedef, [path for path, _ in named]
+            self._leaves = [[] for _ in named]
+        elif treedef != self._treedef:
+            self._fail("", "the outputs have another structure than those of batch 1")
+        for (path, leaf), column in zip(named, self._leaves, strict=True):
+            if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
+                kind = type(leaf).__name__ if not isinstance(leaf, Tensor) else f"{leaf.layout} tensor"
+                self._fail(path, f"the output is a {kind}, not a dense tensor")
+            if column and leaf.shape[1:] != column[0].shape[1:]:
+                self._fail(path, f"the shape is {list(leaf.shape)}, and {list(column[0].shape)} in batch 1")
+            # A copy on the CPU too: the loader may use its memory again.
+            column.append(leaf.detach().to("cpu", copy=True).reshape(leaf.shape or (1,)))
+
+    def joined(self) -> Any:
+        """Concatenate each leaf, one after another, and free its parts."""
+        columns, self._leaves = self._leaves, []
+        treedef = cast(tree.TreeDef, self._treedef)
+        whole: list[Tensor] = []
+        for column in columns:
+            whole.append(torch.cat(column))
+            column.clear()
+        return tree.unflatten(treedef, whole)
+
+    def _check_nodes(self, node: Any, path: str) -> None:
+        """Raise for a list: its entries may be examples or columns."""
+        if isinstance(node, list):
+            self._fail(path, "the output is a list, whose entries may be examples or columns")
+        items: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, tuple) else ()
+        for key, child in items:
+            self._check_nodes(child, f"{path}/{key}" if path else str(key))
+
+    def _fail(self, path: str, problem: str) -> None:
+        where = f"{self._name}, batch {self._count}" + (f", {path}" if path else "")
+        raise StepContractError(problem, where=where, hint=_CURE)

@@ -1,0 +1,226 @@
+"""`find_learning_rate`: the learning rate range test."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from os import PathLike
+from typing import Any, NamedTuple
+
+from .. import data, optim, tree
+from .. import metrics as metrics_
+from ..errors import ConfigError, DataError, StateError, StepContractError
+from ..types import Device, Empty, Metrics, Program, TrainState
+from ..validation import is_count, is_number
+from .evaluate import check_pair
+from .inputs import check_alone, window_left
+
+_SKIPPED = (10, 1)  # first and last points that the suggestion ignores, as in Lightning
+_LINE = "tx = ps.optim.inject(ps.optim.adamw)(learning_rate=1e-3)"
+
+
+class RateSweep(NamedTuple):
+    """The result of `find_learning_rate`. ``str`` is one line."""
+
+    rates: list[float]  # ascending
+    losses: list[float]  # of the same length: smoothed training losses
+    suggestion: float | None  # where the loss falls fastest; None if it never falls
+    diverged: float | None  # the learning rate at which the sweep stopped early; None if it reached `high`
+
+    def __str__(self) -> str:
+        found = "no suggestion" if self.suggestion is None else f"suggestion {self.suggestion:.2e}"
+        end = "" if self.diverged is None else f", diverged at {self.diverged:.2e}"
+        between = f"{self.rates[0]:.1e} to {self.rates[-1]:.1e}" if self.rates else "none"
+        return f"{found}; {len(self.rates)} learning rates, {between}{end}"
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the smoothed loss over the learning rate, with the suggestion, into an image file.
+
+        Args:
+            path: its suffix decides the format (``.png``, ``.svg``, ``.pdf``).
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+            OSError: the file cannot be written.
+        """
+        try:
+            figure: Any = importlib.import_module("matplotlib.figure").Figure(figsize=(6.4, 4.0), layout="constrained")
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"plotting needs {error.name}", where="RateSweep.plot", hint="pip install 'purestep[plot]'"
+            ) from error
+        axes = figure.add_subplot()
+        axes.plot(self.rates, self.losses, label="loss (smoothed)")
+        if self.suggestion is not None:
+            axes.axvline(self.suggestion, color="C3", linestyle="--", label=f"steepest fall: {self.suggestion:.2e}")
+        axes.set(xscale="log", xlabel="learning rate", ylabel="training loss", title="Learning rate range test")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(path, dpi=150)
+
+
+def find_learning_rate(
+    program: Program,
+    state: TrainState,
+    loader: Any,
+    *,
+    low: float = 1e-7,
+    high: float = 1.0,
+    steps: int = 100,
+    smoothing: float = 0.98,
+    divergence: float | None = 4.0,
+    leaf: str = "learning_rate",
+    name: str = "train",
+) -> RateSweep:
+    r"""Train a copy of the state while the learning rate grows, and return the losses: the learning rate range test.
+
+    Update i of n uses the learning rate :math:`low \cdot (high / low)^{i / (n - 1)}`. The losses are smoothed as in
+    Lightning and fastai: :math:`s_i = a_i / (1 - \beta^i)` with :math:`a_i = \beta a_{i-1} + (1 - \beta) l_i`. The
+    suggestion is the learning rate at which they fall fastest over its logarithm; like Lightning's it ignores the first
+    10 points and the last. Take it as the order of magnitude of a peak rate, and look at the curve.
+
+    The state is only read, and the loader ends where it was: a DataLoader's order depends on seed and epoch, and the
+    state or attributes of any other loader are restored. The loader starts again if it has too few batches.
+
+    Args:
+        program: its transform has the learning rate as a leaf, by `optim.inject`; with accumulation, each learning
+            rate lasts for one window.
+        state: of this program, whole and on one device; batches move to this device.
+        loader: as for `fit`, but no iterator.
+        low: the first learning rate, > 0.
+        high: the last one, > low.
+        steps: the number of learning rates, >= 2.
+        smoothing: :math:`\beta` in [0, 1); 0 returns the losses as they are.
+        divergence: stop where the smoothed loss exceeds this multiple, > 1, of its minimum, and at a loss that is not
+            finite; None: only at the latter.
+        leaf: the leaf to change, by the names of `optim.hyperparams`. Inside a `partition`, "learning_rate" sets the
+            rate of all groups, and ``"head/learning_rate"`` that of one.
+        name: of the loader, for messages.
+
+    Raises:
+        ConfigError: a number is out of range; or the learning rate is no leaf, or follows a schedule.
+        DataError: the loader is empty, or an iterator.
+        RankError: more than one process.
+        StateError: the state is no TrainState, is spread over processes, or halted.
+        StepContractError: the step returns no ``loss``.
+
+    References:
+        Smith, 2017, Cyclical Learning Rates for Training Neural Networks.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> tx = ps.optim.inject(ps.optim.sgd)(learning_rate=0.1)
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), tx)
+        >>> batches = [(torch.ones(4, 2), torch.ones(4, 1))]
+        >>> sweep = find_learning_rate(program, program.init(), batches, low=1e-3, high=10.0, steps=20)
+        >>> len(sweep.rates) == len(sweep.losses), sweep.diverged is not None
+        (True, True)
+    """
+    _check_numbers(low, high, steps, smoothing, divergence)
+    check_alone(loader, where=name)
+    state = _checked(state, leaf, low)
+    if isinstance(loader, Iterator):
+        raise DataError(
+            f"a {type(loader).__name__} cannot go back to where it was",
+            where=name,
+            hint="pass the loader itself instead of iter(loader), or list(batches)",
+        )
+    window = program.static.accumulate if program.static is not None else 1
+    rates, losses, smooth = list[float](), list[float](), 0.0
+    before, feed = data.Attributes(loader), data.open_feed(loader, name=name, seed=int(state.key[0]), repeats=True)
+    try:
+        with closing(_endless(feed, data.device_of(state), name)) as batches:
+            for index in range(steps):
+                rate = low * (high / low) ** (index / (steps - 1))
+                state, loss = _update(program, _with_rate(state, leaf, rate), batches, window)
+                if not math.isfinite(loss) or _is_halted(state):
+                    return _result(rates, losses, rate)
+                smooth = smoothing * smooth + (1 - smoothing) * loss
+                rates.append(rate)
+                losses.append(smooth / (1 - smoothing ** (index + 1)))
+                if divergence is not None and index > 0 and losses[-1] > divergence * min(losses):
+                    return _result(rates, losses, rate)
+    finally:
+        if feed is not loader:
+            feed.close()
+        before.restore()
+    return _result(rates, losses, None)
+
+
+def _check_numbers(low: Any, high: Any, steps: Any, smoothing: Any, divergence: Any) -> None:
+    problems = [
+        ("low", low, is_number(low) and 0 < low < math.inf, "low=1e-7"),
+        ("high", high, is_number(high) and is_number(low) and low < high < math.inf, "high=1.0, which exceeds low"),
+        ("steps", steps, is_count(steps, 2), "steps=100"),
+        ("smoothing", smoothing, is_number(smoothing) and 0 <= smoothing < 1, "smoothing=0.98"),
+        ("divergence", divergence, divergence is None or (is_number(divergence) and divergence > 1), "divergence=4.0"),
+    ]
+    for name, value, is_fine, cure in problems:
+        if not is_fine:
+            raise ConfigError(f"{name} is {value!r}", where="find_learning_rate", hint=cure)
+
+
+def _checked(state: Any, leaf: str, rate: float) -> TrainState:
+    """Return a copy of a state that can train and whose learning rate can change."""
+    where = "find_learning_rate"
+    if not isinstance(state, TrainState):
+        raise StateError(f"the state is a {type(state).__name__}, not a TrainState", where=where, hint="program.init()")
+    if not isinstance(state.placement, Empty):
+        raise StateError("the state is spread over processes", where=where, hint="pass ps.full(state)")
+    if _is_halted(state):
+        raise StateError("the state halted, so a step would do nothing", where=where, hint="program.init()")
+    try:
+        _with_rate(state, leaf, rate)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{leaf} cannot change between steps: {error}", where=where, hint=f"{_LINE}, with a number"
+        ) from error
+    return tree.clone(state)
+
+
+def _with_rate(state: TrainState, leaf: str, rate: float) -> TrainState:
+    return state._replace(opt_state=optim.set_hyperparams(state.opt_state, **{leaf: rate}))
+
+
+def _is_halted(state: TrainState) -> bool:
+    return not isinstance(state.halted, Empty) and bool(int(state.halted))
+
+
+def _endless(feed: data.Feed, device: Device, name: str) -> Generator[Any]:
+    epoch = 0
+    while True:
+        yield from data.prefetch(feed.epoch(epoch), device, name=name)
+        epoch += 1
+
+
+def _update(program: Program, state: TrainState, batches: Iterator[Any], window: int) -> tuple[TrainState, float]:
+    """Run the steps of one optimizer update; return the state and the loss over them."""
+    total: Metrics = metrics_.empty()
+    for _ in range(window_left(state, window)):
+        state, found = check_pair(program.train_step(state, next(batches)))
+        total = metrics_.merge(total, found)
+    if "loss" not in total:
+        raise StepContractError(
+            "the metrics have no loss", where="train_step", hint='{"loss": ps.Mean(total, weight), ...}'
+        )
+    return state, float(total["loss"])
+
+
+def _result(rates: list[float], losses: list[float], diverged: float | None) -> RateSweep:
+    skipped, last = _SKIPPED
+    # A short sweep keeps its first points: the gradient needs two.
+    first = skipped if len(losses) > 2 * skipped else 0
+    points = range(first, len(losses) - last)
+    # The rates are equidistant on the logarithmic axis, so differences of the losses are slopes up to a factor.
+    slopes = {at: _slope(losses, at, points) for at in points} if len(points) > 1 else {}
+    steepest = min(slopes, key=lambda at: slopes[at], default=None)
+    falls = steepest is not None and slopes[steepest] < 0
+    return RateSweep(rates, losses, rates[steepest] if steepest is not None and falls else None, diverged)
+
+
+def _slope(losses: list[float], at: int, points: range) -> float:
+    """Central difference, one-sided at both ends, as `numpy.gradient`."""
+    left, right = max(at - 1, points[0]), min(at + 1, points[-1])
+    return (losses[right] - losses[left]) / (right - left)

@@ -1,0 +1,82 @@
+"""Lookahead: slow weights that follow the weights of another optimizer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..pickling import recipe
+from ..types import Params, Tree
+from ..validation import is_count
+from .base import Transform, require
+from .numerics import Scalar, lerp, upcast, zero_count
+
+
+class LookaheadState(NamedTuple):
+    """State of `lookahead`."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+    slow: Params  # name -> P, at least float32: the slow weights
+    inner: Tree
+
+
+@recipe
+def lookahead(inner: Transform, sync_period: int = 5, slow_step_size: Scalar = 0.5) -> Transform:
+    r"""Let slow weights follow a whole optimizer, as `optax.lookahead`: k steps forward, 1 step back.
+
+    ``inner`` updates the weights. After every ``sync_period`` updates, the slow weights :math:`\phi` move towards them,
+    and the weights continue from there: :math:`\phi \leftarrow \phi + \alpha (\theta - \phi)`,
+    :math:`\theta \leftarrow \phi`. The parameters in a state are the fast weights; they equal the slow ones after a
+    multiple of ``sync_period`` updates, which is a good time to evaluate.
+
+    Args:
+        inner: a complete optimizer, such as ``optim.adamw(1e-3)``; its state continues over a synchronization.
+        sync_period: k >= 1.
+        slow_step_size: :math:`\alpha` in [0, 1].
+
+    Raises:
+        ConfigError: a number is out of range, or ``inner`` is no transform.
+
+    References:
+        Zhang et al., 2019, Lookahead Optimizer: k steps forward, 1 step back.
+
+    Example:
+        >>> from purestep.optim import sgd
+        >>> tx, params = lookahead(sgd(1.0), sync_period=2), {"w": torch.zeros(1)}
+        >>> state, seen = tx.init(params), []
+        >>> for _ in range(4):
+        ...     updates, state = tx.update({"w": -torch.ones(1)}, state, params)
+        ...     params = {"w": params["w"] + updates["w"]}
+        ...     seen.append(params["w"].item())
+        >>> seen
+        [1.0, 1.0, 2.0, 2.0]
+    """
+    value: Any = inner
+    if not isinstance(value, Transform):
+        raise ConfigError(
+            f"inner is a {type(value).__name__}, not a Transform", where="lookahead", hint="optim.adamw(1e-3)"
+        )
+    if not is_count(sync_period, 1):
+        raise ConfigError(f"sync_period is {sync_period!r}", where="lookahead", hint="sync_period=5")
+    require("lookahead", high=1.0 + 2**-40, slow_step_size=slow_step_size)
+
+    def init(params: Params) -> LookaheadState:
+        slow = {name: upcast(param.detach()).clone() for name, param in params.items()}
+        return LookaheadState(zero_count(params), slow, inner.init(params))
+
+    def update(updates: Params, state: LookaheadState, params: Params) -> tuple[Params, LookaheadState]:
+        updates, new_inner = inner.update(updates, state.inner, params)
+        step = state.step + 1
+        is_due = step % sync_period == 0
+        slow: Params = {}
+        new: Params = {}
+        for name, u in updates.items():
+            old, param = state.slow[name], params[name].to(state.slow[name].dtype)
+            slow[name] = torch.where(is_due, lerp(old, param + u, slow_step_size), old)
+            new[name] = torch.where(is_due, (slow[name] - param).to(u.dtype), u)
+        return new, LookaheadState(step, slow, new_inner)
+
+    return Transform(init, update, inner.elementwise, inner.labels, inner.decays)

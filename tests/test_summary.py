@@ -1,0 +1,118 @@
+"""`summary`: parameters by module, and FLOPs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import purestep as ps
+from purestep import optim
+from purestep.errors import ConfigError, StateError
+
+
+def net() -> nn.Sequential:
+    made = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+    made[0].requires_grad_(False)
+    return made
+
+
+def summarized(tx: Any, model: nn.Module | None = None, batch: Any = None) -> Any:
+    model = model or net()
+    program = ps.program(model, ps.supervised(nn.CrossEntropyLoss()), tx)
+    return ps.summary(program, program.init(), batch)
+
+
+IMAGES = (torch.ones(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64))
+
+
+def test_rows_and_totals_count_what_the_module_has() -> None:
+    model = net()
+    found = summarized(optim.adamw(1e-3, mask=optim.decay_mask(model)), model)
+    rows = {row.module: row[2:] for row in found.rows}
+    assert rows == {"0": (0, 3 * 8 * 9 + 8, 0), "1": (16, 0, 0), "4": (2890, 0, 2880)}
+    assert found.rows[-1].shapes == {"weight": (8, 3, 3, 3), "bias": (8,)}
+    assert (found.trained, found.frozen, found.decayed) == (2906, 224, 2880)
+    assert found.buffers == 8 + 8 + 1
+    assert found.parameter_bytes == 4 * (2906 + 224)
+    assert found.forward_flops is found.step_flops is None
+
+
+def test_flops_are_those_of_the_layers() -> None:
+    found = summarized(optim.sgd(0.1), batch=IMAGES)
+    convolution, linear = 2 * 4 * 8 * 36 * 27, 2 * 4 * 288 * 10
+    assert found.forward_flops == convolution + linear
+    # the linear layer's weight and input; the convolution is frozen
+    assert found.step_flops == found.forward_flops + 2 * linear
+
+
+WEIGHTS = 2880 + 10
+DECAYED: dict[str, tuple[Any, int | None]] = {
+    "none": (optim.adam(1e-3), 0),
+    "all": (optim.adamw(1e-3), 2906),
+    "zero": (optim.adamw(1e-3, weight_decay=0.0), 0),
+    "coupled": (optim.sgd(0.1, weight_decay=0.1, mask="^4"), WEIGHTS),
+    "chained": (optim.chain(optim.clip_by_global_norm(1.0), optim.lion(1e-3, mask="^4")), WEIGHTS),
+    "a group": (
+        optim.partition({"a": optim.adamw(1e-3), "b": optim.sgd(0.1)}, [("^4", "a"), ("", "b")]),
+        WEIGHTS,
+    ),
+    "masked": (optim.masked(optim.chain(optim.identity(), optim.adamw(0.1)), "^4"), WEIGHTS),
+    "injected": (optim.inject(optim.adamw)(learning_rate=1e-3, weight_decay=0.1, mask="^4"), WEIGHTS),
+    "unknown": (optim.from_torch(torch.optim.AdamW, lr=1e-3), None),
+    "partly unknown": (optim.chain(optim.add_decayed_weights(0.1), optim.from_torch(torch.optim.SGD, lr=1.0)), 2906),
+}
+
+
+@pytest.mark.parametrize("kind", DECAYED)
+def test_every_transform_says_what_it_decays(kind: str) -> None:
+    tx, wanted = DECAYED[kind]
+    assert summarized(tx).decayed == wanted
+
+
+def test_the_table_is_aligned_and_narrow() -> None:
+    model = nn.Sequential()
+    inner: nn.Module = nn.Conv3d(64, 64, (3, 3, 3))
+    for name in ("a_rather_long_name_of_a_module", "another_even_longer_name_within_it", "blocks", "convolution"):
+        outer = nn.Sequential()
+        outer.add_module(name, inner)
+        inner = outer
+    model.add_module("deep", inner)
+    model.add_module("heads", nn.MultiheadAttention(64, 4))
+    lines = str(summarized(optim.adamw(1e-3), model)).splitlines()
+    assert max(map(len, lines)) < 100
+    assert lines[2].startswith("...")
+    assert lines[2].split()[0].endswith("a_rather_long_name_of_a_module")
+    ends = {line.rstrip().rfind(line.split()[-1]) + len(line.split()[-1]) for line in (lines[0], *lines[2:-3])}
+    assert len(ends) == 1
+
+
+def test_what_is_unknown_is_blank() -> None:
+    model = nn.Linear(2, 2)
+    program = ps.program(model, ps.supervised(nn.MSELoss()), optim.from_torch(torch.optim.SGD, lr=0.1))
+    lines = str(ps.summary(program, program.init())).splitlines()
+    assert lines[2].split() == ["(model)", "2x2,", "2", "6", "0"]
+
+
+def test_counting_changes_neither_state_nor_generators() -> None:
+    program = ps.program(net(), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1))
+    state = program.init()
+    before, generator = ps.clone(state), torch.get_rng_state()
+    ps.summary(program, state, IMAGES)
+    assert all(map(torch.equal, ps.tree.leaves(state), ps.tree.leaves(before)))
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_wrong_arguments_say_what_to_pass() -> None:
+    program = ps.program(net(), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1))
+    state = program.init()
+    with pytest.raises(StateError, match="a dict, not a TrainState"):
+        ps.summary(program, {})  # type: ignore[arg-type]
+    with pytest.raises(StateError, match=r"ps\.full"):
+        ps.summary(program, state._replace(placement=((),)))
+    with pytest.raises(StateError, match="halted"):
+        ps.summary(program, state._replace(halted=state.halted + 1), IMAGES)
+    with pytest.raises(ConfigError, match="compiled.*before compile_program"):
+        ps.summary(ps.compile_program(program), state, IMAGES)
