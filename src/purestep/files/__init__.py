@@ -22,3 +22,5 @@ from .failpoints import POINTS as POINTS
 from .failpoints import armed as armed
 from .failpoints import failpoint as failpoint
 from .lock import DirectoryLock as DirectoryLock
+from .lock import Holder as Holder
+from .lock import lock_holder as lock_holder

@@ -23,7 +23,7 @@ from ..compile import overlaps, plain
 from ..ema import default_view
 from ..errors import ConfigError, DataError, RankError, StateError
 from ..precision import auto_device, usable
-from ..snapshot import Snapshots
+from ..snapshot import RunRecord, Snapshots
 from ..types import Empty, Program, TrainState, Tree
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
@@ -407,11 +407,12 @@ def _paths_of(answer: Any) -> list[tuple[str, Any]]:
 
 def ready_sinks(given: Iterable[Any] | None, snapshots: Snapshots | None, config: FitConfig) -> list[Any]:
     """Return the sinks of a run, each guarded, so that none of them can end it."""
+    directory = None if snapshots is None else snapshots.directory
+    record = [] if directory is None else [sinks.guarded(RunRecord(directory, config.to_dict()))]
     if given is not None:
         guarded = [sinks.guarded(sink) for sink in callables("sinks", given)]
-        return [sink for sink in guarded if not (config.fast_dev_run and sink.writes_files)]
-    directory = None if snapshots is None else snapshots.directory
-    return [sinks.guarded(sink) for sink in sinks.default_sinks(directory, progress=config.progress)]
+        return record + [sink for sink in guarded if not (config.fast_dev_run and sink.writes_files)]
+    return record + [sinks.guarded(sink) for sink in sinks.default_sinks(directory, progress=config.progress)]
 
 
 def callables(name: str, given: Any) -> list[Any]:
