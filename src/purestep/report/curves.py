@@ -142,11 +142,11 @@ def charts(runs: list[Run], names: list[str]) -> dict[str, Any]:
             paper_bgcolor="rgba(0,0,0,0)",
             plot_bgcolor="rgba(0,0,0,0)",
             hovermode="closest",
-            showlegend=len(traces) > 1,
+            showlegend=len({trace.name for trace in traces}) > 1,
             legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
             font={"family": "system-ui, sans-serif", "size": 12},
         )
-        figure.update_xaxes(title_text="step (optimizer updates)", zeroline=False, automargin=True)
+        figure.update_xaxes(title_text="step (optimizer updates)", zeroline=False, automargin=True, rangemode="tozero")
         figure.update_yaxes(zeroline=False, automargin=True, exponentformat="power")
         made[_TITLES.get(quantity, quantity.replace("_", " "))] = figure
     return made
@@ -168,13 +168,13 @@ def _traces(graphs: Any, curve: Curve, quantity: str, loaders: list[str], run: R
 
     line = {"color": line_color, "width": 2, "dash": dash}
     raw = curve.values, curve.steps, curve.epochs
-    mode = "lines+markers" if len(curve.values) <= 60 else "lines"
+    mode = "lines+markers" if len(curve.values) <= 30 else "lines"
     if not is_noisy:
         found = [trace(*raw, mode=mode, line=line, marker={"size": 4})]
     else:
         faint = {"color": line_color, "width": 1}
         found = [
-            trace(*raw, mode="lines", line=faint, opacity=0.3, showlegend=False, hoverinfo="skip", hovertemplate=None),
+            trace(*raw, mode="lines", line=faint, opacity=0.45, showlegend=False, hoverinfo="skip", hovertemplate=None),
             trace(smoothed(curve.values), curve.steps, curve.epochs, mode="lines", line=line),
         ]
     best = _best_point(run, curve.loader, quantity)

@@ -63,7 +63,7 @@ def _page(runs: list[Run], names: list[str]) -> str:
 <header><h1>{escape(", ".join(names))}</h1><p class=note>Written {when(time.time())} by purestep.</p></header>
 <div class=cards>{"".join(_card(run, name) for run, name in zip(runs, names, strict=True))}</div>
 {controls}<main>{charts}{empty}</main>
-{_settings(runs, names)}{_versions(runs, names)}
+<div class=tables>{_settings(runs, names)}{_versions(runs, names)}</div>
 {"".join(_snapshots(run, name) for run, name in zip(runs, names, strict=True))}
 <script>{_SCRIPT}</script></body></html>
 """
@@ -104,8 +104,10 @@ def _card(run: Run, name: str) -> str:
 
 
 def _settings(runs: list[Run], names: list[str]) -> str:
-    """The settings that a run has; those that differ between runs come first and are marked."""
-    return _compared("Settings of fit", [{} if run.info is None else run.info.settings for run in runs], names)
+    """The settings that some run has; those that differ between runs come first and are marked."""
+    found = [{} if run.info is None else run.info.settings for run in runs]
+    used = {key for column in found for key, value in column.items() if value is not None}
+    return _compared("Settings of fit", [{k: v for k, v in column.items() if k in used} for column in found], names)
 
 
 def _versions(runs: list[Run], names: list[str]) -> str:
@@ -130,7 +132,7 @@ def _compared(title: str, columns: list[Mapping[str, Any]], names: list[str]) ->
 
 
 def _setting(column: Mapping[str, Any], key: str) -> str:
-    return str(column[key]) if key in column else "—"
+    return "—" if column.get(key) is None else str(column[key])
 
 
 def _snapshots(run: Run, name: str) -> str:
@@ -181,7 +183,8 @@ nav i{width:14px;height:4px;border-radius:2px;background:var(--run)}
 button{font:inherit;color:var(--ink);background:var(--card);border:1px solid var(--line);padding:4px 12px;cursor:pointer}
 button:first-child{border-radius:8px 0 0 8px}button:last-child{border-radius:0 8px 8px 0;border-left:0}
 button[aria-pressed=true]{background:var(--mark);font-weight:600}
-details{margin-top:14px}summary{font-weight:600;cursor:pointer}.scroll{overflow-x:auto;margin-top:8px}
+details{margin-top:14px}.tables{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:0 14px;
+align-items:start}.chart{overflow:hidden}summary{font-weight:600;cursor:pointer}.scroll{overflow-x:auto;margin-top:8px}
 table{border-collapse:collapse;font-size:.875rem;font-variant-numeric:tabular-nums}
 th,td{padding:4px 14px 4px 0;border-bottom:1px solid var(--line);text-align:left;white-space:nowrap}
 thead th{color:var(--soft);font-weight:500}tbody th{font-weight:500}
@@ -216,5 +219,8 @@ _SCRIPT = """
     ? 'yes' : ''; });
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', paint);
   paint();
+  const fit = () => charts.forEach(chart => Plotly.Plots.resize(chart));
+  fit();  // a chart is drawn before the next ones take their share of the width
+  addEventListener('load', fit);
 })();
 """
