@@ -18,7 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         >>> main(["show", "runs/nowhere"])
         2
     """
-    parser = argparse.ArgumentParser(prog="python -m purestep", description="Look at runs. Live runs go on undisturbed.")
+    parser = argparse.ArgumentParser(
+        prog="python -m purestep", description="Look at runs. Live runs go on undisturbed."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="show | report")
     show = commands.add_parser("show", help="print the state of a run", description="Print the state of a run.")
     show.add_argument("run", metavar="RUN", help="the directory of its snapshots")

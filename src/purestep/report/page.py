@@ -76,7 +76,7 @@ def _controls(names: list[str]) -> str:
         for index, name in enumerate(names)
     )
     axes = "".join(
-        f'<button type=button data-axis={axis} aria-pressed={"true" if axis == "step" else "false"}>by {axis}</button>'
+        f"<button type=button data-axis={axis} aria-pressed={'true' if axis == 'step' else 'false'}>by {axis}</button>"
         for axis in ("step", "epoch")
     )
     runs = f"<span class=runs>{boxes}</span>" if len(names) > 1 else ""
@@ -162,8 +162,8 @@ def _table(heads: Iterable[str], body: str) -> str:
 _CONFIG = {"responsive": True, "displaylogo": False, "displayModeBar": False}
 
 _STYLE = """
-:root{--ink:#1b2330;--soft:#5b6575;--line:#d9dee6;--page:#f5f7fa;--card:#fff;--mark:#e3edfb;--good:#127a4b;--bad:#b3261e;
---warm:#8a5a00;--grid:#e6eaf0}
+:root{--ink:#1b2330;--soft:#5b6575;--line:#d9dee6;--page:#f5f7fa;--card:#fff;--mark:#e3edfb;--good:#127a4b;
+--bad:#b3261e;--warm:#8a5a00;--grid:#e6eaf0}
 @media(prefers-color-scheme:dark){:root{--ink:#e6eaf1;--soft:#9aa6b8;--line:#323b49;--page:#12161d;--card:#1b212b;
 --mark:#24364f;--good:#57c993;--bad:#ff8a80;--warm:#e9b35a;--grid:#2b3340}}
 *{box-sizing:border-box}body{margin:0 auto;max-width:1240px;padding:20px;background:var(--page);color:var(--ink);
@@ -180,11 +180,13 @@ dd{margin:0;overflow-wrap:anywhere}
 nav{display:flex;flex-wrap:wrap;gap:10px 18px;align-items:center;margin:16px 0}
 nav label{display:inline-flex;gap:6px;align-items:center;margin-right:12px}
 nav i{width:14px;height:4px;border-radius:2px;background:var(--run)}
-button{font:inherit;color:var(--ink);background:var(--card);border:1px solid var(--line);padding:4px 12px;cursor:pointer}
+button{font:inherit;color:var(--ink);background:var(--card);border:1px solid var(--line);padding:4px 12px;
+cursor:pointer}
 button:first-child{border-radius:8px 0 0 8px}button:last-child{border-radius:0 8px 8px 0;border-left:0}
 button[aria-pressed=true]{background:var(--mark);font-weight:600}
-details{margin-top:14px}.tables{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:0 14px;
-align-items:start}.chart{overflow:hidden}summary{font-weight:600;cursor:pointer}.scroll{overflow-x:auto;margin-top:8px}
+details{margin-top:14px}.tables{display:grid;align-items:start;
+grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:0 14px}
+.chart{overflow:hidden}summary{font-weight:600;cursor:pointer}.scroll{overflow-x:auto;margin-top:8px}
 table{border-collapse:collapse;font-size:.875rem;font-variant-numeric:tabular-nums}
 th,td{padding:4px 14px 4px 0;border-bottom:1px solid var(--line);text-align:left;white-space:nowrap}
 thead th{color:var(--soft);font-weight:500}tbody th{font-weight:500}
@@ -213,10 +215,9 @@ _SCRIPT = """
     if (those.length) Plotly.restyle(chart, {visible: box.checked}, those);
   }));
   const log = document.getElementById('log');
-  if (log) log.onchange = () => charts.filter(chart => chart.dataset.loss).forEach(chart =>
+  const isLoss = chart => chart.closest('.chart').querySelector('h2').textContent.endsWith('loss');
+  if (log) log.onchange = () => charts.filter(isLoss).forEach(chart =>
     Plotly.relayout(chart, {'yaxis.type': log.checked ? 'log' : 'linear', 'yaxis.autorange': true}));
-  charts.forEach(chart => { chart.dataset.loss = chart.closest('.chart').querySelector('h2').textContent.endsWith('loss')
-    ? 'yes' : ''; });
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', paint);
   paint();
   const fit = () => charts.forEach(chart => Plotly.Plots.resize(chart));

@@ -47,9 +47,8 @@ def _facts(run: Run, *, verified: bool) -> list[tuple[str, str]]:
         facts.append(("newest", f"snapshot {run.newest.step}, {age(run.newest.saved)}"))
     if run.monitor is not None and run.best is not None:
         metric, row = run.monitor[0], run.history[run.best]
-        kept = "not kept as a snapshot" if run.best_step is None else f"snapshot {run.best_step}"
-        is_row = run.best_step is not None and _value_of(run, metric) == row.get(metric)
-        kept = kept if is_row or run.best_step is None else f"not kept; the best one kept is {run.best_step}"
+        metrics = next((found.metrics for found in run.snapshots if found.step == run.best_step), {})
+        kept = f"snapshot {run.best_step}" if metrics.get(metric) == row.get(metric) else "not kept as a snapshot"
         facts.append(("best", f"{metric} {number_text(row.get(metric))} at epoch {row.get('epoch')}, {kept}"))
     steps = ", ".join(str(summary.step) for summary in intact[-8:])
     more = "..., " if len(intact) > 8 else ""
@@ -58,10 +57,6 @@ def _facts(run: Run, *, verified: bool) -> list[tuple[str, str]]:
     facts.append(("size", bytes_text(run.size)))
     facts.append(("whole", _wholeness(run, verified=verified)))
     return facts
-
-
-def _value_of(run: Run, metric: str) -> float | None:
-    return next((s.metrics.get(metric) for s in run.snapshots if s.step == run.best_step), None)
 
 
 def _wholeness(run: Run, *, verified: bool) -> str:

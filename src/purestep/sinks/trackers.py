@@ -191,8 +191,8 @@ def wandb(
     """Log to Weights & Biases: ``train/...`` by log line and ``epoch/...`` by row, over ``updates``.
 
     The run has its own object, so that a ``wandb.run`` of yours stays as it is. The summary gets ``stop_reason`` and
-    ``best/...``. A resumed `fit` goes on in the same run of the logger, whose id is in ``wandb_id.txt`` in the directory
-    of the snapshots; the points after the last snapshot of a killed run come twice, with equal values.
+    ``best/...``. A resumed `fit` goes on in the same run of the logger, whose id is in ``wandb_id.txt`` beside the
+    snapshots; the points after the last snapshot of a killed run come twice, with equal values.
 
     Args:
         project: of the run. None: the client's default.
