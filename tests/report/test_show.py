@@ -146,7 +146,9 @@ def test_a_newer_run_that_has_not_written_its_record(tmp_path: Path):
 
 
 def test_damage_is_named(ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    flipped = copied(ended, tmp_path / "flipped")
+    flipped = tmp_path / "flipped"
+    with ps.Snapshots(flipped) as snapshots:
+        snapshots.save(4, {"w": torch.randn(4096)})  # values of less than 100 bytes are in files that have a digest
     for values in (flipped / "4").rglob("ocdbt.process_*/d/*"):
         data = bytearray(values.read_bytes())
         data[len(data) // 2] ^= 255
