@@ -21,7 +21,8 @@ keeps its code in the compiler's cache directory.
     parallel                                          several processes: meshes, placements, collectives
     files  events  config  signals  data              atomic files, events of fit, settings, loaders
     snapshot  export  sinks  diagnostics  contrib     orbax, weights, progress, impurity and nan, other libraries
-    loop  testing  bench                              fit, checks for unit tests, benchmarks
+    loop  testing  bench  report                      fit, checks for unit tests, benchmarks, runs for people
+    __main__                                          python -m purestep
 
 `import purestep` loads the modules above the line but `compile`; the others load at first use (`ps.fit`), so that a
 script or a worker process waits only for what it uses.

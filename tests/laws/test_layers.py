@@ -39,7 +39,8 @@ LEVEL = {
             "parallel",
             "files events config signals data",
             "snapshot export sinks diagnostics contrib",
-            "loop testing bench",
+            "loop testing bench report",
+            "__main__",
         )
     )
     for name in names.split()
@@ -425,7 +426,7 @@ def test_importing_changes_nothing_and_stays_light(body: str, said: str):
 
 
 LATE = """host_generators compile parallel files events config signals data snapshot export sinks diagnostics contrib
-    loop testing bench""".split()
+    loop testing bench report __main__""".split()
 LOADED = """
 import sys, torch
 before = set(sys.modules)

@@ -22,4 +22,6 @@ from .failpoints import POINTS as POINTS
 from .failpoints import armed as armed
 from .failpoints import failpoint as failpoint
 from .lock import DirectoryLock as DirectoryLock
+from .lock import Holder as Holder
 from .lock import is_locked as is_locked
+from .lock import lock_holder as lock_holder

@@ -12,6 +12,7 @@ import weakref
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import Locked
 from .atomic import write_failed
@@ -159,6 +160,55 @@ def is_locked(path: Path | str) -> bool:
     finally:
         os.close(descriptor)  # and with it the lock
     return False
+
+
+class Holder(NamedTuple):
+    """The process that holds the lock of a directory, or held it when it was killed."""
+
+    pid: int
+    host: str
+    since: str  # ISO 8601
+    alive: bool | None  # None: on another machine
+
+
+def lock_holder(directory: Path | str) -> Holder | None:
+    """Read who holds the lock of a directory, without taking it. None: nobody, and the last holder ended normally.
+
+    Example:
+        >>> import tempfile
+        >>> with DirectoryLock(tempfile.mkdtemp()) as lock:
+        ...     lock_holder(lock.path.parent).alive
+        True
+        >>> lock_holder(lock.path.parent) is None
+        True
+    """
+    try:
+        found = json.loads((Path(directory) / ".lock").read_bytes()[:4096])
+        pid, host, since = int(found["pid"]), str(found["host"]), str(found["since"])
+        signed = datetime.fromisoformat(since).timestamp()
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    alive = _runs_since_before(pid, signed) if host == socket.gethostname() else None
+    return Holder(pid, host, since, alive)
+
+
+def _runs_since_before(pid: int, moment: float) -> bool:
+    """True if a process of this number runs, and started before that moment, in seconds since the epoch."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # another user's
+        pass
+    except (OSError, OverflowError):
+        return False
+    try:  # the kernel uses the numbers of dead processes again
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[19])
+        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return True
+    if fields[0] in "ZX":  # dead, until its parent reads its status
+        return False
+    return booted + ticks / os.sysconf("SC_CLK_TCK") < moment + 2.0  # the signature has whole seconds
 
 
 def _read(descriptor: int) -> bytes:

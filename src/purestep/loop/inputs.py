@@ -20,7 +20,7 @@ from ..compile import overlaps, plain
 from ..ema import default_view
 from ..errors import ConfigError, DataError, StateError
 from ..precision import auto_device, usable
-from ..snapshot import Snapshots
+from ..snapshot import RunRecord, Snapshots
 from ..types import Empty, Program, TrainState, Tree
 from . import ranks
 
@@ -409,11 +409,12 @@ def ready_sinks(
     some."""
     if mesh is not None and mesh.rank:
         return []
+    directory = None if snapshots is None else snapshots.directory
+    record = [] if directory is None else [sinks.guarded(RunRecord(directory, config.to_dict()))]
     if given is not None:
         guarded = [sinks.guarded(sink) for sink in callables("sinks", given)]
-        return [sink for sink in guarded if not (config.fast_dev_run and sink.writes_files)]
-    directory = None if snapshots is None else snapshots.directory
-    return [sinks.guarded(sink) for sink in sinks.default_sinks(directory, progress=config.progress)]
+        return record + [sink for sink in guarded if not (config.fast_dev_run and sink.writes_files)]
+    return record + [sinks.guarded(sink) for sink in sinks.default_sinks(directory, progress=config.progress)]
 
 
 def callables(name: str, given: Any) -> list[Any]:

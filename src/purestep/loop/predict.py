@@ -12,7 +12,7 @@ from .. import data, rng, tree
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..objective import call_model, split_batch
 from ..types import Empty, Program, TrainState
-from .inputs import check_alone
+from . import ranks
 
 _CURE = (
     "pass forward=lambda model, inputs: ... that returns tensors with one row per example, in dicts and tuples; or "
@@ -69,7 +69,7 @@ def predict(
         >>> predict(program, program.init(), batches).shape
         torch.Size([5, 3])
     """
-    check_alone(loader, where=name)
+    ranks.check_loader(loader, where=name)
     _check_state(state)
     if program.bind is None:
         raise ConfigError(

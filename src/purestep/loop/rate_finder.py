@@ -14,8 +14,9 @@ from .. import metrics as metrics_
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..types import Device, Empty, Metrics, Program, TrainState
 from ..validation import is_count, is_number
+from . import ranks
 from .evaluate import check_pair
-from .inputs import check_alone, window_left
+from .inputs import window_left
 
 _SKIPPED = (10, 1)  # first and last points that the suggestion ignores, as in Lightning
 _LINE = "tx = ps.optim.inject(ps.optim.adamw)(learning_rate=1e-3)"
@@ -119,7 +120,7 @@ def find_learning_rate(
         (True, True)
     """
     _check_numbers(low, high, steps, smoothing, divergence)
-    check_alone(loader, where=name)
+    ranks.check_loader(loader, where=name)
     state = _checked(state, leaf, low)
     if isinstance(loader, Iterator):
         raise DataError(

@@ -67,8 +67,13 @@ class Layout(NamedTuple):
     tensor: int = 1  # processes that hold parts of the leaves with a dimension `Leaf.tensor`
 
 
-class Placement(Empty):
-    """The layout of a state's pieces, as a node without leaves: a class for each layout."""
+class _NoFields(NamedTuple):
+    """A node without leaves."""
+
+
+class Placement(_NoFields):
+    """The layout of a state's pieces, as a node without leaves: a class for each layout. Not an `Empty`, which means
+    that a state is whole."""
 
     __slots__ = ()
     layout: Layout

@@ -4,6 +4,7 @@ console       progress on the terminal
 json_history  the history as JSON
 row_files     CSV and JSON lines
 tensorboard   event files of TensorBoard
+trackers      Weights & Biases, MLflow
 default       the sinks of a run that names none
 guarded       a wrapper that keeps a failing or hanging sink from harming the run
 output        files, pipes and devices
@@ -22,3 +23,7 @@ from .row_files import csv as csv
 from .row_files import jsonl as jsonl
 from .tensorboard import TensorBoard as TensorBoard
 from .tensorboard import tensorboard as tensorboard
+from .trackers import MLflow as MLflow
+from .trackers import Wandb as Wandb
+from .trackers import mlflow as mlflow
+from .trackers import wandb as wandb

@@ -8,10 +8,19 @@ reader           one step of a directory back to a state; partial_restore: ``onl
 parts            several processes: which rows each one writes and reads, and how one waits for another
 directory        the steps in a directory; manifest: the contents of one step
 history_rows     long histories in a file of their own
+summary          the steps of a directory, for people; run_record: how the run started and ended
 orbax_io         the only file that imports orbax, at first use; small leaves are restored without it
 versions         the versions and the hardware, for the manifest
 """
 
 from .history_rows import Table as Table
 from .reader import Snapshot as Snapshot
+from .run_record import RunInfo as RunInfo
+from .run_record import RunRecord as RunRecord
+from .run_record import read_run_info as read_run_info
 from .snapshots import Snapshots as Snapshots
+from .summary import Summary as Summary
+from .summary import set_aside as set_aside
+from .summary import summaries as summaries
+from .summary import verify as verify
+from .summary import whole_loop as whole_loop

@@ -112,7 +112,7 @@ def read(
     if warn and not quiet:
         _warn_of_changes(folder, manifest.environment, environment(tree.device([leaf for _, leaf in leaves])))
     _, treedef = tree.flatten(template)
-    loop = _whole_loop(folder.parent, manifest, strict=strict, quiet=quiet)
+    loop = whole_loop(folder.parent, manifest, strict=strict, quiet=quiet)
     return Snapshot(manifest.step, tree.unflatten(treedef, made), loop, manifest.metrics, manifest.meta)
 
 
@@ -130,8 +130,12 @@ def _views(template: Tree, prefixes: set[str] | None, manifest: Manifest) -> dic
     return {prefix: sources for prefix, sources in found.items() if sources is not None}
 
 
-def _whole_loop(root: Path, manifest: Manifest, *, strict: bool, quiet: bool) -> Any:
-    """The loop's state, with the earlier rows from the files of rows."""
+def whole_loop(root: Path, manifest: Manifest, *, strict: bool, quiet: bool = False) -> Any:
+    """The loop's state, with the earlier rows from the files of rows.
+
+    Raises:
+        Corrupt: with ``strict``, rows are damaged or missing. Otherwise they are filled with None, with a warning.
+    """
     loop = manifest.loop
     for path, earlier in manifest.earlier.items():
         try:

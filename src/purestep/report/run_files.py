@@ -1,0 +1,326 @@
+"""Read what a run has left in its directory. Takes no lock and writes nothing, so a live run is not disturbed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from .. import snapshot, stopping
+from ..errors import ConfigError, NotFound, SnapshotError
+from ..files import Holder, lock_holder
+from ..snapshot import RunInfo, Summary
+
+Row = Mapping[str, Any]
+_HISTORY = "training_history.json"
+_ASIDE = re.compile(r".*\.\d+\.(csv|jsonl)|rows-\d+\.jsonl")  # of earlier runs; rows that belong to snapshots
+
+
+class Run(NamedTuple):
+    """A run, as its directory shows it."""
+
+    directory: Path
+    state: str  # "running", "ended", "interrupted", "failed", "killed" or "unknown"
+    how: str  # the state in a sentence
+    info: RunInfo | None
+    snapshots: list[Summary]
+    best_step: int | None  # the snapshot of the best row, if it is kept
+    monitor: tuple[str, str] | None  # metric and mode
+    history: list[Row]  # one row per epoch or evaluation
+    lines: list[Row]  # one row every `log_every` updates, from a CSV or JSON lines file
+    best: int | None  # index in `history`
+    size: int  # bytes of the directory
+    set_aside: list[str]  # names of damaged and archived snapshots
+    problems: list[str]
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.directory.name
+
+    @property
+    def newest(self) -> Summary | None:
+        """The newest intact snapshot."""
+        return next((found for found in reversed(self.snapshots) if found.problem is None), None)
+
+
+def read_run(path: Path | str, *, verify: bool = False) -> Run:
+    """Read a run.
+
+    Args:
+        path: the directory of its snapshots.
+        verify: read every value of every snapshot and compare the digests, which takes as long as restoring them all.
+
+    Raises:
+        NotFound: there is no such directory, or nothing of a run in it.
+    """
+    directory = Path(path).absolute()
+    if not directory.is_dir():
+        what = "is a file, not the directory of a run" if directory.exists() else "no such directory"
+        hint = _siblings(directory.parent) or "pass the directory of a run's snapshots"
+        raise NotFound(what, where=str(path), hint=hint)
+    holder, info = lock_holder(directory), snapshot.read_run_info(directory)
+    found = snapshot.summaries(directory)
+    problems = [summary.problem for summary in found if summary.problem is not None]
+    if verify:
+        intact = [summary.step for summary in found if summary.problem is None]
+        problems += [text for step in intact if (text := snapshot.verify(directory, step)) is not None]
+    newest = next((summary for summary in reversed(found) if summary.problem is None), None)
+    history, lines = _history(directory, newest, problems), _lines(directory, problems)
+    history = history or [row for row in lines if row["kind"] == "epoch"]
+    if not found and not history and not lines and info is None and holder is None:
+        hint = _siblings(directory) or "pass the directory that fit(snapshots=...) names"
+        raise NotFound("no snapshots of a run in it", where=str(path), hint=hint)
+    monitor = _monitor(newest, info, history)
+    state, how = _state(holder, info)
+    return Run(
+        directory=directory,
+        state=state,
+        how=how,
+        info=info,
+        snapshots=found,
+        best_step=_best_step(found, monitor),
+        monitor=monitor,
+        history=history,
+        lines=[row for row in lines if row["kind"] == "step"],
+        best=_best(history, monitor),
+        size=_size(directory),
+        set_aside=snapshot.set_aside(directory),
+        problems=problems,
+    )
+
+
+def _siblings(parent: Path) -> str:
+    """A hint that names runs below a directory, or ""."""
+    try:
+        names = [entry.name for entry in sorted(parent.iterdir()) if (entry / ".lock").is_file()]
+    except OSError:
+        return ""
+    return f"pass one of the runs in {parent}: {', '.join(names[:8])}" if names else ""
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+def _state(holder: Holder | None, info: RunInfo | None) -> tuple[str, str]:
+    ended = info is not None and info.ended is not None
+    if info is not None and holder is not None and datetime.fromisoformat(holder.since) > _moment(info):
+        info, ended = None, False  # a newer run holds the lock, and has not written its record yet
+    if holder is not None and not ended:
+        who = f"process {holder.pid} on {holder.host}, since {when(holder.since)}"
+        if holder.alive:
+            return "running", f"running: {who}"
+        if holder.alive is None:
+            return "unknown", f"running, or killed: {who}, which cannot be seen from this machine"
+        return "killed", f"killed, or ended without its last steps: {who}; fit goes on from the newest snapshot"
+    if info is None:
+        return "unknown", "not running; how it ended is not recorded"
+    if info.ended is None:
+        return "killed", f"did not end normally; started {when(info.started)}; fit goes on from the newest snapshot"
+    at = f"at {when(info.ended)}"
+    if info.reason == "interrupted":
+        return "interrupted", f"interrupted {at} by a signal; fit goes on from the newest snapshot"
+    if info.error is not None:
+        return "failed", f"failed {at}: {info.error}"
+    return "ended", f"ended {at}: {_REASONS.get(str(info.reason), str(info.reason))}"
+
+
+_REASONS = {
+    "epochs": "all epochs are done",
+    "steps": "all steps are done",
+    "max_time": "its time was over (max_time)",
+    "early_stopping": "early stopping",
+}
+
+
+def _moment(info: RunInfo) -> datetime:
+    """The time of the last entry."""
+    return datetime.fromisoformat(info.ended or info.started)
+
+
+def when(moment: str | float) -> str:
+    """A time as ``2026-01-31 12:30``, in this machine's time zone, from ISO 8601 or seconds."""
+    at = datetime.fromisoformat(moment) if isinstance(moment, str) else datetime.fromtimestamp(moment)
+    return at.astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def age(seconds: float) -> str:
+    """The time since a moment, in words.
+
+    Example:
+        >>> age(time.time() - 90), age(time.time() - 3 * 86400)
+        ('90 s ago', '3 days ago')
+    """
+    passed = max(time.time() - seconds, 0.0)
+    for name, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if passed >= 2 * size:
+            return f"{passed / size:.0f} {name} ago"
+    return f"{passed:.0f} s ago"
+
+
+def bytes_text(size: int) -> str:
+    """A number of bytes in words.
+
+    Example:
+        >>> bytes_text(999), bytes_text(1_500_000)
+        ('999 bytes', '1.5 MB')
+    """
+    for name, unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size} bytes"
+
+
+def number_text(value: Any) -> str:
+    """A cell of a table: four digits, "" for None.
+
+    Example:
+        >>> number_text(0.123456), number_text(12), number_text(None)
+        ('0.1235', '12', '')
+    """
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _history(directory: Path, newest: Summary | None, problems: list[str]) -> list[Row]:
+    """The longer one of the history in the newest snapshot and that in ``training_history.json``."""
+    stored = _stored_history(directory, newest, problems)
+    try:
+        text = (directory / _HISTORY).read_text(encoding="utf-8")
+    except OSError:
+        return stored
+    written = _written_history(text)
+    if written is None:
+        problems.append(f"{directory / _HISTORY}: not a list of rows")
+    return max(stored, written or [], key=len)
+
+
+def _stored_history(directory: Path, newest: Summary | None, problems: list[str]) -> list[Row]:
+    if newest is None:
+        return []
+    try:
+        loop = snapshot.whole_loop(directory, newest.step)
+    except (SnapshotError, OSError) as error:
+        if (directory / str(newest.step)).exists():  # otherwise its writer has deleted it in the meantime
+            problems.append(" ".join(str(error).split()))
+        loop = newest.loop
+    record = loop.get("record") if isinstance(loop, dict) else None
+    columns = cast("dict[str, Any]", record).get("history") if isinstance(record, dict) else None
+    return _by_row(cast("dict[str, list[Any]]", columns)) if isinstance(columns, dict) else []
+
+
+def _by_row(columns: Mapping[str, list[Any]]) -> list[Row]:
+    count = max(map(len, columns.values()), default=0)
+    return [{name: column[at] for name, column in columns.items() if at < len(column)} for at in range(count)]
+
+
+def _written_history(text: str) -> list[Row] | None:
+    """The rows of the file, which may be read while a row is written."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = list(_json_lines(text))
+        if not found and text.strip(" \n[]"):
+            return None
+    if not isinstance(found, list):
+        return None
+    return [cast("Row", row) for row in cast("list[Any]", found) if isinstance(row, dict)]
+
+
+def _json_lines(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        try:
+            row = json.loads(line.strip().rstrip(","))
+        except ValueError:  # the head of a list, or a row that is being written
+            continue
+        if isinstance(row, dict):
+            yield cast("dict[str, Any]", row)
+
+
+def _lines(directory: Path, problems: list[str]) -> list[Row]:
+    """The rows of `sinks.csv` and `sinks.jsonl` in the directory: of the file with the most rows."""
+    longest: list[Row] = []
+    for path in sorted(directory.iterdir()):
+        if path.suffix not in (".csv", ".jsonl") or _ASIDE.fullmatch(path.name) or not path.is_file():
+            continue
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            rows = _json_lines(text) if path.suffix == ".jsonl" else _csv_rows(text.splitlines())
+            found = [row for row in rows if row.get("kind") in ("step", "epoch") and isinstance(row.get("step"), int)]
+        except (OSError, csv.Error) as error:
+            problems.append(f"{path}: {error}")
+            continue
+        longest = max(longest, cast("list[Row]", found), key=len)
+    return longest
+
+
+def _csv_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for row in csv.DictReader(lines):
+        if None not in row and None not in row.values():  # else it is being written
+            yield {name: _value(text) for name, text in row.items()}
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text or None
+
+
+# --- best -------------------------------------------------------------------------------------------------------------
+
+
+def _monitor(newest: Summary | None, info: RunInfo | None, history: list[Row]) -> tuple[str, str] | None:
+    if newest is not None and newest.monitor is not None:
+        return newest.monitor
+    settings = {} if info is None else info.settings
+    metric = settings.get("monitor") or ("val_loss" if any("val_loss" in row for row in history) else None)
+    if not isinstance(metric, str):
+        return None
+    try:
+        return metric, str(settings.get("mode") or stopping.default_mode(metric))
+    except ConfigError:
+        return None
+
+
+def _best(history: list[Row], monitor: tuple[str, str] | None) -> int | None:
+    if monitor is None:
+        return None
+    sign = 1.0 if monitor[1] == "min" else -1.0
+    known = [(sign * value, at) for at, row in enumerate(history) if (value := finite(row.get(monitor[0]))) is not None]
+    return min(known)[1] if known else None
+
+
+def _best_step(found: list[Summary], monitor: tuple[str, str] | None) -> int | None:
+    if monitor is None:
+        return None
+    at = _best([summary.metrics for summary in found], monitor)
+    return None if at is None else found[at].step
+
+
+def finite(value: Any) -> float | None:
+    """The number as a float; None for everything else."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number else None
+
+
+def _size(directory: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except OSError:  # its writer has deleted it in the meantime
+                continue
+    return total

@@ -1,0 +1,95 @@
+"""The contents of a directory of snapshots, without a template: no values are restored, no lock, no writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import SnapshotError
+from . import directory, reader
+from . import history_rows as tables
+from . import manifest as manifests
+
+
+class Summary(NamedTuple):
+    """One step of a directory."""
+
+    step: int
+    saved: float  # seconds since the epoch
+    size: int  # bytes of its files
+    leaves: int
+    metrics: Mapping[str, float]
+    monitor: tuple[str, str] | None
+    environment: Mapping[str, Any]
+    loop: Any  # without the earlier rows of its tables, see `whole_loop`
+    problem: str | None  # why it cannot be restored, in one line; the fields above are empty then
+
+
+def summaries(root: Path) -> list[Summary]:
+    """Every step in ascending order, intact or not. Checks manifests, file sizes and the digests of small files.
+
+    A step that the writer deletes in the meantime is left out.
+
+    Example:
+        >>> summaries(Path("runs/nowhere"))
+        []
+    """
+    found = (_summary(root, step) for step in directory.numbered(root))
+    return [summary for summary in found if summary is not None]
+
+
+def _summary(root: Path, step: int) -> Summary | None:
+    folder = directory.place(root, step)
+    try:
+        saved = (folder / manifests.NAME).stat().st_mtime
+        read = manifests.read(folder)
+    except (SnapshotError, OSError) as error:
+        return None if _is_gone(root, step) else Summary(step, 0.0, _size(folder), 0, {}, None, {}, None, _line(error))
+    size = sum(file.size for file in read.files.values())
+    return Summary(step, saved, size, len(read.leaves), read.metrics, read.monitor, read.environment, read.loop, None)
+
+
+def whole_loop(root: Path, step: int) -> Any:
+    """The loop's state of a step, with every row of its tables.
+
+    Raises:
+        SnapshotError: the step, or a file of rows, is damaged or gone.
+    """
+    return reader.whole_loop(root, manifests.read(directory.place(root, step)), strict=True)
+
+
+def verify(root: Path, step: int) -> str | None:
+    """Read every value and every row of a step and compare the digests; return the problem in one line, or None.
+
+    Also None for a step that the writer deletes in the meantime.
+    """
+    folder = directory.place(root, step)
+    try:
+        read = manifests.read(folder)
+        for part in range(read.parts):
+            reader.verify(folder, read, part=part, platforms="cpu")
+        for earlier in read.earlier.values():
+            tables.read(root, earlier)
+    except (SnapshotError, OSError) as error:
+        return None if _is_gone(root, step) else _line(error)
+    return None
+
+
+def set_aside(root: Path) -> list[str]:
+    """The names of steps that are kept as ``<step>.corrupt`` or ``<step>.archived``."""
+    return [name for ending in ("corrupt", "archived") for name in directory.names_aside(root, ending)]
+
+
+def _is_gone(root: Path, step: int) -> bool:
+    return not directory.place(root, step).exists()
+
+
+def _size(folder: Path) -> int:
+    files = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
+    return sum(os.lstat(path).st_size for path in files if os.path.lexists(path))
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]

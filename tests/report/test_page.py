@@ -1,0 +1,118 @@
+"""``python -m purestep report``: the page, in a real browser too."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from report.test_show import train
+
+from purestep.__main__ import main
+from purestep.errors import ConfigError
+from purestep.report import read_run, write_page
+from purestep.report.curves import MOST_POINTS, quantities, smoothed
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PROBE = """<script>
+window.addEventListener('error', e => parent.postMessage('error ' + e.message, '*'));
+addEventListener('load', () => setTimeout(() => {
+  const charts = [...document.querySelectorAll('.js-plotly-plot')];
+  const drawn = charts.map(c => c.querySelectorAll('.scatterlayer .trace').length);
+  const right = part => part.getBoundingClientRect().right;
+  const over = Math.max(...charts.map(c => right(c.querySelector('.main-svg')) - right(c.closest('.chart'))));
+  const ink = charts[0].layout.font.color, page = getComputedStyle(document.body).backgroundColor;
+  document.querySelector('[data-axis=epoch]').click();
+  document.querySelector('[data-run="1"]').click();
+  setTimeout(() => parent.postMessage(JSON.stringify({drawn, over, ink, page,
+    all: document.documentElement.scrollWidth, axis: charts[0].querySelector('.xtitle').textContent,
+    last: Math.max(...charts[0].data[0].x),
+    after: charts[0].querySelectorAll('.scatterlayer .trace').length}), '*'), 800);
+}, 500));</script>"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    found = [tmp_path_factory.mktemp("runs") / name for name in ("a", "<b>&co")]
+    for epochs, directory in zip((3, 4), found, strict=True):
+        train(directory, epochs)
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("plotly", reason="plotly is not installed: pip install 'purestep[report]'")
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    assert main(["report", *map(str, runs), "-o", str(path)]) == 0
+    return path
+
+
+def test_the_page_is_whole(page: Path):
+    text = page.read_text(encoding="utf-8")
+    own = re.sub(r"<script>/\*\*.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r"(src|href|url)\s*[=(]\s*[\"']?(https?:)?//", own)
+    assert "<b>&co</h2>" not in own
+    assert "&lt;b&gt;&amp;co</h2>" in own
+    for part in ("all epochs are done", "Settings of fit <small>1 differ", "torch", "Snapshots of a", ">newest</b>"):
+        assert part in own, part
+    assert own.count('"symbol":"star"') == 2  # the best epoch of each run
+    assert page.stat().st_size < 6e6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: apt-get install chromium")
+@pytest.mark.parametrize(("width", "is_dark"), [(390, False), (1280, True)])
+def test_a_browser_draws_it(page: Path, tmp_path: Path, width: int, is_dark: bool):
+    (tmp_path / "page.html").write_text(page.read_text(encoding="utf-8").replace("</body>", f"{PROBE}</body>"))
+    frame = f'<iframe src="page.html" style="width:{width}px;height:3000px;border:0"></iframe>'
+    (tmp_path / "top.html").write_text(f"<title></title>{frame}<script>onmessage=e=>document.title=e.data</script>")
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=10000", "--window-size=1400,3000"]
+    command += ["--force-dark-mode"] * is_dark + ["--dump-dom", f"file://{tmp_path}/top.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    title = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert title is not None, done.stderr[-2000:]
+    found = json.loads(title[1])
+    assert all(found["drawn"])
+    assert found["over"] <= 0
+    assert found["all"] <= width
+    assert (found["axis"], found["last"]) == ("epoch", 3)
+    assert found["after"] < found["drawn"][0]  # one run is hidden
+    assert found["page"] == ("rgb(18, 22, 29)" if is_dark else "rgb(245, 247, 250)")
+    assert found["ink"] == ("#e6eaf1" if is_dark else "#1b2330")
+
+
+def test_curves_have_the_densest_rows_and_fractions_of_epochs(runs: list[Path], tmp_path: Path):
+    found = quantities([read_run(runs[0])])
+    assert next(iter(found)) == "loss"
+    assert [curve.loader for curve in found["loss"]] == ["train", "val"]
+    assert found["loss"][0].steps == [1, 2, 3, 4, 5, 6]
+    assert found["loss"][0].epochs == [0.5, 1, 1.5, 2, 2.5, 3]
+    assert found["loss"][1].steps == [2, 4, 6]
+    run = read_run(runs[0])
+    many = [{"kind": "step", "step": step, "train_loss": 1.0} for step in range(1, 50_001)]
+    (curve, _) = quantities([run._replace(lines=many)])["loss"]
+    assert len(curve.values) == MOST_POINTS
+    assert set(curve.values) == {1.0}
+    assert smoothed([1.0, 3.0])[-1] < 3.0
+
+
+def test_without_plotly_the_cure_is_named(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    with pytest.raises(ConfigError, match=r"pip install 'purestep\[report\]'"):
+        write_page([read_run(runs[0])], tmp_path / "x.html")
+    with pytest.raises(ConfigError, match="at least one directory"):
+        write_page([], tmp_path / "x.html")
+
+
+def test_a_run_without_rows_has_a_page_too(tmp_path: Path):
+    pytest.importorskip("plotly", reason="plotly is not installed: pip install 'purestep[report]'")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("broken")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "train_loss": null}\n')
+    write_page([read_run(tmp_path / "run")], tmp_path / "x.html")
+    assert "No rows of a history yet" in (tmp_path / "x.html").read_text()
