@@ -10,7 +10,7 @@ workers          the DataLoader that runs, and its worker processes
 random_state     torch's, numpy's and Python's generators, seeded and restored together
 attribute_state  attributes of loaders that change between epochs
 state_json       the state of a loader as JSON
-lookahead        an iterator with a look at the next element
+peeking          an iterator with a look at the next element
 equality         bitwise comparison of batches and orders
 device           batches to a device
 batch_spec       checks each batch against the first one
@@ -24,7 +24,7 @@ from .device import prefetch as prefetch
 from .device import to_device as to_device
 from .feed import Feed as Feed
 from .feed import limit as limit
-from .lookahead import Ahead as Ahead
 from .open_feed import in_order as in_order
 from .open_feed import open_feed as open_feed
 from .open_feed import overfit as overfit
+from .peeking import Ahead as Ahead

@@ -17,7 +17,7 @@ from . import random_state
 from . import state_json as position
 from .attribute_state import Attributes, closed_over, write
 from .feed import Feed, Resume
-from .lookahead import Ahead
+from .peeking import Ahead
 
 _log = logging.getLogger("purestep")
 _REMEMBERED = 64  # stored states: more than any prefetching depth
