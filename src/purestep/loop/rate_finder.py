@@ -82,7 +82,7 @@ def find_learning_rate(
     10 points and the last. Take it as the order of magnitude of a peak rate, and look at the curve.
 
     The state is only read, and the loader ends where it was: a DataLoader's order depends on seed and epoch, and the
-    state or attributes of any other loader are restored. The loader starts again if it has too few batches.
+    state or attributes of any other loader are restored. A loader with too few batches repeats the same epoch.
 
     Args:
         program: its transform has the learning rate as a leaf, by `optim.inject`; with accumulation, each learning
@@ -189,10 +189,8 @@ def _is_halted(state: TrainState) -> bool:
 
 
 def _endless(feed: data.Feed, device: Device, name: str) -> Generator[Any]:
-    epoch = 0
-    while True:
-        yield from data.prefetch(feed.epoch(epoch), device, name=name)
-        epoch += 1
+    while True:  # the same epoch: a feed that repeats warns of another order
+        yield from data.prefetch(feed.epoch(0), device, name=name)
 
 
 def _update(program: Program, state: TrainState, batches: Iterator[Any], window: int) -> tuple[TrainState, float]:
