@@ -14,8 +14,9 @@ from .. import metrics as metrics_
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..types import Device, Empty, Metrics, Program, TrainState
 from ..validation import is_count, is_number
+from . import ranks
 from .evaluate import check_pair
-from .inputs import check_alone, window_left
+from .inputs import window_left
 
 _SKIPPED = (10, 1)  # first and last points that the suggestion ignores, as in Lightning
 _LINE = "tx = ps.optim.inject(ps.optim.adamw)(learning_rate=1e-3)"
@@ -102,7 +103,7 @@ def find_learning_rate(
     Raises:
         ConfigError: a number is out of range; or the learning rate is no leaf, or follows a schedule.
         DataError: the loader is empty, or an iterator.
-        RankError: more than one process.
+        RankError: several processes, or a loader of a part of the data.
         StateError: the state is no TrainState, is spread over processes, or halted.
         StepContractError: the step returns no ``loss``.
 
@@ -119,8 +120,9 @@ def find_learning_rate(
         (True, True)
     """
     _check_numbers(low, high, steps, smoothing, divergence)
-    check_alone(loader, where=name)
     state = _checked(state, leaf, low)
+    ranks.mesh_of(state, where="find_learning_rate")
+    ranks.check_loader(loader, where=name)
     if isinstance(loader, Iterator):
         raise DataError(
             f"a {type(loader).__name__} cannot go back to where it was",
