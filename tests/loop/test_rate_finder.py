@@ -175,7 +175,7 @@ LOADERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_fit_sees_the_data_that_it_would_have_seen(kind: str) -> None:
+def test_fit_sees_the_data_that_it_would_have_seen(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     found = []
     for sweeps in (False, True):
         program, state = made()
@@ -183,7 +183,9 @@ def test_fit_sees_the_data_that_it_would_have_seen(kind: str) -> None:
         if sweeps:
             torch.manual_seed(5)
             before = torch.get_rng_state()
-            ps.find_learning_rate(program, state, loader, steps=4)
+            caplog.clear()
+            ps.find_learning_rate(program, state, loader, steps=7)
+            assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
             assert torch.equal(before, torch.get_rng_state())
         result = ps.fit(state, loader, program, epochs=2, sinks=[], device="cpu")
         found.append(result.state.params)

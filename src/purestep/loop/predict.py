@@ -57,7 +57,7 @@ def predict(
     Raises:
         ConfigError: the program has no ``bind``; or ``view`` has another value.
         DataError: an empty loader, or a batch whose inputs are unknown.
-        RankError: more than one process.
+        RankError: several processes, or a loader of a part of the data.
         StateError: the state is no TrainState, is spread over processes, or has no average for the view "ema".
         StepContractError: outputs that cannot be concatenated: a list, a leaf that is no tensor, or batches that differ
             in structure or in a dimension other than 0.
@@ -69,8 +69,9 @@ def predict(
         >>> predict(program, program.init(), batches).shape
         torch.Size([5, 3])
     """
-    ranks.check_loader(loader, where=name)
     _check_state(state)
+    ranks.mesh_of(state, where="predict")
+    ranks.check_loader(loader, where=name)
     if program.bind is None:
         raise ConfigError(
             "the program has no bind", where="predict", hint="ps.Program(train_step, bind=...), or ps.program(...)"

@@ -83,7 +83,7 @@ def find_learning_rate(
     10 points and the last. Take it as the order of magnitude of a peak rate, and look at the curve.
 
     The state is only read, and the loader ends where it was: a DataLoader's order depends on seed and epoch, and the
-    state or attributes of any other loader are restored. The loader starts again if it has too few batches.
+    state or attributes of any other loader are restored. A loader with too few batches repeats the same epoch.
 
     Args:
         program: its transform has the learning rate as a leaf, by `optim.inject`; with accumulation, each learning
@@ -103,7 +103,7 @@ def find_learning_rate(
     Raises:
         ConfigError: a number is out of range; or the learning rate is no leaf, or follows a schedule.
         DataError: the loader is empty, or an iterator.
-        RankError: more than one process.
+        RankError: several processes, or a loader of a part of the data.
         StateError: the state is no TrainState, is spread over processes, or halted.
         StepContractError: the step returns no ``loss``.
 
@@ -120,8 +120,9 @@ def find_learning_rate(
         (True, True)
     """
     _check_numbers(low, high, steps, smoothing, divergence)
-    ranks.check_loader(loader, where=name)
     state = _checked(state, leaf, low)
+    ranks.mesh_of(state, where="find_learning_rate")
+    ranks.check_loader(loader, where=name)
     if isinstance(loader, Iterator):
         raise DataError(
             f"a {type(loader).__name__} cannot go back to where it was",
@@ -190,10 +191,8 @@ def _is_halted(state: TrainState) -> bool:
 
 
 def _endless(feed: data.Feed, device: Device, name: str) -> Generator[Any]:
-    epoch = 0
-    while True:
-        yield from data.prefetch(feed.epoch(epoch), device, name=name)
-        epoch += 1
+    while True:  # the same epoch: a feed that repeats warns of another order
+        yield from data.prefetch(feed.epoch(0), device, name=name)
 
 
 def _update(program: Program, state: TrainState, batches: Iterator[Any], window: int) -> tuple[TrainState, float]:
