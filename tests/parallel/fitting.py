@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torchmetrics.classification import MulticlassAUROC
 
 import purestep as ps
 from purestep import events, optim, tree
@@ -106,6 +107,7 @@ def everything(folder: str) -> dict[str, Any]:
         "errors": errors(),
         "troubles": troubles(f"{folder}/troubles"),
         "going on": going_on(f"{folder}/on"),
+        "exact": exact(),
     }
 
 
@@ -180,6 +182,22 @@ def equal(mode: str, sizes: dict[str, int], accumulate: int) -> dict[str, Any]:
         "uneven_loss": abs(uneven.history["val_loss"][-1] - wanted_uneven.history["val_loss"][-1]),
         "rows": [sorted(row for part in order for e, rows in part if e == epoch for row in rows) for epoch in (0, 1)],
     }
+
+
+def exact() -> dict[str, float]:
+    """An exact AUROC of uneven batches and an empty share, of two processes and of one."""
+
+    def value(mesh: Any) -> float:
+        torch.manual_seed(0)
+        objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"auroc": MulticlassAUROC(CLASSES)})
+        made = ps.program(Net().double(), objective, optim.sgd(1e-2), precision="64-true")
+        made = made if mesh is None else ps.distribute(made, mesh, params="shard")
+        return ps.evaluate(made.init(), loader(11, 5, shuffle=False), made.eval_step)["auroc"]
+
+    with ps.parallel.start(timeout=60, shard=2) as mesh:
+        several = value(mesh)
+    with alone():
+        return {"several": several, "one": value(None)}
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------

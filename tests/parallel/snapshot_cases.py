@@ -112,6 +112,31 @@ def read(root: str, kind: str) -> str:
         return digest(ps.full(found.state))
 
 
+def tensor_parallel(root: str) -> list[str]:
+    """Save and restore parts of layers; the digests of the whole before and after, and of one process that reads."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    def made() -> ps.Program:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        return ps.program(model, ps.supervised(nn.MSELoss()), optim.adamw(1e-2), ema=0.9)
+
+    with ps.parallel.start(timeout=60, tensor=2) as mesh:
+        own = ps.distribute(made(), mesh, tensor={"0": ColwiseParallel(), "2": RowwiseParallel()})
+        assert own.init is not None
+        state = own.init(seed=3)
+        state, _ = own.train_step(state, (torch.ones(3, 4), torch.zeros(3, 4)))
+        with ps.Snapshots(root) as snapshots:
+            snapshots.save(1, state)
+            snapshots.wait()
+            found = snapshots.restore(own.init(seed=5)).state
+        assert ps.tree.flatten(found)[1] == ps.tree.flatten(state)[1]
+        digests = [digest(ps.full(state)), digest(ps.full(found))]
+    plain = made()
+    assert plain.init is not None
+    return [*digests, digest(ps.Snapshots(root, writer=False).restore(plain.init()).state)]
+
+
 # --- faults: a small state, made by hand ------------------------------------------------------------------------------
 
 

@@ -30,6 +30,12 @@ def test_a_run_equals_one_process(found: list[dict[str, Any]], mode: str):
             assert one["rows"] == [list(range(37))] * 2  # each once an epoch
 
 
+def test_exact_metrics_count_each_row_once(found: list[dict[str, Any]]):
+    for one in (each["exact"] for each in found):
+        assert one["several"] == one["one"]
+        assert 0.0 < one["one"] < 1.0
+
+
 ENDS: dict[str, Any] = {
     "sigterm": ("Preempted: 143", [4, "interrupted"], [4]),
     "sigint": ("KeyboardInterrupt: interrupted", [4, "interrupted"], [4]),

@@ -102,6 +102,11 @@ def test_a_hybrid_mesh_and_one_of_three_read_each_other(tmp_path):
     assert set(values(group("read", 3, str(tmp_path), "shard"))) == set(four)
 
 
+def test_parts_of_layers_are_restored_and_read_by_one_process(tmp_path):
+    for before, after, one in values(group("tensor_parallel", 2, str(tmp_path))):
+        assert before == after == one
+
+
 def test_the_weights_alone_are_restored_into_pieces(tmp_path, monkeypatch):
     alone("write", str(tmp_path), "shard", monkeypatch=monkeypatch)
     own = snapshot_cases.program()
