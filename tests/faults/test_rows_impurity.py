@@ -182,7 +182,8 @@ def test_row_45_no_false_alarms(case: str, caplog: pytest.LogCaptureFixture) -> 
         with caplog.at_level(logging.WARNING, "purestep"):
             ends.append(fit(state, batches, program, epochs=2, check_every=every).state)
     assert generators() == before
-    assert not caplog.records
+    advice = ("the average holds", "precision=")  # a run too short for its average; float16 on a CPU
+    assert [text for text in map(logging.LogRecord.getMessage, caplog.records) if not text.startswith(advice)] == []
     for end in ends[1:]:
         assert_trees_close(end, ends[0], exact=True)
 

@@ -72,6 +72,8 @@ def rate() -> Any:
 
 RULES = [("weight$", "one"), ("", "two")]
 ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "optim.lookahead": lambda: ((optim.adam(rate()),), {"sync_period": 2}),
+    "optim.schedule_free": lambda: ((optim.scale_by_adam(), rate()), {}),
     "optim.chain": lambda: ((optim.scale(0.5), optim.chain(optim.scale(2.0))), {}),
     "optim.stateless": lambda: ((halved,), {"elementwise": True}),
     "optim.scale": lambda: ((0.5,), {}),
