@@ -270,7 +270,7 @@ def test_row_54_fails_where_nobody_looks_whether_a_state_was_given_away(monkeypa
 
 
 def test_row_54_fails_where_nothing_is_saved_on_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RUN, "save_on_error", lambda error, save: None)
+    monkeypatch.setattr(RUN, "save_on_error", lambda error, save, processes: None)
     fails(lambda: test_row_54_a_callback_raises(events.StepEnd, 5, 5, tmp_path), NotFound)
 
 
