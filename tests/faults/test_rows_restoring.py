@@ -275,15 +275,15 @@ def test_row_18_the_first_format_loads_for_ever() -> None:
 
 
 def test_row_18_a_newer_format_is_refused_by_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forge(run / str(NEWEST), lambda record: record.update(format=2))
+    forge(run / str(NEWEST), lambda record: record.update(format=3))
 
     def check() -> None:
-        with pytest.raises(errors.Mismatch, match=r"format 2, written by a newer purestep.*pip install -U purestep"):
+        with pytest.raises(errors.Mismatch, match=r"format 3, written by a newer purestep.*pip install -U purestep"):
             restored(run)
 
     check()
     assert (run / str(NEWEST)).exists()
-    with fails_without("purestep.snapshot.manifest.FORMAT", 2):
+    with fails_without("purestep.snapshot.manifest.FORMAT", 3):
         check()
 
 
