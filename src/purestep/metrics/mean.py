@@ -106,7 +106,7 @@ def _on_host(metrics: Metrics) -> Metrics:
 
 
 def _is_on_device(leaf: Tensor) -> bool:
-    return leaf.device.type != "cpu"
+    return isinstance(leaf, Tensor) and leaf.device.type != "cpu"
 
 
 def as_mean(value: Tensor | float, weight: Tensor | float = 1.0) -> Mean:
