@@ -105,7 +105,7 @@ def _on_host(metrics: Metrics) -> Metrics:
     return tree.unflatten(treedef, leaves)
 
 
-def _is_on_device(leaf: Tensor) -> bool:
+def _is_on_device(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.device.type != "cpu"
 
 
