@@ -115,6 +115,9 @@ def _is_uncertain(func: Any, given: Sequence[Tensor]) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in func.tags or any(leaf.device.type != "cpu" for leaf in given):
         return False
+    # Integers may be opaque: oneDNN's backward pass of an LSTM crashes on a workspace of zeros.
+    if any(not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool) for leaf in given):
+        return False
     others = [leaf for leaf in given if _hints(leaf.stride()) != _contiguous_strides(_hints(leaf.shape))]
     if not _is_product(func):
         return bool(others)
