@@ -277,6 +277,24 @@ def _fsdp(*, compiled: bool) -> Callable[[Work, torch.device, Any], Runner]:
     return make
 
 
+def _of_module(
+    work: Work,
+    device: torch.device,
+    step: Callable[[Any], Any],
+    plain: nn.Module,
+    optimizer: Any,
+    shadow: byhand.Shadow,
+) -> Runner:
+    """A runner of a library that wraps a module and torch's optimizer; every process holds all of both."""
+
+    def rest() -> int:
+        slots = [value for state in optimizer.state.values() for value in state.values()]
+        return _bytes([*plain.parameters(), *slots, *shadow.named().values()])
+
+    batches = [_share(batch) for batch in works.batches(work, device)]
+    return Runner(step, batches, _mean, lambda: byhand.weights(plain), shadow.named, rest)
+
+
 def _accelerate(work: Work, device: torch.device, mesh: Any) -> Runner:
     from accelerate import Accelerator
 
@@ -295,12 +313,7 @@ def _accelerate(work: Work, device: torch.device, mesh: Any) -> Runner:
         shadow.update()
         return loss.detach()
 
-    def rest() -> int:
-        slots = [value for state in optimizer.state.values() for value in state.values()]
-        return _bytes([*plain.parameters(), *slots, *shadow.named().values()])
-
-    batches = [_share(batch) for batch in works.batches(work, device)]
-    return Runner(step, batches, _mean, lambda: byhand.weights(plain), shadow.named, rest)
+    return _of_module(work, device, step, plain, optimizer, shadow)
 
 
 def _lightning(work: Work, device: torch.device, mesh: Any) -> Runner:
@@ -326,12 +339,7 @@ def _lightning(work: Work, device: torch.device, mesh: Any) -> Runner:
         shadow.update()
         return loss.detach()
 
-    def rest() -> int:
-        slots = [value for state in optimizer.state.values() for value in state.values()]
-        return _bytes([*plain.parameters(), *slots, *shadow.named().values()])
-
-    batches = [_share(batch) for batch in works.batches(work, device)]
-    return Runner(step, batches, _mean, lambda: byhand.weights(plain), shadow.named, rest)
+    return _of_module(work, device, step, plain, optimizer, shadow)
 
 
 def _ours(params: str, *, donated: bool) -> Callable[[Work, torch.device, Any], Runner]:

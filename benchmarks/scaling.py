@@ -16,7 +16,7 @@ GIGA = 1e9
 
 
 class Model(NamedTuple):
-    """What is trained."""
+    """A model, and the tokens that a GPU computes."""
 
     name: str
     parameters: float
@@ -24,7 +24,7 @@ class Model(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """What it is trained on."""
+    """The GPUs and their links."""
 
     flops: float = 989e12  # of an H100 SXM, dense bfloat16 (data sheet)
     utilization: float = 0.45  # share of it that a transformer's step reaches (assumed)

@@ -145,7 +145,7 @@ def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> 
     Values are cast to the module's dtypes and moved to its devices. If a name or shape differs, nothing is copied. Call
     this before ``torch.export.export(model.eval(), (x,))`` or ``torch.onnx.export(model.eval(), (x,), "model.onnx",
     dynamo=True)``, which export a module (``pip install 'purestep[export]'``). On several processes it is a
-    collective: every process calls it with a module of its own, and gets the whole weights.
+    collective: every process passes its module, which gets the whole weights.
 
     Args:
         module: a module of the same architecture; tied parameters stay tied.

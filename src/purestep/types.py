@@ -284,13 +284,11 @@ class Static(NamedTuple):
     check: Callable[[torch.device], None]  # raises ConfigError if the device lacks this precision
     versions: Mapping[str, Any] = MappingProxyType({})  # submodule -> version, from a state_dict's ``_metadata``
     stream: tuple[int, ...] = ()  # as in `Exchange`
-    elementwise: bool = True  # of the transform
     precision: str = "32-true"
     first_share: Callable[[int], float] | None = None  # `ema.Average.first`
     tx: Any = None  # the transform
     module: Any = None  # the weightless module in train mode; not to be changed
     rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
-    decays: Callable[[Params], dict[str, bool | None]] | None = None  # `optim.Transform.decays`
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:

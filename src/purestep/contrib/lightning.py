@@ -149,7 +149,7 @@ DEFAULTS: dict[str, Any] = {
 """The signature of Lightning 2.6."""
 
 
-# Of the second row, two change nothing: purestep evaluates without gradients, and logs no hyperparameters.
+# inference_mode and enable_autolog_hparams change nothing: purestep evaluates without gradients and logs no settings.
 _FLAGS = (
     *("enable_checkpointing", "enable_progress_bar", "detect_anomaly", "barebones", "benchmark"),
     *("inference_mode", "use_distributed_sampler", "sync_batchnorm", "enable_autolog_hparams"),
@@ -262,7 +262,7 @@ def _checked(name: str, value: Any, check: Callable[[Any], Any]) -> Any:
 
 
 class _Processes(NamedTuple):
-    """What the arguments say of several processes."""
+    """The mesh and the placement that the arguments ask for."""
 
     mesh: dict[str, int]  # parallel.start(**mesh); empty: one process
     distribute: dict[str, str]  # distribute(program, mesh, **distribute)

@@ -1,4 +1,4 @@
-"""Feeds of one of several processes, for loaders without indices: its rows of each batch, or batches of its own."""
+"""Feeds of one of several processes, for loaders without indices: its rows of each batch, or its separate batches."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class OwnFeed(Feed):
         self.is_divided = True
         self._mesh = mesh
         self._own: dict[int, int] = {}  # epoch -> this process's number of batches, once it has ended
-        self._restored: int | None = None  # batches of its own that are done
+        self._restored: int | None = None  # batches of this process that are done
         self._last: Batch | None = None
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:

@@ -97,7 +97,7 @@ def summary(program: Program, state: TrainState, batch: Any = None) -> Summary:
     state = TrainState(*state)
     if not isinstance(state.placement, Empty):
         raise StateError("the state is spread over processes", where="summary", hint="pass ps.full(state)")
-    find = program.static.decays if program.static is not None else None
+    find = program.static.tx.decays if program.static is not None else None
     decays = find(state.params) if find is not None else dict.fromkeys(state.params)
     rows = _rows(program, state, decays)
     flops = (None, None) if batch is None else _counted(program, state, batch)

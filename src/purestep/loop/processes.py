@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import data, parallel, tensor_layout, tree
 from ..compile import plain, states
 from ..errors import NonFiniteError, RankError
-from ..parallel import agreement, placement
+from ..parallel import agreement, host, placement
 from ..signals import Pending, Signals
 from ..types import Program, Tree
 from . import nonfinite_steps
@@ -120,7 +120,7 @@ class Alone:
 
 
 class _Word(NamedTuple):
-    """What a process sends at a boundary. Of each field the largest number counts."""
+    """The numbers that a process sends at a boundary. The joint word has the largest number of each field."""
 
     signal: int = 0  # index in _SIGNALS
     stop: int = 0  # a callback returned Stop
@@ -292,11 +292,11 @@ class Several(Alone):
 
     def _take_texts(self) -> None:
         """Exchange reasons and errors: of several, those of the lowest rank count."""
-        own = self._stop, None if self._failure is None else agreement.described(self._failure)
+        own = self._stop, host.sent(self._failure)
         found = agreement.gathered(own)
         for rank, (_, failure) in enumerate(found):
             if failure is not None:
-                raise self._failure if self._failure is not None else agreement.rebuilt(failure, rank=rank)
+                raise self._failure if self._failure is not None else host.received_from(rank, failure)
         self._stop = None
         self._reason = self._reason or next((reason for reason, _ in found if reason is not None), None)
 
@@ -376,7 +376,8 @@ def facts_of(state: Tree, program: Program, config: FitConfig, feeds: Feeds) -> 
         facts |= {f"loader {name}, {key}": value for key, value in {**feed.facts, "length": feed.length}.items()}
     static = program.static
     if static is not None:
-        facts |= {f"program {key}": getattr(static, key) for key in ("accumulate", "tail", "has_ema", "elementwise")}
+        facts |= {f"program {key}": getattr(static, key) for key in ("accumulate", "tail", "has_ema")}
+        facts["program elementwise"] = static.tx.elementwise
     for part in states(state):
         facts["placement"] = repr(part.placement)
     for path, leaf in tree.with_paths(state):

@@ -242,7 +242,7 @@ def schedule_free_view(state: TrainState) -> TrainState:
         A state of the same structure and dtypes. Parameters of other transforms are unchanged.
 
     Raises:
-        StateError: the state is no TrainState, has an average of its own, or its optimizer is not schedule-free.
+        StateError: the state is no TrainState, has an `ema` average, or its optimizer is not schedule-free.
 
     Example:
         >>> import purestep as ps

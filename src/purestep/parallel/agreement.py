@@ -1,4 +1,4 @@
-"""Agreement of the hosts: numbers exchanged once a call, checks that processes run the same, results of process 0.
+"""Agreement of the hosts: numbers exchanged once a call, checks that processes run the same.
 
 All of it runs over the host group of the open mesh (gloo, on the CPU), so it never waits for a device. Every process
 makes the same calls in the same order.
@@ -6,15 +6,14 @@ makes the same calls in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import errors
-from ..errors import PurestepError, RankError
+from ..errors import RankError
 from . import mesh as meshes
 from .peers import answered
 
@@ -140,46 +139,3 @@ def checksum(value: Tensor) -> int:
         flat = flat.view(torch.uint8)
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     return int(flat.view(kind).sum(dtype=torch.int64))
-
-
-def from_first(call: Callable[[], T]) -> T:
-    """Call a function in process 0 alone, and return its result in every process.
-
-    Args:
-        call: returns plain data, which is pickled.
-
-    Raises:
-        Exception: of the call: itself in process 0, an equal one of purestep's errors in the others.
-    """
-    groups = meshes.current()
-    if groups is None or groups.host is None:
-        return call()
-    box: list[Any] = [None]
-    failed: Exception | None = None
-    if groups.mesh.rank == 0:
-        try:
-            box = [(call(), None)]
-        except Exception as error:
-            failed, box = error, [(None, described(error))]
-    with answered("a result of process 0"):
-        dist.broadcast_object_list(box, src=0, group=groups.host)
-    if failed is not None:
-        raise failed
-    value, text = box[0]
-    if text is not None:
-        raise rebuilt(text, rank=0)
-    return value
-
-
-def described(error: BaseException) -> tuple[str, str, str, str]:
-    """An error as plain data, for `rebuilt`."""
-    if isinstance(error, PurestepError):
-        return type(error).__name__, error.what, error.where, error.hint
-    return "", f"{type(error).__name__}: {error}", "", ""
-
-
-def rebuilt(text: tuple[str, str, str, str], *, rank: int) -> PurestepError:
-    """The error of another process: the same of purestep's errors, or a RankError."""
-    name, what, where, hint = text
-    kind = getattr(errors, name, RankError) if name else RankError
-    return kind(what, where=f"process {rank}" + (f", {where}" if where else ""), hint=hint)

@@ -27,7 +27,7 @@ def synchronize(module: nn.Module) -> None:
         module: changed.
 
     Raises:
-        ConfigError: a layer has a forward method of its own.
+        ConfigError: a layer overrides torch's forward method.
     """
     for name in trained(module):
         layer: Any = module.get_submodule(name)

@@ -111,7 +111,7 @@ def distribute(
     layout = placement.layout_of(
         whole, is_cut, mesh.shard, mesh.data, sums_once=sums_once, tensor=mesh.tensor, dims=dims
     )
-    if static.elementwise and not all(leaf.is_whole for leaf in layout.leaves):
+    if static.tx.elementwise and not all(leaf.is_whole for leaf in layout.leaves):
         _check_elementwise(static.tx, layout.leaves)
     by_unit = blocks.leaves_of(unit_names, layout.leaves, static.ties)
     hidden = frozenset(leaf.name for leaves in by_unit.values() for leaf in leaves)
@@ -448,7 +448,7 @@ class _Processes:
         """Run a transform. One that is not elementwise sees whole tensors, and its results are cut again."""
         if not self.pieces:
             return update(grads, state, params)
-        if self.static.elementwise:
+        if self.static.tx.elementwise:
             with base.norm_of_pieces(lambda updates: norm if updates is grads else self.norm(updates)):
                 return update(grads, state, params)
         found, whole_state = update(self._whole(grads), self._whole_state(state), self._whole(params))

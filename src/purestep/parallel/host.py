@@ -117,6 +117,20 @@ def received(record: tuple[Any, ...] | None) -> Exception | None:
     return builtin(what) if is_plain else RuntimeError(f"{name}: {what}")
 
 
+def received_from(rank: int, record: tuple[Any, ...]) -> PurestepError:
+    """The error of `sent`, with its process: a purestep error of its class; any other one is a RankError.
+
+    Example:
+        >>> received_from(1, sent(errors.DataError("no rows", where="loader")))
+        DataError('process 1, loader: no rows')
+    """
+    found = received(record)
+    if not isinstance(found, PurestepError):
+        return errors.RankError(f"{record[0]}: {record[1]}", where=f"process {rank}")
+    where = f"process {rank}" + (f", {found.where}" if found.where else "")
+    return type(found)(found.what, where=where, hint=found.hint)
+
+
 def _outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return function(), None

@@ -338,11 +338,6 @@ def _mapped(state: TrainState, fn: Callable[[str, Any], Any]) -> TrainState:
     return tree.unflatten(treedef, [fn(path, leaf) for path, leaf in tree.with_paths(state)])
 
 
-def pieces(layout: Layout, names: Mapping[str, Any]) -> list[Leaf]:
-    """The leaves of these names, in the layout's order."""
-    return [leaf for leaf in layout.leaves if leaf.name in names]
-
-
 def by_name(leaves: list[Leaf], values: list[Tensor]) -> Params:
     """A dict of values by the names of leaves."""
     return {leaf.name: value for leaf, value in zip(leaves, values, strict=True)}

@@ -73,6 +73,10 @@ def mean_gradients(form: Form, state: TrainState, grads: Params, local: Tensor, 
         local: shape=(): their `Micro.grad_weight`.
         weight: shape=(): the weight of all processes.
     """
+    return divided(state, reduced(form, weighted(grads, local)), weight)
+
+
+def divided(state: TrainState, summed: Params, weight: Tensor) -> Params:
+    """Summed gradients over their weight (over 1 if it is not positive), in the dtypes of the parameters."""
     divisor = torch.where(weight > 0, weight, torch.ones_like(weight))
-    summed = reduced(form, weighted(grads, local))
     return {name: (grad / divisor.to(grad.dtype)).to(state.params[name].dtype) for name, grad in summed.items()}

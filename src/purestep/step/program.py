@@ -185,12 +185,10 @@ def _static(spec: Spec, versions: dict[str, Any]) -> Static:
         labels=spec.tx.labels if spec.tx.elementwise else None,
         steps=lambda form: steps_of(spec, form),
         versions=versions,
-        elementwise=spec.tx.elementwise,
         tx=spec.tx,
         check=functools.partial(precision_.check, spec.policy),
         precision=spec.policy.name,
         first_share=spec.average.first,
-        decays=spec.tx.decays,
     )
 
 

@@ -210,8 +210,7 @@ def _close(
         summed = exchange.reduced(form, summed)
     flags = _nonzero(form, summed, set(stored.values()))
     reached = {name: flags[place] for name, place in stored.items()}
-    divisor = torch.where(accum.weight > 0, accum.weight, torch.ones_like(accum.weight))
-    grads = {name: (g / divisor.to(g.dtype)).to(state.params[name].dtype) for name, g in summed.items()}
+    grads = exchange.divided(state, summed, accum.weight)
     counted = torch.where(torch.isnan(accum.weight), torch.ones_like(accum.weight), accum.weight)
     new, metrics = _apply(spec, form, state, grads, counted, accum.weight, state.buffers, reached)
     del metrics["finite"]
