@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import tracing
 from .errors import ConfigError, StateError
 from .pickling import recipe
 from .types import Empty, Params, TrainState, Tree
@@ -26,12 +28,14 @@ class Average(NamedTuple):
     """``init(params, buffers) -> state`` and ``update(state, params, buffers, updates) -> state``.
 
     ``first(n)`` is the share that the weights of the first update still have in the average after n updates; None if it
-    is unknown.
+    is unknown. ``in_place`` has the arguments of ``update``, and may write into the memory of the state; its result
+    shares no memory with the other arguments.
     """
 
     init: Callable[[Params, Params], Tree]
     update: Callable[[Tree, Params, Params, Tensor], Tree]
     first: Callable[[int], float] | None = None
+    in_place: Callable[[Tree, Params, Params, Tensor], Tree] | None = None
 
 
 @recipe
@@ -51,7 +55,7 @@ def none() -> Average:
         del params, buffers, updates  # No state.
         return state
 
-    return Average(init, update)
+    return Average(init, update, in_place=update)
 
 
 @recipe
@@ -93,12 +97,14 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
         averaged = {name: _upcast(b).clone() for name, b in buffers.items()}
         return EmaState(shadow, averaged if average_buffers else Empty())
 
-    def update(state: EmaState, params: Params, buffers: Params, updates: Tensor) -> EmaState:
+    def update(
+        state: EmaState, params: Params, buffers: Params, updates: Tensor, in_place: bool = False
+    ) -> EmaState:
         weight = _weight(updates, decay, warmup)
-        shadow = _lerp_all(state.params, params, weight)
+        shadow = _lerp_all(state.params, params, weight, in_place)
         if isinstance(state.buffers, Empty):
             return EmaState(shadow, state.buffers)
-        return EmaState(shadow, _lerp_all(state.buffers, buffers, weight))
+        return EmaState(shadow, _lerp_all(state.buffers, buffers, weight, in_place))
 
     def first(updates: int) -> float:
         share = 1.0
@@ -108,7 +114,7 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
                 break
         return share
 
-    return Average(init, update, first)
+    return Average(init, update, first, functools.partial(update, in_place=True))
 
 
 def default_view(state: TrainState) -> str:
@@ -220,7 +226,17 @@ def _weight(updates: Tensor, decay: float, warmup: bool) -> Tensor:
     return torch.where(updates == 0, torch.ones_like(weight), weight)
 
 
-def _lerp_all(olds: Params, news: Params, weight: Tensor) -> Params:
+def _lerp_all(olds: Params, news: Params, weight: Tensor, in_place: bool) -> Params:
+    leaves = [*olds.values(), *news.values()]
+    first = leaves[0] if leaves else weight
+    # One call for all leaves, where the host can read the weight.
+    if weight.device.type == "cpu" and tracing.may_read(weight) and not tracing.followed(leaves):
+        if all(type(leaf) is Tensor and leaf.dtype is first.dtype for leaf in leaves) and first.is_floating_point():
+            old, new, share = list(olds.values()), [news[name] for name in olds], float(weight)
+            if in_place:
+                torch._foreach_lerp_(old, new, share)  # pyright: ignore[reportPrivateUsage]  # documented
+                return dict(olds)
+            return dict(zip(olds, torch._foreach_lerp(old, new, share), strict=True))  # pyright: ignore[reportPrivateUsage]
     dtypes = dict.fromkeys(old.dtype for old in olds.values() if old.is_floating_point())
     weights = {dtype: weight.to(dtype) for dtype in dtypes}  # Once per dtype, not once per leaf.
     return {name: _lerp(old, news[name], weights) for name, old in olds.items()}

@@ -260,6 +260,7 @@ class Form(NamedTuple):
     unreached: Callable[[frozenset[str]], dict[str, str]] = _same_names  # names without a gradient -> stored names
     exchange: Exchange | None = None  # None: one process
     hidden: frozenset[str] = frozenset()  # named parameters that are pieces in the expanded tree
+    owned: bool = False  # an eager step may write into the memory of the stored parameters, optimizer state and average
 
 
 class Steps(NamedTuple):

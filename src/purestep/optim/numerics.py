@@ -214,6 +214,22 @@ def _schedule_error(schedule: Schedule, step: Tensor, problem: str) -> StepContr
     )
 
 
+def usable(rate: Tensor) -> Tensor:
+    """True if a learning rate is in [0, inf): the square root of a negative number is nan, and nan < inf is False."""
+    return rate.sqrt() < torch.inf
+
+
+def scale_in_place(leaves: Params, factor: Scalar) -> Params:
+    """As `multiply` of every leaf, written into the memory of leaves that keep their dtype without rounding."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for leaf in leaves.values():
+        by_dtype.setdefault(leaf.dtype, []).append(leaf)
+    for dtype, same in by_dtype.items():
+        if dtype not in _LOW_PRECISION:
+            torch._foreach_mul_(same, in_dtype(factor, dtype))  # pyright: ignore[reportPrivateUsage]  # documented
+    return {name: multiply(leaf, factor) if leaf.dtype in _LOW_PRECISION else leaf for name, leaf in leaves.items()}
+
+
 def is_enabled(scalar: Scalar) -> bool:
     """Return True unless the scalar is the number 0. A tensor enables its part, since its value may change later."""
     return isinstance(scalar, Tensor) or scalar != 0
