@@ -75,6 +75,7 @@ if _typing.TYPE_CHECKING:
     from .bench import find_batch_size as find_batch_size
     from .compile import compile_program as compile_program
     from .compile import compile_step as compile_step
+    from .compile import donate as donate
     from .config import FitConfig as FitConfig
     from .data import to_device as to_device
     from .diagnostics import summary as summary
@@ -93,7 +94,7 @@ if _typing.TYPE_CHECKING:
 else:
     _LATE = {
         "bench": ("benchmark", "find_batch_size"),
-        "compile": ("compile_program", "compile_step"),
+        "compile": ("compile_program", "compile_step", "donate"),
         "config": ("FitConfig",),
         "data": ("to_device",),
         "diagnostics": ("summary",),

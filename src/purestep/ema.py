@@ -97,9 +97,7 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
         averaged = {name: _upcast(b).clone() for name, b in buffers.items()}
         return EmaState(shadow, averaged if average_buffers else Empty())
 
-    def update(
-        state: EmaState, params: Params, buffers: Params, updates: Tensor, in_place: bool = False
-    ) -> EmaState:
+    def update(state: EmaState, params: Params, buffers: Params, updates: Tensor, in_place: bool = False) -> EmaState:
         weight = _weight(updates, decay, warmup)
         shadow = _lerp_all(state.params, params, weight, in_place)
         if isinstance(state.buffers, Empty):
@@ -227,19 +225,24 @@ def _weight(updates: Tensor, decay: float, warmup: bool) -> Tensor:
 
 
 def _lerp_all(olds: Params, news: Params, weight: Tensor, in_place: bool) -> Params:
-    leaves = [*olds.values(), *news.values()]
-    first = leaves[0] if leaves else weight
-    # One call for all leaves, where the host can read the weight.
-    if weight.device.type == "cpu" and tracing.may_read(weight) and not tracing.followed(leaves):
-        if all(type(leaf) is Tensor and leaf.dtype is first.dtype for leaf in leaves) and first.is_floating_point():
-            old, new, share = list(olds.values()), [news[name] for name in olds], float(weight)
-            if in_place:
-                torch._foreach_lerp_(old, new, share)  # pyright: ignore[reportPrivateUsage]  # documented
-                return dict(olds)
-            return dict(zip(olds, torch._foreach_lerp(old, new, share), strict=True))  # pyright: ignore[reportPrivateUsage]
-    dtypes = dict.fromkeys(old.dtype for old in olds.values() if old.is_floating_point())
+    old, new = list(olds.values()), [news[name] for name in olds]
+    if _together(old + new, weight):
+        share = float(weight)
+        if not in_place:
+            return dict(zip(olds, torch._foreach_lerp(old, new, share), strict=True))  # pyright: ignore[reportPrivateUsage]  # documented
+        torch._foreach_lerp_(old, new, share)  # pyright: ignore[reportPrivateUsage]
+        return dict(olds)
+    dtypes = dict.fromkeys(leaf.dtype for leaf in old if leaf.is_floating_point())
     weights = {dtype: weight.to(dtype) for dtype in dtypes}  # Once per dtype, not once per leaf.
     return {name: _lerp(old, news[name], weights) for name, old in olds.items()}
+
+
+def _together(leaves: list[Tensor], weight: Tensor) -> bool:
+    """True if one call may average all leaves, since the host can read the weight."""
+    if not leaves or weight.device.type != "cpu" or not tracing.may_overwrite([*leaves, weight]):
+        return False
+    of_one_kind = {leaf.dtype for leaf in leaves} <= {leaves[0].dtype} and leaves[0].is_floating_point()
+    return of_one_kind and {type(leaf) for leaf in leaves} == {Tensor} and tracing.may_read(weight)
 
 
 def _lerp(old: Tensor, new: Tensor, weights: Mapping[torch.dtype, Tensor]) -> Tensor:

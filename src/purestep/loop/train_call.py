@@ -17,6 +17,7 @@ from .. import data, files, tree
 from ..compile import Stacked, first_line, states
 from ..diagnostics import not_finite, purity
 from ..errors import ConfigError, NonFiniteError, PurestepError, StepContractError
+from ..step import static_of
 from ..types import EvalStep, Metrics, Program, TrainStep, Tree
 from .accumulation import counting
 from .evaluate import BatchCheck, check_pair, takes_index
@@ -39,7 +40,7 @@ def train_call(eager: Program, program: Program, state: Tree, config: FitConfig)
         state: the first one.
         config: of the run.
     """
-    compiled = program.train_step is not eager.train_step
+    compiled = compile_.without_donation(program).train_step is not eager.train_step
     check = PurityCheck(eager, config.check_every, compiled=compiled)
     kind = _FailpointCall if files.armed() else TrainCall
     return kind(program.train_step, state, check, anomalies=config.detect_anomaly, compiled=compiled)
@@ -195,6 +196,7 @@ def _anomaly(text: str, state: Tree, batch: Any, loop: LoopState) -> NonFiniteEr
 
 def eager_program(program: Program) -> Program:
     """Return the program as it was before it was compiled."""
+    program = compile_.without_donation(program)
     train, flush, evaluate = program.train_step, program.flush, program.eval_step
     if isinstance(train, compile_.CompiledStep) and train.unroll == 1:
         train = train.eager
@@ -212,7 +214,7 @@ def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
         return eager
     on_cuda, compiled_already = data.device_of(state).type == "cuda", eager.train_step is not program.train_step
     if wanted is False or (wanted == "auto" and (compiled_already or not on_cuda)):
-        return program
+        return _donated(program, state) if config.donate else program
     options = _compile_options(wanted) if isinstance(wanted, Mapping) else {}
     options.setdefault("donate", config.donate)
     compiled = compile_.compile_program(eager, **options)
@@ -225,6 +227,16 @@ def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
         flush=_with_fallback(compiled.flush, eager.flush, warned),
         eval_step=_eval_with_fallback(compiled.eval_step, eager.eval_step, warned),
     )
+
+
+def _donated(program: Program, state: Tree) -> Program:
+    """Let the eager steps of a program reuse the memory of the run's state, where they can."""
+    static = static_of(program.train_step)
+    if static is None or not compile_.can_donate(static):
+        return program
+    # On other devices the host counts the position in a window: see `counting`.
+    on_host = data.device_of(state).type == "cpu"
+    return compile_.donate(program) if on_host or static.accumulate == 1 else program
 
 
 def _compile_options(given: Mapping[str, Any]) -> dict[str, Any]:

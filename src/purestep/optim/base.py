@@ -37,8 +37,9 @@ class Kernel(NamedTuple):
     Args:
         fits: ``(updates, state, params) -> bool``: whether the kernel can work on these tensors.
         run: ``(updates, state, params, ready, owned) -> (params, state)``. It may write into the updates, and into
-            params and state if they are ``owned``; else it copies them. ``ready`` (shape=(), bool) and the learning rate
-            may forbid the update: tensors with dimensions then keep their values, and the caller keeps the old scalars.
+            params and state if they are ``owned``; else it copies them. ``ready`` (shape=(), bool) and the learning
+            rate may forbid the update: tensors with dimensions then keep their values, and the caller keeps the old
+            scalars.
     """
 
     fits: Callable[[Params, Tree, Params], bool]

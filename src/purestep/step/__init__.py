@@ -20,6 +20,7 @@ batch_copy   copies of batch leaves that a model writes in place
 from .gradient import NoSetupContext as NoSetupContext
 from .program import program as program
 from .program import static_of as static_of
+from .spec import IDENTITY as IDENTITY
 from .spec import Accum as Accum
 from .spec import Adding as Adding
 from .spec import Closing as Closing

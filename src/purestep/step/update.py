@@ -14,9 +14,8 @@ from ..errors import DataError, StateError, StepContractError
 from ..optim import base, numerics, unused_parameters
 from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
 from . import exchange
-from .gradient import finite_mean, gradients, kept_buffers
+from .gradient import gradients, kept_buffers
 from .spec import Accum, Adding, Closing, Micro, Spec, drawn, is_finite, wide
-
 
 _Rate = TypeVar("_Rate")
 
@@ -137,7 +136,7 @@ def _either(condition: Tensor, new: Tree, old: Tree, *, state: TrainState) -> Tr
     """Select leaves like `tree.where`; where the host may branch, without copies of what is selected."""
     if not may_branch(condition):
         return tree.where(condition, new, old)
-    return _separate(new, old, state) if condition else old
+    return _separate(new, old, state) if condition else tree.clone(old)
 
 
 def _separate(new: Tree, old: Tree, state: TrainState) -> Tree:
@@ -331,7 +330,7 @@ def _kept(
             return params, _where_scalars(applied, opt_state, old[1]), tree.where(applied, average, old[2])
         return tree.where(applied, (params, opt_state, average), old)
     if not applied:
-        return old
+        return old if form.owned else tree.clone(old)
     in_place = spec.average.in_place
     update = in_place if in_place is not None and form.owned else spec.average.update
     average = update(state.ema, params, buffers, state.updates)
