@@ -45,6 +45,7 @@ from .donation import overlaps as overlaps
 from .eager_donation import DonatedStep as DonatedStep
 from .eager_donation import can_donate as can_donate
 from .eager_donation import donate as donate
+from .eager_donation import released as released
 from .eager_donation import without_donation as without_donation
 from .eval_step import CompiledEval as CompiledEval
 from .first_run import first_line as first_line

@@ -139,7 +139,7 @@ class TrainCall:
 
     def _compare(self, new: Tree, place: str) -> None:
         try:
-            self._kind.check(new)
+            self._kind.check(compile_.plain(new))
         except purity.Impure as error:
             where = f"train_step, up to {place}, {error.where}"
             raise StepContractError(error.what, where=where, hint=error.hint) from None

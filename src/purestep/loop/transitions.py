@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import data, ema, events, files
-from ..compile import Stacked, unstacked
+from ..compile import Stacked, released, unstacked
 from ..errors import NonFiniteError, StepContractError
 from ..signals import Preempted, interrupted
 from ..types import Metrics, Program, Tree
@@ -348,7 +348,9 @@ def result_of(run: Run) -> FitResult:
     """Return the result so far."""
     loop, services = run.loop, run.services
     best, view = services.monitor.best(loop), services.view or "params"
-    return FitResult(run.state, dict(loop.history), best, loop.epoch, loop.stop or "error", view, services.best_state)
+    return FitResult(
+        released(run.state), dict(loop.history), best, loop.epoch, loop.stop or "error", view, services.best_state
+    )
 
 
 def _restore_best(run: Run) -> None:
