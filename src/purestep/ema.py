@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from . import tracing
+from . import foreach, tracing
 from .errors import ConfigError, StateError
 from .pickling import recipe
 from .types import Empty, Params, TrainState, Tree
@@ -229,8 +229,8 @@ def _lerp_all(olds: Params, news: Params, weight: Tensor, in_place: bool) -> Par
     if _together(old + new, weight):
         share = float(weight)
         if not in_place:
-            return dict(zip(olds, torch._foreach_lerp(old, new, share), strict=True))  # pyright: ignore[reportPrivateUsage]  # documented
-        torch._foreach_lerp_(old, new, share)  # pyright: ignore[reportPrivateUsage]
+            return dict(zip(olds, foreach.lerp(old, new, share), strict=True))
+        foreach.lerp_(old, new, share)
         return dict(olds)
     dtypes = dict.fromkeys(leaf.dtype for leaf in old if leaf.is_floating_point())
     weights = {dtype: weight.to(dtype) for dtype in dtypes}  # Once per dtype, not once per leaf.

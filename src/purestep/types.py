@@ -260,7 +260,8 @@ class Form(NamedTuple):
     unreached: Callable[[frozenset[str]], dict[str, str]] = _same_names  # names without a gradient -> stored names
     exchange: Exchange | None = None  # None: one process
     hidden: frozenset[str] = frozenset()  # named parameters that are pieces in the expanded tree
-    owned: bool = False  # an eager step may write into the memory of the stored parameters, optimizer state and average
+    # An eager step may write into the memory of parameters, optimizer state and average; it calls this before it does.
+    owned: Callable[[], None] | None = None
 
 
 class Steps(NamedTuple):

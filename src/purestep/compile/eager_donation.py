@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from .. import tracing, tree
 from ..errors import ConfigError
 from ..step import IDENTITY, static_of
-from ..types import Empty, Metrics, Program, Static, TrainState, Tree
+from ..types import Metrics, Program, Static, TrainState, Tree
 from . import live_state
 from .live_state import LiveState, Store
 
@@ -38,19 +39,29 @@ class OwnedState(Store):
         return int(self.parts[index][_KEY][1])
 
 
+class Writes(threading.local):
+    """Whether a call of this thread has begun to write into its state. torch does not count a fused kernel's writes."""
+
+    begun = False
+
+    def begin(self) -> None:
+        """Note the first write."""
+        self.begun = True
+
+
 class DonatedStep:
     """A program's train_step or flush over memory that it owns; see `donate`.
 
     Args:
         eager: the pure step.
         owning: the same step, which may write into the memory of its input.
-        owner: common to the steps that may take each other's states.
+        writes: common to the steps that may take each other's states.
     """
 
-    def __init__(self, eager: Callable[..., Any], owning: Callable[..., Any], owner: object) -> None:
+    def __init__(self, eager: Callable[..., Any], owning: Callable[..., Any], writes: Writes) -> None:
         self.eager = eager
         self._owning = owning
-        self._owner = owner
+        self._writes = writes
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
         if tracing.in_graph() or tracing.transformed():
@@ -59,13 +70,12 @@ class DonatedStep:
         if not isinstance(state, TrainState):
             return self.eager(state, *batch)  # which raises its own error
         store = self._store_of(state)
-        given: TrainState = store.named
-        before = _versions(given)
+        self._writes.begun = False
         store.begin()
         try:
-            new, metrics = self._owning(given, *batch)
+            new, metrics = self._owning(store.named, *batch)
         except BaseException:
-            if _versions(given) == before:
+            if not self._writes.begun:
                 store.undo()
             raise
         store.take(new)
@@ -75,19 +85,11 @@ class DonatedStep:
 
     def _store_of(self, state: TrainState) -> OwnedState:
         store = state.live_store if isinstance(state, LiveState) else None
-        if isinstance(store, OwnedState) and store.owner is self._owner and store.is_unmodified():
+        if isinstance(store, OwnedState) and store.owner is self._writes and store.is_unmodified():
             return store
         plain = TrainState(*state)
         written = tree.clone((plain.params, plain.opt_state, plain.ema))
-        return OwnedState(plain._replace(params=written[0], opt_state=written[1], ema=written[2]), self._owner)
-
-
-def _versions(state: TrainState) -> list[int]:
-    """Counts of writes into the tensors that a step writes first."""
-    written = list(state.params.values())
-    if not isinstance(state.ema, Empty):
-        written += tree.leaves(state.ema)
-    return [leaf._version for leaf in written]  # pyright: ignore[reportPrivateUsage]  # torch has no public counter
+        return OwnedState(plain._replace(params=written[0], opt_state=written[1], ema=written[2]), self._writes)
 
 
 def donate(program: Program) -> Program:
@@ -124,11 +126,12 @@ def donate(program: Program) -> Program:
         what = "distributed" if static is not None else "not one of ps.program with its own eager step"
         hint = "pass the result of ps.program(...); for compiled steps ps.compile_program(program, donate=True)"
         raise ConfigError(f"the program is {what}", where="donate", hint=hint)
-    owning, owner = static.steps(IDENTITY._replace(owned=True)), object()
+    writes = Writes()
+    owning = static.steps(IDENTITY._replace(owned=writes.begin))
     flush: Any = program.flush
     if static_of(flush) is static:
-        flush = DonatedStep(flush, owning.flush, owner)
-    return program._replace(train_step=DonatedStep(program.train_step, owning.train_step, owner), flush=flush)
+        flush = DonatedStep(flush, owning.flush, writes)
+    return program._replace(train_step=DonatedStep(program.train_step, owning.train_step, writes), flush=flush)
 
 
 def can_donate(static: Static) -> bool:

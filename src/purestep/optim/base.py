@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from threading import local
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .. import tracing
+from .. import foreach, tracing
 from ..errors import ConfigError, StateError
 from ..pickling import recipe
 from ..types import Empty, Labels, Params, Tree
@@ -31,19 +31,22 @@ def _no_decay(params: Params) -> dict[str, bool | None]:
     return dict.fromkeys(params, False)
 
 
-class Kernel(NamedTuple):
-    """A fused kernel for eager steps, which does the work of ``Transform.update`` and of `apply_updates`.
+class Launch(NamedTuple):
+    """A fused kernel for one update, which does the work of ``Transform.update`` and of `apply_updates`.
 
     Args:
-        fits: ``(updates, state, params) -> bool``: whether the kernel can work on these tensors.
-        run: ``(updates, state, params, ready, owned) -> (params, state)``. It may write into the updates, and into
-            params and state if they are ``owned``; else it copies them. ``ready`` (shape=(), bool) and the learning
-            rate may forbid the update: tensors with dimensions then keep their values, and the caller keeps the old
-            scalars.
+        rates: the learning rates of this update that are tensors, shape=() each.
+        run: ``(updates, ready, owned) -> (params, state)``. It may write into the updates, and into the old params and
+            state if they are ``owned``; else it copies them. Where ``ready`` (shape=(), bool) is False, tensors with
+            dimensions keep their values; the caller keeps the old scalars.
     """
 
-    fits: Callable[[Params, Tree, Params], bool]
-    run: Callable[[Params, Tree, Params, Tensor, bool], tuple[Params, Tree]]
+    rates: list[Tensor]
+    run: Callable[[Params, Tensor, bool], tuple[Params, Tree]]
+
+
+Kernel: TypeAlias = Callable[[Params, Tree, Params], Launch | None]
+"""``(updates, state, params) -> Launch``, or None if there is no kernel for these tensors. Nothing is written yet."""
 
 
 class Transform(NamedTuple):
@@ -61,7 +64,7 @@ class Transform(NamedTuple):
         decays: ``params -> {name: True if weight decay moves this parameter, None if that is unknown}``; for `summary`.
         in_place: ``(updates, params) -> updates``: as ``update`` of a transform without state, but it may write into
             the tensors of the updates.
-        kernel: a faster way to the same numbers (within rounding) where a step runs in eager mode; see `Kernel`.
+        kernel: a faster way to the same numbers (within rounding) where a step runs in eager mode; see `Launch`.
 
     Example:
         >>> double = Transform(lambda params: Empty(), lambda updates, state, params: (
@@ -179,18 +182,20 @@ def _kernel_of_chain(transforms: tuple[Transform, ...]) -> Kernel | None:
     if last is None or len(first) < len(transforms) - 1:
         return None
 
-    def fits(updates: Params, state: tuple[Tree, ...], params: Params) -> bool:
-        return len(state) == len(transforms) and last.fits(updates, state[-1], params)
+    def kernel(updates: Params, state: tuple[Tree, ...], params: Params) -> Launch | None:
+        launch = last(updates, state[-1], params) if len(state) == len(transforms) else None
+        if launch is None:
+            return None
 
-    def run(
-        updates: Params, state: tuple[Tree, ...], params: Params, ready: Tensor, owned: bool
-    ) -> tuple[Params, tuple[Tree, ...]]:
-        for change in first:
-            updates = change(updates, params)
-        new, part = last.run(updates, state[-1], params, ready, owned)
-        return new, (*state[:-1], part)
+        def run(updates: Params, ready: Tensor, owned: bool) -> tuple[Params, tuple[Tree, ...]]:
+            for change in first:
+                updates = change(updates, params)
+            new, part = launch.run(updates, ready, owned)
+            return new, (*state[:-1], part)
 
-    return Kernel(fits, run)
+        return Launch(launch.rates, run)
+
+    return kernel
 
 
 def _any(decays: Iterable[bool | None]) -> bool | None:
@@ -282,10 +287,10 @@ def known_norm(updates: Params, norm: Tensor) -> Generator[None]:
         _local.known = before
 
 
-def _leaf_norms(leaves: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+def _leaf_norms(leaves: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     plain = all(type(leaf) is Tensor and leaf.dtype is dtype and leaf.numel() < _LARGE for leaf in leaves)
     if plain and len(leaves) > 1 and tracing.may_overwrite(leaves):
-        return torch._foreach_norm(leaves)  # pyright: ignore[reportPrivateUsage]  # documented
+        return foreach.norm(leaves)
     return [leaf_norm(leaf, dtype) for leaf in leaves]
 
 

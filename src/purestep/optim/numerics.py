@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import tracing
+from .. import foreach, tracing
 from ..errors import PurestepError, StepContractError
 from ..types import Empty, Missed, Params, Tree
 
@@ -220,14 +220,13 @@ def usable(rate: Tensor) -> Tensor:
 
 
 def scale_in_place(leaves: Params, factor: Scalar) -> Params:
-    """As `multiply` of every leaf, written into the memory of leaves that keep their dtype without rounding."""
+    """As `multiply` of every leaf, written into the memory of the leaves, which have at least 32 bits."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for leaf in leaves.values():
         by_dtype.setdefault(leaf.dtype, []).append(leaf)
     for dtype, same in by_dtype.items():
-        if dtype not in _LOW_PRECISION:
-            torch._foreach_mul_(same, in_dtype(factor, dtype))  # pyright: ignore[reportPrivateUsage]  # documented
-    return {name: multiply(leaf, factor) if leaf.dtype in _LOW_PRECISION else leaf for name, leaf in leaves.items()}
+        foreach.scale_(same, in_dtype(factor, dtype))
+    return dict(leaves)  # another dict: its norm is another one, see `base.known_norm`
 
 
 def is_enabled(scalar: Scalar) -> bool:

@@ -267,11 +267,15 @@ def _apply(
     nothing, halted = weight == 0, _halted(state)
     norm = ((form.exchange and form.exchange.norm) or optim.global_norm)(grads)
     finite = (is_finite(norm) & is_finite(verdict)) | nothing
-    kernel = None if skipped else _kernel(spec, form, state, grads)
-    if kernel is not None:
+    launch = None if skipped else _launch(spec, form, state, grads)
+    if launch is not None:
         ready = finite & ~(nothing | halted)
+        for rate in launch.rates:
+            ready = ready & numerics.usable(rate)
+        if form.owned is not None:
+            form.owned()
         with base.known_norm(grads, norm):
-            params, opt_state = kernel.run(grads, state.opt_state, state.params, ready, form.owned)
+            params, opt_state = launch.run(grads, ready, form.owned is not None)
     else:
         deltas, opt_state = _updates(spec, form, state, grads, norm)
         opt_state = unused_parameters.skip(skipped, state.params, state.opt_state, opt_state)
@@ -285,7 +289,7 @@ def _apply(
     usable = functools.reduce(torch.logical_and, flags.values()) if flags else torch.ones_like(finite)
     attempted = usable & ~(nothing | halted)
     applied = finite & attempted
-    kept = _kept(spec, form, state, applied, params, opt_state, buffers, by_kernel=kernel is not None)
+    kept = _kept(spec, form, state, applied, params, opt_state, buffers, by_kernel=launch is not None)
     scaler = state.scaler
     if not isinstance(scaler, Empty):
         scaler = tree.where(attempted, spec.scaler.update(scaler, finite), scaler)
@@ -300,12 +304,11 @@ def _apply(
     return new, _update_metrics(state, rates, flags, norm, applied), finite & ~halted
 
 
-def _kernel(spec: Spec, form: Form, state: TrainState, grads: Params) -> base.Kernel | None:
-    """The transform's kernel, if it fits these tensors and no other process or graph takes part."""
-    kernel = spec.tx.kernel
-    if kernel is None or form.exchange is not None or tracing.in_graph():
+def _launch(spec: Spec, form: Form, state: TrainState, grads: Params) -> base.Launch | None:
+    """The transform's kernel for these tensors, if it has one and no other process or graph takes part."""
+    if spec.tx.kernel is None or form.exchange is not None or tracing.in_graph():
         return None
-    return kernel if kernel.fits(grads, state.opt_state, state.params) else None
+    return spec.tx.kernel(grads, state.opt_state, state.params)
 
 
 def _kept(
@@ -330,9 +333,11 @@ def _kept(
             return params, _where_scalars(applied, opt_state, old[1]), tree.where(applied, average, old[2])
         return tree.where(applied, (params, opt_state, average), old)
     if not applied:
-        return old if form.owned else tree.clone(old)
-    in_place = spec.average.in_place
-    update = in_place if in_place is not None and form.owned else spec.average.update
+        return old if form.owned is not None else tree.clone(old)
+    in_place, update = spec.average.in_place, spec.average.update
+    if in_place is not None and form.owned is not None:
+        form.owned()
+        update = in_place
     average = update(state.ema, params, buffers, state.updates)
     if by_kernel and in_place is not None:
         return params, opt_state, average
