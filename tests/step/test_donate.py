@@ -149,6 +149,8 @@ def test_what_cannot_be_donated() -> None:
         ps.donate(chosen.train_step)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="not one of ps.program"):
         ps.donate(ps.donate(chosen))
+    with pytest.raises(ConfigError, match="not one of ps.program.*compile_program"):
+        ps.donate(ps.compile_program(chosen, backend="aot_eager"))
 
 
 @pytest.mark.compile

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..step import IDENTITY, static_of
 from ..types import Metrics, Program, Static, TrainState, Tree
 from . import live_state
+from .compiled_step import CompiledStep
 from .live_state import LiveState, Store
 
 _KEY = TrainState._fields.index("key")
@@ -121,7 +122,8 @@ def donate(program: Program) -> Program:
         (TrainState(donated), 2)
     """
     is_one = isinstance(program, Program)  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
-    static = static_of(program.train_step) if is_one else None
+    eager = is_one and not isinstance(program.train_step, CompiledStep)
+    static = static_of(program.train_step) if eager else None
     if static is None or not can_donate(static):
         what = "distributed" if static is not None else "not one of ps.program with its own eager step"
         hint = "pass the result of ps.program(...); for compiled steps ps.compile_program(program, donate=True)"

@@ -223,7 +223,7 @@ def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
         return eager
     on_cuda, compiled_already = data.device_of(state).type == "cuda", eager.train_step is not program.train_step
     if wanted is False or (wanted == "auto" and (compiled_already or not on_cuda)):
-        return _donated(program, state) if config.donate else program
+        return _donated(program, state) if config.donate and not compiled_already else program
     options = _compile_options(wanted) if isinstance(wanted, Mapping) else {}
     options.setdefault("donate", config.donate)
     compiled = compile_.compile_program(eager, **options)

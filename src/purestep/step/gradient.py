@@ -232,7 +232,7 @@ def _value_and_grad(
             if through or tracing.in_graph():
                 found_ = torch.autograd.grad(found[0], tensors, create_graph=through, allow_unused=True)
                 return [_with_accumulated(grad, leaf) for grad, leaf in zip(found_, tensors, strict=True)], found[1]
-            torch.autograd.backward(found[0], inputs=tensors)  # adds to what a reversible layer has put there
+            found[0].backward(inputs=tensors)  # adds to what a reversible layer has put there
             return [leaf.grad for leaf in tensors], found[1]  # nobody else has these: the update may write into them
 
         found, (loss, buffers) = bound.hold(lambda: forward(bound), backward)

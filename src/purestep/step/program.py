@@ -75,7 +75,7 @@ def program(
             Values without rows go to every part. The objective's weights of the parts weight their gradients.
         tail: ``flush`` applies the window left open at the end of an epoch with its true weight ("step"), carries it
             over ("carry"), or drops it ("drop").
-        engine: "func" (`torch.func.grad_and_value`), "autograd" (`torch.autograd.grad`, for activation checkpointing
+        engine: "func" (`torch.func.grad_and_value`), "autograd" (torch's backward pass, for activation checkpointing
             and autograd Functions of other libraries; `torch.func` can neither map nor differentiate such a step),
             "auto": func inside a graph or a transform, else autograd. Gradients are the same.
         nonfinite: for a loss or gradient that is not finite, "raise" freezes the state until the host reads it (`fit`
