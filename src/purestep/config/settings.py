@@ -86,8 +86,9 @@ class FitConfig(BaseModel):
     an error. False: run in eager mode. A mapping: as True, with these options of `compile_step`."""
 
     donate: fields.Donate = True
-    """True: a compiled step reuses the memory of the states that the loop created. ``"init"``: it also reuses the
-    memory of the initial state, which cannot be read afterwards. False: it reuses none."""
+    """True: a step of `program`, compiled or not, reuses the memory of the states that the loop created: a callback
+    that keeps a state keeps ``ps.clone(event.state)``. ``"init"``: a compiled step also reuses the memory of the
+    initial state, which cannot be read afterwards. False: it reuses none."""
 
     device: fields.Device = None
     """The torch device to train on (``"cuda:1"``). None: the device of the state, but a state on the CPU is copied to
