@@ -98,6 +98,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "schedules.polynomial": lambda: ((0.0, 1.0), {"transition_steps": 4, "power": 2.0}),
     "schedules.cosine": lambda: ((1.0, 4), {}),
     "schedules.exponential": lambda: ((1.0, 0.5), {"transition_steps": 4}),
+    "schedules.warm_restarts": lambda: ((1.0, 2), {"T_mult": 2}),
     "schedules.warmup_cosine": lambda: ((1.0, 2), {"total": 6}),
     "schedules.warmup_stable_decay": lambda: ((1.0, 2), {"decay": 2, "total": 7}),
     "schedules.step": lambda: ((1.0, 2), {}),
