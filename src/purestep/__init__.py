@@ -86,6 +86,7 @@ if _typing.TYPE_CHECKING:
     from .loop import find_learning_rate as find_learning_rate
     from .loop import fit as fit
     from .loop import predict as predict
+    from .loop import reduce_on_plateau as reduce_on_plateau
     from .loop import run_epoch as run_epoch
     from .parallel import distribute as distribute
     from .parallel import full as full
@@ -99,7 +100,7 @@ else:
         "diagnostics": ("summary",),
         "events": ("Stop",),
         "export": ("export_weights", "load_into"),
-        "loop": ("FitResult", "evaluate", "find_learning_rate", "fit", "predict", "run_epoch"),
+        "loop": ("FitResult", "evaluate", "find_learning_rate", "fit", "predict", "reduce_on_plateau", "run_epoch"),
         "parallel": ("distribute", "full"),
         "sinks": (),
         "snapshot": ("Snapshots",),

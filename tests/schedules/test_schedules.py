@@ -459,7 +459,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: schedules.per_epoch(schedules.constant(1.0), updates_per_epoch=0), r"updates_per_epoch=0 is no int"),
     (
         lambda: schedules.from_torch_scheduler(torch_schedulers.ReduceLROnPlateau, 0.1, steps=3),
-        r"ReduceLROnPlateau depends on a metric.*cure: use stopping\.Plateau in a callback",
+        r"ReduceLROnPlateau depends on a metric.*cure: ps\.fit\(\.\.\., callbacks=\[ps\.reduce_on_plateau",
     ),
     (lambda: schedules.from_torch_scheduler(plateau, 0.1, steps=3), r"ReduceLROnPlateau depends on a metric"),
     (lambda: schedules.from_torch_scheduler(built(), 0.1, steps=3), r"the scheduler is a StepLR, not a class"),

@@ -1,4 +1,4 @@
-"""The outer loop: `fit`, `run_epoch`, `evaluate`, `predict` and `find_learning_rate`."""
+"""The outer loop: `fit`, `run_epoch`, `evaluate`, `predict`, `find_learning_rate` and `reduce_on_plateau`."""
 
 from __future__ import annotations
 
@@ -6,5 +6,6 @@ from .evaluate import evaluate as evaluate
 from .evaluate import run_epoch as run_epoch
 from .fit import fit as fit
 from .loop_state import FitResult as FitResult
+from .plateau import reduce_on_plateau as reduce_on_plateau
 from .predict import predict as predict
 from .rate_finder import find_learning_rate as find_learning_rate
