@@ -87,6 +87,7 @@ if _typing.TYPE_CHECKING:
     from .loop import fit as fit
     from .loop import predict as predict
     from .loop import reduce_on_plateau as reduce_on_plateau
+    from .loop import refresh_batchnorm as refresh_batchnorm
     from .loop import run_epoch as run_epoch
     from .parallel import distribute as distribute
     from .parallel import full as full
@@ -100,7 +101,10 @@ else:
         "diagnostics": ("summary",),
         "events": ("Stop",),
         "export": ("export_weights", "load_into"),
-        "loop": ("FitResult", "evaluate", "find_learning_rate", "fit", "predict", "reduce_on_plateau", "run_epoch"),
+        "loop": (
+            *("FitResult", "evaluate", "find_learning_rate", "fit", "predict"),
+            *("reduce_on_plateau", "refresh_batchnorm", "run_epoch"),
+        ),
         "parallel": ("distribute", "full"),
         "sinks": (),
         "snapshot": ("Snapshots",),

@@ -112,6 +112,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
         (functools.partial(nn.functional.mse_loss, reduction="mean"),),
         {"metrics": {"mae": ps.metrics.mean_absolute_error}, "prepare": pair_of},
     ),
+    "ema.swa": lambda: ((2,), {"every": 2}),
     "ema.average": lambda: ((0.9,), {"warmup": True, "buffers": "average"}),
 }
 """Arguments of a factory; none where this has nothing of it."""

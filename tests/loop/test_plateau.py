@@ -50,7 +50,13 @@ def torchs(values: list[float], mode: Any = "min", **options: Any) -> list[float
 
 @pytest.mark.peer
 @pytest.mark.parametrize(
-    "options", [{"patience": 1}, {"patience": 0, "cooldown": 2}, {"patience": 2, "threshold": 0.6}, {"patience": 1, "factor": 0.25}]
+    "options",
+    [
+        {"patience": 1},
+        {"patience": 0, "cooldown": 2},
+        {"patience": 2, "threshold": 0.6},
+        {"patience": 1, "factor": 0.25},
+    ],
 )
 @pytest.mark.parametrize("metric", ["loss", "score"])
 def test_the_learning_rates_are_torchs(options: dict[str, Any], metric: str) -> None:

@@ -1,7 +1,8 @@
-"""The outer loop: `fit`, `run_epoch`, `evaluate`, `predict`, `find_learning_rate` and `reduce_on_plateau`."""
+"""The outer loop: `fit`, `run_epoch`, `evaluate`, `predict`; what goes with it before, during and after a run."""
 
 from __future__ import annotations
 
+from .batch_statistics import refresh_batchnorm as refresh_batchnorm
 from .evaluate import evaluate as evaluate
 from .evaluate import run_epoch as run_epoch
 from .fit import fit as fit

@@ -14,6 +14,7 @@ gradient     forward and backward pass: the only place that differentiates
 microbatch   splitting of a batch inside one call
 update       accumulation, the update or its rollback
 inference    `eval_step` and `bind`
+statistics   statistics of BatchNorm for given weights
 batch_copy   copies of batch leaves that a model writes in place
 """
 

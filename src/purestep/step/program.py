@@ -27,6 +27,7 @@ from .gradient import OWN_METRICS
 from .inference import bind_of, eval_step_of
 from .init_state import init_of
 from .spec import IDENTITY, Reach, Spec
+from .statistics import Statistics
 from .update import steps_of
 
 
@@ -66,8 +67,8 @@ def program(
             context is the other arguments of train_step, passed on unchanged and never split; `fit` passes none.
         tx: from `purestep.optim`.
         precision: "32-true", "64-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
-        ema: decay of the averaged weights in [0, 1), or an `ema.average(...)`; None disables the average. Evaluation,
-            ``bind`` and exports then use the averaged weights by default: see `view`.
+        ema: decay of the averaged weights in [0, 1), an `ema.average(...)` or an `ema.swa(...)`; None disables the
+            average. Evaluation, ``bind`` and exports then use the averaged weights by default: see `view`.
         accumulate: number of micro-batches (calls of train_step) for one optimizer update, >= 1.
         microbatches: number of parts, >= 1, into which each call splits its batch along the leading dimension: tensors,
             arrays, and lists with one entry for each row (names, tensors of different sizes, a detector's labels with
@@ -189,6 +190,7 @@ def _static(spec: Spec, versions: dict[str, Any]) -> Static:
         check=functools.partial(precision_.check, spec.policy),
         precision=spec.policy.name,
         first_share=spec.average.first,
+        statistics=functools.partial(Statistics, spec),
     )
 
 
