@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

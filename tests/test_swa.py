@@ -136,7 +136,7 @@ def test_mixed_precision_keeps_the_dtypes_of_the_buffers() -> None:
 
 def test_fit_averages_and_goes_on_where_it_was(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"progress": False, "compile": False, "device": "cpu"}
-    net, program = made(ema.swa(12, every=3))
+    _, program = made(ema.swa(12, every=3))
     whole = ps.fit(program.init(), {"train": doubles(), "val": doubles()}, program, epochs=3, **fields)
     for epochs in (1, 2, 3):
         _, again = made(ema.swa(12, every=3))

@@ -52,6 +52,7 @@ from .objective import masked_reconstruction as masked_reconstruction
 from .objective import masked_sse as masked_sse
 from .objective import supervised as supervised
 from .precision import auto_device as auto_device
+from .step import Sam as Sam
 from .step import program as program
 from .stopping import EarlyStopping as EarlyStopping
 from .tree import clone as clone

@@ -1,4 +1,4 @@
-"""Averages of the weights, as a second tree in the state: exponential, or equal. A model's weights are never swapped."""
+"""Averages of the weights, as a second tree in the state: exponential or equal. A model's weights are never swapped."""
 
 from __future__ import annotations
 

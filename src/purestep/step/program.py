@@ -26,6 +26,7 @@ from .batch_copy import untouched
 from .gradient import OWN_METRICS
 from .inference import bind_of, eval_step_of
 from .init_state import init_of
+from .sharpness import Sam, checked
 from .spec import IDENTITY, Reach, Spec
 from .statistics import Statistics
 from .update import steps_of
@@ -47,6 +48,7 @@ def program(
     keep_eval: tuple[str, ...] = (),
     scaler: scaler_.Scaler | None = None,
     values: Mapping[str, numerics.Schedule] | None = None,
+    sam: float | Sam | None = None,
 ) -> Program:
     """Build pure steps from a module, an objective and a gradient transformation.
 
@@ -87,6 +89,7 @@ def program(
             weight of a term or a temperature. They depend on the count of updates in the state, so they never cause a
             recompile and a resumed run continues them; each is also a metric of its name. A value that a callback sets
             belongs in a buffer of the state that it returns.
+        sam: sharpness-aware minimization, two gradients per step: a `Sam`, or its ``rho``. None: off.
         scaler: loss scaler; None means `scaler.dynamic()` for "16-mixed" and no scaler otherwise.
 
     Raises:
@@ -137,6 +140,7 @@ def program(
         reach=Reach(),
         host=host_generators.Host(),
         values=_checked_values(values),
+        sam=checked(sam, accumulate),
     )
     return _assembled(spec, model, own)
 

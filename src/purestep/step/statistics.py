@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ class Statistics:
         self._view = ema_.default_view(state) if view is None else view
         self._chosen = ema_.view(state, self._view)
         self._template = functional.rewritten(spec.template, _average_equally)
-        found = (name for layer in _layers(self._template.train.model) for name in _buffers(*layer))
+        found = (name for layer in _layers(cast(nn.Module, self._template.train.model)) for name in _buffers(*layer))
         self.names = tuple(name for name in found if name in self._chosen.buffers)
         """Names of the buffers that hold statistics; none without BatchNorm in train mode."""
         self.buffers: Params = {
@@ -80,7 +81,7 @@ def _buffers(name: str, layer: nn.Module) -> list[str]:
 def _average_equally(model: nn.Module) -> None:
     """With ``momentum=None`` torch divides by the number of batches so far."""
     for _, layer in _layers(model):
-        layer.momentum = None  # pyright: ignore[reportAttributeAccessIssue]  # of BatchNorm
+        vars(layer)["momentum"] = None
 
 
 def _reset(name: str, value: torch.Tensor) -> torch.Tensor:
