@@ -66,6 +66,7 @@ _EXAMPLES = {
     "mode": 'mode="max"',
     "monitor": 'monitor="val_loss"',
     "overfit_batches": "overfit_batches=10",
+    "profile": "profile=(10, 13)",
     "resume": 'resume="auto"',
     "rollback": "rollback=3",
     "steps": "steps=1000",
