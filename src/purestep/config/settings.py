@@ -132,9 +132,9 @@ class FitConfig(BaseModel):
     profile: fields.Profile = None
     """Record a window of updates with `torch.profiler`: ``(10, 13)`` are the updates 10, 11 and 12 of this call of
     `fit`, counted from 0, with the loading of their batches. The trace ``trace_10-12.json.gz`` is for Perfetto or
-    ``chrome://tracing``; its numbers count the updates before a resume too. It goes into the directory of the snapshots,
-    into that of ``(10, 13, "traces")``, or else into the working directory. A profiler that fails is logged, and the run
-    goes on. Of several processes the first one is recorded."""
+    ``chrome://tracing``; its numbers count the updates before a resume too. It goes into the directory of the
+    snapshots, into that of ``(10, 13, "traces")``, or else into the working directory. A profiler that fails is logged,
+    and the run goes on. Of several processes the first one is recorded."""
 
     rollback: fields.AtLeast0 = 0
     """How many times the run may return to its last good state after a loss or gradient that is not finite, before

@@ -71,7 +71,7 @@ class Profiler:
             self._guarded(torchs.stop)
 
     def _start(self) -> None:
-        if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]  # has no public name
+        if torch.autograd.profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]  # has no public name
             raise RuntimeError("another profiler is active")
         schedule = None  # torch warns of one without a warm-up
         if self._warmup:
