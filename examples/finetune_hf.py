@@ -11,7 +11,6 @@ billions of tokens: these start from noise. Expect a last line of `held-out nats
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import sysconfig
@@ -174,8 +173,4 @@ def main(config: Config) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    for name, default in vars(Config()).items():
-        of_type = {"type": str if default is None else type(default), "default": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", **{"action": "store_true"} if default is False else of_type)
-    main(Config(**vars(parser.parse_args())))
+    main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))

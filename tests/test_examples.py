@@ -150,6 +150,18 @@ def test_finetune_hf_beats_the_frequency_of_words(by_epoch: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_setting_of_an_example_is_an_option(path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("tyro", reason="tyro is not installed: pip install 'purestep[cli]'")
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # one example imports another
+    module = load(path.stem)
+    settings = vars(module.Config())
+    given = {f"--{name.replace('_', '-')}": value for name, value in settings.items() if value is not None}
+    options = [part for name, value in given.items() for part in ([name] if value is False else [name, str(value)])]
+    found = vars(module.ps.config.cli(module.Config, options))
+    assert found == {name: True if value is False else value for name, value in settings.items()}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_is_one_short_file_that_says_how_to_run_it(path: Path):
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200

@@ -154,8 +154,8 @@ def soap(
     six more matrix products. In eager mode on a GPU the host waits for the device in every update, to see if the bases
     are due. A compiled step has two `torch.cond` instead: it is compiled by torch alone, also on a CPU, and slowly.
 
-    Where the products have several eigenvalues near 0, their eigenvectors depend on rounding: a compiled step, or one on
-    several processes, then trains as well, but not to the same numbers.
+    Where the products have several eigenvalues near 0, their eigenvectors depend on rounding: a compiled step, or one
+    on several processes, then trains as well, but not to the same numbers.
 
     Args:
         learning_rate: in [0, inf), or a schedule.
