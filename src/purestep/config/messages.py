@@ -58,6 +58,7 @@ _EXAMPLES = {
     "evaluate_every": "evaluate_every=1.0",
     "evaluate_on": 'evaluate_on="params"',
     "fast_dev_run": "fast_dev_run=True",
+    "histograms": "histograms=500",
     "limit_batches": 'limit_batches={"train": 0.1, "val": 10}',
     "log_every": "log_every=50",
     "max_time": 'max_time="00:08:00:00"',

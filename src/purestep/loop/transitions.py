@@ -18,6 +18,7 @@ from . import environment, inputs, nonfinite_steps, policy, recovery
 from .best_state import BestState
 from .callbacks import Callbacks
 from .evaluate import eval_means
+from .histograms import Recorder
 from .inputs import Feeds
 from .loop_state import Call, FitResult, LoopState
 from .policy import EvalSchedule, Monitor, limit_reached
@@ -54,6 +55,7 @@ class Services(NamedTuple):
     callbacks: Callbacks
     processes: Alone  # the decisions of the boundaries
     profiler: Profiler | None
+    histograms: Recorder | None
     resumed: bool  # goes on from an interrupted run
 
 
@@ -119,6 +121,9 @@ def call_step(run: Run, batch: Any) -> None:
     loop, profiler = run.loop, run.services.profiler
     if profiler is not None:
         profiler.before_call()
+    if run.services.histograms is not None:
+        updates = loop.updates + run.services.progress.pending
+        run.services.histograms.before_call(run.state, batch, updates=updates, closes=loop.left == 1)
     try:
         run.state, metrics = run.services.call(run.state, batch, loop)
     except NonFiniteError as error:  # of detect_anomaly, which reads at once
@@ -152,6 +157,10 @@ def _count(run: Run, call: Call, metrics: Metrics | Stacked, batch: Any) -> None
         updates = run.loop.updates + progress.pending
         event = events.StepEnd(run.state, unstacked(metrics), batch, call.epoch, call.batch, updates)
         _heed(run, callbacks.ask(event))
+    if call.closing and run.services.histograms is not None:
+        found = run.services.histograms.after_update(run.state, updates=run.loop.updates + progress.pending)
+        if found is not None:
+            dispatch(run, found)
     settle(run, wait=False)
 
 

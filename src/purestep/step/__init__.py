@@ -15,6 +15,7 @@ sharpness    sharpness-aware minimization: a second gradient
 microbatch   splitting of a batch inside one call
 update       accumulation, the update or its rollback
 inference    `eval_step` and `bind`
+batch_gradient   the gradient of one call alone
 statistics   statistics of BatchNorm for given weights
 batch_copy   copies of batch leaves that a model writes in place
 """

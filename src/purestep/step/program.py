@@ -23,6 +23,7 @@ from ..pickling import recipe
 from ..types import Empty, Objective, Program, Static
 from ..validation import is_count, is_number
 from .batch_copy import untouched
+from .batch_gradient import batch_gradient_of
 from .gradient import OWN_METRICS
 from .inference import bind_of, eval_step_of
 from .init_state import init_of
@@ -194,6 +195,7 @@ def _static(spec: Spec, versions: dict[str, Any]) -> Static:
         check=functools.partial(precision_.check, spec.policy),
         precision=spec.policy.name,
         first_share=spec.average.first,
+        gradient=batch_gradient_of(spec),
         statistics=functools.partial(Statistics, spec),
     )
 
