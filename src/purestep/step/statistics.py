@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -14,9 +13,6 @@ from .. import rng, tree
 from ..model import functional
 from ..types import Batch, Empty, Params, TrainState
 from .spec import Spec, drawn
-
-Pass = Callable[[Params, Batch, int], Params]
-"""(buffers, batch, its number) -> the buffers after a forward pass in train mode."""
 
 
 class Statistics:
