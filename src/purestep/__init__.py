@@ -52,6 +52,7 @@ from .objective import masked_reconstruction as masked_reconstruction
 from .objective import masked_sse as masked_sse
 from .objective import supervised as supervised
 from .precision import auto_device as auto_device
+from .step import Sam as Sam
 from .step import program as program
 from .stopping import EarlyStopping as EarlyStopping
 from .tree import clone as clone
@@ -87,6 +88,8 @@ if _typing.TYPE_CHECKING:
     from .loop import find_learning_rate as find_learning_rate
     from .loop import fit as fit
     from .loop import predict as predict
+    from .loop import reduce_on_plateau as reduce_on_plateau
+    from .loop import refresh_batchnorm as refresh_batchnorm
     from .loop import run_epoch as run_epoch
     from .parallel import distribute as distribute
     from .parallel import full as full
@@ -100,7 +103,10 @@ else:
         "diagnostics": ("summary",),
         "events": ("Stop",),
         "export": ("export_weights", "load_into"),
-        "loop": ("FitResult", "evaluate", "find_learning_rate", "fit", "predict", "run_epoch"),
+        "loop": (
+            *("FitResult", "evaluate", "find_learning_rate", "fit", "predict"),
+            *("reduce_on_plateau", "refresh_batchnorm", "run_epoch"),
+        ),
         "parallel": ("distribute", "full"),
         "sinks": (),
         "snapshot": ("Snapshots",),

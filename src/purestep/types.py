@@ -291,6 +291,8 @@ class Static(NamedTuple):
     tx: Any = None  # the transform
     module: Any = None  # the weightless module in train mode; not to be changed
     rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
+    gradient: Callable[[TrainState, Batch], Params] | None = None  # of a call, in eager mode, without its update
+    statistics: Callable[..., Any] | None = None  # (state, view) -> step.Statistics, for `refresh_batchnorm`
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:

@@ -17,7 +17,7 @@ from ..parallel import Mesh
 from ..signals import Signals
 from ..snapshot import Snapshots
 from ..types import Program, Tree
-from . import environment, inputs, policy, processes, ranks, resume, train_call
+from . import environment, histograms, inputs, policy, processes, profiling, ranks, resume, train_call
 from . import progress as progress_
 from .best_state import BestState
 from .callbacks import Callbacks
@@ -298,6 +298,13 @@ def _restore(run: Run, opened: Opened) -> Services:
         checkpointer=checkpointer,
         callbacks=callbacks,
         processes=processes.opened(mesh, signals, checkpointer, progress, config, feeds.train),
+        profiler=profiling.profiler(
+            config,
+            None if snapshots is None else snapshots.directory,
+            updates=run.loop.updates,
+            rank=0 if mesh is None else mesh.rank,
+        ),
+        histograms=histograms.recorder(config.histograms, eager, run.state, mesh),
         resumed=resumed,
     )
     services.last_good.keep(run.state, run.loop)

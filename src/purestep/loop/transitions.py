@@ -18,10 +18,12 @@ from . import environment, inputs, nonfinite_steps, policy, recovery
 from .best_state import BestState
 from .callbacks import Callbacks
 from .evaluate import eval_means
+from .histograms import Recorder
 from .inputs import Feeds
 from .loop_state import Call, FitResult, LoopState
 from .policy import EvalSchedule, Monitor, limit_reached
 from .processes import Alone
+from .profiling import Profiler
 from .progress import Progress
 from .recovery import LastGood
 from .resume import Checkpointer
@@ -52,6 +54,8 @@ class Services(NamedTuple):
     best_state: BestState
     callbacks: Callbacks
     processes: Alone  # the decisions of the boundaries
+    profiler: Profiler | None
+    histograms: Recorder | None
     resumed: bool  # goes on from an interrupted run
 
 
@@ -114,7 +118,12 @@ class Epochs:
 
 def call_step(run: Run, batch: Any) -> None:
     """Call train_step. Nothing is read from the device."""
-    loop = run.loop
+    loop, profiler = run.loop, run.services.profiler
+    if profiler is not None:
+        profiler.before_call()
+    if run.services.histograms is not None:
+        updates = loop.updates + run.services.progress.pending
+        run.services.histograms.before_call(run.state, batch, updates=updates, closes=loop.left == 1)
     try:
         run.state, metrics = run.services.call(run.state, batch, loop)
     except NonFiniteError as error:  # of detect_anomaly, which reads at once
@@ -140,12 +149,18 @@ def call_flush(run: Run) -> None:
 
 def _count(run: Run, call: Call, metrics: Metrics | Stacked, batch: Any) -> None:
     """Hand the metrics of a call to the progress and the callbacks, and take in what has arrived of earlier ones."""
-    progress, callbacks = run.services.progress, run.services.callbacks
+    progress, callbacks, profiler = run.services.progress, run.services.callbacks, run.services.profiler
+    if profiler is not None and call.closing:
+        profiler.after_update()
     progress.add(call, metrics, run.loop, batch)
     if call.closing and callbacks.has_callbacks:
         updates = run.loop.updates + progress.pending
         event = events.StepEnd(run.state, unstacked(metrics), batch, call.epoch, call.batch, updates)
         _heed(run, callbacks.ask(event))
+    if call.closing and run.services.histograms is not None:
+        found = run.services.histograms.after_update(run.state, updates=run.loop.updates + progress.pending)
+        if found is not None:
+            dispatch(run, found)
     settle(run, wait=False)
 
 
@@ -363,6 +378,8 @@ def _restore_best(run: Run) -> None:
 
 def end_run(run: Run, error: BaseException | None) -> None:
     """Dispatch FitEnd, whatever ended the run."""
+    if run.services.profiler is not None:
+        run.services.profiler.close()
     run.services.best_state.end(run.state, run.loop)
     if error is None and run.services.config.restore_best:
         _restore_best(run)

@@ -11,15 +11,19 @@ program      `program`: a module, an objective and a transformation as pure step
 spec         types that the other modules share
 init_state   `init`
 gradient     forward and backward pass: the only place that differentiates
+sharpness    sharpness-aware minimization: a second gradient
 microbatch   splitting of a batch inside one call
 update       accumulation, the update or its rollback
 inference    `eval_step` and `bind`
+batch_gradient   the gradient of one call alone
+statistics   statistics of BatchNorm for given weights
 batch_copy   copies of batch leaves that a model writes in place
 """
 
 from .gradient import NoSetupContext as NoSetupContext
 from .program import program as program
 from .program import static_of as static_of
+from .sharpness import Sam as Sam
 from .spec import IDENTITY as IDENTITY
 from .spec import Accum as Accum
 from .spec import Adding as Adding

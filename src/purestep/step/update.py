@@ -14,7 +14,8 @@ from ..errors import DataError, StateError, StepContractError
 from ..optim import base, numerics, unused_parameters
 from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
 from . import exchange
-from .gradient import gradients, kept_buffers
+from .gradient import kept_buffers
+from .sharpness import gradients
 from .spec import Accum, Adding, Closing, Micro, Spec, drawn, is_finite, wide
 
 _Rate = TypeVar("_Rate")
