@@ -289,8 +289,15 @@ def _widest(updates: Tensor) -> torch.dtype:
     return torch.float32 if updates.device.type == "mps" else torch.float64
 
 
-def _lerp_all(olds: Params, news: Params, weight: Tensor) -> Params:
-    dtypes = dict.fromkeys(old.dtype for old in olds.values() if old.is_floating_point())
+def _lerp_all(olds: Params, news: Params, weight: Tensor, in_place: bool) -> Params:
+    old, new = list(olds.values()), [news[name] for name in olds]
+    if _together(old + new, weight):
+        share = float(weight)
+        if not in_place:
+            return dict(zip(olds, foreach.lerp(old, new, share), strict=True))
+        foreach.lerp_(old, new, share)
+        return dict(olds)
+    dtypes = dict.fromkeys(leaf.dtype for leaf in old if leaf.is_floating_point())
     weights = {dtype: weight.to(dtype) for dtype in dtypes}  # Once per dtype, not once per leaf.
     return {name: _lerp(old, news[name], weights) for name, old in olds.items()}
 
