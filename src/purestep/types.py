@@ -88,6 +88,16 @@ Metric: TypeAlias = Callable[[Any, Any], Any]
 """``metric(outputs, targets)`` returns a Mean, a ``(total, weight)`` pair, or a 0-d tensor: a mean over the batch."""
 
 
+class _NoMetrics(dict[str, Mean]):
+    """An empty dict that refuses writes: the default of `Loss`, which all losses share. Dynamo cannot read a
+    `MappingProxyType` once a step has written to any dict."""
+
+    def _refused(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("these metrics are a shared default: pass ps.Loss(mean, weight, {name: mean})")
+
+    __setitem__ = setdefault = update = __ior__ = _refused
+
+
 class Loss(NamedTuple):
     """The result of an objective.
 
@@ -104,7 +114,7 @@ class Loss(NamedTuple):
 
     mean: Tensor  # shape=(), floating
     weight: Tensor  # shape=(): the number of examples, tokens or elements that `mean` averages
-    metrics: Mapping[str, Mean] = MappingProxyType({})
+    metrics: Mapping[str, Mean] = _NoMetrics()
 
 
 class TrainState(NamedTuple):
