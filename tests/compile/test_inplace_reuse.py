@@ -50,11 +50,7 @@ def _binary(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(outputs, (targets[:, None] % 2).expand_as(outputs).float())
 
 
-def _margins(outputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.softplus(outputs - outputs.gather(1, targets[:, None])).mean()
-
-
-LOSSES = [functional.cross_entropy, _smoothed, _squares, _binary, _margins]
+LOSSES = [functional.cross_entropy, _smoothed, _squares, _binary]
 
 
 def program(loss: Any = functional.cross_entropy) -> ps.Program:
