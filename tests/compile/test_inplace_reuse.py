@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -166,4 +167,10 @@ def test_a_pass_of_the_users_own_is_left() -> None:
     assert inplace_reuse.option({inplace_reuse.OPTION: own}) == {}
     with torch._inductor.config.patch({inplace_reuse.OPTION: own}):
         assert inplace_reuse.option(None) == {}
-    assert inplace_reuse.option(None)[inplace_reuse.OPTION].uuid()
+
+
+def test_inductors_cache_knows_the_pass() -> None:
+    """It pickles its configuration, and stores no graph compiled with a pass that has no key or cannot be pickled."""
+    made = inplace_reuse.option(None)[inplace_reuse.OPTION]
+    assert made.uuid()
+    assert pickle.loads(pickle.dumps(made)) is made

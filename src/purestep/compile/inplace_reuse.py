@@ -14,6 +14,7 @@ Without: the peak memory of a step is higher by its largest intermediate result.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,12 +23,23 @@ OPTION = "_post_fusion_custom_pass"
 
 def option(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return inductor's option with the pass; empty if the user sets the option or this torch has no such passes."""
-    from torch._inductor import config, custom_graph_pass
+    from torch._inductor import config
+
+    if getattr(config, OPTION, None) is not None or OPTION in (options or {}):
+        return {}
+    made = _pass()
+    return {} if made is None else {OPTION: made}
+
+
+@functools.cache
+def _pass() -> Any:
+    """The pass as inductor's class, which gives it a key for inductor's cache; None if this torch has no such class."""
+    from torch._inductor import custom_graph_pass
 
     passes: Any = custom_graph_pass
     kind = getattr(passes, "CustomSchedulerPass", None)
-    if kind is None or getattr(config, OPTION, None) is not None or OPTION in (options or {}):
-        return {}
+    if kind is None:
+        return None
 
     class Pass(kind):
         def __call__(self, nodes: list[Any]) -> list[Any]:
@@ -36,7 +48,10 @@ def option(options: Mapping[str, Any] | None) -> dict[str, Any]:
         def uuid(self) -> Any:
             return passes.get_hash_for_files((__file__,))
 
-    return {OPTION: Pass()}
+        def __reduce__(self) -> Any:  # inductor pickles its configuration
+            return _pass, ()
+
+    return Pass()
 
 
 def without_ordering_users(nodes: list[Any]) -> list[Any]:
