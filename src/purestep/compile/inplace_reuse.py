@@ -6,8 +6,8 @@ computes nothing in the memory of a result of a weight: the gradient of the logi
 memory. Here these readers, which read nothing, are removed when the order is fixed. A dependency that orders the write
 after readers of a view of the weights stays.
 
-Private names: ``torch._inductor.config._post_fusion_custom_pass``, ``torch._inductor.scheduler`` (``users`` of a buffer,
-``get_outputs`` and ``read_writes`` of a node), ``torch._inductor.dependencies.WeakDep``.
+Private names: ``torch._inductor.config._post_fusion_custom_pass``, and of ``torch._inductor.scheduler`` ``users`` of a
+buffer, ``get_outputs`` and ``read_writes`` of a node, ``is_fake`` of a dependency.
 
 Without: the peak memory of a step is higher by its largest intermediate result.
 """
