@@ -88,12 +88,13 @@ Metric: TypeAlias = Callable[[Any, Any], Any]
 """``metric(outputs, targets)`` returns a Mean, a ``(total, weight)`` pair, or a 0-d tensor: a mean over the batch."""
 
 
+def _refused(*_: Any, **__: Any) -> Any:
+    raise TypeError("these metrics are a shared default: pass ps.Loss(mean, weight, {name: mean})")
+
+
 class _NoMetrics(dict[str, Mean]):
     """An empty dict that refuses writes: the default of `Loss`, which all losses share. Dynamo cannot read a
     `MappingProxyType` once a step has written to any dict."""
-
-    def _refused(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("these metrics are a shared default: pass ps.Loss(mean, weight, {name: mean})")
 
     __setitem__ = setdefault = update = __ior__ = _refused
 
