@@ -67,6 +67,16 @@ def trace(
     return _outside_autocast(run), is_drawing
 
 
+def trace_error(function: Flat, inputs: list[Tensor]) -> Exception | None:
+    """The error of a trace of ``function``, which compiles nothing; None if it succeeds. Arguments as for `trace`."""
+    try:
+        with with_compiler(), tracing.capturing(), torch.no_grad(), no_recurrent_kernel():
+            _traced(_traceable(function), _distinct(inputs))
+    except Exception as error:
+        return error
+    return None
+
+
 def trace_sizes(
     function: Flat,
     inputs: list[Tensor],

@@ -25,7 +25,16 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from .. import aliasing, backends, control_flow, early_reductions, fx_passes, precision_casts, random_ops
+from .. import (
+    aliasing,
+    backends,
+    control_flow,
+    early_reductions,
+    fx_passes,
+    inplace_reuse,
+    precision_casts,
+    random_ops,
+)
 from ..capture import Compiled, Flat, limit_threads, no_recurrent_kernel
 from ..compile_lock import with_compiler
 from . import attention, code_cache, embedding_grad, gemm, graph_key, launcher, offset_pointers, outline, workspace
@@ -87,9 +96,11 @@ def _compile(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool
     lazy: Any = _lazy_graph_module
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in record.inputs]
-    caching = {"fx_graph_cache": False} if is_kept else {}  # our cache replaces inductor's
+    more = inplace_reuse.option(options)
+    if is_kept:
+        more["fx_graph_cache"] = False  # our cache replaces inductor's
     # Lazy graph modules: no Python code is generated for a graph that is rewritten many times and never run.
-    with config.patch(_settings(options) | caching), lazy._use_lazy_graph_module(True), _instructions_tested():
+    with config.patch(_settings(options) | more), lazy._use_lazy_graph_module(True), _instructions_tested():
         casts = precision_casts.Casts()
         with mode, casts, config.patch(precision_casts.options(rounds=True)):
             graph = _traced(record.function, fakes)
