@@ -17,6 +17,7 @@ keeps its code in the compiler's cache directory.
     metrics  stopping  objective                      objective imports metrics
     step  packed                                      the train step, its flat form
     compile                                           one graph, donation; compile/cpu: a plug-in for x86
+    derivatives                                       gradients of examples, curvature, noise scale, DP-SGD
     --------------------------------------------------------------------------------------------------
     parallel                                          several processes: meshes, placements, collectives
     files  events  config  signals  data              atomic files, events of fit, settings, loaders
@@ -24,7 +25,7 @@ keeps its code in the compiler's cache directory.
     loop  testing  bench  report                      fit, checks for unit tests, benchmarks, runs for people
     __main__                                          python -m purestep
 
-`import purestep` loads the modules above the line but `compile`; the others load at first use (`ps.fit`), so that a
+`import purestep` loads the modules above the line but `compile` and `derivatives`; the others load at first use (`ps.fit`), so that a
 script or a worker process waits only for what it uses.
 
 Every public name is listed in README.md beside this file.
@@ -77,6 +78,10 @@ if _typing.TYPE_CHECKING:
     from .compile import compile_step as compile_step
     from .config import FitConfig as FitConfig
     from .data import to_device as to_device
+    from .derivatives import curvature as curvature
+    from .derivatives import gradient_noise_scale as gradient_noise_scale
+    from .derivatives import per_example as per_example
+    from .derivatives import privacy as privacy
     from .diagnostics import summary as summary
     from .events import Stop as Stop
     from .export import export_weights as export_weights
@@ -96,6 +101,7 @@ else:
         "compile": ("compile_program", "compile_step"),
         "config": ("FitConfig",),
         "data": ("to_device",),
+        "derivatives": ("curvature", "gradient_noise_scale", "per_example", "privacy"),
         "diagnostics": ("summary",),
         "events": ("Stop",),
         "export": ("export_weights", "load_into"),

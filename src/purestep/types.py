@@ -289,6 +289,7 @@ class Static(NamedTuple):
     tx: Any = None  # the transform
     module: Any = None  # the weightless module in train mode; not to be changed
     rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
+    parts: Any = None  # `step.Parts`: the loss as a function of the parameters, for derivatives
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:

@@ -35,7 +35,7 @@ LEVEL = {
             "optim schedules ema scaler precision metrics stopping",
             "objective",
             "step packed",
-            "compile",
+            "compile derivatives",
             "parallel",
             "files events config signals data",
             "snapshot export sinks diagnostics contrib",
@@ -193,9 +193,9 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch.func.functional_call": ("model",),
     "torch.nn.utils.stateless": ("model",),
     "torch.compile": ("compile",),
-    "torch.func.grad": ("step",),
+    "torch.func.grad": ("step", "derivatives"),
     "torch.func.grad_and_value": ("step",),
-    "torch.func.vjp": ("step",),
+    "torch.func.vjp": ("step", "derivatives"),
     "torch.func.jacrev": ("step",),
     "torch.autograd.grad": ("step",),
     "torch.autograd.backward": ("step",),
@@ -425,7 +425,7 @@ def test_importing_changes_nothing_and_stays_light(body: str, said: str):
     assert done.stdout.strip() == said
 
 
-LATE = """host_generators compile parallel files events config signals data snapshot export sinks diagnostics contrib
+LATE = """host_generators compile derivatives parallel files events config signals data snapshot export sinks diagnostics contrib
     loop testing bench report __main__""".split()
 LOADED = """
 import sys, torch

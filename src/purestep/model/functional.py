@@ -285,11 +285,16 @@ def rewritten(given: Template, change: Callable[[nn.Module], None]) -> Template:
 
 
 def bind(
-    template: Template, params: Params, frozen: Params | None = None, buffers: Params | None = None, train: bool = False
+    template: Template,
+    params: Params,
+    frozen: Params | None = None,
+    buffers: Params | None = None,
+    train: bool = False,
+    kind: Callable[..., Bound] = Bound,
 ) -> Bound:
     """Return the pure call with these weights. Buffers are copied, so a forward pass does not change the caller's."""
     private = {name: buffer.clone() for name, buffer in (buffers or {}).items()}
-    return Bound(template, params, frozen or {}, private, train=train)
+    return kind(template, params, frozen or {}, private, train=train)
 
 
 def tensors(module: nn.Module, objective: nn.Module | None = None) -> tuple[Params, Params, Params]:
