@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from derivatives_cases import CROSS_ENTROPY, TinyGPT, program, text_objective, texts
 from helpers import assert_trees_close, tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, nn
 
@@ -14,7 +15,6 @@ import purestep as ps
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-CROSS_ENTROPY = ps.supervised(nn.CrossEntropyLoss())
 
 
 MASKS: list[Tensor] = []
@@ -34,58 +34,9 @@ class Recorded(nn.Module):
         return x * mask / 0.8
 
 
-class TinyGPT(nn.Module):
-    """Two blocks of causal attention with dropout; the head is tied to the embedding."""
-
-    def __init__(self, drop: Any = lambda: nn.Dropout(0.2), vocabulary: int = 11, width: int = 8) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, drop) for _ in range(2))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)).flatten(0, 1)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, drop: Any) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), drop())
-        self.drop = drop()
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
-        return x + self.mlp(self.norm2(x))
-
-
-def program(net: nn.Module, objective: Any = CROSS_ENTROPY, **kwargs: Any) -> ps.Program:
-    with ps.rng.scoped(0):
-        return ps.program(net, objective, ps.optim.sgd(1.0), **{"precision": "64-true", **kwargs})
-
-
 def images(rows: int = 6) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(rows, 1, 8, 8, generator=generator), torch.arange(rows) % 3
-
-
-def texts(rows: int = 5, length: int = 7) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(11, (rows, length + 1), generator=torch.Generator().manual_seed(0))
-    return tokens[:, :-1], tokens[:, 1:].clone()
-
-
-def text_objective(model: ps.Model, batch: Any) -> ps.Loss:
-    targets = batch[1].flatten()
-    loss = nn.functional.cross_entropy(model(batch[0]), targets, ignore_index=-100)
-    return ps.Loss(loss, (targets != -100).sum())
 
 
 def rows_of(batch: Any) -> list[Any]:

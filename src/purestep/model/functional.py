@@ -219,6 +219,44 @@ class Bound:
         return output
 
 
+class Recording(Bound):
+    """A pure call that keeps the outputs of every call of the model, not of the objective's own module."""
+
+    __slots__ = ("outputs",)
+
+    def __init__(self, template: Template, params: Params, frozen: Params, buffers: Params, *, train: bool) -> None:
+        super().__init__(template, params, frozen, buffers, train=train)
+        self.outputs: list[Any] = []
+
+    def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super()._run(target, method, args, kwargs)
+        if target == "model":
+            self.outputs.append(output)
+        return output
+
+
+class Given(Bound):
+    """A pure call that returns stored outputs, in order, in place of calling the model."""
+
+    __slots__ = ("_outputs",)
+
+    def __init__(
+        self,
+        template: Template,
+        params: Params,
+        frozen: Params,
+        buffers: Params,
+        *,
+        train: bool,
+        outputs: Iterable[Any],
+    ) -> None:
+        super().__init__(template, params, frozen, buffers, train=train)
+        self._outputs = iter(outputs)
+
+    def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return next(self._outputs) if target == "model" else super()._run(target, method, args, kwargs)
+
+
 class _Dispatch(nn.Module):
     """Parent of the model and the objective, so that one functional_call can run any method of either."""
 
