@@ -9,5 +9,8 @@ curvature    `ps.curvature`: products with the Hessian and the Gauss-Newton matr
 """
 
 from . import curvature as curvature
+from . import privacy as privacy
+from .noise_scale import NoiseScale as NoiseScale
+from .noise_scale import gradient_noise_scale as gradient_noise_scale
 from .per_example import PerExample as PerExample
 from .per_example import per_example as per_example

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from ..types import Params, Program, TrainState
 from ..validation import check_count
 from . import plain_attention
 
+_vjp: Any = torch.func.vjp  # the length of its result depends on has_aux
 Product = Callable[[Params], Params]
 """``vector -> matrix @ vector``, both with the names and shapes of the parameters."""
 
@@ -83,7 +85,7 @@ def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
 
         def run() -> Params:
             with plain_attention.differentiable():
-                _, multiply = torch.func.vjp(torch.func.grad(mean), state.params)
+                _, multiply = _vjp(torch.func.grad(mean), state.params)
                 return multiply(vector)[0]
 
         return parts.draw(state, run)
@@ -148,12 +150,12 @@ def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Param
 
         def run() -> Params:
             with plain_attention.differentiable():
-                found, pull, rest = torch.func.vjp(outputs, state.params, has_aux=True)
+                found, pull, rest = _vjp(outputs, state.params, has_aux=True)
                 # J v is the derivative of the linear function u -> J^T u: one forward pass, one dropout mask.
-                _, push = torch.func.vjp(lambda u: pull(u)[0], [torch.zeros_like(z) for z in found])
+                _, push = _vjp(lambda u: pull(u)[0], [torch.zeros_like(z) for z in found])
                 (tangents,) = push(vector)
                 gradient = torch.func.grad(functools.partial(mean, rest=rest), argnums=(0, 1))
-                _, multiply = torch.func.vjp(gradient, found, state.params)
+                _, multiply = _vjp(gradient, found, state.params)
                 curved, own = multiply((tangents, vector))
                 (product,) = pull(curved)
                 return {name: value + own[name] for name, value in product.items()}
@@ -234,7 +236,7 @@ def eigenvalues(
         [5.0, 3.0]
     """
     try:
-        from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+        linalg: Any = importlib.import_module("scipy.sparse.linalg")
     except ImportError as error:
         raise ConfigError("SciPy is not installed", where="curvature", hint="pip install scipy") from error
     size = sum(p.numel() for p in like.values())
@@ -250,10 +252,10 @@ def eigenvalues(
         return _flat(product(vector), dtype).numpy()
 
     first = torch.randn(size, generator=rng.generator(rng.key(seed), "lanczos"), dtype=dtype).numpy()
-    operator: Any = LinearOperator((size, size), matvec=multiply, dtype=first.dtype)
+    operator = linalg.LinearOperator((size, size), matvec=multiply, dtype=first.dtype)
     try:
-        values, vectors = eigsh(operator, k=k, which=which, tol=tol, maxiter=max_iterations, v0=first)
-    except ArpackNoConvergence as error:
+        values, vectors = linalg.eigsh(operator, k=k, which=which, tol=tol, maxiter=max_iterations, v0=first)
+    except linalg.ArpackNoConvergence as error:
         raise ConfigError(
             f"{len(error.eigenvalues)} of {k} eigenvalues converged",
             where="curvature.eigenvalues",

@@ -34,8 +34,8 @@ def per_example(
 
     Each row is a batch of one example for the objective: row i of a gradient is the gradient of
     ``objective(model, batch[i:i + 1]).mean``, computed by `torch.func.vmap` over `torch.func.grad`. Frozen parameters
-    have no gradients. Accumulation, loss scale and clipping of the program are not applied. An example of weight 0 has a
-    gradient of zeros. Buffers that the forward pass writes are dropped.
+    have no gradients. Accumulation, loss scale and clipping of the program are not applied. An example of weight 0 has
+    a gradient of zeros. Buffers that the forward pass writes are dropped.
 
     The function has no state: it may be given to `torch.compile`. In eager mode the state's key seeds dropout, as in
     the next step; each example draws its own mask, and a second call draws the same. A compiled function draws from

@@ -22,6 +22,7 @@ from .differentiable import Parts as Parts
 from .differentiable import check_state as check_state
 from .differentiable import parts_for as parts_for
 from .gradient import NoSetupContext as NoSetupContext
+from .gradient import finite_mean as finite_mean
 from .program import program as program
 from .program import static_of as static_of
 from .spec import Accum as Accum

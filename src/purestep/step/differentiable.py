@@ -21,12 +21,13 @@ class Parts(NamedTuple):
     """The parts of a program that derivatives are built from.
 
     Args:
-        loss: ``(params, state, batch, context, *, train, kind) -> (Loss, Bound)``: the objective on the whole batch with
-            these parameters and the other tensors of the state; ``mean`` is connected to ``params``. Metrics are
+        loss: ``(params, state, batch, context, *, train, kind) -> (Loss, Bound)``: the objective on the whole batch
+            with these parameters and the other tensors of the state; ``mean`` is connected to ``params``. Metrics are
             detached. ``kind`` makes the bound model, as `functional.Bound` does.
         draw: ``(state, call) -> call()`` with the random numbers of the state's next step.
-        with_gradients: ``(spec, form, state, batch, context) -> Micro`` in place of `gradient.gradients` -> the program
-            that updates by it.
+        with_gradients: ``(parts, form, state, batch, context) -> Micro`` in place of `gradient.gradients` -> the
+            program that updates by it.
+        values_at: ``(state)`` -> the scheduled scalars of the objective.
         accumulate: of the program.
         microbatches: of the program.
         is_scaled: True if the program scales its loss.
@@ -36,6 +37,7 @@ class Parts(NamedTuple):
     loss: Callable[..., tuple[Loss, functional.Bound]]
     draw: Callable[[TrainState, Callable[[], Any]], Any]
     with_gradients: Callable[[Callable[..., Micro]], Program]
+    values_at: Callable[[TrainState], dict[str, torch.Tensor]]
     accumulate: int
     microbatches: int
     is_scaled: bool
@@ -43,7 +45,12 @@ class Parts(NamedTuple):
 
 
 def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Program]) -> Parts:
-    """Build the parts of a program."""
+    """Build the parts of a program.
+
+    Args:
+        spec: of the program.
+        with_gradients: ``(spec, form, state, batch, context) -> Micro`` -> the program with this `Spec.gradients`.
+    """
 
     def loss(
         params: Params,
@@ -63,13 +70,28 @@ def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Progra
         return found._replace(weight=found.weight.detach(), metrics=tree.detach(found.metrics)), bound
 
     def draw(state: TrainState, call: Callable[[], Any]) -> Any:
-        if tracing.in_graph() or not isinstance(state.key, torch.Tensor):
+        if tracing.in_graph():
             return call()
         number = rng.mix(*tracing.unwrapped(state.key).flatten().tolist(), "step")
         return drawn(spec.host, call, number, state.step.device)
 
-    is_scaled = not isinstance(spec.scaler.init(torch.device("cpu")), Empty)
-    return Parts(loss, draw, with_gradients, spec.accumulate, spec.microbatches, is_scaled, cast(nn.Module, spec.template.train.model))
+    def replaced(compute: Callable[..., Micro]) -> Program:
+        return with_gradients(lambda spec, *args: compute(parts_of(spec, _not_nested), *args))
+
+    return Parts(
+        loss=loss,
+        draw=draw,
+        with_gradients=replaced,
+        values_at=spec.values_at,
+        accumulate=spec.accumulate,
+        microbatches=spec.microbatches,
+        is_scaled=not isinstance(spec.scaler.init(torch.device("cpu")), Empty),
+        module=cast(nn.Module, spec.template.train.model),
+    )
+
+
+def _not_nested(gradients: Callable[..., Micro]) -> Program:
+    raise AssertionError("a gradient function builds no program")
 
 
 def parts_for(program: Program, where: str) -> Parts:
