@@ -9,14 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, StepContractError
-from ..metrics import mean as means
-from ..metrics import merge
-from ..pickling import recipe
-from ..step import Micro, Parts, finite_mean, parts_for, wide
-from ..types import Form, Mean, Metrics, Params, Program, TrainState
-from ..validation import check_count, check_finite, check_positive, is_count
-from .examples import chunks
+from .derivatives import chunks
+from .errors import ConfigError, StepContractError
+from .metrics import mean as means
+from .metrics import merge
+from .pickling import recipe
+from .step import Micro, Parts, finite_mean, parts_for, wide
+from .types import Form, Mean, Metrics, Params, Program, TrainState
+from .validation import check_count, check_finite, check_positive, is_count
 
 
 @recipe

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import rng, tree
-from ..errors import ConfigError, StateError, StepContractError
-from ..model import functional
-from ..step import check_state, parts_for, wide
-from ..types import Params, Program, TrainState
-from ..validation import check_count
-from . import plain_attention
+from . import rng, tree
+from .derivatives import plain_attention
+from .errors import ConfigError, StateError, StepContractError
+from .model import functional
+from .step import check_state, parts_for, wide
+from .types import Params, Program, TrainState
+from .validation import check_count
 
 _vjp: Any = torch.func.vjp  # the length of its result depends on has_aux
 Product = Callable[[Params], Params]
