@@ -167,6 +167,19 @@ def test_the_plateau_of_finetune_hf_goes_on_where_it_was(tmp_path: Path):
     assert found.history["lr"] == whole.history["lr"] == [pytest.approx(rate * 0.5**n) for n in (0, 0, 1, 2, 3)]
 
 
+def test_hypergradients_raise_rates_that_are_too_small(tmp_path: Path):
+    small = {"windows": 4, "inner_steps": 3, "width": 16}
+    tuned = run("hypergradients", tmp_path / "a", **small)
+    (row,) = rows(tmp_path / "a" / "hypergradients")
+    assert min(row[f"train_rate_layer{i}"] for i in (0, 2, 4)) > 1.1e-3
+    assert run("hypergradients", tmp_path / "b", checkpoint=False, **small) == tuned
+    (whole,) = rows(tmp_path / "b" / "hypergradients")
+    assert row == whole  # what is recomputed is the same, bit for bit
+    run("hypergradients", tmp_path / "c", tune=False, **small)
+    (still,) = rows(tmp_path / "c" / "hypergradients")
+    assert still["val_loss"] > row["val_loss"]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_is_one_short_file_that_says_how_to_run_it(path: Path):
     text = path.read_text(encoding="utf-8")
