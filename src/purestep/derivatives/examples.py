@@ -76,7 +76,9 @@ def chunks(
         return grads, (torch.where(counts, loss, torch.zeros_like(loss)), weight, sums)
 
     is_mapped = [isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves]
-    mapped = torch.func.vmap(one, in_dims=(None, [0 if each else None for each in is_mapped]), randomness="different")
+    copied = any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in parts.module.modules())
+    in_dims = (0 if copied else None, [0 if each else None for each in is_mapped])
+    mapped = torch.func.vmap(one, in_dims=in_dims, randomness="different")
     for start in range(0, rows, chunk_size):
         # One more dimension: for the objective an example is a batch of one row.
         given = [
@@ -85,7 +87,8 @@ def chunks(
         ]
         try:
             with attention.mappable(state.step.device):
-                grads, (losses, weights, sums) = mapped(state.params, given)
+                params = _expanded(state.params, min(chunk_size, rows - start)) if copied else state.params
+                grads, (losses, weights, sums) = mapped(params, given)
         except (RuntimeError, NotImplementedError) as error:
             if not _is_of_torch_func(error):
                 raise
@@ -97,6 +100,12 @@ def chunks(
             for name, (total, weight) in sums.items()
         }
         yield Chunk(grads, losses, weights, _norms(grads), metrics)
+
+
+def _expanded(params: Params, count: int) -> Params:
+    """Views with one row for each example. Torch's recurrent layers add to a hidden state in place, which vmap allows
+    only if the result of the operation before it was mapped too."""
+    return {name: p.expand(count, *p.shape) for name, p in params.items()}
 
 
 def _rows(leaves: list[Any], device: torch.device) -> tuple[list[Any], int]:

@@ -43,7 +43,7 @@ def gradient_noise_scale(
         program: from `program`, not distributed.
         parts: None: gradients of single examples, by `per_example`. An int >= 2: gradients of this many equal parts of
             each batch, one after another (the paper's two batch sizes: a part and the batch), for models that cannot be
-            mapped (BatchNorm, fused recurrent layers). More parts give better estimates.
+            mapped (BatchNorm). More parts give better estimates.
         chunk_size: as for `per_example`.
         train: run the module in train mode.
 

@@ -42,9 +42,8 @@ def per_example(
     torch's global generator.
 
     BatchNorm in train mode mixes the examples of a batch and raises an error: keep it in eval mode with
-    ``ps.program(..., keep_eval=...)``, or pass ``train=False``. Fused recurrent layers, activation checkpointing,
-    nested and sparse tensors, and code that reads a tensor's value cannot be mapped:
-    tests/derivatives/layers.md lists layers.
+    ``ps.program(..., keep_eval=...)``, or pass ``train=False``. Activation checkpointing, nested and sparse tensors,
+    and code that reads a tensor's value cannot be mapped. tests/derivatives/layers.md lists layers.
 
     Args:
         program: from `program`, not distributed.
