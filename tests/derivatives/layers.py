@@ -1,6 +1,6 @@
 """What `torch.func` maps and differentiates: layers of `torch.nn` under `per_example`, `curvature` and a train step.
 
-    PYTHONPATH=src python tests/derivatives/layers.py --write  # a quarter of a minute; writes tests/derivatives/layers.md
+    PYTHONPATH=src python tests/derivatives/layers.py --write # writes tests/derivatives/layers.md
 
 Each layer stands in a small net on the CPU, in float64. Columns:
 

@@ -12,6 +12,7 @@ from helpers import assert_trees_close, tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, nn
 
 import purestep as ps
+from purestep.derivatives import plain_attention
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -124,6 +125,42 @@ def test_dropout_follows_the_states_key():
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_half_precision_rounds_as_a_step_does(precision: str):
+    net = TinyGPT(lambda: nn.Dropout(0.0))
+    chosen, exact = program(net, text_objective, precision=precision), program(net, text_objective)
+    state = chosen.init(device="cpu")
+    found = ps.per_example(chosen)(state, texts())
+    expected = ps.per_example(exact)(exact.init(device="cpu"), texts())
+    torch.testing.assert_close(found.norms.double(), expected.norms, rtol=0.05, atol=0)
+    assert found.grads["norm.weight"].dtype == state.params["norm.weight"].dtype
+
+
+ATTENTION = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "mask": {"attn_mask": torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]], dtype=torch.bool)},
+    "bias": {"attn_mask": torch.arange(12.0, dtype=torch.float64).view(4, 3) / 5},
+    "scale": {"scale": 0.3},
+    "gqa": {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_plain_attention_is_torchs(name: str):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+
+    heads = 2 if name == "gqa" else 4
+    q, k, v = draw(4, 4, 8), draw(heads, 3, 8), draw(heads, 3, 8)
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, **ATTENTION[name])
+    with plain_attention.differentiable():
+        found = nn.functional.scaled_dot_product_attention(q, k, v, **ATTENTION[name])
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
 def test_context_and_values_without_rows_go_to_every_example():
     def objective(model: ps.Model, batch: Any, shift: Tensor) -> ps.Loss:
         error = (model(batch["x"]) - shift) * batch["factor"] * len(batch["name"])
@@ -199,6 +236,18 @@ class TestErrors:
             ps.per_example(ps.Program(lambda state, batch: (state, {})))
         with pytest.raises(StateError, match="is a dict"):
             ps.per_example(chosen)({}, vector_batch())
+
+    def test_several_processes(self):
+        chosen = program(tiny_mlp())
+        divided = chosen._replace(static=chosen.static._replace(stream=(1,)))
+        for function in (ps.per_example, ps.gradient_noise_scale, ps.curvature.hessian, ps.curvature.gauss_newton):
+            with pytest.raises(ConfigError, match="several processes"):
+                function(divided)
+        with pytest.raises(ConfigError, match="several processes"):
+            ps.privacy.dp_sgd(divided, max_norm=1.0, noise_multiplier=1.0)
+        piece = chosen.init(device="cpu")._replace(placement=(1,))
+        with pytest.raises(StateError, match="divided among several processes"):
+            ps.per_example(chosen)(piece, vector_batch())
 
 
 @pytest.mark.compile

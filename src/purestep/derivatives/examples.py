@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from ..errors import DataError, StepContractError
 from ..metrics import mean as means
 from ..step import Parts, wide
 from ..types import Mean, Metrics, Params, TrainState
-from . import plain_attention as attention
+from . import plain_attention
 
 CHUNK_BYTES = 256 * 2**20
 """Gradients of one chunk take about this much memory if the caller sets no ``chunk_size``."""
@@ -86,7 +87,8 @@ def chunks(
             for leaf, each in zip(leaves, is_mapped, strict=True)
         ]
         try:
-            with attention.mappable(state.step.device):
+            # The fused kernel of the CPU has no rule for vmap, which would loop over the examples and warn.
+            with plain_attention.differentiable() if state.step.device.type == "cpu" else nullcontext():
                 params = _expanded(state.params, min(chunk_size, rows - start)) if copied else state.params
                 grads, (losses, weights, sums) = mapped(params, given)
         except (RuntimeError, NotImplementedError) as error:
