@@ -250,6 +250,8 @@ NOTES = """
 - spectral_norm: the vectors of its power iteration are constants to autograd, so derivatives of second order leave out
   how they follow the weight.
 - cdist, EmbeddingBag: torch has no second derivative; write `(a[:, None] - b).norm(dim=-1)`, `Embedding` and a mean.
+- Models of transformers: leave `attention_mask` out where no token is padding. The library reads its values, which vmap
+  does not allow.
 - No torch.func transform takes activation checkpointing, autograd Functions without `setup_context`, nested or sparse
   tensors, or code that reads a tensor's value.
 """.splitlines()

@@ -187,6 +187,19 @@ def test_the_function_can_be_mapped_over_states():
         assert_trees_close({name: grad[i] for name, grad in many.items()}, expected, **EXACT)
 
 
+def test_a_model_of_transformers_computes_its_own_loss():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    net = GPT2LMHeadModel(GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM"))
+    chosen = program(net, ps.hf_loss())
+    state, tokens = chosen.init(device="cpu"), texts(3)[0]
+    found = ps.per_example(chosen)(state, {"input_ids": tokens, "labels": tokens})
+    expected = by_a_step(chosen, state, {"input_ids": tokens[1:2], "labels": tokens[1:2]})
+    assert_trees_close({name: grad[1] for name, grad in found.grads.items()}, expected, rtol=1e-6, atol=1e-7)
+
+
 class TestErrors:
     @pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.InstanceNorm1d(8, track_running_stats=True)])
     def test_statistics_of_the_batch(self, norm: nn.Module):

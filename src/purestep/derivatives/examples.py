@@ -73,7 +73,8 @@ def chunks(
 
         grads, (loss, weight, sums) = torch.func.grad(mean, has_aux=True)(params)
         counts = weight > 0
-        grads = {name: torch.where(counts, grad, torch.zeros_like(grad)) for name, grad in grads.items()}
+        for name in grads:  # one by one: the memory of one more gradient, not of all
+            grads[name] = grads[name].masked_fill(~counts, 0.0)
         return grads, (torch.where(counts, loss, torch.zeros_like(loss)), weight, sums)
 
     is_mapped = [isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves]

@@ -87,7 +87,8 @@ def per_example(
             if len(found) == 1:
                 return found[0]
             norms, losses, weights = (torch.cat(column) for column in list(zip(*found, strict=True))[1:])
-            grads = {name: torch.cat([each.grads[name] for each in found]) for name in found[0].grads}
+            # One by one, so that the parts of a gradient are freed before the next is joined.
+            grads = {name: torch.cat([each.grads.pop(name) for each in found]) for name in list(found[0].grads)}
             return PerExample(grads, norms, losses, weights)
 
         return parts.draw(state, run)
