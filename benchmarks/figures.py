@@ -141,7 +141,24 @@ def _figures() -> list[Figure]:
         ]
     idle = _share("snapshots", "fit, snapshots open", "fit")
     found.append(Figure("step path with snapshots open, none due", 1.01, "less", "x", idle))
-    return found + _on_cuda()
+    return found + _eager() + _on_cuda()
+
+
+def _eager() -> list[Figure]:
+    """Eager steps against the eager loop by hand, with fused AdamW and foreach clipping and average."""
+    found: list[Figure] = []
+    large = {"convnet": "convnet", "gpt-small": "GPT 0.9 M", "gpt-medium": "GPT 34 M", "vit": "ViT"}
+    for work, label in {**large, "mlp": "MLP", "toy32": "32-layer toy"}.items():
+        aim, job = 0.95 if work in large else 0.75, f"eager-{work}"
+        for row, what in ((ours.EAGER_DONATED, "donated"), (ours.EAGER_FIT, "fit")):
+            found.append(
+                Figure(f"eager {what} against by hand, {label}", aim, "more", "x", _times(job, byhand.EAGER, row))
+            )
+        if work in large:
+            pure = _times(job, byhand.EAGER, ours.EAGER)
+            found.append(Figure(f"eager pure step against by hand, {label}", 0.85, "more", "x", pure))
+    memory = _share("memory-eager", ours.EAGER_FIT, byhand.EAGER)
+    return [*found, Figure("peak memory of eager fit, GPT 34 M, against by hand", 1.05, "less", "x", memory)]
 
 
 def _on_cuda() -> list[Figure]:

@@ -38,9 +38,39 @@ def _table(work: str, about: str, *, threads: int | None = None, quick: dict[str
     return Job(f"one step: {about}", "benchmarks.steps:table", {"work": work}, quick, threads)
 
 
+EAGER = [byhand.EAGER, ours.EAGER, ours.EAGER_DONATED, ours.EAGER_FIT]
+EAGER_WORKS = {
+    "mlp": "MLP",
+    "toy32": "32 small layers",
+    "convnet": "convolutions with BatchNorm",
+    "gpt-small": "GPT of 0.9 M",
+    "gpt-medium": "GPT of 34 M",
+    "vit": "ViT",
+}
+
+
+def _eager() -> dict[str, Job]:
+    return {
+        f"eager-{work}": Job(
+            f"one eager step: {about}, one thread",
+            "benchmarks.steps:table",
+            {"work": work, "only": EAGER, "seconds": 30},
+            {"seconds": 12},
+            1,
+        )
+        for work, about in EAGER_WORKS.items()
+    } | {
+        "memory-eager": Job(
+            "peak memory of eager steps, GPT of 34 M",
+            "benchmarks.memory:table",
+            {"work": "gpt-medium", "only": EAGER},
+        )
+    }
+
+
 def _on_cpu() -> dict[str, Job]:
     short = {"seconds": 8}
-    return {
+    return _eager() | {
         "mlp-1": _table("mlp", "MLP, one thread", threads=1, quick=short),
         "mlp": _table("mlp", "MLP", quick=short),
         "toy32-1": _table("toy32", "32 small layers, one thread", threads=1, quick=short | {"only": CORE}),
@@ -61,6 +91,7 @@ def _on_cpu() -> dict[str, Job]:
         "memory": Job("peak memory, GPT of 34 M", "benchmarks.memory:table", {"work": "gpt-medium"}),
         "start": Job("time to the first step, GPT of 0.9 M", "benchmarks.start:table", {"work": "gpt-small"}),
         "ablation": Job("compile/cpu without each of its parts", "benchmarks.ablation:table", {}),
+        "contention": Job("steps beside other work", "benchmarks.contention:table", {}),
         "parallel-1": _parallel(1),
         "parallel-2": _parallel(2),
         "import": Job("import", "benchmarks.start:importing", {}, {}),

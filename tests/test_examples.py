@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -150,21 +149,16 @@ def test_finetune_hf_beats_the_frequency_of_words(by_epoch: bool, tmp_path: Path
     assert run("finetune_hf", tmp_path, **fields) == (share, right)  # nothing is left to do
 
 
-def test_the_plateau_of_finetune_hf_goes_on_where_it_was(tmp_path: Path):
-    module = load("finetune_hf")
-    ps, rate = module.ps, 1e-9  # nothing improves, so each epoch lowers it
-
-    def trained(epochs: int, runs: Path) -> Any:
-        tx = ps.optim.inject(ps.optim.sgd)(learning_rate=rate)
-        program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), tx)
-        plateau = module.on_plateau(module.stopping.Plateau(factor=0.5, patience=0), rate)
-        data = {"train": [(torch.ones(2, 2), torch.zeros(2, 1))], "val": [(torch.ones(2, 2), torch.zeros(2, 1))]}
-        fields = {"epochs": epochs, "progress": False, "snapshots": runs, "callbacks": [plateau]}
-        return ps.fit(program.init(device="cpu"), data, program, **fields)
-
-    trained(3, tmp_path / "parts")
-    found, whole = trained(5, tmp_path / "parts"), trained(5, tmp_path / "whole")
-    assert found.history["lr"] == whole.history["lr"] == [pytest.approx(rate * 0.5**n) for n in (0, 0, 1, 2, 3)]
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_setting_of_an_example_is_an_option(path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("tyro", reason="tyro is not installed: pip install 'purestep[cli]'")
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # one example imports another
+    module = load(path.stem)
+    settings = vars(module.Config())
+    given = {f"--{name.replace('_', '-')}": value for name, value in settings.items() if value is not None}
+    options = [part for name, value in given.items() for part in ([name] if value is False else [name, str(value)])]
+    found = vars(module.ps.config.cli(module.Config, options))
+    assert found == {name: True if value is False else value for name, value in settings.items()}
 
 
 def test_hypergradients_raise_rates_that_are_too_small(tmp_path: Path):

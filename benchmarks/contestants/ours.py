@@ -15,6 +15,8 @@ from ..works import Work
 from .base import Contestant, Entry, Gate, Gated, Stepping, settle
 
 EAGER = "purestep, eager"
+EAGER_DONATED = "purestep, eager donated"
+EAGER_FIT = "purestep, fit in eager"
 COMPILED = "purestep, compiled"
 DONATED = "purestep, donated"
 GRAPHED = "purestep, CUDA graph"
@@ -68,6 +70,11 @@ def _eager(work: Work, device: torch.device) -> Contestant:
     return stepping(EAGER, work, device, made, made.train_step)
 
 
+def _eager_donated(work: Work, device: torch.device) -> Contestant:
+    made = program(work)
+    return stepping(EAGER_DONATED, work, device, made, ps.donate(made).train_step)
+
+
 def _compiled(work: Work, device: torch.device) -> Contestant:
     made = program(work)
     return stepping(COMPILED, work, device, made, ps.compile_step(made.train_step, donate=False))
@@ -97,7 +104,7 @@ def fitted(name: str, work: Work, device: torch.device, **options: Any) -> Gated
                 gate.passed(event.metrics)
 
         quiet = {"epochs": 1, "compile": True, "callbacks": [on], "sinks": [], "progress": False}
-        ps.fit(state, {"train": gate}, made, **quiet, **options)
+        ps.fit(state, {"train": gate}, made, **quiet | options)
 
     return Gated(
         name,
@@ -113,10 +120,16 @@ def _fit(work: Work, device: torch.device) -> Contestant:
     return fitted(FIT, work, device)
 
 
+def _eager_fit(work: Work, device: torch.device) -> Contestant:
+    return fitted(EAGER_FIT, work, device, compile=False)
+
+
 ENTRIES = (
     Entry(EAGER, (), _eager),
+    Entry(EAGER_DONATED, (), _eager_donated),
     Entry(COMPILED, (), _compiled),
     Entry(DONATED, (), _donated),
     Entry(GRAPHED, (), _graphed, lambda work, device: device.type == "cuda"),
     Entry(FIT, (), _fit),
+    Entry(EAGER_FIT, (), _eager_fit),
 )

@@ -54,6 +54,7 @@ from .objective import masked_reconstruction as masked_reconstruction
 from .objective import masked_sse as masked_sse
 from .objective import supervised as supervised
 from .precision import auto_device as auto_device
+from .step import Sam as Sam
 from .step import program as program
 from .stopping import EarlyStopping as EarlyStopping
 from .tree import clone as clone
@@ -79,6 +80,7 @@ if _typing.TYPE_CHECKING:
     from .bench import find_batch_size as find_batch_size
     from .compile import compile_program as compile_program
     from .compile import compile_step as compile_step
+    from .compile import donate as donate
     from .config import FitConfig as FitConfig
     from .data import to_device as to_device
     from .derivatives import gradient_noise_scale as gradient_noise_scale
@@ -92,6 +94,8 @@ if _typing.TYPE_CHECKING:
     from .loop import find_learning_rate as find_learning_rate
     from .loop import fit as fit
     from .loop import predict as predict
+    from .loop import reduce_on_plateau as reduce_on_plateau
+    from .loop import refresh_batchnorm as refresh_batchnorm
     from .loop import run_epoch as run_epoch
     from .parallel import distribute as distribute
     from .parallel import full as full
@@ -99,7 +103,7 @@ if _typing.TYPE_CHECKING:
 else:
     _LATE = {
         "bench": ("benchmark", "find_batch_size"),
-        "compile": ("compile_program", "compile_step"),
+        "compile": ("compile_program", "compile_step", "donate"),
         "config": ("FitConfig",),
         "curvature": (),
         "data": ("to_device",),
@@ -107,7 +111,10 @@ else:
         "diagnostics": ("summary",),
         "events": ("Stop",),
         "export": ("export_weights", "load_into"),
-        "loop": ("FitResult", "evaluate", "find_learning_rate", "fit", "predict", "run_epoch"),
+        "loop": (
+            *("FitResult", "evaluate", "find_learning_rate", "fit", "predict"),
+            *("reduce_on_plateau", "refresh_batchnorm", "run_epoch"),
+        ),
         "parallel": ("distribute", "full"),
         "privacy": (),
         "sinks": (),

@@ -47,7 +47,7 @@ def dp_sgd(
 
     Args:
         program: from `program`, not distributed, with ``accumulate=1`` and ``microbatches=1`` (``chunk_size`` bounds
-            the memory) and without loss scaling. BatchNorm raises an error, as in `per_example`.
+            the memory), without ``sam`` and without loss scaling. BatchNorm raises an error, as in `per_example`.
         max_norm: C > 0.
         noise_multiplier: :math:`\sigma` >= 0; 0: no noise and no privacy.
         expected_batch_size: B >= 1. None: the number of rows of each batch.
@@ -82,6 +82,8 @@ def dp_sgd(
                 where=where,
                 hint=f"set {name}=1 and pass a whole batch to each call; chunk_size=... bounds the memory",
             )
+    if parts.is_sharp:
+        raise ConfigError("the program has sam=: its second gradient is not clipped", where=where, hint="sam=None")
     if parts.is_scaled:
         raise ConfigError("the program scales its loss", where=where, hint='precision="bf16-mixed", or "32-true"')
 

@@ -215,8 +215,9 @@ def from_json(found: Mapping[str, Any]) -> Record:
 class Plateau:
     """Reduce the learning rate when the monitored value stops improving (torch's ``ReduceLROnPlateau``).
 
-    A schedule depends on the count of updates only, so this rule belongs in a callback: keep a `PlateauRecord` there,
-    and write ``scale * learning_rate`` into the state (``optim.inject`` and ``optim.set_hyperparams``).
+    A schedule depends on the count of updates only, so this rule belongs in a callback: `reduce_on_plateau` is one for
+    `fit`. A loop of your own keeps a `PlateauRecord`, and writes ``scale * learning_rate`` into the state
+    (``optim.inject`` and ``optim.set_hyperparams``).
 
     Args:
         factor: each reduction multiplies the scale by it, in (0, 1).

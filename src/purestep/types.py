@@ -260,6 +260,8 @@ class Form(NamedTuple):
     unreached: Callable[[frozenset[str]], dict[str, str]] = _same_names  # names without a gradient -> stored names
     exchange: Exchange | None = None  # None: one process
     hidden: frozenset[str] = frozenset()  # named parameters that are pieces in the expanded tree
+    # An eager step may write into the memory of parameters, optimizer state and average; it calls this before it does.
+    owned: Callable[[], None] | None = None
 
 
 class Steps(NamedTuple):
@@ -290,6 +292,8 @@ class Static(NamedTuple):
     module: Any = None  # the weightless module in train mode; not to be changed
     rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
     parts: Any = None  # `step.Parts`: the loss as a function of the parameters, for derivatives
+    gradient: Callable[[TrainState, Batch], Params] | None = None  # of a call, in eager mode, without its update
+    statistics: Callable[..., Any] | None = None  # (state, view) -> step.Statistics, for `refresh_batchnorm`
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:

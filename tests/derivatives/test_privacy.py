@@ -118,6 +118,7 @@ class TestErrors:
         [
             ({"accumulate": 2}, "accumulate=2"),
             ({"microbatches": 2}, "microbatches=2"),
+            ({"sam": 0.05}, "sam="),
             ({"precision": "16-mixed"}, "scales its loss"),
         ],
     )

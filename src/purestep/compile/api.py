@@ -11,6 +11,7 @@ from ..types import Metrics, Program, Static
 from ..validation import is_count
 from .capture import check as check_capture
 from .compiled_step import CompiledStep
+from .eager_donation import DonatedStep, without_donation
 from .eval_step import CompiledEval
 from .graph_cache import Options
 
@@ -85,6 +86,7 @@ def compile_step(
     check_capture(capture)
     _check_backend(backend, capture)
     _check_function(step)
+    step = step.eager if isinstance(step, DonatedStep) else step
     static = static_of(step)
     _check_launch(static, donate=donate, cuda_graph=cuda_graph, unroll=unroll)
     chosen = Options(capture, backend, options)
@@ -122,6 +124,7 @@ def compile_program(
         raise ConfigError(f"the program is a {type(program).__name__}", where="compile_program", hint=hint)
     check_capture(capture)
     _check_backend(backend, capture)
+    program = without_donation(program)
     _check_launch(program.static, donate=donate, cuda_graph=cuda_graph, unroll=1)
     chosen = Options(capture, backend, options)
     static = static_of(program.train_step)  # None if the program's step was replaced

@@ -202,14 +202,18 @@ class CompiledStep:
         if type(state) is live_state.LiveState:
             state.check_alive()
             store = state.live_store
-            if store is not None and not store.single:
-                return None  # one of several states that share these buffers
+            if not isinstance(store, DonatedBuffers) or not store.single:
+                return None  # of an eager step, or one of several states that share these buffers
         else:
             store = live_state.store_of(state)
             if store is not None:
                 live_state.check_alive(state)
                 store = store if live_state.is_whole(state, store) else None
-        if store is None or (store.holds_callers and self.static is None) or not store.is_unmodified():
+        if (
+            not isinstance(store, DonatedBuffers)
+            or (store.holds_callers and self.static is None)
+            or not store.is_unmodified()
+        ):
             return None
         if store.layout is None or store.layouts is self.layouts:
             return store

@@ -17,7 +17,7 @@ from .. import packed, tensor_layout, tree
 from ..errors import StateError
 from ..types import Empty, TrainState, Tree
 from . import treespec
-from .live_state import is_state, live, states
+from .live_state import Store, is_state, live, states
 
 
 class HostCounters:
@@ -140,7 +140,7 @@ def key_positions(treedef: tree.TreeDef) -> frozenset[int]:
     return frozenset(int(cast(Any, part.key)) for part in states(treespec.of(treedef)))
 
 
-class DonatedBuffers:
+class DonatedBuffers(Store):
     """Static buffers (a "store"), the named tree of views of them, and the generation."""
 
     def __init__(
@@ -152,6 +152,7 @@ class DonatedBuffers:
         adopt: bool = False,
         frozen: bool = True,
     ) -> None:
+        super().__init__()
         self.layout = layout
         self.layouts = layouts  # of the compiled steps that share this layout
         flat = state if layout is None else packed.pack(layout, state)
@@ -171,14 +172,10 @@ class DonatedBuffers:
         self.named = whole if layout is None else packed.unpack(layout, whole)
         self.hosts = [HostCounters(part) for part in states(self.named)]
         self.device = self.buffers[0].device
-        self.generation = 0
-        self.calls = 0  # one generation may take several calls
-        self.failed = False  # the last call was interrupted
         self.leaves: list[Tensor] | None = None  # of the state, without its key, if already computed
         self.parts = [tuple(part) for part in states(self.named)]
         self.single = isinstance(self.named, TrainState)  # else a tree of several
-        self.is_read = adopt  # the caller has read the state, and may pass a part of it as a batch
-        self.exposed: list[tuple[Any, Any]] | None = None  # dicts and lists that the caller has read, and their copies
+        self.is_read = adopt
         self.memory: set[int] | None = None  # addresses of the buffers; computed lazily
 
     def _fill(self, leaves: list[Tensor], *, copied: set[int]) -> list[Tensor]:
@@ -214,17 +211,13 @@ class DonatedBuffers:
         other.leaves = other.exposed = other.memory = None
         return other
 
-    def expose(self) -> None:
-        """Remember the contents of dicts and lists, because the caller reads them and may modify them."""
-        if self.exposed is None:
-            self.exposed = [(node, node.copy()) for node in treespec.containers(self.parts)]
+    def tensors(self) -> list[Tensor]:
+        """The buffers, and the keys on the host."""
+        return [*self.buffers, *(host.key for host in self.hosts)]
 
-    def is_unmodified(self) -> bool:
-        """True if the dicts and lists that the caller has read still have the same leaves."""
-        try:
-            return all(node == copy for node, copy in self.exposed or ())  # identical objects are not compared
-        except Exception:  # from comparing two tensors
-            return False
+    def calls_of(self, index: int) -> int:
+        """The number of calls in the key of one of the states."""
+        return self.hosts[index].calls
 
     def check(self, kinds: tuple[Any, ...]) -> None:
         """Raise StateError if a tensor of the state has memory of another layout since ``tensor.data = ...``: compiled
@@ -250,28 +243,12 @@ class DonatedBuffers:
 
         return [strided_clone(leaf) if is_part(leaf) else leaf for leaf in leaves]
 
-    def begin(self) -> None:
-        """Invalidate the input state before a call, since Ctrl-C can interrupt the call at any line."""
-        self.failed = True
-        self.generation += 1
-
-    def undo(self) -> None:
-        """Revert `begin` after a call that failed before it wrote anything."""
-        self.generation -= 1
-        self.failed = False
-
     def end(self, calls: int = 1) -> None:
         """Count a completed call and advance every key."""
         self.calls += calls
         for host in self.hosts:
             host.advance(calls)
         self.failed = False
-
-    def donation_message(self, index: int, generation: int, calls: int) -> str:
-        """The error text for a state of an earlier generation."""
-        message = f"donated at step {self.hosts[index].calls - (self.calls - calls) + 1}"
-        is_last = self.failed and generation == self.generation - 1
-        return f"{message}, which failed and may have written half of it" if is_last else message
 
 
 def overlaps(leaf: Tensor) -> bool:

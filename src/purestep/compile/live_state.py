@@ -1,23 +1,21 @@
 """The state of a donated step: a TrainState in buffers that the next call overwrites.
 
-Each call of a donated step starts a new generation of its buffers (`donation.DonatedBuffers`, here a "store"). Reading
-a `LiveState` of an older generation raises StateError.
+Each call of a donated step starts a new generation of its memory, a `Store`. Reading a `LiveState` of an older
+generation raises StateError.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from .. import tree
 from ..errors import StateError
 from ..types import TrainState, Tree
-
-if TYPE_CHECKING:
-    from .donation import DonatedBuffers
+from . import treespec
 
 
 def is_state(node: Any) -> bool:
@@ -37,13 +35,62 @@ def states(state: Tree) -> list[TrainState]:
     return found
 
 
+class Store:
+    """The memory of a donated step's state: `donation.DonatedBuffers`, or `eager_donation.OwnedState`."""
+
+    def __init__(self) -> None:
+        self.named: Any = None  # the state, or a tree of several
+        self.parts: list[tuple[Any, ...]] = []  # the fields of each TrainState
+        self.generation = 0
+        self.calls = 0  # one generation may take several calls
+        self.failed = False  # the last call was interrupted
+        self.is_read = False  # the caller has read the state, and may pass a part of it as a batch
+        self.exposed: list[tuple[Any, Any]] | None = None  # dicts and lists that the caller has read, and their copies
+
+    def tensors(self) -> list[Tensor]:
+        """Tensors whose version counters cover every write into the state."""
+        raise NotImplementedError
+
+    def calls_of(self, index: int) -> int:
+        """The number of calls in the key of one of the states."""
+        raise NotImplementedError
+
+    def expose(self) -> None:
+        """Remember the contents of dicts and lists, because the caller reads them and may modify them."""
+        if self.exposed is None:
+            self.exposed = [(node, node.copy()) for node in treespec.containers(self.parts)]
+
+    def is_unmodified(self) -> bool:
+        """True if the dicts and lists that the caller has read still have the same leaves."""
+        try:
+            return all(node == copy for node, copy in self.exposed or ())  # identical objects are not compared
+        except Exception:  # from comparing two tensors
+            return False
+
+    def begin(self) -> None:
+        """Invalidate the input state before a call, since Ctrl-C can interrupt the call at any line."""
+        self.failed = True
+        self.generation += 1
+
+    def undo(self) -> None:
+        """Revert `begin` after a call that failed before it wrote anything."""
+        self.generation -= 1
+        self.failed = False
+
+    def donation_message(self, index: int, generation: int, calls: int) -> str:
+        """The error text for a state of an earlier generation."""
+        message = f"donated at step {self.calls_of(index) - (self.calls - calls) + 1}"
+        is_last = self.failed and generation == self.generation - 1
+        return f"{message}, which failed and may have written half of it" if is_last else message
+
+
 class LiveState(TrainState):
     """A TrainState in donated buffers. Reading one after its donation raises StateError.
 
     `_replace`, `view`, `clone`, copy and pickle return a plain TrainState.
     """
 
-    live_store: DonatedBuffers | None = None
+    live_store: Store | None = None
     live_generation: int = 0
     live_calls: int = 0
     live_index: int = 0
@@ -111,7 +158,7 @@ for _index, _field in enumerate(TrainState._fields):
 tree.register(LiveState, lambda state: tuple(state), TrainState)
 
 
-def live(store: DonatedBuffers, index: int) -> LiveState:
+def live(store: Store, index: int) -> LiveState:
     """Return the state of a store's current generation; ``index`` selects one of its TrainStates."""
     state = tuple.__new__(LiveState, store.parts[index])
     state.live_store = store
@@ -124,7 +171,7 @@ def live(store: DonatedBuffers, index: int) -> LiveState:
 # --- trees of live states ---------------------------------------------------------------------------------------------
 
 
-def store_of(state: Tree) -> DonatedBuffers | None:
+def store_of(state: Tree) -> Store | None:
     """The store of a tree of live states, if it contains all states of exactly one store; else None."""
     if isinstance(state, LiveState):
         return state.live_store
@@ -134,11 +181,11 @@ def store_of(state: Tree) -> DonatedBuffers | None:
     if not found or len(found) < len(states(state)):
         return None
     store = found[0].live_store
-    whole = store is not None and [part.live_index for part in found] == list(range(len(store.hosts)))
+    whole = store is not None and [part.live_index for part in found] == list(range(len(store.parts)))
     return store if whole and all(part.live_store is store for part in found) else None
 
 
-def is_whole(state: Tree, store: DonatedBuffers) -> bool:
+def is_whole(state: Tree, store: Store) -> bool:
     """True if a tree of live states of a store has exactly the store's other leaves too."""
     if isinstance(state, LiveState):
         return True
@@ -180,4 +227,4 @@ def memory(state: Tree) -> list[Any]:
         return tree.leaves(state)
     if not is_alive(state):
         return []
-    return [*store.buffers, *(host.key for host in store.hosts)]
+    return store.tensors()

@@ -76,6 +76,12 @@ class FitConfig(BaseModel):
     log_every: fields.AtLeast0 = 50
     """Updates between two lines of the log, at least 0. 0: log only at the end of an epoch."""
 
+    histograms: fields.AtLeast0 = 0
+    """Updates between two histograms of each parameter's weights, gradients and updates, for sinks that plot them
+    (``ps.sinks.tensorboard``, ``ps.sinks.wandb``) and callbacks: at least 0. 0: none. A recorded update waits for the
+    device, copies the weights, and repeats the forward and backward pass of its batch in eager mode, since a step
+    returns no gradients; under accumulation these are of the last micro-batch of the window. Take a few hundred."""
+
     resume: fields.Resume = "auto"
     """``"auto"``: continue from the newest intact snapshot in the run's directory, if there is one. A path: continue
     from this snapshot, or from the run's newest one if the run started from this path and has snapshots. None: start
@@ -86,8 +92,9 @@ class FitConfig(BaseModel):
     an error. False: run in eager mode. A mapping: as True, with these options of `compile_step`."""
 
     donate: fields.Donate = True
-    """True: a compiled step reuses the memory of the states that the loop created. ``"init"``: it also reuses the
-    memory of the initial state, which cannot be read afterwards. False: it reuses none."""
+    """True: a step of `program`, compiled or not, reuses the memory of the states that the loop created: a callback
+    that keeps a state keeps ``ps.clone(event.state)``. ``"init"``: a compiled step also reuses the memory of the
+    initial state, which cannot be read afterwards. False: it reuses none."""
 
     device: fields.Device = None
     """The torch device to train on (``"cuda:1"``). None: the device of the state, but a state on the CPU is copied to
@@ -128,6 +135,13 @@ class FitConfig(BaseModel):
     """Batches of a loader to use in each epoch. An int is their number, a float their share in (0, 1] of the batches if
     their number is known, else of ``len(loader)``. A mapping sets it for each loader; 0 skips an evaluation loader.
     None: all."""
+
+    profile: fields.Profile = None
+    """Record a window of updates with `torch.profiler`: ``(10, 13)`` are the updates 10, 11 and 12 of this call of
+    `fit`, counted from 0, with the loading of their batches. The trace ``trace_10-12.json.gz`` is for Perfetto or
+    ``chrome://tracing``; its numbers count the updates before a resume too. It goes into the directory of the
+    snapshots, into that of ``(10, 13, "traces")``, or else into the working directory. A profiler that fails is logged,
+    and the run goes on. Of several processes the first one is recorded."""
 
     rollback: fields.AtLeast0 = 0
     """How many times the run may return to its last good state after a loss or gradient that is not finite, before

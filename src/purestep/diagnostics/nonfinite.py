@@ -31,7 +31,9 @@ def not_finite(leaf: Any) -> int:
 
 
 def differentiates(function: Any) -> bool:
-    """True for `torch.autograd.grad`, the end of a forward pass."""
+    """True for `torch.Tensor.backward` and `torch.autograd.grad`, the end of a forward pass."""
+    if function is torch.Tensor.backward:
+        return True
     return getattr(function, "__name__", "") == "grad" and getattr(function, "__module__", "") == "torch.autograd"
 
 

@@ -18,14 +18,14 @@ from ..parallel import Mesh
 from ..signals import Signals
 from ..snapshot import Snapshots
 from ..types import Program, Tree
-from . import environment, inputs, policy, processes, ranks, resume, train_call
+from . import environment, histograms, inputs, policy, processes, profiling, ranks, resume, train_call
 from . import progress as progress_
 from .best_state import BestState
 from .callbacks import Callbacks
 from .inputs import Feeds
 from .loop_state import Cell, FitResult, cell, joined, with_row
 from .policy import EvalSchedule, limit_reached
-from .recorder import Recorder
+from .recorder import BatchRecorder
 from .recovery import LastGood, save_on_error
 from .resume import Checkpointer
 from .transitions import (
@@ -300,9 +300,16 @@ def _restore(run: Run, opened: Opened) -> Services:
         last_good=LastGood(config.rollback, start),
         best_state=BestState(monitor.kept_by(snapshots)),
         checkpointer=checkpointer,
-        recorder=Recorder(config.record),
+        recorder=BatchRecorder(config.record),
         callbacks=callbacks,
         processes=processes.opened(mesh, signals, checkpointer, progress, config, feeds.train),
+        profiler=profiling.profiler(
+            config,
+            None if snapshots is None else snapshots.directory,
+            updates=run.loop.updates,
+            rank=0 if mesh is None else mesh.rank,
+        ),
+        histograms=histograms.recorder(config.histograms, eager, run.state, mesh),
         resumed=resumed,
     )
     services.last_good.keep(run.state, run.loop)

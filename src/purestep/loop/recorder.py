@@ -17,7 +17,7 @@ _log = logging.getLogger("purestep")
 _NOTHING = object()
 
 
-class Recorder:
+class BatchRecorder:
     """Keeps at least the last ``size`` batches, and a copy of the state before every ``size``-th of them.
 
     A state that is not the result of the call before (a flush, a rollback, the answer of a callback) is copied too. So

@@ -17,8 +17,10 @@ from .. import data, files, tree
 from ..compile import Stacked, first_line, states
 from ..diagnostics import not_finite, purity
 from ..errors import ConfigError, NonFiniteError, PurestepError, StepContractError
+from ..step import static_of
 from ..types import EvalStep, Metrics, Program, TrainStep, Tree
 from .accumulation import counting
+from .eager_hint import EagerHint
 from .evaluate import BatchCheck, check_pair, takes_index
 from .loop_state import LoopState
 from .nonfinite_steps import can_halt, halts
@@ -39,10 +41,12 @@ def train_call(eager: Program, program: Program, state: Tree, config: FitConfig)
         state: the first one.
         config: of the run.
     """
-    compiled = program.train_step is not eager.train_step
+    compiled = compile_.without_donation(program).train_step is not eager.train_step
     check = PurityCheck(eager, config.check_every, compiled=compiled)
     kind = _FailpointCall if files.armed() else TrainCall
-    return kind(program.train_step, state, check, anomalies=config.detect_anomaly, compiled=compiled)
+    undecided = config.compile == "auto" and not compiled and not config.detect_anomaly
+    hint = EagerHint(wanted=undecided and data.device_of(state).type == "cpu" and bool(states(state)))
+    return kind(program.train_step, state, check, hint, anomalies=config.detect_anomaly, compiled=compiled)
 
 
 class TrainCall:
@@ -52,11 +56,14 @@ class TrainCall:
         step: ``(state, batch) -> (state, metrics)``.
         state: structure, shapes and dtypes of later states must equal this one's.
         check: of the first calls.
+        hint: is asked at some of the calls whether the run should be compiled.
         anomalies: read every result at once, and name the leaf that is not finite.
         compiled: the step compares states itself.
     """
 
-    def __init__(self, step: TrainStep, state: Tree, check: PurityCheck, *, anomalies: bool, compiled: bool) -> None:
+    def __init__(
+        self, step: TrainStep, state: Tree, check: PurityCheck, hint: EagerHint, *, anomalies: bool, compiled: bool
+    ) -> None:
         self.broke_donation = False
         """True if a donated step failed while it wrote: the memory of its input state is undefined."""
         self._check_batch = BatchCheck()
@@ -65,6 +72,7 @@ class TrainCall:
         self._step_checks_batch = own is not None
         self._step: Any = partial(own.stacked, unlike=self._other_batch) if own else counting(step)
         self._check_purity = check
+        self._hint = hint
         self._anomalies = anomalies
         self._compiled = compiled
         self._kind = purity.Kind(state)
@@ -129,7 +137,9 @@ class TrainCall:
         try:
             result = self._check_purity(state, batch, place) if calls == self._check_purity.due else None
             if result is None or self._compiled:
+                self._hint.before()
                 result = self._unchecked(state, batch)
+                self._hint.after()
             if not self._compiled:
                 self._compare(result[0], place)
         finally:  # also after an error: a run may go back behind what the anomaly mode reports, and go on
@@ -138,7 +148,7 @@ class TrainCall:
 
     def _compare(self, new: Tree, place: str) -> None:
         try:
-            self._kind.check(new)
+            self._kind.check(compile_.plain(new))
         except purity.Impure as error:
             where = f"train_step, up to {place}, {error.where}"
             raise StepContractError(error.what, where=where, hint=error.hint) from None
@@ -195,6 +205,7 @@ def _anomaly(text: str, state: Tree, batch: Any, loop: LoopState) -> NonFiniteEr
 
 def eager_program(program: Program) -> Program:
     """Return the program as it was before it was compiled."""
+    program = compile_.without_donation(program)
     train, flush, evaluate = program.train_step, program.flush, program.eval_step
     if isinstance(train, compile_.CompiledStep) and train.unroll == 1:
         train = train.eager
@@ -212,7 +223,7 @@ def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
         return eager
     on_cuda, compiled_already = data.device_of(state).type == "cuda", eager.train_step is not program.train_step
     if wanted is False or (wanted == "auto" and (compiled_already or not on_cuda)):
-        return program
+        return _donated(program, state) if config.donate and not compiled_already else program
     options = _compile_options(wanted) if isinstance(wanted, Mapping) else {}
     options.setdefault("donate", config.donate)
     compiled = compile_.compile_program(eager, **options)
@@ -225,6 +236,16 @@ def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
         flush=_with_fallback(compiled.flush, eager.flush, warned),
         eval_step=_eval_with_fallback(compiled.eval_step, eager.eval_step, warned),
     )
+
+
+def _donated(program: Program, state: Tree) -> Program:
+    """Let the eager steps of a program reuse the memory of the run's state, where they can."""
+    static = static_of(program.train_step)
+    if static is None or not compile_.can_donate(static):
+        return program
+    # On other devices the host counts the position in a window: see `counting`.
+    on_host = data.device_of(state).type == "cpu"
+    return compile_.donate(program) if on_host or static.accumulate == 1 else program
 
 
 def _compile_options(given: Mapping[str, Any]) -> dict[str, Any]:

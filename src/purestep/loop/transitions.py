@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import data, ema, events, files
-from ..compile import Stacked, unstacked
+from ..compile import Stacked, released, unstacked
 from ..errors import NonFiniteError, StepContractError
 from ..signals import Preempted, interrupted
 from ..types import Metrics, Program, Tree
@@ -18,12 +18,14 @@ from . import environment, inputs, nonfinite_steps, policy, recovery
 from .best_state import BestState
 from .callbacks import Callbacks
 from .evaluate import eval_means
+from .histograms import Recorder
 from .inputs import Feeds
 from .loop_state import Call, FitResult, LoopState
 from .policy import EvalSchedule, Monitor, limit_reached
 from .processes import Alone
+from .profiling import Profiler
 from .progress import Progress
-from .recorder import Recorder
+from .recorder import BatchRecorder
 from .recovery import LastGood
 from .resume import Checkpointer
 from .train_call import TrainCall
@@ -51,9 +53,11 @@ class Services(NamedTuple):
     last_good: LastGood
     checkpointer: Checkpointer
     best_state: BestState
-    recorder: Recorder
+    recorder: BatchRecorder
     callbacks: Callbacks
     processes: Alone  # the decisions of the boundaries
+    profiler: Profiler | None
+    histograms: Recorder | None
     resumed: bool  # goes on from an interrupted run
 
 
@@ -116,8 +120,13 @@ class Epochs:
 
 def call_step(run: Run, batch: Any) -> None:
     """Call train_step. Nothing is read from the device."""
-    loop, recorder = run.loop, run.services.recorder
+    loop, profiler, recorder = run.loop, run.services.profiler, run.services.recorder
     recorder.add(run.state, batch, loop.calls + 1)
+    if profiler is not None:
+        profiler.before_call()
+    if run.services.histograms is not None:
+        updates = loop.updates + run.services.progress.pending
+        run.services.histograms.before_call(run.state, batch, updates=updates, closes=loop.left == 1)
     try:
         run.state, metrics = run.services.call(run.state, batch, loop)
         recorder.returned(run.state)
@@ -144,12 +153,18 @@ def call_flush(run: Run) -> None:
 
 def _count(run: Run, call: Call, metrics: Metrics | Stacked, batch: Any) -> None:
     """Hand the metrics of a call to the progress and the callbacks, and take in what has arrived of earlier ones."""
-    progress, callbacks = run.services.progress, run.services.callbacks
+    progress, callbacks, profiler = run.services.progress, run.services.callbacks, run.services.profiler
+    if profiler is not None and call.closing:
+        profiler.after_update()
     progress.add(call, metrics, run.loop, batch)
     if call.closing and callbacks.has_callbacks:
         updates = run.loop.updates + progress.pending
         event = events.StepEnd(run.state, unstacked(metrics), batch, call.epoch, call.batch, updates)
         _heed(run, callbacks.ask(event))
+    if call.closing and run.services.histograms is not None:
+        found = run.services.histograms.after_update(run.state, updates=run.loop.updates + progress.pending)
+        if found is not None:
+            dispatch(run, found)
     settle(run, wait=False)
 
 
@@ -353,7 +368,8 @@ def result_of(run: Run) -> FitResult:
     loop, services = run.loop, run.services
     best, view = services.monitor.best(loop), services.view or "params"
     stop, recording = loop.stop or "error", services.recorder.parts()
-    return FitResult(run.state, dict(loop.history), best, loop.epoch, stop, view, services.best_state, recording)
+    state = released(run.state)
+    return FitResult(state, dict(loop.history), best, loop.epoch, stop, view, services.best_state, recording)
 
 
 def _restore_best(run: Run) -> None:
@@ -366,6 +382,8 @@ def _restore_best(run: Run) -> None:
 
 def end_run(run: Run, error: BaseException | None) -> None:
     """Dispatch FitEnd, whatever ended the run."""
+    if run.services.profiler is not None:
+        run.services.profiler.close()
     run.services.best_state.end(run.state, run.loop)
     if error is None and run.services.config.restore_best:
         _restore_best(run)

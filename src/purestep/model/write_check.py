@@ -31,6 +31,11 @@ def marks(tensors: Params) -> dict[str, Mark]:
         return {}
     if tracing.transformed():
         tensors = {name: tracing.unwrapped(tensor) for name, tensor in tensors.items()}
+    if all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors.values()):
+        try:
+            return {name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()}  # pyright: ignore[reportPrivateUsage]
+        except RuntimeError:  # one has no memory, or no version counter
+            pass
     return {name: _mark(tensor) for name, tensor in tensors.items()}
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..pickling import recipe
 from ..types import Empty, Params, Tree
+from . import kernels
 from .base import Transform, chain, require, require_arguments
 from .numerics import (
     Rate,
@@ -140,11 +141,13 @@ def adam(
         -0.1
     """
     require_arguments("adam", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
-    return chain(
+    whole = chain(
         *decay_parts(weight_decay, mask),
         scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
         scale_by_learning_rate(learning_rate),
     )
+    is_plain = not amsgrad and mu_dtype is None and nu_dtype is None
+    return kernels.with_adam(whole, learning_rate, b1, b2, eps, weight_decay, decoupled=False) if is_plain else whole
 
 
 @recipe
@@ -188,11 +191,13 @@ def adamw(
         -0.1
     """
     require_arguments("adamw", learning_rate, below_one={"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
-    return chain(
+    whole = chain(
         scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
         *decay_parts(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
+    is_plain = not amsgrad and mu_dtype is None and nu_dtype is None
+    return kernels.with_adam(whole, learning_rate, b1, b2, eps, weight_decay, decoupled=True) if is_plain else whole
 
 
 class ScaleByNadamState(NamedTuple):

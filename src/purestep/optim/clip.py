@@ -8,7 +8,7 @@ from torch import Tensor
 from ..pickling import recipe
 from ..types import Params
 from .base import Transform, global_norm, require, stateless
-from .numerics import Scalar, multiply, upcast
+from .numerics import Scalar, multiply, scale_in_place, upcast
 
 
 @recipe
@@ -35,12 +35,19 @@ def clip_by_global_norm(max_norm: Scalar) -> Transform:
     """
     require("clip_by_global_norm", max_norm=max_norm)
 
+    def factor(updates: Params) -> Tensor:
+        return torch.clamp(max_norm / (global_norm(updates) + 1e-6), max=1.0)
+
     def clip(updates: Params, params: Params) -> Params:
         del params  # The norm depends on the gradients only.
-        factor = torch.clamp(max_norm / (global_norm(updates) + 1e-6), max=1.0)
-        return {name: multiply(u, factor) for name, u in updates.items()}
+        by = factor(updates)
+        return {name: multiply(u, by) for name, u in updates.items()}
 
-    return stateless(clip, elementwise=True)
+    def in_place(updates: Params, params: Params) -> Params:
+        del params
+        return scale_in_place(updates, factor(updates))
+
+    return stateless(clip, elementwise=True)._replace(in_place=in_place)
 
 
 @recipe

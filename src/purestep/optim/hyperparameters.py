@@ -13,7 +13,7 @@ from .. import tree
 from ..errors import ConfigError
 from ..pickling import recipe
 from ..types import Empty, Labels, Params, Tree
-from .base import Transform
+from .base import Launch, Transform
 from .numerics import Schedule, rate_at, zero_count
 from .wrappers import PartitionState
 
@@ -116,7 +116,21 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], injected
     def labels(params: Params) -> Labels:
         return template.labels(params)
 
-    return Transform(init, update, template.elementwise, labels, template.decays)
+    def kernel(updates: Params, state: InjectState, params: Params) -> Launch | None:
+        values = leaves(state.step, state.hyperparams)
+        inner = factory(**fixed, **values).kernel
+        launch = None if inner is None else inner(updates, state.inner, params)
+        if launch is None:
+            return None
+
+        def run(updates: Params, ready: Tensor, owned: bool) -> tuple[Params, InjectState]:
+            new, part = launch.run(updates, ready, owned)
+            return new, InjectState(state.step + 1, values, state.scheduled, part)
+
+        return Launch(launch.rates, run)
+
+    whole = Transform(init, update, template.elementwise, labels, template.decays)
+    return whole if template.kernel is None else whole._replace(kernel=kernel)
 
 
 def _check_cheap_to_rebuild(inner: Tree) -> None:

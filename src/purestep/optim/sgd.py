@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..pickling import recipe
 from ..types import Empty, Params, Tree
+from . import kernels
 from .base import Transform, chain, require, require_arguments
 from .numerics import (
     Rate,
@@ -130,4 +131,6 @@ def sgd(
     if nesterov and not isinstance(dampening, torch.Tensor) and dampening != 0:
         raise ConfigError(f"nesterov with dampening={dampening}", where="sgd", hint="dampening=0.0")
     velocity = [trace(momentum, nesterov=nesterov, dampening=dampening)] if is_enabled(momentum) else []
-    return chain(*decay_parts(weight_decay, mask), *velocity, scale_by_learning_rate(learning_rate))
+    whole = chain(*decay_parts(weight_decay, mask), *velocity, scale_by_learning_rate(learning_rate))
+    is_plain = not isinstance(dampening, Tensor) and dampening == 0
+    return kernels.with_sgd(whole, learning_rate, momentum, nesterov, weight_decay) if is_plain else whole

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
+from torch import Tensor
 
 from ..errors import ConfigError, StateError
 from ..model import unwrapped
 from ..pickling import recipe
 from ..types import Empty, Labels, Params, Tree
 from ..validation import nearest_names
-from .base import Transform, stateless
+from .base import Kernel, Launch, Transform, stateless
 
 Mask: TypeAlias = str | Mapping[str, bool] | Callable[[Params], Mapping[str, bool]]
 """A regular expression searched in names; name -> bool; or a function ``params -> {name: bool}``."""
@@ -167,7 +168,43 @@ def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
             result |= tx.decays({name: param for name, param in params.items() if label_of[name] == label})
         return {name: result[name] for name in params}
 
-    return Transform(init, update, all(tx.elementwise for tx in transforms.values()), group_labels, decays)
+    whole = Transform(init, update, all(tx.elementwise for tx in transforms.values()), group_labels, decays)
+    return whole._replace(kernel=_kernel_of_groups({label: tx.kernel for label, tx in transforms.items()}))
+
+
+def _kernel_of_groups(kernels: Mapping[str, Kernel | None]) -> Kernel | None:
+    """The kernels of the groups, one after another; None if a group has none."""
+    own = {label: kernel for label, kernel in kernels.items() if kernel is not None}
+    if len(own) < len(kernels):
+        return None
+
+    def kernel(updates: Params, state: PartitionState, params: Params) -> Launch | None:
+        launches: dict[str, Launch] = {}
+        for label, group in state.groups.items():
+            if group.selected:
+                if any(name not in updates for name in group.selected):
+                    return None  # `update` raises the error
+                launch = own[label](_chosen(updates, group), group.inner, _chosen(params, group))
+                if launch is None:
+                    return None
+                launches[label] = launch
+
+        def run(updates: Params, ready: Tensor, owned: bool) -> tuple[Params, PartitionState]:
+            changed: Params = {}
+            groups = dict(state.groups)
+            for label, launch in launches.items():
+                new, inner = launch.run(_chosen(updates, groups[label]), ready, owned)
+                changed.update(new)
+                groups[label] = MaskedState(groups[label].selected, inner)
+            return {name: changed[name] for name in params}, PartitionState(groups)
+
+        return Launch([rate for launch in launches.values() for rate in launch.rates], run)
+
+    return kernel
+
+
+def _chosen(named: Params, group: MaskedState) -> Params:
+    return {name: value for name, value in named.items() if name in group.selected}
 
 
 def _init_selected(inner: Transform, names: Iterable[str], params: Params) -> MaskedState:

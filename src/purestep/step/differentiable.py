@@ -30,6 +30,7 @@ class Parts(NamedTuple):
         values_at: ``(state)`` -> the scheduled scalars of the objective.
         accumulate: of the program.
         microbatches: of the program.
+        is_sharp: True if the program minimizes sharpness (``sam=``).
         is_scaled: True if the program scales its loss.
         module: the weightless module in train mode; not to be changed.
     """
@@ -40,6 +41,7 @@ class Parts(NamedTuple):
     values_at: Callable[[TrainState], dict[str, torch.Tensor]]
     accumulate: int
     microbatches: int
+    is_sharp: bool
     is_scaled: bool
     module: nn.Module
 
@@ -85,6 +87,7 @@ def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Progra
         values_at=spec.values_at,
         accumulate=spec.accumulate,
         microbatches=spec.microbatches,
+        is_sharp=spec.sam is not None,
         is_scaled=not isinstance(spec.scaler.init(torch.device("cpu")), Empty),
         module=cast(nn.Module, spec.template.train.model),
     )

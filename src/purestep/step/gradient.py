@@ -229,8 +229,11 @@ def _value_and_grad(
 
         def backward(found: tuple[Tensor, Any]) -> tuple[Any, Any]:
             tensors = list(leaves.values())
-            found_ = torch.autograd.grad(found[0], tensors, create_graph=through, allow_unused=True)
-            return [_with_accumulated(grad, leaf) for grad, leaf in zip(found_, tensors, strict=True)], found[1]
+            if through or tracing.in_graph():
+                found_ = torch.autograd.grad(found[0], tensors, create_graph=through, allow_unused=True)
+                return [_with_accumulated(grad, leaf) for grad, leaf in zip(found_, tensors, strict=True)], found[1]
+            found[0].backward(inputs=tensors)  # adds to what a reversible layer has put there
+            return [leaf.grad for leaf in tensors], found[1]  # nobody else has these: the update may write into them
 
         found, (loss, buffers) = bound.hold(lambda: forward(bound), backward)
     if all(grad is None for grad in found):
@@ -314,8 +317,7 @@ def finite_mean(total: Tensor, weight: Tensor) -> Mean:
     """Return a Mean without entries that are not finite or have no weight: one nan must not spoil an epoch's mean."""
     total = total.float()
     counted = is_finite(total) & (weight > 0)
-    zero = torch.zeros_like(total)
-    return Mean(torch.where(counted, total, zero), torch.where(counted, weight.float(), zero))
+    return Mean(torch.where(counted, total, 0.0), torch.where(counted, weight.float(), 0.0))
 
 
 def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:

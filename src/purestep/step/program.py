@@ -23,11 +23,14 @@ from ..pickling import recipe
 from ..types import Empty, Objective, Program, Static
 from ..validation import is_count, is_number
 from .batch_copy import untouched
+from .batch_gradient import batch_gradient_of
 from .differentiable import parts_of
 from .gradient import OWN_METRICS
 from .inference import bind_of, eval_step_of
 from .init_state import init_of
+from .sharpness import Sam, checked
 from .spec import IDENTITY, Reach, Spec
+from .statistics import Statistics
 from .update import steps_of
 
 
@@ -47,6 +50,7 @@ def program(
     keep_eval: tuple[str, ...] = (),
     scaler: scaler_.Scaler | None = None,
     values: Mapping[str, numerics.Schedule] | None = None,
+    sam: float | Sam | None = None,
 ) -> Program:
     """Build pure steps from a module, an objective and a gradient transformation.
 
@@ -67,8 +71,8 @@ def program(
             context is the other arguments of train_step, passed on unchanged and never split; `fit` passes none.
         tx: from `purestep.optim`.
         precision: "32-true", "64-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
-        ema: decay of the averaged weights in [0, 1), or an `ema.average(...)`; None disables the average. Evaluation,
-            ``bind`` and exports then use the averaged weights by default: see `view`.
+        ema: decay of the averaged weights in [0, 1), an `ema.average(...)` or an `ema.swa(...)`; None disables the
+            average. Evaluation, ``bind`` and exports then use the averaged weights by default: see `view`.
         accumulate: number of micro-batches (calls of train_step) for one optimizer update, >= 1.
         microbatches: number of parts, >= 1, into which each call splits its batch along the leading dimension: tensors,
             arrays, and lists with one entry for each row (names, tensors of different sizes, a detector's labels with
@@ -76,7 +80,7 @@ def program(
             Values without rows go to every part. The objective's weights of the parts weight their gradients.
         tail: ``flush`` applies the window left open at the end of an epoch with its true weight ("step"), carries it
             over ("carry"), or drops it ("drop").
-        engine: "func" (`torch.func.grad_and_value`), "autograd" (`torch.autograd.grad`, for activation checkpointing
+        engine: "func" (`torch.func.grad_and_value`), "autograd" (torch's backward pass, for activation checkpointing
             and autograd Functions of other libraries; `torch.func` can neither map nor differentiate such a step),
             "auto": func inside a graph or a transform, else autograd. Gradients are the same.
         nonfinite: for a loss or gradient that is not finite, "raise" freezes the state until the host reads it (`fit`
@@ -87,6 +91,7 @@ def program(
             weight of a term or a temperature. They depend on the count of updates in the state, so they never cause a
             recompile and a resumed run continues them; each is also a metric of its name. A value that a callback sets
             belongs in a buffer of the state that it returns.
+        sam: sharpness-aware minimization, two gradients per step: a `Sam`, or its ``rho``. None: off.
         scaler: loss scaler; None means `scaler.dynamic()` for "16-mixed" and no scaler otherwise.
 
     Raises:
@@ -137,6 +142,7 @@ def program(
         reach=Reach(),
         host=host_generators.Host(),
         values=_checked_values(values),
+        sam=checked(sam, accumulate),
     )
     return _assembled(spec, model, own)
 
@@ -194,6 +200,8 @@ def _static(spec: Spec, versions: dict[str, Any]) -> Static:
         check=functools.partial(precision_.check, spec.policy),
         precision=spec.policy.name,
         first_share=spec.average.first,
+        gradient=batch_gradient_of(spec),
+        statistics=functools.partial(Statistics, spec),
     )
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from .. import optim, rng, tracing, tree
 from ..errors import DataError, StateError, StepContractError
-from ..optim import unused_parameters
+from ..optim import base, numerics, unused_parameters
 from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
 from . import exchange
-from .gradient import finite_mean, gradients, kept_buffers
+from .gradient import kept_buffers
+from .sharpness import gradients
 from .spec import Accum, Adding, Closing, Micro, Spec, drawn, is_finite, wide
+
+_Rate = TypeVar("_Rate")
 
 
 def steps_of(spec: Spec, form: Form) -> Steps:
@@ -34,10 +37,9 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         micro = _drawing(spec, form, state, batch, lambda: compute(spec, form, state, batch, context))
         if isinstance(state.accum, Empty):
             micro, verdict, skipped = _whole(spec, form, state, micro)
-            new, metrics = _apply(spec, form, state, micro.grads, micro.weight, verdict, micro.buffers, skipped)
-            counted = (metrics["finite"].total > 0) & (micro.weight != 0)
-            new = new._replace(buffers=kept_buffers(state.buffers, micro, counted))
-            del metrics["finite"]
+            new, metrics, finite = _apply(spec, form, state, micro.grads, micro.weight, verdict, micro.buffers, skipped)
+            if micro.buffers:
+                new = new._replace(buffers=kept_buffers(state.buffers, micro, finite & (micro.weight != 0)))
         else:
             new, micro, metrics = _accumulate(spec, form, state, micro)
         return _count_call(state, new), _joined(micro.metrics, metrics)
@@ -106,9 +108,11 @@ def _drawing(spec: Spec, form: Form, state: TrainState, batch: Batch, call: Call
 
 def _whole(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple[Micro, Tensor, unused_parameters.Reached]:
     """The call of all processes, its verdict, and the parameters without a gradient."""
-    verdict, stored = _verdict(micro), form.unreached(micro.unreached)
+    stored = form.unreached(micro.unreached)
     if form.exchange is None:
-        return micro, verdict, dict.fromkeys(stored)
+        # Not finite if one of them is not; a weight of 0 is looked at by itself.
+        return micro, micro.mean + micro.weight, dict.fromkeys(stored)
+    verdict = _verdict(micro)
     found = exchange.joined(spec, form, micro, verdict, checks_gradients=False)
     grads = exchange.mean_gradients(form, state, micro.grads, micro.grad_weight, found.micro.weight)
     return found.micro._replace(grads=grads), found.verdict, _reached(stored, found.reached)
@@ -125,25 +129,31 @@ def _verdict(micro: Micro) -> Tensor:
     return torch.where(bad, torch.full_like(micro.weight, torch.nan), micro.weight)
 
 
+def may_branch(flag: Tensor) -> bool:
+    """True if the host may branch on a flag: in eager mode on the CPU, where reading it does not wait."""
+    return flag.device.type == "cpu" and tracing.may_read(flag)
+
+
 def _either(condition: Tensor, new: Tree, old: Tree, *, state: TrainState) -> Tree:
-    """Select leaves like `tree.where`. In eager mode on the CPU, where reading the condition does not wait, selected
-    leaves are returned without a copy, unless they share memory: a transform may store its arguments."""
-    if condition.device.type != "cpu" or not tracing.may_read(condition):
+    """Select leaves like `tree.where`; where the host may branch, without copies of what is selected."""
+    if not may_branch(condition):
         return tree.where(condition, new, old)
-    holds = bool(condition)
+    return _separate(new, old, state) if condition else tree.clone(old)
+
+
+def _separate(new: Tree, old: Tree, state: TrainState) -> Tree:
+    """The new leaves, copied if they share memory with the state or each other: a transform may store its arguments."""
     used = {leaf.data_ptr() for leaf in tree.leaves(state) if type(leaf) in (Tensor, nn.Parameter)}
 
-    def chosen(n: Any, o: Any) -> Any:
+    def own(n: Any, o: Any) -> Any:
         if n is o:
             return o
-        if type(n) is type(o) is Tensor and n.shape == o.shape and n.dtype == o.dtype:
-            found = n if holds else o
-            if found.data_ptr() not in used and found.untyped_storage().nbytes() == found.nbytes:
-                used.add(found.data_ptr())
-                return found
-        return torch.where(condition, n, o)
+        if type(n) is Tensor and n.data_ptr() not in used and n.untyped_storage().nbytes() == n.nbytes:
+            used.add(n.data_ptr())
+            return n if n.dtype == o.dtype else n.to(torch.promote_types(n.dtype, o.dtype))
+        return torch.where(torch.ones((), dtype=torch.bool), n, o)
 
-    return tree.map(chosen, new, old)
+    return tree.map(own, new, old)
 
 
 def _accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple[TrainState, Micro, Metrics]:
@@ -186,7 +196,7 @@ def _with_micro(micro: Micro, result: tuple[TrainState, Metrics]) -> tuple[Train
 
 def _keep_open(state: TrainState, accum: Accum) -> tuple[TrainState, Metrics]:
     zero = torch.zeros((), dtype=torch.float32, device=state.step.device)
-    kept = _either(_halted(state), Accum(*cast(Accum, state.accum)), accum, state=state)
+    kept = _either(~_halted(state), accum, Accum(*cast(Accum, state.accum)), state=state)
     metrics = {"lr": Mean(zero, zero), "grad_norm": Mean(zero, zero), "applied": Mean(zero, torch.ones_like(zero))}
     metrics |= {name: Mean(zero, zero) for name in _group_rates(_rates(state.opt_state))}
     if not isinstance(state.scaler, Empty):
@@ -213,11 +223,10 @@ def _close(
     reached = {name: flags[place] for name, place in stored.items()}
     grads = exchange.divided(state, summed, accum.weight)
     counted = torch.where(torch.isnan(accum.weight), torch.ones_like(accum.weight), accum.weight)
-    new, metrics = _apply(spec, form, state, grads, counted, accum.weight, state.buffers, reached)
-    del metrics["finite"]
+    new, metrics, _ = _apply(spec, form, state, grads, counted, accum.weight, state.buffers, reached)
     left = torch.full_like(accum.left, spec.accumulate)
     empty = Accum(left, torch.zeros_like(accum.weight), tree.map(torch.zeros_like, accum.grads))
-    return new._replace(accum=_either(_halted(state), Accum(*cast(Accum, state.accum)), empty, state=state)), metrics
+    return new._replace(accum=_either(~_halted(state), empty, Accum(*cast(Accum, state.accum)), state=state)), metrics
 
 
 def _nonzero(form: Form, grads: Params, names: set[str]) -> dict[str, Tensor]:
@@ -238,7 +247,7 @@ def _apply(
     verdict: Tensor,
     buffers: Params,
     skipped: unused_parameters.Reached,
-) -> tuple[TrainState, Metrics]:
+) -> tuple[TrainState, Metrics, Tensor]:
     """Compute the optimizer update of one window, and apply all of it or nothing.
 
     Args:
@@ -250,43 +259,107 @@ def _apply(
         verdict: shape=(); nan if a loss was not finite.
         buffers: after the forward pass, for their average.
         skipped: parameters without a gradient: they and their optimizer state do not change.
+
+    Returns:
+        The next state, metrics, and True if loss and gradients are finite in a state that has not halted.
     """
     scale = spec.scaler.scale(state.scaler)
     if scale is not None:
         grads = _unscaled(grads, scale)
-    nothing = weight == 0
-    norm, deltas, opt_state = _updates(spec, form, state, grads)
-    opt_state = unused_parameters.skip(skipped, state.params, state.opt_state, opt_state)
-    finite = (is_finite(norm) & is_finite(verdict) & _fits_float16(form, deltas)) | nothing
-    halted = _halted(state)
+    nothing, halted = weight == 0, _halted(state)
+    norm = ((form.exchange and form.exchange.norm) or optim.global_norm)(grads)
+    finite = (is_finite(norm) & is_finite(verdict)) | nothing
+    launch = None if skipped else _launch(spec, form, state, grads)
+    if launch is not None:
+        ready = finite & ~(nothing | halted)
+        for rate in launch.rates:
+            ready = ready & numerics.usable(rate)
+        if form.owned is not None:
+            form.owned()
+        with base.known_norm(grads, norm):
+            params, opt_state = launch.run(grads, ready, form.owned is not None)
+    else:
+        deltas, opt_state = _updates(spec, form, state, grads, norm)
+        opt_state = unused_parameters.skip(skipped, state.params, state.opt_state, opt_state)
+        fits = _fits_float16(form, deltas)
+        finite = finite if fits is None else finite & (fits | nothing)
+        params = optim.apply_updates(state.params, deltas)
+        params = unused_parameters.skip(skipped, state.params, state.params, params)
     rates = _rates(opt_state)
-    usable = _all_usable(rates, finite)
-    applied = finite & usable & ~nothing & ~halted
-    params = optim.apply_updates(state.params, deltas)
-    params = unused_parameters.skip(skipped, state.params, state.params, params)
-    average = spec.average.update(state.ema, params, buffers, state.updates)
-    kept = _either(applied, (params, opt_state, average), (state.params, state.opt_state, state.ema), state=state)
-    attempted = usable & ~nothing & ~halted
-    scaler = tree.where(attempted, spec.scaler.update(state.scaler, finite), state.scaler)
+    flags = {name: numerics.usable(rate) for name, rate in rates.items()}
+    # A schedule may return any value, computed on the device.
+    usable = functools.reduce(torch.logical_and, flags.values()) if flags else torch.ones_like(finite)
+    attempted = usable & ~(nothing | halted)
+    applied = finite & attempted
+    kept = _kept(spec, form, state, applied, params, opt_state, buffers, by_kernel=launch is not None)
+    scaler = state.scaler
+    if not isinstance(scaler, Empty):
+        scaler = tree.where(attempted, spec.scaler.update(scaler, finite), scaler)
     new = state._replace(
         updates=state.updates + applied,
         params=kept[0],
         opt_state=kept[1],
         ema=kept[2],
         scaler=scaler,
-        halted=_halt(spec, state, finite, scaler, usable),
+        halted=_halt(spec, state, applied, finite, scaler, usable),
     )
-    return new, _update_metrics(state, rates, norm, applied, finite & ~halted)
+    return new, _update_metrics(state, rates, flags, norm, applied), finite & ~halted
 
 
-def _updates(spec: Spec, form: Form, state: TrainState, grads: Params) -> tuple[Tensor, Params, Tree]:
-    """The gradients' norm, the updates and the optimizer state. With several processes, of all their pieces."""
-    if form.exchange is None:
-        norm, result = optim.global_norm(grads), spec.tx.update(grads, state.opt_state, state.params)
-    else:
-        norm = (form.exchange.norm or optim.global_norm)(grads)
+def _launch(spec: Spec, form: Form, state: TrainState, grads: Params) -> base.Launch | None:
+    """The transform's kernel for these tensors, if it has one and no other process or graph takes part."""
+    if spec.tx.kernel is None or form.exchange is not None or tracing.in_graph():
+        return None
+    return spec.tx.kernel(grads, state.opt_state, state.params)
+
+
+def _kept(
+    spec: Spec,
+    form: Form,
+    state: TrainState,
+    applied: Tensor,
+    params: Params,
+    opt_state: Tree,
+    buffers: Params,
+    *,
+    by_kernel: bool,
+) -> tuple[Params, Tree, Tree]:
+    """The parameters, the optimizer state and their average after the update, or the old ones where it is not applied.
+
+    In eager mode on the CPU the host reads the flag, which waits for nothing there, and one of the two is not computed.
+    """
+    old = state.params, state.opt_state, state.ema
+    if not may_branch(applied):
+        average = spec.average.update(state.ema, params, buffers, state.updates)
+        if by_kernel:  # which has kept the tensors with dimensions
+            return params, _where_scalars(applied, opt_state, old[1]), tree.where(applied, average, old[2])
+        return tree.where(applied, (params, opt_state, average), old)
+    if not applied:
+        return old if form.owned is not None else tree.clone(old)
+    in_place, update = spec.average.in_place, spec.average.update
+    if in_place is not None and form.owned is not None:
+        form.owned()
+        update = in_place
+    average = update(state.ema, params, buffers, state.updates)
+    if by_kernel and in_place is not None:
+        return params, opt_state, average
+    return _separate((params, opt_state, average), old, state)
+
+
+def _where_scalars(condition: Tensor, new: Tree, old: Tree) -> Tree:
+    return tree.map(lambda n, o: n if n is o or n.dim() else torch.where(condition, n, o), new, old)
+
+
+def _updates(spec: Spec, form: Form, state: TrainState, grads: Params, norm: Tensor) -> tuple[Params, Tree]:
+    """The updates and the optimizer state. With several processes, of all their pieces."""
+    if form.exchange is not None:
         result = form.exchange.update(spec.tx.update, grads, state.opt_state, state.params, norm)
-    return norm, *_of_transform(result, state.params)
+    elif tracing.in_graph():  # which computes equal norms once
+        result = spec.tx.update(grads, state.opt_state, state.params)
+    else:
+        with base.known_norm(grads, norm):
+            result = spec.tx.update(grads, state.opt_state, state.params)
+    return _of_transform(result, state.params)
 
 
 def _unscaled(grads: Params, scale: Tensor) -> Params:
@@ -318,27 +391,17 @@ def _of_transform(found: Any, params: Params) -> tuple[Params, Tree]:
 _OVERFLOW = 65520.0  # float16 rounds values from here on to infinity
 
 
-def _fits_float16(form: Form, deltas: Params) -> Tensor:
-    """True if updates of float16 parameters are in range: a finite gradient over a tiny eps can overflow."""
+def _fits_float16(form: Form, deltas: Params) -> Tensor | None:
+    """True if updates of float16 parameters are in range: a finite gradient over a tiny eps can overflow. None if there
+    are no such parameters."""
     half = {name: delta for name, delta in deltas.items() if delta.dtype == torch.float16 and delta.numel()}
     if not half:
-        return torch.ones((), dtype=torch.bool, device=next(iter(deltas.values())).device)
+        return None
     # Not isfinite in float16: compiled code may keep the update in float32. Comparisons with nan are False.
     fits = torch.stack([delta.float().abs().amax() < _OVERFLOW for delta in half.values()]).all()
     if form.exchange is None or form.exchange.norm is None:
         return fits
     return form.exchange.total((~fits).float()) == 0
-
-
-def _all_usable(rates: dict[str, Tensor], like: Tensor) -> Tensor:
-    """True if every learning rate is valid; a schedule may return any value, computed on the device."""
-    found = [_usable(rate) for rate in rates.values()]
-    return functools.reduce(torch.logical_and, found) if found else torch.ones_like(like)
-
-
-def _usable(rate: Tensor) -> Tensor:
-    """True if a learning rate is in [0, inf): the square root of a negative number is nan, and nan < inf is False."""
-    return rate.sqrt() < torch.inf
 
 
 def _halted(state: TrainState) -> Tensor:
@@ -347,43 +410,39 @@ def _halted(state: TrainState) -> Tensor:
     return state.halted != 0
 
 
-def _halt(spec: Spec, state: TrainState, finite: Tensor, scaler: Tree, usable: Tensor) -> Tree:
-    if isinstance(state.halted, Empty):
+def _halt(spec: Spec, state: TrainState, applied: Tensor, finite: Tensor, scaler: Tree, usable: Tensor) -> Tree:
+    if isinstance(state.halted, Empty) or (may_branch(applied) and applied):
         return state.halted
     stops = (spec.scaler.exhausted(scaler, finite) | ~usable) & (state.halted == 0)
     return torch.where(stops, state.step + 1, state.halted)
 
 
 def _update_metrics(
-    state: TrainState, rates: dict[str, Tensor], norm: Tensor, applied: Tensor, finite: Tensor
+    state: TrainState, rates: dict[str, Tensor], usable: dict[str, Tensor], norm: Tensor, applied: Tensor
 ) -> Metrics:
-    one = torch.ones((), dtype=torch.float32, device=state.step.device)
     counted = applied.float()
+    one = torch.ones_like(counted)
+    reported = {name: _reported(rate, usable[name], counted) for name, rate in rates.items()}
+    first = next(iter(reported.values()), None)
     metrics = {
-        "lr": _first_rate(rates, counted),
-        "grad_norm": finite_mean(torch.where(applied, norm, torch.zeros_like(norm)), counted),
+        "lr": Mean(torch.where(applied, torch.nan, counted), counted) if first is None else first,
+        # The norm of an update that is applied is finite.
+        "grad_norm": Mean(torch.where(applied, norm.float(), torch.zeros_like(counted)), counted),
         "applied": Mean(counted, one),
-        "finite": Mean(finite.float(), one),
     }
-    metrics |= {name: _reported(rate, counted) for name, rate in _group_rates(rates).items()}
+    metrics |= _group_rates(reported)
     if not isinstance(state.scaler, Empty):
         metrics["scale"] = Mean(state.scaler.scale, one)  # the scale of this update
     return metrics
 
 
-def _reported(rate: Tensor, counted: Tensor) -> Mean:
+def _reported(rate: Tensor, usable: Tensor, counted: Tensor) -> Mean:
     """The rate of an applied update. An invalid rate becomes a total with weight 0: no mean counts it, and the host can
     report it."""
-    return Mean(torch.where(_usable(rate), rate * counted, rate), counted)
+    return Mean(torch.where(usable, rate * counted, rate), counted)
 
 
-def _first_rate(rates: dict[str, Tensor], counted: Tensor) -> Mean:
-    if not rates:
-        return Mean(torch.where(counted > 0, torch.nan, counted), counted)
-    return _reported(next(iter(rates.values())), counted)
-
-
-def _group_rates(rates: dict[str, Tensor]) -> dict[str, Tensor]:
+def _group_rates(rates: dict[str, _Rate]) -> dict[str, _Rate]:
     """``lr/<group>`` for every parameter group, if there are several."""
     found = {name: rate for name, rate in rates.items() if name != "learning_rate"}
     if len(found) < 2:
@@ -397,5 +456,5 @@ def _rates(opt_state: Tree) -> dict[str, Tensor]:
 
 
 def _count_call(old: TrainState, new: TrainState) -> TrainState:
-    step = torch.where(_halted(old), old.step, old.step + 1)
+    step = old.step + 1 if isinstance(old.halted, Empty) else old.step + (old.halted == 0)
     return new._replace(step=step, key=old.key if tracing.in_graph() else rng.advance(old.key))

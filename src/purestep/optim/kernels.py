@@ -1,0 +1,213 @@
+"""torch's fused optimizer kernels: an update in one pass over the memory, where separate operations take twenty.
+
+A kernel writes into the memory of weights and moments. So it serves eager steps only: a graph, a transform of
+`torch.func` and a derivative through the step use ``Transform.update``, which gives the same numbers within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam as torch_adam
+from torch.optim.sgd import sgd as torch_sgd
+
+from .. import foreach, tracing
+from ..types import Params, Tree
+from .base import Launch, Transform
+from .numerics import Rate, Scalar, by_name, rate_at, update_count
+from .scale import ScaleByLearningRateState, rate_leaf
+from .wrappers import MaskedState
+
+_DTYPES = (torch.float32, torch.float64)
+
+
+def copied(tensors: Mapping[str, Tensor]) -> Params:
+    """Copies of plain tensors with their strides, by few launches on a GPU."""
+    if not tensors:
+        return {}
+    leaves = list(tensors.values())
+    # A loop of clones is faster on a CPU; x * 1 is one launch for all tensors elsewhere, and exact.
+    on_host = leaves[0].device.type == "cpu"
+    copies = [leaf.clone() for leaf in leaves] if on_host else foreach.scaled(leaves, 1.0)
+    return dict(zip(tensors, copies, strict=True))
+
+
+class _Moments(NamedTuple):
+    """Where a chain keeps its running means, and how a kernel writes them."""
+
+    read: Callable[[Tree], tuple[Params, ...]]  # state of the chain -> trees by parameter
+    write: Callable[[Tree, tuple[Params, ...]], Tree]  # the state after one more update, with these trees
+    launch: Callable[..., None]  # (params, updates, *moments as lists; state, names, lr, weight_decay, found_inf)
+
+
+def with_adam(
+    whole: Transform,
+    learning_rate: Rate,
+    b1: Scalar,
+    b2: Scalar,
+    eps: Scalar,
+    weight_decay: Scalar,
+    *,
+    decoupled: bool,
+) -> Transform:
+    """Add the kernel of `torch.optim.adam.adam` to adam or adamw. A hyperparameter that is a tensor has none.
+
+    Args:
+        whole: the chain, without an option that the kernel lacks.
+        learning_rate: a number, a tensor or a schedule.
+        b1: decay of the mean.
+        b2: decay of the mean of squares.
+        eps: outside the root.
+        weight_decay: of the parameters that the state of the weight decay selects.
+        decoupled: as in AdamW: the weight decay comes after Adam.
+    """
+    if any(isinstance(number, Tensor) for number in (b1, b2, eps)):
+        return whole
+    at = 0 if decoupled else -2
+
+    def read(state: Tree) -> tuple[Params, ...]:
+        return state[at].mu, state[at].nu
+
+    def write(state: Tree, moments: tuple[Params, ...]) -> Tree:
+        own = state[at]._replace(step=state[at].step + 1, mu=moments[0], nu=moments[1])
+        return (own, *state[1:]) if decoupled else (*state[:-2], own, state[-1])
+
+    def launch(
+        params: list[Tensor],
+        updates: list[Tensor],
+        mu: list[Tensor],
+        nu: list[Tensor],
+        *,
+        state: Tree,
+        names: list[str],
+        **options: Any,
+    ) -> None:
+        counts = update_count(state[at].step, state[at].missed, names).float()
+        # In memory of their own: the kernel advances them.
+        steps = list(by_name(counts, names).values()) if counts.dim() else counts.expand(len(names)).clone().unbind()
+        torch_adam(
+            params,
+            updates,
+            mu,
+            nu,
+            [],
+            list(steps),
+            fused=True,
+            decoupled_weight_decay=decoupled,
+            amsgrad=False,
+            beta1=cast(float, b1),
+            beta2=cast(float, b2),
+            eps=cast(float, eps),
+            maximize=False,
+            **options,
+        )
+
+    return _with_kernel(whole, learning_rate, weight_decay, _Moments(read, write, launch))
+
+
+def with_sgd(
+    whole: Transform, learning_rate: Rate, momentum: Scalar, nesterov: bool, weight_decay: Scalar
+) -> Transform:
+    """Add the kernel of `torch.optim.sgd.sgd` to sgd without dampening. A hyperparameter that is a tensor has none.
+
+    Args:
+        whole: the chain.
+        learning_rate: a number, a tensor or a schedule.
+        momentum: 0 for a chain without a `trace`.
+        nesterov: as in the `trace`.
+        weight_decay: of the parameters that the state of the weight decay selects.
+    """
+    if isinstance(momentum, Tensor):
+        return whole
+
+    def read(state: Tree) -> tuple[Params, ...]:
+        return (state[-2].trace,) if momentum else ()
+
+    def write(state: Tree, moments: tuple[Params, ...]) -> Tree:
+        return (*state[:-2], state[-2]._replace(trace=moments[0]), state[-1]) if momentum else state
+
+    def launch(
+        params: list[Tensor], updates: list[Tensor], *sums: list[Tensor], state: Tree, names: list[str], **options: Any
+    ) -> None:
+        del state, names
+        torch_sgd(
+            params,
+            updates,
+            [*sums[0]] if sums else [None] * len(params),
+            fused=True,
+            momentum=momentum,
+            dampening=0.0,
+            nesterov=nesterov,
+            maximize=False,
+            **options,
+        )
+
+    return _with_kernel(whole, learning_rate, weight_decay, _Moments(read, write, launch))
+
+
+def _with_kernel(whole: Transform, learning_rate: Rate, weight_decay: Scalar, moments: _Moments) -> Transform:
+    """Add a kernel to a chain whose last part is `scale_by_learning_rate`."""
+    if isinstance(weight_decay, Tensor):
+        return whole
+
+    def kernel(updates: Params, state: Tree, params: Params) -> Launch | None:
+        trees, scaled = moments.read(state), cast(ScaleByLearningRateState, state[-1])
+        if not _fit(params, updates, *trees):
+            return None
+        rate = rate_at(learning_rate, scaled.step)
+        if isinstance(rate, Tensor):
+            rate = rate.detach().to(scaled.step.device)
+
+        def run(updates: Params, ready: Tensor, owned: bool) -> tuple[Params, Tree]:
+            new, written = params, trees
+            on_host = ready.device.type == "cpu" and tracing.may_read(ready)
+            if not on_host or ready:
+                if not owned:
+                    new, *written = [copied(tree) for tree in (params, *trees)]
+                for names, amount in _groups(updates, state, weight_decay):
+                    lists = [[tree[name] for name in names] for tree in (new, updates, *written)]
+                    refused = None if on_host else (~ready).float()
+                    moments.launch(*lists, state=state, names=names, lr=rate, weight_decay=amount, found_inf=refused)
+            counted = scaled._replace(step=scaled.step + 1, learning_rate=rate_leaf(rate, scaled.step))
+            return new, (*moments.write(state, tuple(written))[:-1], counted)
+
+        return Launch([rate] if isinstance(rate, Tensor) else [], run)
+
+    return whole._replace(kernel=kernel)
+
+
+def _groups(updates: Params, state: Tree, weight_decay: float) -> list[tuple[list[str], float]]:
+    """The parameters that decay, and those that do not, each with its weight decay."""
+    selected = next((part.selected for part in state if isinstance(part, MaskedState)), updates)
+    if not weight_decay or len(selected) == len(updates):
+        return [(list(updates), weight_decay)]
+    decaying, others = [name for name in updates if name in selected], [n for n in updates if n not in selected]
+    return [(names, amount) for names, amount in ((decaying, weight_decay), (others, 0.0)) if names]
+
+
+def _fit(params: Params, *others: Params) -> bool:
+    """True if a kernel may write into these tensors: plain ones, of one dtype and layout for each parameter."""
+    for name, param in params.items():
+        dtype, flat = param.dtype, param.is_contiguous()
+        if dtype not in _DTYPES or param.device.type not in ("cpu", "cuda") or not (flat or _is_dense(param)):
+            return False
+        for other in others:
+            leaf = other[name]
+            same = leaf.is_contiguous() if flat else leaf.stride() == param.stride()
+            if type(leaf) is not Tensor or leaf.dtype is not dtype or not same:
+                return False
+    return tracing.may_overwrite(params.values())
+
+
+def _is_dense(leaf: Tensor) -> bool:
+    """True if the elements fill a block of memory, each once."""
+    extent = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
+        if size > 1:
+            if stride != extent:
+                return False
+            extent *= size
+    return True
