@@ -161,6 +161,19 @@ def test_every_setting_of_an_example_is_an_option(path: Path, monkeypatch: pytes
     assert found == {name: True if value is False else value for name, value in settings.items()}
 
 
+def test_hypergradients_raise_rates_that_are_too_small(tmp_path: Path):
+    small = {"windows": 4, "inner_steps": 3, "width": 16}
+    tuned = run("hypergradients", tmp_path / "a", **small)
+    (row,) = rows(tmp_path / "a" / "hypergradients")
+    assert min(row[f"train_rate_layer{i}"] for i in (0, 2, 4)) > 1.1e-3
+    assert run("hypergradients", tmp_path / "b", checkpoint=False, **small) == tuned
+    (whole,) = rows(tmp_path / "b" / "hypergradients")
+    assert row == whole  # what is recomputed is the same, bit for bit
+    run("hypergradients", tmp_path / "c", tune=False, **small)
+    (still,) = rows(tmp_path / "c" / "hypergradients")
+    assert still["val_loss"] > row["val_loss"]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_example_is_one_short_file_that_says_how_to_run_it(path: Path):
     text = path.read_text(encoding="utf-8")

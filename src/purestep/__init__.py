@@ -16,7 +16,9 @@ keeps its code in the compiler's cache directory.
     optim  schedules  ema  scaler  precision          optimizers and their algebra, ...
     metrics  stopping  objective                      objective imports metrics
     step  packed                                      the train step, its flat form
+    derivatives                                       gradients of single examples, their noise
     compile                                           one graph, donation; compile/cpu: a plug-in for x86
+    curvature  privacy                                second derivatives; DP-SGD
     --------------------------------------------------------------------------------------------------
     parallel                                          several processes: meshes, placements, collectives
     files  events  config  signals  data              atomic files, events of fit, settings, loaders
@@ -24,8 +26,8 @@ keeps its code in the compiler's cache directory.
     loop  testing  bench  report                      fit, checks for unit tests, benchmarks, runs for people
     __main__                                          python -m purestep
 
-`import purestep` loads the modules above the line but `compile`; the others load at first use (`ps.fit`), so that a
-script or a worker process waits only for what it uses.
+`import purestep` loads the modules above the line down to `packed`; the others load at first use (`ps.fit`), so that
+a script or a worker process waits only for what it uses.
 
 Every public name is listed in README.md beside this file.
 """
@@ -68,8 +70,10 @@ __version__ = "0.1.0"
 
 if _typing.TYPE_CHECKING:
     from . import config as config
+    from . import curvature as curvature
     from . import events as events
     from . import parallel as parallel
+    from . import privacy as privacy
     from . import sinks as sinks
     from . import testing as testing
     from .bench import benchmark as benchmark
@@ -79,6 +83,8 @@ if _typing.TYPE_CHECKING:
     from .compile import donate as donate
     from .config import FitConfig as FitConfig
     from .data import to_device as to_device
+    from .derivatives import gradient_noise_scale as gradient_noise_scale
+    from .derivatives import per_example as per_example
     from .diagnostics import summary as summary
     from .events import Stop as Stop
     from .export import export_weights as export_weights
@@ -99,7 +105,9 @@ else:
         "bench": ("benchmark", "find_batch_size"),
         "compile": ("compile_program", "compile_step", "donate"),
         "config": ("FitConfig",),
+        "curvature": (),
         "data": ("to_device",),
+        "derivatives": ("gradient_noise_scale", "per_example"),
         "diagnostics": ("summary",),
         "events": ("Stop",),
         "export": ("export_weights", "load_into"),
@@ -108,6 +116,7 @@ else:
             *("reduce_on_plateau", "refresh_batchnorm", "run_epoch"),
         ),
         "parallel": ("distribute", "full"),
+        "privacy": (),
         "sinks": (),
         "snapshot": ("Snapshots",),
         "testing": (),

@@ -302,6 +302,7 @@ class Static(NamedTuple):
     tx: Any = None  # the transform
     module: Any = None  # the weightless module in train mode; not to be changed
     rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
+    parts: Any = None  # `step.Parts`: the loss as a function of the parameters, for derivatives
     gradient: Callable[[TrainState, Batch], Params] | None = None  # of a call, in eager mode, without its update
     statistics: Callable[..., Any] | None = None  # (state, view) -> step.Statistics, for `refresh_batchnorm`
 

@@ -35,7 +35,8 @@ LEVEL = {
             "optim schedules ema scaler precision metrics stopping",
             "objective",
             "step packed",
-            "compile",
+            "derivatives",
+            "compile curvature privacy",
             "parallel",
             "files events config signals data",
             "snapshot export sinks diagnostics contrib",
@@ -194,9 +195,9 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch.func.functional_call": ("model",),
     "torch.nn.utils.stateless": ("model",),
     "torch.compile": ("compile",),
-    "torch.func.grad": ("step",),
+    "torch.func.grad": ("step", "derivatives", "curvature"),
     "torch.func.grad_and_value": ("step",),
-    "torch.func.vjp": ("step",),
+    "torch.func.vjp": ("step", "derivatives", "curvature"),
     "torch.func.jacrev": ("step",),
     "torch.autograd.grad": ("step",),
     "torch.autograd.backward": ("step",),
@@ -433,8 +434,8 @@ def test_importing_changes_nothing_and_stays_light(body: str, said: str):
     assert done.stdout.strip() == said
 
 
-LATE = """host_generators compile parallel files events config signals data snapshot export sinks diagnostics contrib
-    loop testing bench report __main__""".split()
+LATE = """host_generators derivatives compile curvature privacy parallel files events config signals data snapshot
+    export sinks diagnostics contrib loop testing bench report __main__""".split()
 LOADED = """
 import sys, torch
 before = set(sys.modules)

@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import data, events, files
+from ..errors import ConfigError
 from ..parallel import Mesh
 from ..signals import Signals
 from ..snapshot import Snapshots
@@ -24,6 +25,7 @@ from .callbacks import Callbacks
 from .inputs import Feeds
 from .loop_state import Cell, FitResult, cell, joined, with_row
 from .policy import EvalSchedule, limit_reached
+from .recorder import BatchRecorder
 from .recovery import LastGood, save_on_error
 from .resume import Checkpointer
 from .transitions import (
@@ -265,6 +267,8 @@ def _train(run: Run, opened: Opened) -> FitResult:
 def _restore(run: Run, opened: Opened) -> Services:
     """Set the values of a run to those of an interrupted one, if there is one; return the services."""
     config, program, feeds, snapshots, callbacks, signals, mesh, is_callers = opened
+    if config.record and mesh is not None:
+        raise ConfigError("record keeps the batches of one process alone", where="fit", hint="record=0")
     processes.check_alike(mesh, lambda: processes.facts_of(run.state, program, config, feeds))
     view = inputs.view_to_evaluate(run.state, config)
     monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
@@ -296,6 +300,7 @@ def _restore(run: Run, opened: Opened) -> Services:
         last_good=LastGood(config.rollback, start),
         best_state=BestState(monitor.kept_by(snapshots)),
         checkpointer=checkpointer,
+        recorder=BatchRecorder(config.record),
         callbacks=callbacks,
         processes=processes.opened(mesh, signals, checkpointer, progress, config, feeds.train),
         profiler=profiling.profiler(

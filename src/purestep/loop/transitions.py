@@ -25,6 +25,7 @@ from .policy import EvalSchedule, Monitor, limit_reached
 from .processes import Alone
 from .profiling import Profiler
 from .progress import Progress
+from .recorder import BatchRecorder
 from .recovery import LastGood
 from .resume import Checkpointer
 from .train_call import TrainCall
@@ -52,6 +53,7 @@ class Services(NamedTuple):
     last_good: LastGood
     checkpointer: Checkpointer
     best_state: BestState
+    recorder: BatchRecorder
     callbacks: Callbacks
     processes: Alone  # the decisions of the boundaries
     profiler: Profiler | None
@@ -118,7 +120,8 @@ class Epochs:
 
 def call_step(run: Run, batch: Any) -> None:
     """Call train_step. Nothing is read from the device."""
-    loop, profiler = run.loop, run.services.profiler
+    loop, profiler, recorder = run.loop, run.services.profiler, run.services.recorder
+    recorder.add(run.state, batch, loop.calls + 1)
     if profiler is not None:
         profiler.before_call()
     if run.services.histograms is not None:
@@ -126,6 +129,7 @@ def call_step(run: Run, batch: Any) -> None:
         run.services.histograms.before_call(run.state, batch, updates=updates, closes=loop.left == 1)
     try:
         run.state, metrics = run.services.call(run.state, batch, loop)
+        recorder.returned(run.state)
     except NonFiniteError as error:  # of detect_anomaly, which reads at once
         if not _went_back(run, error, recovery.past_call(run.state), loop.stepped()):
             raise
@@ -363,9 +367,9 @@ def result_of(run: Run) -> FitResult:
     """Return the result so far."""
     loop, services = run.loop, run.services
     best, view = services.monitor.best(loop), services.view or "params"
-    return FitResult(
-        released(run.state), dict(loop.history), best, loop.epoch, loop.stop or "error", view, services.best_state
-    )
+    stop, recording = loop.stop or "error", services.recorder.parts()
+    state = released(run.state)
+    return FitResult(state, dict(loop.history), best, loop.epoch, stop, view, services.best_state, recording)
 
 
 def _restore_best(run: Run) -> None:
@@ -388,5 +392,7 @@ def end_run(run: Run, error: BaseException | None) -> None:
         vars(error)["result"] = result_of(run)
         if run.services.processes.size == 1:
             nonfinite_steps.write_replay_file(error, run.services.checkpointer.snapshots)
+    if error is not None:
+        run.services.recorder.write(error, run.services.checkpointer.snapshots)
     result = result_of(run)
     run.services.callbacks.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))

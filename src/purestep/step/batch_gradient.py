@@ -18,7 +18,12 @@ def batch_gradient_of(spec: Spec) -> Callable[[TrainState, Batch], Params]:
 
     def batch_gradient(state: TrainState, batch: Batch) -> Params:
         number = rng.mix(*state.key.tolist(), "step")
-        micro = drawn(spec.host, lambda: gradients(spec, IDENTITY, state, batch, ()), number, state.step.device)
+        micro = drawn(
+            spec.host,
+            lambda: (spec.gradients or gradients)(spec, IDENTITY, state, batch, ()),
+            number,
+            state.step.device,
+        )
         scale = spec.scaler.scale(state.scaler)
         return micro.grads if scale is None else {name: grad.float() / scale for name, grad in micro.grads.items()}
 

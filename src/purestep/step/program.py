@@ -24,6 +24,7 @@ from ..types import Empty, Objective, Program, Static
 from ..validation import is_count, is_number
 from .batch_copy import untouched
 from .batch_gradient import batch_gradient_of
+from .differentiable import parts_of
 from .gradient import OWN_METRICS
 from .inference import bind_of, eval_step_of
 from .init_state import init_of
@@ -152,7 +153,11 @@ def _assembled(spec: Spec, model: nn.Module, own: nn.Module | None) -> Program:
         template = functional.rewritten(spec.template, change)
         return _assembled(spec._replace(template=template, engine="autograd", reach=Reach()), model, own)
 
-    static = _static(spec, _versions(unwrapped(model)))._replace(module=spec.template.train.model, rewritten=rewritten)
+    static = _static(spec, _versions(unwrapped(model)))._replace(
+        module=spec.template.train.model,
+        rewritten=rewritten,
+        parts=parts_of(spec, lambda gradients: _assembled(spec._replace(gradients=gradients), model, own)),
+    )
     steps = steps_of(spec, IDENTITY)
     for function in steps:  # read by compile_step
         vars(function)["static"] = static

@@ -93,6 +93,7 @@ class Spec(NamedTuple):
     reach: Reach
     host: host_generators.Host
     values: Mapping[str, numerics.Schedule]
+    gradients: Callable[..., Micro] | None = None  # (spec, form, state, batch, context); None: `gradient.gradients`
     sam: Sam | None = None
 
     def values_at(self, state: TrainState) -> dict[str, Tensor]:

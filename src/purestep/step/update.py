@@ -23,6 +23,7 @@ _Rate = TypeVar("_Rate")
 
 def steps_of(spec: Spec, form: Form) -> Steps:
     """Build a program's ``train_step`` and ``flush`` for one form of its state."""
+    compute = spec.gradients or gradients
 
     def train_step(state: TrainState, batch: Batch, *context: Any) -> tuple[TrainState, Metrics]:
         """``(state, batch, *context) -> (state, metrics)``; the input state does not change.
@@ -33,7 +34,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         """
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
             raise _no_state(state)
-        micro = _drawing(spec, form, state, batch, lambda: gradients(spec, form, state, batch, context))
+        micro = _drawing(spec, form, state, batch, lambda: compute(spec, form, state, batch, context))
         if isinstance(state.accum, Empty):
             micro, verdict, skipped = _whole(spec, form, state, micro)
             new, metrics, finite = _apply(spec, form, state, micro.grads, micro.weight, verdict, micro.buffers, skipped)
