@@ -12,11 +12,11 @@ keeps its code in the compiler's cache directory.
     errors  types  tensor_layout  batch_objects       the vocabulary
     global_rng  host_generators                       the process's generators: torch's, numpy's, Python's
     tree  rng  tracing  validation  pickling          trees (optree), keys, traces and transforms, checks of arguments
-    model                                             a module as a pure function of its tensors
+    model  stacked  member_draws                      a module as a pure function of its tensors; several models as one
     optim  schedules  ema  scaler  precision          optimizers and their algebra, ...
     metrics  stopping  objective                      objective imports metrics
     step  packed                                      the train step, its flat form
-    compile                                           one graph, donation; compile/cpu: a plug-in for x86
+    compile  ensembles                                one graph, donation; many models in one step
     --------------------------------------------------------------------------------------------------
     parallel                                          several processes: meshes, placements, collectives
     files  events  config  signals  data              atomic files, events of fit, settings, loaders
@@ -24,7 +24,7 @@ keeps its code in the compiler's cache directory.
     loop  testing  bench  report                      fit, checks for unit tests, benchmarks, runs for people
     __main__                                          python -m purestep
 
-`import purestep` loads the modules above the line but `compile`; the others load at first use (`ps.fit`), so that a
+`import purestep` loads the modules above the line but `compile` and `ensembles`; the others load at first use (`ps.fit`), so that a
 script or a worker process waits only for what it uses.
 
 Every public name is listed in README.md beside this file.
@@ -52,6 +52,8 @@ from .objective import masked_reconstruction as masked_reconstruction
 from .objective import masked_sse as masked_sse
 from .objective import supervised as supervised
 from .precision import auto_device as auto_device
+from .stacked import member as member
+from .stacked import stack as stack
 from .step import program as program
 from .stopping import EarlyStopping as EarlyStopping
 from .tree import clone as clone
@@ -78,6 +80,8 @@ if _typing.TYPE_CHECKING:
     from .config import FitConfig as FitConfig
     from .data import to_device as to_device
     from .diagnostics import summary as summary
+    from .ensembles import ensemble as ensemble
+    from .ensembles import mean_and_std as mean_and_std
     from .events import Stop as Stop
     from .export import export_weights as export_weights
     from .export import load_into as load_into
@@ -97,6 +101,7 @@ else:
         "config": ("FitConfig",),
         "data": ("to_device",),
         "diagnostics": ("summary",),
+        "ensembles": ("ensemble", "mean_and_std"),
         "events": ("Stop",),
         "export": ("export_weights", "load_into"),
         "loop": ("FitResult", "evaluate", "find_learning_rate", "fit", "predict", "run_epoch"),

@@ -289,6 +289,9 @@ class Static(NamedTuple):
     tx: Any = None  # the transform
     module: Any = None  # the weightless module in train mode; not to be changed
     rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
+    init_with: Callable[[Any], Callable[..., Any]] | None = None  # module -> `init` with the weights of that module
+    members: int = 0  # of `ensemble`: states are stacked; 0 for a program of one model
+    member: Program | None = None  # of `ensemble`: the program of one member
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:

@@ -31,11 +31,11 @@ LEVEL = {
         (
             "errors types tensor_layout batch_objects global_rng host_generators",
             "tree rng tracing validation pickling",
-            "model",
+            "model stacked member_draws",
             "optim schedules ema scaler precision metrics stopping",
             "objective",
             "step packed",
-            "compile",
+            "compile ensembles",
             "parallel",
             "files events config signals data",
             "snapshot export sinks diagnostics contrib",

@@ -146,7 +146,11 @@ def _assembled(spec: Spec, model: nn.Module, own: nn.Module | None) -> Program:
         template = functional.rewritten(spec.template, change)
         return _assembled(spec._replace(template=template, engine="autograd", reach=Reach()), model, own)
 
-    static = _static(spec, _versions(unwrapped(model)))._replace(module=spec.template.train.model, rewritten=rewritten)
+    static = _static(spec, _versions(unwrapped(model)))._replace(
+        module=spec.template.train.model,
+        rewritten=rewritten,
+        init_with=lambda module: init_of(spec, module, own),
+    )
     steps = steps_of(spec, IDENTITY)
     for function in steps:  # read by compile_step
         vars(function)["static"] = static
