@@ -24,8 +24,8 @@ keeps its code in the compiler's cache directory.
     loop  testing  bench  report                      fit, checks for unit tests, benchmarks, runs for people
     __main__                                          python -m purestep
 
-`import purestep` loads the modules above the line but `compile` and `ensembles`; the others load at first use (`ps.fit`), so that a
-script or a worker process waits only for what it uses.
+`import purestep` loads the modules above the line but `compile` and `ensembles`; the others load at first use
+(`ps.fit`), so that a script or a worker process waits only for what it uses.
 
 Every public name is listed in README.md beside this file.
 """

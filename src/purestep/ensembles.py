@@ -10,6 +10,7 @@ accumulation window, the calls in the keys.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple, cast
@@ -86,23 +87,6 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
     base = _checked(program, members, batches)
     mapped = _Mapped(base, members, own=batches == "own")
 
-    def train_step(state: TrainState, batch: Batch, *context: Any) -> tuple[TrainState, Metrics]:
-        """``(state, batch, *context) -> (state, metrics)``; the input state does not change."""
-        plain = mapped.plain(state)
-        call = base.train_step
-        new, metrics = mapped(
-            lambda one, rows: call(one, rows, *context), _with_window(plain), batch, name="step", where="train_step"
-        )
-        return _with_key(new, plain), _by_member(metrics, members)
-
-    def flush(state: TrainState) -> tuple[TrainState, Metrics]:
-        """Close the open windows according to the program's ``tail``."""
-        plain = mapped.plain(state)
-        if isinstance(plain.accum, Empty) or static.tail == "carry":
-            return plain, {}
-        new, metrics = mapped(lambda one, _: base.flush(one), plain, None, name="step", where="flush")
-        return _with_key(new, plain), _by_member(metrics, members)
-
     def eval_step(state: TrainState, batch: Batch, *context: Any, index: int = 0) -> Metrics:
         """``(state, batch, *context, index=0) -> metrics`` in eval mode; see `Program`."""
         evaluate = base.eval_step
@@ -131,13 +115,45 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
         return predict
 
     assert base.static is not None
-    steps = Steps(train_step, flush)
+    of_one, tail = base.static.steps, base.static.tail
+    steps = _steps_of(mapped, Steps(base.train_step, base.flush), tail)
     static = base.static._replace(
-        members=members, member=base, labels=None, steps=lambda form: steps, rewritten=None, init_with=None
+        members=members,
+        member=base,
+        labels=None,  # stacked leaves are not packed
+        steps=lambda form: _steps_of(mapped, of_one(form), tail),
+        rewritten=None,
+        init_with=None,
     )
     for function in steps:  # read by compile_step
         vars(function)["static"] = static
-    return Program(train_step, flush, eval_step, _init_of(base, members), bind, static)
+    return Program(steps.train_step, steps.flush, eval_step, _init_of(base, members), bind, static)
+
+
+def _steps_of(mapped: _Mapped, one: Steps, tail: str) -> Steps:
+    """Map the steps of one member."""
+
+    def train_step(state: TrainState, batch: Batch, *context: Any) -> tuple[TrainState, Metrics]:
+        """``(state, batch, *context) -> (state, metrics)``; the input state does not change."""
+        plain = mapped.plain(state)
+        new, metrics = mapped(
+            lambda own, rows: one.train_step(own, rows, *context),
+            _with_window(plain),
+            batch,
+            name="step",
+            where="train_step",
+        )
+        return _with_key(new, plain), _by_member(metrics, mapped.members)
+
+    def flush(state: TrainState) -> tuple[TrainState, Metrics]:
+        """Close the open windows according to the program's ``tail``."""
+        plain = mapped.plain(state)
+        if isinstance(plain.accum, Empty) or tail == "carry":
+            return plain, {}
+        new, metrics = mapped(lambda own, _: one.flush(own), plain, None, name="step", where="flush")
+        return _with_key(new, plain), _by_member(metrics, mapped.members)
+
+    return Steps(train_step, flush)
 
 
 def _checked(program: Any, members: Any, batches: Any) -> Program:
@@ -151,6 +167,8 @@ def _checked(program: Any, members: Any, batches: Any) -> Program:
             hint="ps.ensemble(ps.program(model, objective, tx), 8), then ps.compile_program; map a step of your own by "
             "torch.func.vmap",
         )
+    if program.static.stream:
+        raise ConfigError("the program is distributed", where="ensemble", hint="pass the program of ps.program")
     if program.static.members:
         raise ConfigError("the program is an ensemble", where="ensemble", hint="pass the program of one member")
     if not is_count(members, 1):
@@ -246,7 +264,7 @@ class _Mapped:
         static = cast(Static, base.static)
         modules = list(static.module.modules()) if static.module is not None else []
         self._is_recurrent = any(isinstance(part, nn.RNNBase) for part in modules)
-        self._members = members
+        self.members = members
         self._own = own
         self._draws = dict[str, bool]()  # by function: a call has drawn random numbers
 
@@ -257,11 +275,11 @@ class _Mapped:
             StateError: it is not stacked, or of another number of members.
         """
         found = stacked.size(state)
-        if found != self._members:
+        if found != self.members:
             kind = f"has {found} members" if found else f"is a {type(state).__name__} of one model"
             kind = kind if isinstance(state, TrainState) else f"is a {type(state).__name__}"
-            hint = f"pass the state of ensemble(...).init(), or ps.stack of {self._members} states"
-            raise StateError(f"{kind}, and the ensemble has {self._members}", where="state", hint=hint)
+            hint = f"pass the state of ensemble(...).init(), or ps.stack of {self.members} states"
+            raise StateError(f"{kind}, and the ensemble has {self.members}", where="state", hint=hint)
         return TrainState(*state)
 
     def shared(self, call: Callable[[Any, Any], Any], state: TrainState, *, where: str) -> Any:
@@ -295,7 +313,7 @@ class _Mapped:
             if torch.compiler.is_dynamo_compiling():
                 return self._vmap(call, state, batch, where, "different")
             if tracing.in_graph():
-                with member_draws.MemberDraws(self._members):
+                with member_draws.MemberDraws(self.members):
                     return self._vmap(call, state, batch, where, "different")
             # A dispatch mode takes a third of a small step's time, so only a step that draws runs inside it.
             if not self._draws.get(where):
@@ -305,9 +323,9 @@ class _Mapped:
                     self._draws[where] = True
             keys = stacked.keys(state)
             tags = [(seed, calls, "step") if name == "step" else (seed, "eval", index) for seed, calls in keys]
-            with member_draws.scoped([rng.mix(*tag) for tag in tags], state.step.device):
-                with member_draws.MemberDraws(self._members):
-                    return self._vmap(call, state, batch, where, "different")
+            numbers = [rng.mix(*tag) for tag in tags]
+            with member_draws.scoped(numbers, state.step.device), member_draws.MemberDraws(self.members):
+                return self._vmap(call, state, batch, where, "different")
 
     def _enter_kernels(self, stack: ExitStack) -> None:
         """Choose kernels that `vmap` can map, instead of calling them for one member after another."""
@@ -321,7 +339,7 @@ class _Mapped:
         leaves, state_def = tree.flatten(state)
         if state.key.dim() == 1:  # in a graph, where the host has the keys
             at = next(index for index, leaf in enumerate(leaves) if leaf is state.key)
-            leaves[at] = state.key.expand(self._members, 2)
+            leaves[at] = state.key.expand(self.members, 2)
         rows, batch_def = self._rows(batch)
         result: list[Any] = []
 
@@ -333,9 +351,10 @@ class _Mapped:
             result[:] = [treedef, found, at]
             return tuple(found[index] for index in at)
 
-        def below_gradients(*parts: Tensor) -> tuple[Tensor, ...]:
+        def below_gradients(*parts: Tensor) -> Any:
             # `vmap` maps recurrent layers only below a level of `grad`, which takes them apart.
-            return torch.func.vjp(lambda zero: (zero, flat(*parts)), torch.zeros(()), has_aux=True)[2]
+            found: Any = torch.func.vjp(lambda zero: (zero, flat(*parts)), torch.zeros(()), has_aux=True)
+            return found[2]
 
         try:
             function = below_gradients if self._is_recurrent and where in ("eval_step", "bind") else flat
@@ -355,10 +374,10 @@ class _Mapped:
             return [], None
         named = tree.with_paths(tree.dicts(batch))
         for path, leaf in named:
-            if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != self._members:
+            if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != self.members:
                 found = f"shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
                 raise DataError(
-                    f"is {found}, without a leading dimension for {self._members} members",
+                    f"is {found}, without a leading dimension for {self.members} members",
                     where="/".join(filter(None, ("batch", path))),
                     hint='stack the batches of the members: torch.stack([x, ...]); or pass batches="shared"',
                 )
@@ -376,11 +395,25 @@ def _explained(error: RuntimeError, where: str) -> Exception:
         return _DrawsError()
     if "vmap" not in text and not text.startswith("Batching rule"):
         return error
+    found = text.partition("\n")[0]
+    if ".item()" in found:
+        found = "it reads the value of a tensor (.item(), or a branch), which differs between the members"
     return StepContractError(
-        f"torch.func.vmap cannot map the step: {text.partition(chr(10))[0]}",
-        where=where,
-        hint="replace this operation in the model; or train the members one after another, with the program itself",
+        f"torch.func.vmap cannot map the step: {found}",
+        where=", ".join(filter(None, (where, _line(error)))),
+        hint="replace this operation (torch.where instead of if); or train the members one after another, with the "
+        "program itself",
     )
+
+
+_LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("ensembles")[0])
+
+
+def _line(error: BaseException) -> str:
+    """The innermost line of the traceback outside torch and purestep; "" if there is none."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [f"{name}:{line}" for name, line in frames if not name.startswith(_LIBRARIES) and "/optree/" not in name]
+    return own[-1] if own else ""
 
 
 def _attention_as_products() -> Any:
@@ -396,18 +429,19 @@ def _attention_as_products() -> Any:
 def _with_window(state: TrainState) -> TrainState:
     """Set the type of the window to the one that selects what the step does with it, if the host may read it."""
     accum: Any = state.accum
-    if isinstance(accum, Empty | Adding | Closing) or not tracing.may_read(accum.left) or accum.left.device.type != "cpu":
+    if (
+        isinstance(accum, Empty | Adding | Closing)
+        or not tracing.may_read(accum.left)
+        or accum.left.device.type != "cpu"
+    ):
         return state
     kind = Closing if stacked.window_left(state) == 1 else Adding
     return state._replace(accum=kind(*accum))
 
 
 def _with_key(new: TrainState, old: TrainState) -> TrainState:
-    """Take the key of the host, and the plain type of the window."""
-    key = old.key if tracing.in_graph() else rng.advance(old.key)
-    accum: Any = new.accum
-    kind = type(old.accum)
-    return new._replace(key=key, accum=accum if isinstance(accum, Empty) else kind(*accum))
+    """Advance the keys, unless the host does so for a graph."""
+    return new._replace(key=old.key if tracing.in_graph() else rng.advance(old.key))
 
 
 def _to_read(state: TrainState) -> TrainState:

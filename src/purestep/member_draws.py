@@ -94,9 +94,7 @@ def coins_each(chances: Tensor, size: Sequence[int], stride: Sequence[int], dtyp
     return made
 
 
-def _empty(
-    size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-) -> tuple[Tensor, Sequence[torch.Generator]]:
+def _empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Sequence[torch.Generator]]:
     # While a compiler tries an operator there is no scope: any numbers will do.
     generators = _generators.get() or [torch.Generator()] * size[0]
     return torch.empty_strided(size, stride, dtype=dtype, device=generators[0].device), generators
@@ -235,7 +233,9 @@ def _bernoulli(members: int, drawn: Any, coins: Any, func: Any, args: Sequence[A
 
 def _coins(members: int, drawn: Any, coins: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     chances = args[-1]
-    like = args[0] if func is _aten.bernoulli_.Tensor else torch.empty_like(chances, memory_format=torch.contiguous_format)
+    like = (
+        args[0] if func is _aten.bernoulli_.Tensor else torch.empty_like(chances, memory_format=torch.contiguous_format)
+    )
     if not like.dim() or like.shape[0] != members or like.shape != chances.shape:
         return NotImplemented
     made = coins(chances, list(like.shape), list(like.stride()), like.dtype)

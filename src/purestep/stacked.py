@@ -96,8 +96,18 @@ def size(state: Tree) -> int:
         >>> size({"w": torch.zeros(3)})
         0
     """
-    is_stacked = isinstance(state, TrainState) and isinstance(state.step, Tensor) and state.step.dim() == 1
-    return state.step.shape[0] if is_stacked else 0
+    step: Any = state.step if isinstance(state, TrainState) else None
+    return step.shape[0] if isinstance(step, Tensor) and step.dim() == 1 else 0
+
+
+def check_single(state: TrainState, *, where: str) -> None:
+    """Raise StateError for the state of an ensemble, where a function takes the state of one model."""
+    if size(state):
+        raise StateError(
+            f"the state is that of an ensemble of {size(state)} members",
+            where=where,
+            hint="pass ps.member(state, 0), with the program of one member",
+        )
 
 
 def window_left(state: TrainState) -> int:
