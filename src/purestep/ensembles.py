@@ -23,7 +23,7 @@ from . import member_draws, optim, rng, stacked, tracing, tree
 from .errors import ConfigError, DataError, PurestepError, StateError, StepContractError
 from .metrics import Gathered
 from .pickling import recipe
-from .step import Adding, Closing, static_of
+from .step import Adding, Closing, decomposed, static_of
 from .types import Batch, Empty, Mean, Metrics, Program, Static, Steps, TrainState, Tree
 from .validation import is_count
 
@@ -351,13 +351,8 @@ class _Mapped:
             result[:] = [treedef, found, at]
             return tuple(found[index] for index in at)
 
-        def below_gradients(*parts: Tensor) -> Any:
-            # `vmap` maps recurrent layers only below a level of `grad`, which takes them apart.
-            found: Any = torch.func.vjp(lambda zero: (zero, flat(*parts)), torch.zeros(()), has_aux=True)
-            return found[2]
-
         try:
-            function = below_gradients if self._is_recurrent and where in ("eval_step", "bind") else flat
+            function = decomposed(flat) if self._is_recurrent and where in ("eval_step", "bind") else flat
             outputs = torch.func.vmap(function, randomness=draws)(*leaves, *rows)
         except PurestepError:
             raise

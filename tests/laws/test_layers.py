@@ -425,7 +425,7 @@ def test_importing_changes_nothing_and_stays_light(body: str, said: str):
     assert done.stdout.strip() == said
 
 
-LATE = """host_generators compile parallel files events config signals data snapshot export sinks diagnostics contrib
+LATE = """host_generators member_draws compile ensembles parallel files events config signals data snapshot export sinks diagnostics contrib
     loop testing bench report __main__""".split()
 LOADED = """
 import sys, torch

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import packed, rng, tracing, tree
+from .. import member_draws, packed, rng, stacked, tracing, tree
 from ..errors import PurestepError, StepContractError
 from ..step import Accum, Adding, Closing
 from ..types import Empty, Metrics, Static, Steps, TrainState
@@ -358,7 +358,9 @@ def _copied(metrics: Metrics | Stacked) -> Metrics | Stacked:
 
 
 def _seeded(host: donation.HostCounters, device: torch.device, stream: tuple[int, ...]) -> AbstractContextManager[None]:
-    return rng.scoped(rng.mix(host.seed, host.calls, "step", *stream), device)
+    if len(host.seeds) == 1 and host.key.dim() == 1:
+        return rng.scoped(rng.mix(host.seeds[0], host.calls, "step", *stream), device)
+    return member_draws.scoped([rng.mix(seed, calls, "step") for seed, calls in host.keys()], device)
 
 
 def _phase_of(left: int) -> type[Accum]:
@@ -368,7 +370,7 @@ def _phase_of(left: int) -> type[Accum]:
 def _read_phase(parts: list[TrainState], *, flush: bool) -> tuple[type[Accum], ...]:
     if flush:
         return tuple(Accum for _ in parts)
-    return tuple(Accum if isinstance(part.accum, Empty) else _phase_of(int(part.accum.left)) for part in parts)
+    return tuple(Accum if isinstance(part.accum, Empty) else _phase_of(stacked.window_left(part)) for part in parts)
 
 
 def _with_phase(state: Any, phase: tuple[type[Accum], ...], *, back: bool = False) -> Any:

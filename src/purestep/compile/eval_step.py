@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ema, rng, tracing, tree
+from .. import ema, member_draws, rng, stacked, tracing, tree
 from ..types import Empty, Metrics, TrainState
 from . import donation, live_state, treespec
 from .compiled_step import batch_leaves
@@ -58,7 +58,10 @@ class CompiledEval:
         graph = self._graphs.find((state_def, treedef, kinds(inputs)), leaves, inputs, build)
         if not graph.draws or not parts:
             return unstacked(graph.run(inputs, leaves))
-        with rng.scoped(rng.mix(int(parts[0].key[0]), "eval", index), tree.device(inputs)):
+        numbers = [rng.mix(seed, "eval", index) for seed, _ in stacked.keys(parts[0])]
+        device = tree.device(inputs)
+        is_plain = parts[0].key.dim() == 1
+        with rng.scoped(numbers[0], device) if is_plain else member_draws.scoped(numbers, device):
             return unstacked(graph.run(inputs, leaves))
 
 

@@ -15,11 +15,13 @@ microbatch   splitting of a batch inside one call
 update       accumulation, the update or its rollback
 inference    `eval_step` and `bind`
 batch_copy   copies of batch leaves that a model writes in place
+recurrent    recurrent layers under `torch.func.vmap` without gradients
 """
 
 from .gradient import NoSetupContext as NoSetupContext
 from .program import program as program
 from .program import static_of as static_of
+from .recurrent import decomposed as decomposed
 from .spec import Accum as Accum
 from .spec import Adding as Adding
 from .spec import Closing as Closing
