@@ -337,9 +337,6 @@ class _Mapped:
 
     def _vmap(self, call: Callable[[Any, Any], Any], state: TrainState, batch: Batch, where: str, draws: str) -> Any:
         leaves, state_def = tree.flatten(state)
-        if state.key.dim() == 1:  # in a graph, where the host has the keys
-            at = next(index for index, leaf in enumerate(leaves) if leaf is state.key)
-            leaves[at] = state.key.expand(self.members, 2)
         rows, batch_def = self._rows(batch)
         result: list[Any] = []
 

@@ -25,12 +25,13 @@ _generators: ContextVar[Sequence[torch.Generator]] = ContextVar("member_generato
 
 
 @contextmanager
-def scoped(numbers: Sequence[int], device: torch.device) -> Generator[None]:
-    """Give each member a generator inside the block, and seed the global generators with all numbers together.
+def scoped(numbers: Sequence[int], device: torch.device, *, together: int | None = None) -> Generator[None]:
+    """Give each member a generator inside the block, and seed the global generators for draws that belong to no member.
 
     Args:
         numbers: a seed in [0, 2**63) for each member.
         device: of the draws.
+        together: the seed of the global generators; by default from all numbers.
 
     Example:
         >>> with scoped([1, 2], torch.device("cpu")):
@@ -40,7 +41,7 @@ def scoped(numbers: Sequence[int], device: torch.device) -> Generator[None]:
     """
     token = _generators.set([torch.Generator(device=device).manual_seed(number) for number in numbers])
     try:
-        with global_rng.seeded(rng.mix(*numbers), device):
+        with global_rng.seeded(rng.mix(*numbers) if together is None else together, device):
             yield
     finally:
         _generators.reset(token)

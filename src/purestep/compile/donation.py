@@ -61,12 +61,12 @@ class Slots(NamedTuple):
     treedef: tree.TreeDef
     places: tuple[tuple[str, int], ...]  # per leaf: ("int64" | "float32" | "key" | "own" | "one", index); see `_kind`
     identity: object  # hashed instead of the structure; shared by all buffers of one structure
+    keys: tuple[torch.Size, ...]  # shapes of the keys: (2,), or (members, 2) of a stacked state
 
     def gather(self, buffers: list[Tensor], keys: list[Tensor] | None = None) -> list[Tensor]:
         """Return the leaves; 0-d leaves of one dtype share a buffer. Keys belong to the host: inside a graph they are
         zeros, and nothing may depend on them."""
-        count = sum(kind == "key" for kind, _ in self.places)
-        keys = keys or [torch.zeros(2, dtype=torch.int64)] * count
+        keys = keys or [torch.zeros(shape, dtype=torch.int64) for shape in self.keys]
         source = {"int64": buffers[0].unbind(), "float32": buffers[1].unbind(), "own": buffers[2:], "key": keys}
         return [source[kind][index] if kind != "one" else buffers[2 + index][0] for kind, index in self.places]
 
@@ -118,7 +118,7 @@ def place(flat: Tree) -> Slots:
         counted = "own" if kind == "one" else kind
         places.append((kind, counts[counted]))
         counts[counted] += 1
-    return Slots(treedef, tuple(places), object())
+    return Slots(treedef, tuple(places), object(), tuple(leaves[at].shape for at in sorted(keys)))
 
 
 def check_tensors(leaves: list[Any]) -> None:
