@@ -120,7 +120,6 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
     static = base.static._replace(
         members=members,
         member=base,
-        labels=None,  # stacked leaves are not packed
         steps=lambda form: _steps_of(mapped, of_one(form), tail),
         rewritten=None,
         init_with=None,
