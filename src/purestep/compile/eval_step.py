@@ -55,7 +55,9 @@ class CompiledEval:
 
             return core
 
-        graph = self._graphs.find((state_def, treedef, kinds([*inputs, *(old[at] for at in sorted(keys))])), leaves, inputs, build)
+        graph = self._graphs.find(
+            (state_def, treedef, kinds([*inputs, *(old[at] for at in sorted(keys))])), leaves, inputs, build
+        )
         if not graph.draws or not parts:
             return unstacked(graph.run(inputs, leaves))
         numbers = [rng.mix(seed, "eval", index) for seed, _ in stacked.keys(parts[0])]
