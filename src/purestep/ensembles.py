@@ -41,7 +41,8 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
     its states. A metric of a step is a vector with one entry for each member. The history has ``val_loss[0]``,
     ``val_loss[1]``, ..., their mean under ``val_loss`` and the best of them under ``val_loss[best]``; ``monitor`` may
     be any of these. A metric that computes its value itself (`metrics.from_torchmetrics`) is called ``val_auroc[0]``
-    and so on. `fit` goes on until all members have halted, and warns of each one that has.
+    and so on. `fit` goes on until all members have halted, and warns of each one that has. The order of a loader that
+    shuffles depends on the seed of the first member.
 
     Functions of the result:
 
