@@ -11,8 +11,8 @@ accumulation window, the calls in the keys.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -22,6 +22,7 @@ from . import ema as ema_
 from . import member_draws, optim, rng, stacked, tracing, tree
 from .errors import ConfigError, DataError, PurestepError, StateError, StepContractError
 from .metrics import Gathered
+from .model import EagerMasks
 from .pickling import recipe
 from .step import Adding, Closing, decomposed, static_of
 from .types import Batch, Empty, Mean, Metrics, Program, Static, Steps, TrainState, Tree
@@ -55,10 +56,12 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
     - ``bind(state, view=None, train=False)`` returns a callable whose outputs have the leading dimension, for inputs
       that all members share. `mean_and_std` summarizes them.
 
-    Dropout uses the same masks as the member alone if its input is contiguous, on the CPU and in eager mode on any
-    device. In a graph, draws other than uniform, normal, Bernoulli and the like (`torch.multinomial`, `torch.poisson`)
-    use numbers of their own. Numbers from numpy's or Python's generator are the same for all members. Attention runs
-    as matrix products, and an LSTM without oneDNN's kernel.
+    Dropout uses the same masks as the member alone on the CPU, and in eager mode on other devices if its input is
+    contiguous. In a graph, draws other than uniform, normal, Bernoulli and the like (`torch.multinomial`,
+    `torch.poisson`) use numbers of their own. Numbers from numpy's or Python's generator are the same for all members.
+    Attention runs as matrix products, and an LSTM without oneDNN's kernel. Torch maps most layers; it cannot map RReLU,
+    spectral norm, BatchNorm with ``momentum=None``, and code that reads the value of a tensor, such as ``if loss > 1``
+    or `torch.nn.functional.one_hot` of targets that differ between the members.
 
     Args:
         program: from `purestep.program`, not compiled and not distributed, with ``engine="auto"`` or ``"func"``.
@@ -313,7 +316,7 @@ class _Mapped:
             if torch.compiler.is_dynamo_compiling():
                 return self._vmap(call, state, batch, where, "different")
             if tracing.in_graph():
-                with member_draws.MemberDraws(self.members):
+                with member_draws.MemberDraws(self.members), EagerMasks(mapped=True):
                     return self._vmap(call, state, batch, where, "different")
             # A dispatch mode takes a third of a small step's time, so only a step that draws runs inside it.
             if not self._draws.get(where):
@@ -324,7 +327,8 @@ class _Mapped:
             keys = stacked.keys(state)
             tags = [(seed, calls, "step") if name == "step" else (seed, "eval", index) for seed, calls in keys]
             numbers = [rng.mix(*tag) for tag in tags]
-            with member_draws.scoped(numbers, state.step.device), member_draws.MemberDraws(self.members):
+            stack.enter_context(member_draws.scoped(numbers, state.step.device))
+            with member_draws.MemberDraws(self.members), EagerMasks(mapped=True):
                 return self._vmap(call, state, batch, where, "different")
 
     def _enter_kernels(self, stack: ExitStack) -> None:
@@ -408,11 +412,19 @@ def _line(error: BaseException) -> str:
     return own[-1] if own else ""
 
 
-def _attention_as_products() -> Any:
+@contextmanager
+def _attention_as_products() -> Generator[None]:
     """`vmap` has no rule for the fused kernels of attention, and would call them for one member after another."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    return sdpa_kernel(SDPBackend.MATH)
+    fused = torch.backends.mha
+    was_on = fused.get_fastpath_enabled()
+    fused.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        fused.set_fastpath_enabled(was_on)
 
 
 # --- states and metrics -----------------------------------------------------------------------------------------------

@@ -76,6 +76,16 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x).mean(dim=1))
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase] = nn.LSTM) -> None:
         super().__init__()
@@ -126,6 +136,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], dict[str, 
     ),
     "convnet": (convnet, lambda seed: rows(seed, 1, 6, 6), {"ema": ps.ema.average(0.9, buffers="average")}),
     "gpt": (GPT, text, {}),
+    # Its dropout runs on transposed tensors, whose masks lie in memory as the tensors do.
+    "encoder layer": (Encoder, lambda seed: rows(seed, 3, 4), {"tx": optim.sgd(0.1, momentum=0.9)}),
     "lstm": (Recurrent, lambda seed: rows(seed, 4), {}),
     "gru": (lambda: Recurrent(nn.GRU), lambda seed: rows(seed, 4), {}),
 }
@@ -211,10 +223,10 @@ def test_a_member_that_is_not_finite_does_not_stop_the_others(nonfinite: Any, ac
     if nonfinite == "raise":
         assert state.halted.tolist() == [0, 3 if accumulate == 1 else 4, 0]
         assert found["applied"].total.tolist() == ([1, 0, 1] if accumulate == 1 else [0, 0, 0])
-    assert (
-        state.updates.tolist() == ([5, 2, 5] if nonfinite == "raise" else [5, 4, 5] if accumulate == 1 else [2, 1, 2])
-        or accumulate == 2
-    )
+    if accumulate == 1:
+        assert state.updates.tolist() == ([5, 2, 5] if nonfinite == "raise" else [5, 4, 5])
+    else:  # the window with the bad batch is refused, and the last one is open
+        assert state.updates.tolist() == [2, 1, 2]
 
 
 def test_hyperparameters_and_weights_of_each_member():
@@ -232,9 +244,7 @@ def test_hyperparameters_and_weights_of_each_member():
     with ps.rng.scoped(4):
         expected = factory()
     second = ps.member(several.init(3, factory=factory), 1)
-    assert_trees_close(
-        second.params, dict(expected.named_parameters()) and program.static.init_with(expected)().params, exact=True
-    )
+    assert_trees_close(second.params, {name: p.detach() for name, p in expected.named_parameters()}, exact=True)
     models = [factory(), factory()]
     assert_trees_close(
         several.init(models=models).params["0.weight"],
@@ -268,6 +278,7 @@ class Reads(nn.Module):
 UNMAPPED: dict[str, Callable[[], nn.Module]] = {
     "reads a value": Reads,
     "no rule": lambda: nn.Sequential(nn.Linear(4, 3), nn.RReLU()),
+    "writes into a result": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)),
     "counts by momentum": lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None)),
 }
 
