@@ -46,6 +46,17 @@ def test_digits_learns_and_goes_on_where_it_was(tmp_path: Path, capsys: pytest.C
     assert run("digits", tmp_path, fresh=True, **small) == first  # the same once more, from the start
 
 
+def test_sweep_finds_a_rate_and_trains_an_ensemble_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    small = {"rates": 4, "members": 3, "sweep_epochs": 2, "epochs": 3, "width": 16, "batch_size": 128, "low": 1e-5}
+    accuracy = run("sweep", tmp_path, **small)
+    assert accuracy > 0.5
+    *_, chosen, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(f"test accuracy {100 * accuracy:.1f} % (ensemble), ")
+    assert "best learning rate 1.00e-05" not in chosen  # it hardly learns
+    assert {f"val_loss[{index}]" for index in range(4)} <= set(rows(tmp_path / "sweep" / "rates")[-1])
+    assert run("sweep", tmp_path, **small) == accuracy  # nothing is left to do
+
+
 def test_digits_interrupted_and_run_again_is_digits(tmp_path: Path):
     digits = load("digits")
     small = {"width": 4, "batch_size": 256, "ema": 0.5, "epochs": 3}

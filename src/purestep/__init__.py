@@ -12,13 +12,14 @@ keeps its code in the compiler's cache directory.
     errors  types  tensor_layout  batch_objects       the vocabulary
     global_rng  host_generators                       the process's generators: torch's, numpy's, Python's
     tree  rng  tracing  validation  pickling          trees (optree), keys, traces and transforms, checks of arguments
-    model                                             a module as a pure function of its tensors
+    model  stacked  member_draws                      a module as a pure function of its tensors; several models as one
     optim  schedules  ema  scaler  precision          optimizers and their algebra, ...
     metrics  stopping  objective                      objective imports metrics
     step  packed                                      the train step, its flat form
     derivatives                                       gradients of single examples, their noise
     compile                                           one graph, donation; compile/cpu: a plug-in for x86
     curvature  privacy                                second derivatives; DP-SGD
+    ensembles                                         many models in one step
     --------------------------------------------------------------------------------------------------
     parallel                                          several processes: meshes, placements, collectives
     files  events  config  signals  data              atomic files, events of fit, settings, loaders
@@ -54,6 +55,8 @@ from .objective import masked_reconstruction as masked_reconstruction
 from .objective import masked_sse as masked_sse
 from .objective import supervised as supervised
 from .precision import auto_device as auto_device
+from .stacked import member as member
+from .stacked import stack as stack
 from .step import Sam as Sam
 from .step import program as program
 from .stopping import EarlyStopping as EarlyStopping
@@ -86,6 +89,8 @@ if _typing.TYPE_CHECKING:
     from .derivatives import gradient_noise_scale as gradient_noise_scale
     from .derivatives import per_example as per_example
     from .diagnostics import summary as summary
+    from .ensembles import ensemble as ensemble
+    from .ensembles import mean_and_std as mean_and_std
     from .events import Stop as Stop
     from .export import export_weights as export_weights
     from .export import load_into as load_into
@@ -109,6 +114,7 @@ else:
         "data": ("to_device",),
         "derivatives": ("gradient_noise_scale", "per_example"),
         "diagnostics": ("summary",),
+        "ensembles": ("ensemble", "mean_and_std"),
         "events": ("Stop",),
         "export": ("export_weights", "load_into"),
         "loop": (

@@ -8,6 +8,7 @@ both) is never the best value and counts as no improvement.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -173,7 +174,7 @@ def start_epoch(rule: EarlyStopping | None, total_epochs: int | None) -> int:
 
 
 def default_mode(monitor: str) -> Mode:
-    """Return ``"min"`` for a loss, error or perplexity.
+    """Return ``"min"`` for a loss, error or perplexity, also of one member of an ensemble: ``"val_loss[3]"``.
 
     Raises:
         ConfigError: the metric has another name, which does not show whether small or large values are good.
@@ -182,7 +183,7 @@ def default_mode(monitor: str) -> Mode:
         >>> default_mode("val_loss")
         'min'
     """
-    if monitor.lower().endswith(("loss", "error", "perplexity")):
+    if re.sub(r"(\[\w+\])+$", "", monitor.lower()).endswith(("loss", "error", "perplexity")):
         return "min"
     raise ConfigError(
         f"monitor={monitor!r} does not say whether small or large values are good",

@@ -305,6 +305,9 @@ class Static(NamedTuple):
     parts: Any = None  # `step.Parts`: the loss as a function of the parameters, for derivatives
     gradient: Callable[[TrainState, Batch], Params] | None = None  # of a call, in eager mode, without its update
     statistics: Callable[..., Any] | None = None  # (state, view) -> step.Statistics, for `refresh_batchnorm`
+    init_with: Callable[[Any], Callable[..., Any]] | None = None  # module -> `init` with the weights of that module
+    members: int = 0  # of `ensemble`: states are stacked; 0 for a program of one model
+    member: Program | None = None  # of `ensemble`: the program of one member
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:

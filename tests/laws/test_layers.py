@@ -31,12 +31,12 @@ LEVEL = {
         (
             "errors types tensor_layout batch_objects global_rng host_generators",
             "tree rng tracing validation pickling foreach",
-            "model",
+            "model stacked member_draws",
             "optim schedules ema scaler precision metrics stopping",
             "objective",
             "step packed",
             "derivatives",
-            "compile curvature privacy",
+            "compile curvature privacy ensembles",
             "parallel",
             "files events config signals data",
             "snapshot export sinks diagnostics contrib",
@@ -434,8 +434,8 @@ def test_importing_changes_nothing_and_stays_light(body: str, said: str):
     assert done.stdout.strip() == said
 
 
-LATE = """host_generators derivatives compile curvature privacy parallel files events config signals data snapshot
-    export sinks diagnostics contrib loop testing bench report __main__""".split()
+LATE = """host_generators member_draws derivatives compile curvature privacy ensembles parallel files events config signals
+    data snapshot export sinks diagnostics contrib loop testing bench report __main__""".split()
 LOADED = """
 import sys, torch
 before = set(sys.modules)

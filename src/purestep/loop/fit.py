@@ -24,6 +24,7 @@ from .best_state import BestState
 from .callbacks import Callbacks
 from .inputs import Feeds
 from .loop_state import Cell, FitResult, cell, joined, with_row
+from .member_columns import with_best
 from .policy import EvalSchedule, limit_reached
 from .recorder import BatchRecorder
 from .recovery import LastGood, save_on_error
@@ -216,6 +217,8 @@ def _train(run: Run, opened: Opened) -> FitResult:
                         if services.processes.leaving:
                             undo_boundary(run)
                             between_calls(run)  # raises
+
+                    row = with_best(row, monitor, services.members)
 
                     # History.
                     loop = run.loop._replace(interval={}, history=with_row(before.history, row))

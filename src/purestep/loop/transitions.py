@@ -60,6 +60,11 @@ class Services(NamedTuple):
     histograms: Recorder | None
     resumed: bool  # goes on from an interrupted run
 
+    @property
+    def members(self) -> int:
+        """The number of members of an ensemble, 0 for a program of one model."""
+        return self.program.static.members if self.program.static is not None else 0
+
 
 class Run:
     """The present values of a run. Functions replace each as a whole, so an error in between leaves them consistent.

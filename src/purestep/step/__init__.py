@@ -19,6 +19,7 @@ differentiable  the loss as a function of the parameters, for derivatives of oth
 batch_gradient   the gradient of one call alone
 statistics   statistics of BatchNorm for given weights
 batch_copy   copies of batch leaves that a model writes in place
+recurrent    recurrent layers under `torch.func.vmap` without gradients
 """
 
 from .differentiable import Parts as Parts
@@ -28,6 +29,7 @@ from .gradient import NoSetupContext as NoSetupContext
 from .gradient import finite_mean as finite_mean
 from .program import program as program
 from .program import static_of as static_of
+from .recurrent import decomposed as decomposed
 from .sharpness import Sam as Sam
 from .spec import IDENTITY as IDENTITY
 from .spec import Accum as Accum

@@ -157,6 +157,7 @@ def _assembled(spec: Spec, model: nn.Module, own: nn.Module | None) -> Program:
         module=spec.template.train.model,
         rewritten=rewritten,
         parts=parts_of(spec, lambda gradients: _assembled(spec._replace(gradients=gradients), model, own)),
+        init_with=lambda module: init_of(spec, module, own),
     )
     steps = steps_of(spec, IDENTITY)
     for function in steps:  # read by compile_step

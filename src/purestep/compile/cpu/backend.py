@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from ... import tracing
 from .. import (
     aliasing,
     backends,
@@ -149,7 +150,7 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     table: Any = select_decomp_table()
     if _is_on("embedding_grad"):
         table = embedding_grad.decompositions(table)
-    with no_recurrent_kernel(), control_flow.aliased_inputs_allowed():
+    with tracing.no_recurrent_kernel(), control_flow.aliased_inputs_allowed():
         graph: GraphModule = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     graph.graph.eliminate_dead_code()
     return fx_passes.without_copies(graph)
