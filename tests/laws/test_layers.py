@@ -434,8 +434,8 @@ def test_importing_changes_nothing_and_stays_light(body: str, said: str):
     assert done.stdout.strip() == said
 
 
-LATE = """host_generators member_draws derivatives compile curvature privacy ensembles parallel files events config signals
-    data snapshot export sinks diagnostics contrib loop testing bench report __main__""".split()
+LATE = """host_generators member_draws derivatives compile curvature privacy ensembles parallel files events config
+    signals data snapshot export sinks diagnostics contrib loop testing bench report __main__""".split()
 LOADED = """
 import sys, torch
 before = set(sys.modules)

@@ -70,7 +70,7 @@ def trace(
 def trace_error(function: Flat, inputs: list[Tensor]) -> Exception | None:
     """The error of a trace of ``function``, which compiles nothing; None if it succeeds. Arguments as for `trace`."""
     try:
-        with with_compiler(), tracing.capturing(), torch.no_grad(), no_recurrent_kernel():
+        with with_compiler(), tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel():
             _traced(_traceable(function), _distinct(inputs))
     except Exception as error:
         return error

@@ -36,7 +36,7 @@ from .. import (
     precision_casts,
     random_ops,
 )
-from ..capture import Compiled, Flat, limit_threads, no_recurrent_kernel
+from ..capture import Compiled, Flat, limit_threads
 from ..compile_lock import with_compiler
 from . import attention, code_cache, embedding_grad, gemm, graph_key, launcher, offset_pointers, outline, workspace
 from .graph_key import Record
