@@ -16,7 +16,7 @@ from torch.optim.sgd import sgd as torch_sgd
 
 from .. import foreach, tracing
 from ..types import Params, Tree
-from .base import Launch, Transform
+from .base import Fast, Launch, Transform
 from .numerics import Rate, Scalar, by_name, rate_at, update_count
 from .scale import ScaleByLearningRateState, rate_leaf
 from .wrappers import MaskedState
@@ -176,7 +176,7 @@ def _with_kernel(whole: Transform, learning_rate: Rate, weight_decay: Scalar, mo
 
         return Launch([rate] if isinstance(rate, Tensor) else [], run)
 
-    return whole._replace(kernel=kernel)
+    return whole._replace(fast=Fast(whole.update, kernel=kernel))
 
 
 def _groups(updates: Params, state: Tree, weight_decay: float) -> list[tuple[list[str], float]]:
@@ -199,7 +199,7 @@ def _fit(params: Params, *others: Params) -> bool:
             same = leaf.is_contiguous() if flat else leaf.stride() == param.stride()
             if type(leaf) is not Tensor or leaf.dtype is not dtype or not same:
                 return False
-    return tracing.may_overwrite(params.values())
+    return tracing.may_overwrite(leaf for tree in (params, *others) for leaf in tree.values())
 
 
 def _is_dense(leaf: Tensor) -> bool:

@@ -308,9 +308,10 @@ def _apply(
 
 def _launch(spec: Spec, form: Form, state: TrainState, grads: Params) -> base.Launch | None:
     """The transform's kernel for these tensors, if it has one and no other process or graph takes part."""
-    if spec.tx.kernel is None or form.exchange is not None or tracing.in_graph():
+    kernel = base.fast_of(spec.tx).kernel
+    if kernel is None or form.exchange is not None or tracing.in_graph():
         return None
-    return spec.tx.kernel(grads, state.opt_state, state.params)
+    return kernel(grads, state.opt_state, state.params)
 
 
 def _kept(
