@@ -251,7 +251,7 @@ def save_pretrained(
     Raises:
         ConfigError: the model has no ``save_pretrained``, or the view is unknown.
         Mismatch: names or shapes differ between the model and the state; the message has one line for each.
-        StateError: the view is "ema", and the state has no EMA.
+        StateError: the view is "ema", and the state has no EMA; or the state is that of an ensemble.
         WriteFailed: the files could not be written; older files are unchanged, unless the disk failed while the new
             ones got their names.
 
