@@ -23,6 +23,8 @@ FILES = sorted(EXAMPLES.glob("*.py"))
 
 def load(name: str) -> ModuleType:
     """An example as a module; importing it trains nothing."""
+    if name == "lora":
+        pytest.importorskip("peft", reason="peft is in the extra purestep[hf]")
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -187,7 +189,6 @@ def test_reinforcement_learns_to_balance_and_goes_on_where_it_was(tmp_path: Path
 
 
 def test_lora_adapts_and_both_are_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    pytest.importorskip("peft", reason="peft is in the extra purestep[hf]")
     small = {"updates": 60, "adapter_updates": 60, "width": 32, "layers": 1, "context": 32, "size": 40_000}
     small |= {"learning_rate": 1e-2, "adapter_learning_rate": 3e-2}
     before, after = run("lora", tmp_path, **small)
