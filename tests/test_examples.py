@@ -23,6 +23,8 @@ FILES = sorted(EXAMPLES.glob("*.py"))
 
 def load(name: str) -> ModuleType:
     """An example as a module; importing it trains nothing."""
+    if name == "lora":
+        pytest.importorskip("peft", reason="peft is in the extra purestep[hf]")
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -158,6 +160,46 @@ def test_finetune_hf_beats_the_frequency_of_words(by_epoch: bool, tmp_path: Path
     rates = [row["lr"] for row in rows(tmp_path / "finetune_hf" / "language")]
     assert (rates[1] == pytest.approx(rates[0] / 2)) == by_epoch
     assert run("finetune_hf", tmp_path, **fields) == (share, right)  # nothing is left to do
+
+
+def test_distillation_learns_from_few_labels_and_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    small = {"epochs": 3, "width": 4, "ema": 0.8, "batch_size": 128, "learning_rate": 2e-2}
+    taught, alone = found = run("distillation", tmp_path, **small)
+    assert min(found) > 0.3  # of ten classes, from three labels each
+    assert (
+        capsys.readouterr().out.splitlines()[-1].startswith(f"test accuracy {100 * taught:.0f} % with a mean teacher")
+    )
+    runs = tmp_path / "distillation"
+    apart = [rows(runs / name)[-1]["train_disagreement"] for name in ("mean_teacher", "labels_alone")]
+    assert apart[0] < apart[1]  # it does what the teacher does
+    assert (runs / "curves.png").stat().st_size > 1000
+    assert run("distillation", tmp_path, **small) == (taught, alone)  # nothing is left to do
+
+
+def test_reinforcement_learns_to_balance_and_goes_on_where_it_was(tmp_path: Path):
+    small = {"carts": 16, "steps": 100, "width": 32, "learning_rate": 1e-2}
+    first, balanced = run("reinforcement", tmp_path / "whole", updates=16, **small)
+    assert balanced > 2 * first
+    run("reinforcement", tmp_path / "parts", updates=6, **small)
+    assert run("reinforcement", tmp_path / "parts", updates=16, **small) == (first, balanced)
+    assert (tmp_path / "parts" / "reinforcement" / "curves.png").stat().st_size > 1000
+
+
+def test_lora_adapts_and_both_are_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    small = {"updates": 60, "adapter_updates": 60, "width": 32, "layers": 1, "context": 32, "size": 40_000}
+    small |= {"learning_rate": 1e-2, "adapter_learning_rate": 3e-2}
+    before, after = run("lora", tmp_path, **small)
+    assert after < before - 0.1 < 8  # 8 bits a byte is a uniform guess
+    assert last_line(capsys) == pytest.approx([before, after], abs=0.051)
+    runs = tmp_path / "lora"
+    assert {path.name for path in (runs / "adapters").iterdir()} == {
+        *("README.md", "adapter_config.json", "adapter_model.safetensors"),
+    }
+    assert (runs / "curves.png").stat().st_size > 1000
+    assert run("lora", tmp_path, **small) == (before, after)  # nothing is left to do
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -94,6 +94,7 @@ if _typing.TYPE_CHECKING:
     from .events import Stop as Stop
     from .export import export_weights as export_weights
     from .export import load_into as load_into
+    from .export import save_pretrained as save_pretrained
     from .loop import FitResult as FitResult
     from .loop import evaluate as evaluate
     from .loop import find_learning_rate as find_learning_rate
@@ -116,7 +117,7 @@ else:
         "diagnostics": ("summary",),
         "ensembles": ("ensemble", "mean_and_std"),
         "events": ("Stop",),
-        "export": ("export_weights", "load_into"),
+        "export": ("export_weights", "load_into", "save_pretrained"),
         "loop": (
             *("FitResult", "evaluate", "find_learning_rate", "fit", "predict"),
             *("reduce_on_plateau", "refresh_batchnorm", "run_epoch"),

@@ -1,4 +1,4 @@
-"""Export the weights of a state to a file that any PyTorch program can load, or to a module."""
+"""Export the weights of a state: to a file that any PyTorch program can load, to a module, or as Hugging Face does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import difflib
 import fnmatch
 import json
 import os
+import re
+import shutil
+import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,9 +19,9 @@ from torch import Tensor, nn
 
 from . import stacked
 from .ema import view as view_of
-from .errors import ConfigError, Mismatch
+from .errors import ConfigError, Mismatch, WriteFailed
 from .files import replacing, write_failed
-from .model import OBJECTIVE, unwrapped
+from .model import OBJECTIVE, copy_with, unwrapped
 from .parallel import host, placement
 from .types import Params, Program, TrainState
 from .validation import nearest_names
@@ -172,20 +175,33 @@ def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> 
         >>> torch.equal(model.weight, state.params["weight"])
         True
     """
-    stacked.check_single(state, where="load_into")
+    module = unwrapped(module)  # it has the same tensors
+    stored = _stored(module, state, view, "load_into")
+    with torch.no_grad():
+        for name, value in _tensors(module).items():
+            value.copy_(stored[name])
+
+
+def _stored(module: nn.Module, state: TrainState, view: str | None, caller: str) -> Params:
+    """The tensors of a state by their names in a module.
+
+    Raises:
+        Mismatch: a name or a shape differs.
+    """
+    stacked.check_single(state, where=caller)
     shown = placement.weights(view_of(state, view))
     stored = {**shown.params, **shown.frozen, **shown.buffers}
     stored = {name: value for name, value in stored.items() if not name.startswith(OBJECTIVE)}
-    module = unwrapped(module)  # it has the same tensors
-    own: Params = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    lines = _differences(stored, own)
+    lines = _differences(stored, _tensors(module))
     if lines:
         count = f"{len(lines)} tensors differ" if len(lines) > 1 else "1 tensor differs"
         text = "\n  ".join([f"{count} between the state and the module", *lines])
         raise Mismatch(text, where=type(module).__name__, hint="pass the module that ps.program got")
-    with torch.no_grad():
-        for name, value in own.items():
-            value.copy_(stored[name])
+    return stored
+
+
+def _tensors(module: nn.Module) -> Params:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _differences(stored: Params, own: Params) -> list[str]:
@@ -201,3 +217,87 @@ def _differences(stored: Params, own: Params) -> list[str]:
 def _near(name: str, others: Params, these: Params) -> str:
     found = difflib.get_close_matches(name, [other for other in others if other not in these], n=1)
     return f" (nearest name: {found[0]})" if found else ""
+
+
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+"""The files that ``from_pretrained`` reads the weights of a whole model from."""
+_CARD = "README.md"
+
+
+def save_pretrained(
+    directory: str | os.PathLike[str], model: nn.Module, state: TrainState, view: str | None = None
+) -> None:
+    """Write a Hugging Face model with the weights of a state, as ``model.save_pretrained(directory)`` does.
+
+    The model's class chooses the files: transformers writes the configuration, the generation configuration and
+    ``model.safetensors``, PEFT the configuration and the weights of the adapters only. ``from_pretrained`` of that
+    class loads them, with the same bits as the state. The model is not changed: a copy with the tensors of the state is
+    written. Save the tokenizer or the processor yourself: ``tokenizer.save_pretrained(directory)``.
+
+    The files are complete before the first one gets its name, and each one is replaced atomically. Other files in
+    the directory stay, except older weights that ``from_pretrained`` would read in place of the new ones.
+
+    On several processes it is a collective, like `export_weights`: the first one writes.
+
+    Args:
+        directory: is created if it does not exist.
+        model: the module that ``ps.program`` got: a ``PreTrainedModel`` of transformers, a ``PeftModel``, or another
+            module with a method ``save_pretrained(directory)`` (diffusers, ``PyTorchModelHubMixin``). Its own weights
+            are not read.
+        state: on any device; it is not changed. Tensors of the objective are ignored.
+        view: "params", or "ema" for the averaged weights (in the parameters' dtypes). None: "ema" if the state has an
+            average, which is also what `fit` evaluates.
+
+    Raises:
+        ConfigError: the model has no ``save_pretrained``, or the view is unknown.
+        Mismatch: names or shapes differ between the model and the state; the message has one line for each.
+        StateError: the view is "ema", and the state has no EMA; or the state is that of an ensemble.
+        WriteFailed: the files could not be written; older files are unchanged, unless the disk failed while the new
+            ones got their names.
+
+    Example:
+        >>> import tempfile, torch, purestep as ps
+        >>> from transformers import ViTConfig, ViTModel
+        >>> config = ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+        >>> model, directory = ViTModel(config), tempfile.mkdtemp()
+        >>> state = ps.program(model, ps.hf_loss(), ps.optim.adamw(1e-3)).init()
+        >>> ps.save_pretrained(directory, model, state)
+        >>> loaded = ViTModel.from_pretrained(directory)
+        >>> all(torch.equal(value, state.params[name]) for name, value in loaded.named_parameters())
+        True
+    """
+    module = unwrapped(model)
+    if not callable(getattr(module, "save_pretrained", None)):
+        hint = "pass a model of transformers, PEFT or diffusers, or call export_weights(path, program, state)"
+        raise ConfigError(f"a {type(module).__name__} has no method save_pretrained", where="model", hint=hint)
+    stored = _stored(module, state, view, "save_pretrained")
+    host.peers().first(lambda: _save_pretrained(Path(directory), module, stored))
+
+
+def _save_pretrained(target: Path, module: nn.Module, stored: Params) -> None:
+    # Copies: libraries take two tensors in one memory for tied ones, and a state may have flat memory.
+    copied: Any = copy_with(module, {name: _copy(stored[name]) for name in _tensors(module)})
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=target) as temporary:
+            folder = Path(temporary)
+            if (target / _CARD).is_file():  # PEFT adds to it
+                shutil.copyfile(target / _CARD, folder / _CARD)
+            copied.save_pretrained(folder)
+            _move_files(folder, target)
+    except WriteFailed:
+        raise
+    except Exception as error:  # safetensors reports a full disk with an error class of its own
+        raise write_failed(target, error) from error
+
+
+def _move_files(folder: Path, target: Path) -> None:
+    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    for name in names:
+        with replacing(target / name) as temporary:
+            os.replace(folder / name, temporary)
+    new = {str(name) for name in names}
+    if any(map(_WEIGHTS.fullmatch, new)):
+        for path in target.iterdir():
+            if _WEIGHTS.fullmatch(path.name) and path.name not in new:
+                path.unlink()

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -379,3 +380,17 @@ def test_an_operator_with_a_gradient_of_its_own_hears_it_too():
     step = ps.compile_step(program.train_step, backend="aot_eager")
     torch.testing.assert_close(step(program.init(), batch())[0].params["weight"], wanted)
     assert heard == {("setup", True), ("backward", True)}
+
+
+@pytest.mark.parametrize("place", ["lib/python3/site-packages", "dist-packages", "mine"])
+def test_packages_outside_of_this_environment_are_libraries_too(place: str, tmp_path: Path):
+    """Those of a user, and of the Python that an environment is built on with ``--system-site-packages``."""
+    path = tmp_path / place / "some_package.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("RATE = 0.5\n\n\ndef scaled(x):\n    return RATE * x\n")
+    space: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), space)
+    values = CapturedValues(space["scaled"])
+    before = values()
+    space["RATE"] = 0.25
+    assert (values() != before) == (place == "mine")

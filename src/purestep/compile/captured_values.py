@@ -325,7 +325,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_library(file: str) -> bool:
-    return not file or file.startswith(("<frozen", *_LIBRARIES))
+    # Packages are also in a user's site-packages, and in those of the Python that an environment is built on.
+    return (
+        not file or file.startswith(("<frozen", *_LIBRARIES)) or "/site-packages/" in file or "/dist-packages/" in file
+    )
 
 
 def _file(kind: type) -> str:

@@ -11,5 +11,6 @@ from __future__ import annotations
 from .dropout import EagerMasks as EagerMasks
 from .functional import OBJECTIVE as OBJECTIVE
 from .functional import Template as Template
+from .template import copy_with as copy_with
 from .template import unwrapped as unwrapped
 from .template import wrappers as wrappers
