@@ -158,6 +158,7 @@ def _fast(whole: Transform, learning_rate: Rate, weight_decay: Scalar, moments: 
         rate = rate_at(learning_rate, scaled.step)
         if isinstance(rate, Tensor):
             rate = rate.detach().to(scaled.step.device)
+            rate = rate if rate.device.type == "cpu" else rate.float()  # the kernels on a GPU read a float32
 
         def run(updates: Params, ready: Tensor, owned: bool) -> tuple[Params, Tree]:
             new, written = params, trees
