@@ -186,7 +186,7 @@ def _with_buffers(state: TrainState, micro: Micro, finite: Tensor | None) -> Tra
     """Set this micro-batch's buffers, unless its loss or gradients are not finite or its weight is 0."""
     if not micro.buffers or finite is None:
         return state
-    counted = finite & is_finite(micro.mean) & (micro.weight != 0) & ~_halted(state)
+    counted = finite & is_finite(micro.mean) & (micro.weight != 0) & _going(state)
     return state._replace(buffers=kept_buffers(state.buffers, micro, counted))
 
 
@@ -196,7 +196,7 @@ def _with_micro(micro: Micro, result: tuple[TrainState, Metrics]) -> tuple[Train
 
 def _keep_open(state: TrainState, accum: Accum) -> tuple[TrainState, Metrics]:
     zero = torch.zeros((), dtype=torch.float32, device=state.step.device)
-    kept = _either(~_halted(state), accum, Accum(*cast(Accum, state.accum)), state=state)
+    kept = _either(_going(state), accum, Accum(*cast(Accum, state.accum)), state=state)
     metrics = {"lr": Mean(zero, zero), "grad_norm": Mean(zero, zero), "applied": Mean(zero, torch.ones_like(zero))}
     metrics |= {name: Mean(zero, zero) for name in _group_rates(_rates(state.opt_state))}
     if not isinstance(state.scaler, Empty):
@@ -226,7 +226,7 @@ def _close(
     new, metrics, _ = _apply(spec, form, state, grads, counted, accum.weight, state.buffers, reached)
     left = torch.full_like(accum.left, spec.accumulate)
     empty = Accum(left, torch.zeros_like(accum.weight), tree.map(torch.zeros_like, accum.grads))
-    return new._replace(accum=_either(~_halted(state), empty, Accum(*cast(Accum, state.accum)), state=state)), metrics
+    return new._replace(accum=_either(_going(state), empty, Accum(*cast(Accum, state.accum)), state=state)), metrics
 
 
 def _nonzero(form: Form, grads: Params, names: set[str]) -> dict[str, Tensor]:
@@ -409,6 +409,13 @@ def _halted(state: TrainState) -> Tensor:
     if isinstance(state.halted, Empty):
         return torch.zeros((), dtype=torch.bool, device=state.step.device)
     return state.halted != 0
+
+
+def _going(state: TrainState) -> Tensor:
+    """True unless the state has halted."""
+    if isinstance(state.halted, Empty):
+        return torch.ones((), dtype=torch.bool, device=state.step.device)
+    return state.halted == 0
 
 
 def _halt(spec: Spec, state: TrainState, applied: Tensor, finite: Tensor, scaler: Tree, usable: Tensor) -> Tree:
