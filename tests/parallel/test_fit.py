@@ -18,6 +18,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [output.value for output in run("tests.parallel.fitting:everything", 2, args=[str(folder)], timeout=240)]
 
 
+@pytest.mark.row("2.8", "2.15", "2.16", "B25")
 @pytest.mark.parametrize("mode", ["shard", "replicate"])
 def test_a_run_equals_one_process(found: list[dict[str, Any]], mode: str):
     for one in (each[mode] for each in found):
