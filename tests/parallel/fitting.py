@@ -463,12 +463,15 @@ def troubles(folder: str) -> dict[str, Any]:
 # --- restarts ---------------------------------------------------------------------------------------------------------
 
 
-def train(folder: str, mode: str, epochs: int, kills: dict[str, list[int]], sizes: dict[str, int]) -> None:
+def train(
+    folder: str, mode: str, epochs: int, kills: dict[str, list[int]], sizes: dict[str, int], pause: float = 0.0
+) -> None:
     """A run that is killed: in life n of torchrun, process ``kills[n][0]`` ends by SIGKILL in its call kills[n][1].
 
-    Every process appends (life, epoch, batch, rows) of each call to a file.
+    Every process appends (time, epoch, batch, rows) of each call to a file ``log-``, and writes the time when it is
+    killed into ``kill-``, and when it hears of it into ``heard-``.
     """
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    life = os.environ.get("LAUNCH", "") + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     with ps.parallel.start(timeout=60, **sizes) as mesh:
         one = ps.distribute(program(), mesh, params=mode)
         calls = [0]
@@ -477,17 +480,23 @@ def train(folder: str, mode: str, epochs: int, kills: dict[str, list[int]], size
         def note(event: events.Event) -> None:
             if isinstance(event, events.StepEnd):
                 calls[0] += 1
+                time.sleep(pause)
                 with log.open("a") as file:
                     file.write(json.dumps([time.time(), event.epoch, event.batch_index, rows_of(event.batch)]) + "\n")
                 if kills.get(life) == [mesh.rank, calls[0]]:
+                    Path(folder, f"kill-{life}").write_text(str(time.time()))
                     os.kill(os.getpid(), signal.SIGKILL)
 
         snapshots = ps.Snapshots(f"{folder}/run", every_steps=2)
-        result = fit(one, epochs=epochs, snapshots=snapshots, callbacks=[note])
+        try:
+            result = fit(one, epochs=epochs, snapshots=snapshots, callbacks=[note])
+        except BaseException as error:
+            Path(folder, f"heard-{life}").write_text(f"{time.time()} {type(error).__name__}")
+            raise
         snapshots.close()
         whole = ps.full(result.state)
         if mesh.rank == 0:
-            torch.save({"params": whole.params, "step": int(whole.step)}, f"{folder}/end.pt")
+            torch.save(dict(tree.with_paths(whole)), f"{folder}/end.pt")
 
 
 if __name__ == "__main__":
