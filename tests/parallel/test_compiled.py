@@ -53,7 +53,9 @@ def test_layers_that_communicate_are_refused_by_dynamo_and_traced_by_auto() -> N
         for name, found in output.value.items():
             for way in ("donated", "alone"):
                 text = found[f"dynamo, {way}"]
-                assert re.search(r"step: torch\.compile cannot capture it: .*\(cure: pass capture='trace'\)", text), name
+                assert re.search(r"step: torch\.compile cannot capture it: .*\(cure: pass capture='trace'\)", text), (
+                    name
+                )
                 assert float(found[f"auto, {way}"]) < 1e-14, (name, found)
 
 

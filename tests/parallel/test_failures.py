@@ -37,6 +37,7 @@ def test_a_process_that_is_gone_is_named(how: str):
         assert text in message, message
         assert f"process {other} of {world}" in message
         assert "torchrun --max-restarts" in message
+        assert kind != "raise" or "one process alone cannot save the state of several" in outputs[rank].text
         assert seconds < (30 if kind == "hang" else 20)  # no hang; the time itself is in the report of benchmarks
 
 
