@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from . import measure
+from . import ensemble, measure
 from .contestants import byhand, jaxes, ours, trainers
 from .measure import Spread
 
@@ -81,6 +81,10 @@ def _more(job: str, row: str, other: str) -> Callable[[Jobs], Spread]:
     return of
 
 
+def _many(job: str, other: str) -> Callable[[Jobs], Spread]:
+    return _times(job, other, ensemble.ENSEMBLE)
+
+
 def _leanest(jobs: Jobs) -> Spread:
     loops = [name for name in (byhand.COMPILED, byhand.ALL_COMPILED) if _has(jobs, "memory", name)]
     if not loops:
@@ -114,6 +118,14 @@ def _figures() -> list[Figure]:
         Figure("cold time to the first step, GPT 0.9 M", 8.0, "less", "s", _value("start", f"{ours.DONATED}, cold")),
         Figure("warm time to the first step, GPT 0.9 M", 1.5, "less", "s", _value("start", f"{ours.DONATED}, warm")),
     ]
+    for job, label in (("ensemble-1", "8 MLPs, one thread"), ("ensemble", "8 MLPs"), ("ensemble-32", "32 small MLPs")):
+        found += [
+            Figure(f"{label} in one step against in turn", 1.5, "more", "x", _many(job, ensemble.IN_TURN)),
+            Figure(f"{label} in one step against loops by hand", 10.0, "more", "x", _many(job, ensemble.BY_HAND)),
+            Figure(f"{label} in one step against JAX's vmap", 1.2, "more", "x", _many(job, ensemble.JAX)),
+        ]
+    runs = _share("ensemble-sweep", ensemble.ENSEMBLE, ensemble.ONE)
+    found.append(Figure("a step of 16 small MLPs, in steps of one", 4.0, "less", "x", runs))
     for job, label in (("fit-mlp-1", "one thread"), ("fit-mlp", "all threads")):
         found += [
             Figure(

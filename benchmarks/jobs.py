@@ -79,6 +79,10 @@ def _on_cpu() -> dict[str, Job]:
         "gpt-small": _table("gpt-small", "GPT of 0.9 M", quick={"seconds": 20, "only": [*CORE, ours.FIT]}),
         "gpt-medium": _table("gpt-medium", "GPT of 34 M", quick={"seconds": 60, "only": [*CORE, byhand.ALL_COMPILED]}),
         "vit": _table("vit", "ViT"),
+        "ensemble-1": _ensemble(8, threads=1),
+        "ensemble": _ensemble(8),
+        "ensemble-32": _ensemble(32, "tabular"),
+        "ensemble-sweep": _ensemble(16, "tabular"),
         "fit-mlp-1": Job("whole runs, MLP, one thread", "benchmarks.fitting:table", {}, {"rounds": 4}, 1),
         "fit-mlp": Job("whole runs, MLP", "benchmarks.fitting:table", {}),
         "fit-gpt": Job("whole runs, GPT of 0.9 M", "benchmarks.fitting:table", GPT_RUNS),
@@ -104,6 +108,11 @@ def _on_cpu() -> dict[str, Job]:
         "curve-accumulation": Job("micro-batches to an update", "benchmarks.curves:accumulation", {}),
         "curve-unroll": Job("steps to a call, MLP, one thread", "benchmarks.curves:unrolled", {}, threads=1),
     }
+
+
+def _ensemble(members: int, work: str = "mlp", threads: int | None = None) -> Job:
+    arguments = {"work": work, "members": members}
+    return Job(f"{members} models in one step", "benchmarks.ensemble:table", arguments, {"seconds": 10}, threads)
 
 
 def _parallel(world: int, work: str = "gpt-small") -> Job:

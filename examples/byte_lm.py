@@ -10,7 +10,6 @@ everything else. Held-out bits per byte fall from 8 (a uniform guess) to below 2
 
 from __future__ import annotations
 
-import argparse
 import math
 import shutil
 import sys
@@ -148,12 +147,8 @@ def train(config: Config, mesh: ps.parallel.Mesh) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    for name, default in vars(Config()).items():
-        of_type = {"type": str if default is None else type(default), "default": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", **{"action": "store_true"} if default is False else of_type)
     try:
-        main(Config(**vars(parser.parse_args())))
+        main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here")
         sys.exit(130)

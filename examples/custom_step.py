@@ -10,7 +10,6 @@ are. Expect all eight clusters to be found, with most points within three standa
 
 from __future__ import annotations
 
-import argparse
 import math
 import shutil
 import sys
@@ -137,13 +136,9 @@ def main(config: Config) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    for name, default in vars(Config()).items():
-        of_type = {"type": str if default is None else type(default), "default": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", **{"action": "store_true"} if default is False else of_type)
     torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
     try:
-        main(Config(**vars(parser.parse_args())))
+        main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here")
         sys.exit(130)

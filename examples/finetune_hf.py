@@ -11,7 +11,6 @@ billions of tokens: these start from noise. Expect a last line of `held-out nats
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import sysconfig
@@ -28,7 +27,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 import purestep as ps
-from purestep import optim, schedules, stopping
+from purestep import optim, schedules
 
 PAD, UNKNOWN = 0, 1
 PACKAGES = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
@@ -106,24 +105,6 @@ def accuracy(outputs: Any, labels: Tensor) -> tuple[Tensor, int]:
     return (outputs.logits.argmax(dim=1) == labels).sum(), len(labels)
 
 
-def on_plateau(rule: stopping.Plateau, learning_rate: float) -> Callable[[Any], Any]:
-    """A callback that lowers the learning rate, which is a leaf of the state, when the loss stops falling."""
-    record = stopping.plateau_init()
-
-    def callback(event: Any) -> Any:
-        nonlocal record
-        if isinstance(event, ps.events.FitStart):  # what it remembers follows from the history of a run that goes on
-            for loss in event.history.get("val_loss", []):
-                record = stopping.plateau_observe(record, loss, rule=rule, mode="min")
-        if not isinstance(event, ps.events.EpochEnd):
-            return None
-        record = stopping.plateau_observe(record, event.record["val_loss"], rule=rule, mode="min")
-        opt_state = optim.set_hyperparams(event.state.opt_state, learning_rate=learning_rate * record.scale)
-        return event.state._replace(opt_state=opt_state)
-
-    return callback
-
-
 def language_model(config: Config, gpt: GPT2Config, data: dict[str, DataLoader[Any]]) -> tuple[Any, ps.FitResult]:
     """A schedule by the batch (linear to zero), or by the epoch (half of it after each)."""
     model, epoch = GPT2LMHeadModel(gpt), len(data["train"])
@@ -143,10 +124,9 @@ def classifier(config: Config, gpt: GPT2Config, body: Any, data: dict[str, DataL
     """The language model's body under a new head; a plateau lowers the rate, the best epoch is that of most right."""
     model = GPT2ForSequenceClassification(gpt)
     model.transformer.load_state_dict(body.state_dict())
-    rate = config.learning_rate / 4
-    tx = optim.inject(optim.adamw)(learning_rate=rate, weight_decay=config.weight_decay)
+    tx = optim.inject(optim.adamw)(learning_rate=config.learning_rate / 4, weight_decay=config.weight_decay)
     program = ps.program(model, ps.hf_loss(metrics={"accuracy": accuracy}), tx)
-    plateau = on_plateau(stopping.Plateau(factor=0.3, patience=0), rate)
+    plateau = ps.reduce_on_plateau("val_loss", factor=0.3, patience=0)
     best = {"monitor": "val_accuracy", "mode": "max", "early_stopping": config.patience, "compile": config.compile}
     fields = {"snapshots": config.runs / "classifier", "device": config.device, "epochs": config.classifier_epochs}
     return ps.fit(program.init(config.seed), data, program, callbacks=[each_epoch(log), plateau], **fields, **best)
@@ -193,8 +173,4 @@ def main(config: Config) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    for name, default in vars(Config()).items():
-        of_type = {"type": str if default is None else type(default), "default": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", **{"action": "store_true"} if default is False else of_type)
-    main(Config(**vars(parser.parse_args())))
+    main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))

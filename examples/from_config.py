@@ -9,7 +9,6 @@ expect `identical` in every line, and an accuracy of at least 95 %. It saves `ru
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,8 +142,5 @@ def main(options: Config) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    for name, default in vars(Config()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
-    main(Config(**vars(parser.parse_args())))
+    main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))

@@ -12,7 +12,6 @@ confidence above 0.9. It saves drawings and curves as `runs/gan/curves.png`; run
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -164,9 +163,5 @@ def train(config: Config, classify: Callable[[Tensor], Tensor], mesh: ps.paralle
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    for name, default in vars(Config()).items():
-        of_type = {"action": "store_true"} if default is False else {"type": type(default), "default": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", **of_type)
     torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
-    main(Config(**vars(parser.parse_args())))
+    main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))

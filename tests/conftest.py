@@ -120,3 +120,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager steps by the transforms' own formulas, without torch's fused kernels, which round in another order: for
+    tests that compare bits with a graph of the same operations."""
+    from purestep.optim import base
+
+    monkeypatch.setattr(base, "fast_of", lambda tx: base.Fast(tx.update))
+    monkeypatch.setattr(base, "_leaf_norms", lambda leaves, dtype: [base.leaf_norm(leaf, dtype) for leaf in leaves])
+
+
+@pytest.fixture(autouse=True)
+def _graphs_are_compared_with_formulas(request: pytest.FixtureRequest) -> None:
+    if "compile" in request.path.parts:
+        request.getfixturevalue("formulas")

@@ -19,6 +19,7 @@ from benchmarks import (
     memory,
     models,
     parallel,
+    picture,
     report,
     scaling,
     steps,
@@ -382,3 +383,15 @@ def test_contestants_on_two_processes_do_the_same_work():
     values = {row["name"]: row["values"] for row in found["rows"]}
     assert values[f"{parallel.REPLICATED}: collectives a step"] == [2]  # the gradients, and the small numbers
     assert values[f"{parallel.SHARDED}: bytes at rest"][0] < 0.6 * values[f"{parallel.REPLICATED}: bytes at rest"][0]
+
+
+def test_the_picture_of_the_readme_has_the_speeds_of_the_record(tmp_path: Any) -> None:
+    record = json.loads((picture.RESULTS / "cpu-intel" / "results.json").read_text())
+    found = picture.speeds(record)
+    assert list(found) == list(picture.WORKS)
+    rows = {row["name"]: row["values"] for row in record["jobs"]["mlp-1"]["result"]["rows"]}
+    expected = measure.spread(rows[byhand.EAGER]).median / measure.spread(rows[ours.DONATED]).median
+    assert found["mlp-1"][ours.DONATED] == pytest.approx(expected)
+    pytest.importorskip("matplotlib")
+    picture.draw(record, tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").stat().st_size > 10_000

@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -45,6 +44,17 @@ def test_digits_learns_and_goes_on_where_it_was(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.splitlines()[-1] == f"test accuracy {100 * first:.1f} % (EMA)"
     assert run("digits", tmp_path, **small) == first  # nothing is left to do
     assert run("digits", tmp_path, fresh=True, **small) == first  # the same once more, from the start
+
+
+def test_sweep_finds_a_rate_and_trains_an_ensemble_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    small = {"rates": 4, "members": 3, "sweep_epochs": 2, "epochs": 3, "width": 16, "batch_size": 128, "low": 1e-5}
+    accuracy = run("sweep", tmp_path, **small)
+    assert accuracy > 0.5
+    *_, chosen, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(f"test accuracy {100 * accuracy:.1f} % (ensemble), ")
+    assert "best learning rate 1.00e-05" not in chosen  # it hardly learns
+    assert {f"val_loss[{index}]" for index in range(4)} <= set(rows(tmp_path / "sweep" / "rates")[-1])
+    assert run("sweep", tmp_path, **small) == accuracy  # nothing is left to do
 
 
 def test_digits_interrupted_and_run_again_is_digits(tmp_path: Path):
@@ -150,21 +160,29 @@ def test_finetune_hf_beats_the_frequency_of_words(by_epoch: bool, tmp_path: Path
     assert run("finetune_hf", tmp_path, **fields) == (share, right)  # nothing is left to do
 
 
-def test_the_plateau_of_finetune_hf_goes_on_where_it_was(tmp_path: Path):
-    module = load("finetune_hf")
-    ps, rate = module.ps, 1e-9  # nothing improves, so each epoch lowers it
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_setting_of_an_example_is_an_option(path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("tyro", reason="tyro is not installed: pip install 'purestep[cli]'")
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # one example imports another
+    module = load(path.stem)
+    settings = vars(module.Config())
+    given = {f"--{name.replace('_', '-')}": value for name, value in settings.items() if value is not None}
+    options = [part for name, value in given.items() for part in ([name] if value is False else [name, str(value)])]
+    found = vars(module.ps.config.cli(module.Config, options))
+    assert found == {name: True if value is False else value for name, value in settings.items()}
 
-    def trained(epochs: int, runs: Path) -> Any:
-        tx = ps.optim.inject(ps.optim.sgd)(learning_rate=rate)
-        program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), tx)
-        plateau = module.on_plateau(module.stopping.Plateau(factor=0.5, patience=0), rate)
-        data = {"train": [(torch.ones(2, 2), torch.zeros(2, 1))], "val": [(torch.ones(2, 2), torch.zeros(2, 1))]}
-        fields = {"epochs": epochs, "progress": False, "snapshots": runs, "callbacks": [plateau]}
-        return ps.fit(program.init(device="cpu"), data, program, **fields)
 
-    trained(3, tmp_path / "parts")
-    found, whole = trained(5, tmp_path / "parts"), trained(5, tmp_path / "whole")
-    assert found.history["lr"] == whole.history["lr"] == [pytest.approx(rate * 0.5**n) for n in (0, 0, 1, 2, 3)]
+def test_hypergradients_raise_rates_that_are_too_small(tmp_path: Path):
+    small = {"windows": 4, "inner_steps": 3, "width": 16}
+    tuned = run("hypergradients", tmp_path / "a", **small)
+    (row,) = rows(tmp_path / "a" / "hypergradients")
+    assert min(row[f"train_rate_layer{i}"] for i in (0, 2, 4)) > 1.1e-3
+    assert run("hypergradients", tmp_path / "b", checkpoint=False, **small) == tuned
+    (whole,) = rows(tmp_path / "b" / "hypergradients")
+    assert row == whole  # what is recomputed is the same, bit for bit
+    run("hypergradients", tmp_path / "c", tune=False, **small)
+    (still,) = rows(tmp_path / "c" / "hypergradients")
+    assert still["val_loss"] > row["val_loss"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -255,3 +255,44 @@ def test_no_step_waits_for_the_device(fields: dict[str, Any], compiled: bool):
         for _ in range(2):
             state, _ = step(state, batch)
     assert int(state.step) == 4
+
+
+class TestDerivatives:
+    """Gradients of examples, products and noise equal those of the CPU, and the host does not wait."""
+
+    def test_gradients_of_examples(self):
+        chosen = ps.program(tiny_mlp(), CROSS_ENTROPY, optim.sgd(0.1))
+        state, batch = chosen.init(device="cpu"), vector_batch(8)
+        there = chosen.init(device="cuda"), on_cuda(batch)
+        for function in (ps.per_example(chosen, chunk_size=3), ps.gradient_noise_scale(chosen)):
+            with no_waiting():
+                found = function(*there)
+            assert_trees_close(tree.map(Tensor.cpu, found), function(state, batch), rtol=1e-4, atol=1e-5)
+
+    def test_products(self):
+        chosen = ps.program(tiny_mlp(), CROSS_ENTROPY, optim.sgd(0.1))
+        state, batch = chosen.init(device="cpu"), vector_batch(8)
+        there = chosen.init(device="cuda"), on_cuda(batch)
+        for kind in (ps.curvature.hessian, ps.curvature.gauss_newton):
+            product = kind(chosen)
+            with no_waiting():
+                found = product(*there, there[0].params)
+            assert_trees_close(tree.map(Tensor.cpu, found), product(state, batch, state.params), rtol=1e-4, atol=1e-5)
+        product = ps.curvature.hessian(chosen)
+        largest = ps.curvature.eigenvalues(lambda v: product(*there, v), there[0].params)
+        expected = ps.curvature.eigenvalues(lambda v: product(state, batch, v), state.params)
+        torch.testing.assert_close(largest.values, expected.values, rtol=1e-3, atol=1e-4)
+
+    def test_private_steps(self):
+        chosen = ps.program(tiny_mlp(), CROSS_ENTROPY, optim.sgd(0.1))
+        batch = vector_batch(8)
+        silent = ps.privacy.dp_sgd(chosen, max_norm=1.0, noise_multiplier=0.0, chunk_size=3)
+        state, given = silent.init(device="cuda"), on_cuda(batch)
+        with no_waiting():
+            found, _ = silent.train_step(state, given)
+        expected, _ = silent.train_step(silent.init(device="cpu"), batch)
+        assert_trees_close(tree.map(Tensor.cpu, found.params), expected.params, rtol=1e-4, atol=1e-5)
+        noised = ps.privacy.dp_sgd(chosen, max_norm=1.0, noise_multiplier=2.0)
+        one, two = (noised.train_step(state, given)[0].params["0.weight"] for _ in range(2))
+        assert torch.equal(one, two)
+        assert not torch.equal(one, found.params["0.weight"])

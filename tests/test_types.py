@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import copy
 import math
+import operator
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +92,27 @@ def test_a_program_of_ones_own_needs_a_train_step_alone():
     assert program.train_step(1, 2) == (3, {})
     assert program.flush("any state") == ("any state", {})
     assert program[2:] == (None, None, None, None)
+
+
+def test_the_default_metrics_of_a_loss_are_shared_and_cannot_be_written():
+    loss = ps.Loss(torch.tensor(1.0), torch.tensor(2.0))
+    metrics: Any = loss.metrics
+    writes: list[Callable[[], Any]] = [
+        lambda: metrics.__setitem__("a", mean(1.0, 1.0)),
+        lambda: metrics.update(a=mean(1.0, 1.0)),
+        lambda: metrics.setdefault("a", mean(1.0, 1.0)),
+        lambda: operator.ior(metrics, {"a": mean(1.0, 1.0)}),
+    ]
+    for write in writes:
+        with pytest.raises(TypeError, match=r"shared default: pass ps.Loss\(mean, weight, {name: mean}\)"):
+            write()
+    assert ps.Loss(torch.tensor(1.0), torch.tensor(2.0)).metrics == {}
+
+
+def test_a_loss_without_metrics_is_copied_and_pickled():
+    loss = ps.Loss(torch.tensor(1.0), torch.tensor(2.0))
+    for copied in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        assert copied == loss
 
 
 @pytest.mark.parametrize("name", ["TrainState", "Mean", "Loss", "Empty", "Program"])

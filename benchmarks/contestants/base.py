@@ -76,13 +76,13 @@ class Stepping:
         self.read = read
         self.weights = weights
         self.shadow = shadow
-        self._step = step
+        self.step = step
         self._wait = wait
         self._batches = itertools.cycle(batches)
 
     def turn(self, calls: int) -> Turn:
         batches = list(itertools.islice(self._batches, calls))
-        step = self._step
+        step = self.step
         self._wait()
         start = time.perf_counter()
         losses = [step(batch) for batch in batches]

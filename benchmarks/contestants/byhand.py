@@ -85,7 +85,7 @@ def loop(work: Work, device: torch.device, **compiling: Any) -> Loop:
     return Loop(model, torch.compile(loss, **compiling) if compiling else loss, optimizer, shadow, update)
 
 
-def stepping(name: str, work: Work, device: torch.device, made: Loop) -> Contestant:
+def stepping(name: str, work: Work, device: torch.device, made: Loop) -> Stepping:
     """The usual five lines round those pieces."""
     model, of_batch, optimizer, shadow, update = made
 

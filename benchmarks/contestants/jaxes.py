@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,7 +42,7 @@ def _step(flax_models: Any, model: Any, recipe: Recipe, optimizer: Any) -> Calla
         shadow = jax.tree.map(lambda old, new: old + weight * (new - old), shadow, params)
         return (params, stats, opt_state, shadow, count + 1), loss
 
-    return jax.jit(step, donate_argnums=0)
+    return step
 
 
 def _optimizer(recipe: Recipe) -> Any:
@@ -74,7 +74,17 @@ def _place(device: torch.device) -> Any:
         raise ModuleNotFoundError(f"jax without support for the {platform}") from error
 
 
-def _jax(work: Work, device: torch.device) -> Contestant:
+class Prepared(NamedTuple):
+    """The pieces of a run."""
+
+    step: Callable[..., Any]  # (state, inputs, classes) -> (state, loss), not jitted
+    state: Any  # (params, stats, opt_state, shadow, count)
+    batches: list[Any]
+    to_torch: Callable[[Any], Any]  # params -> named tensors
+
+
+def prepared(work: Work, device: torch.device) -> Prepared:
+    """Model, state and batches of a work on the device."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax, jnp = (importlib.import_module(name) for name in ("jax", "jax.numpy"))
     flax_models = importlib.import_module("benchmarks.contestants.flax_models")
@@ -87,8 +97,6 @@ def _jax(work: Work, device: torch.device) -> Contestant:
     # Weights are copied from the host into memory of their own: a donated buffer must not be anybody else's.
     params, shadow = (jax.device_put(flax_models.to_flax(module), place) for _ in range(2))
     state = (params, jax.device_put(stats(module), place), optimizer.init(params), shadow, jnp.zeros((), jnp.int32))
-    state = jax.device_put(state, place)
-    step = _step(flax_models, model, work.recipe, optimizer)
 
     def moved(batch: Batch) -> Any:
         inputs, classes = flax_models.to_images(batch[0]), batch[1]
@@ -98,6 +106,19 @@ def _jax(work: Work, device: torch.device) -> Contestant:
             jax.device_put(classes.numpy().astype(jnp.int32), place),
         )
 
+    return Prepared(
+        _step(flax_models, model, work.recipe, optimizer),
+        jax.device_put(state, place),
+        [moved(batch) for batch in works.batches(work)],
+        lambda found: flax_models.to_torch(found, module),
+    )
+
+
+def _jax(work: Work, device: torch.device) -> Contestant:
+    made = prepared(work, device)
+    jax, state = importlib.import_module("jax"), made.state
+    step = jax.jit(made.step, donate_argnums=0)
+
     def one(batch: Any) -> Any:
         nonlocal state
         state, loss = step(state, *batch)
@@ -106,9 +127,9 @@ def _jax(work: Work, device: torch.device) -> Contestant:
     return Stepping(
         DONATED,
         one,
-        [moved(batch) for batch in works.batches(work)],
-        weights=lambda: flax_models.to_torch(state[0], module),
-        shadow=lambda: flax_models.to_torch(state[3], module),
+        made.batches,
+        weights=lambda: made.to_torch(state[0]),
+        shadow=lambda: made.to_torch(state[3]),
         wait=lambda: jax.block_until_ready(state),
     )
 

@@ -12,11 +12,14 @@ keeps its code in the compiler's cache directory.
     errors  types  tensor_layout  batch_objects       the vocabulary
     global_rng  host_generators                       the process's generators: torch's, numpy's, Python's
     tree  rng  tracing  validation  pickling          trees (optree), keys, traces and transforms, checks of arguments
-    model                                             a module as a pure function of its tensors
+    model  stacked  member_draws                      a module as a pure function of its tensors; several models as one
     optim  schedules  ema  scaler  precision          optimizers and their algebra, ...
     metrics  stopping  objective                      objective imports metrics
     step  packed                                      the train step, its flat form
+    derivatives                                       gradients of single examples, their noise
     compile                                           one graph, donation; compile/cpu: a plug-in for x86
+    curvature  privacy                                second derivatives; DP-SGD
+    ensembles                                         many models in one step
     --------------------------------------------------------------------------------------------------
     parallel                                          several processes: meshes, placements, collectives
     files  events  config  signals  data              atomic files, events of fit, settings, loaders
@@ -24,8 +27,8 @@ keeps its code in the compiler's cache directory.
     loop  testing  bench  report                      fit, checks for unit tests, benchmarks, runs for people
     __main__                                          python -m purestep
 
-`import purestep` loads the modules above the line but `compile`; the others load at first use (`ps.fit`), so that a
-script or a worker process waits only for what it uses.
+`import purestep` loads the modules above the line down to `packed`; the others load at first use (`ps.fit`), so that
+a script or a worker process waits only for what it uses.
 
 Every public name is listed in README.md beside this file.
 """
@@ -52,6 +55,9 @@ from .objective import masked_reconstruction as masked_reconstruction
 from .objective import masked_sse as masked_sse
 from .objective import supervised as supervised
 from .precision import auto_device as auto_device
+from .stacked import member as member
+from .stacked import stack as stack
+from .step import Sam as Sam
 from .step import program as program
 from .stopping import EarlyStopping as EarlyStopping
 from .tree import clone as clone
@@ -67,8 +73,10 @@ __version__ = "0.1.0"
 
 if _typing.TYPE_CHECKING:
     from . import config as config
+    from . import curvature as curvature
     from . import events as events
     from . import parallel as parallel
+    from . import privacy as privacy
     from . import sinks as sinks
     from . import testing as testing
     from .bench import benchmark as benchmark
@@ -78,7 +86,11 @@ if _typing.TYPE_CHECKING:
     from .compile import donate as donate
     from .config import FitConfig as FitConfig
     from .data import to_device as to_device
+    from .derivatives import gradient_noise_scale as gradient_noise_scale
+    from .derivatives import per_example as per_example
     from .diagnostics import summary as summary
+    from .ensembles import ensemble as ensemble
+    from .ensembles import mean_and_std as mean_and_std
     from .events import Stop as Stop
     from .export import export_weights as export_weights
     from .export import load_into as load_into
@@ -87,6 +99,8 @@ if _typing.TYPE_CHECKING:
     from .loop import find_learning_rate as find_learning_rate
     from .loop import fit as fit
     from .loop import predict as predict
+    from .loop import reduce_on_plateau as reduce_on_plateau
+    from .loop import refresh_batchnorm as refresh_batchnorm
     from .loop import run_epoch as run_epoch
     from .parallel import distribute as distribute
     from .parallel import full as full
@@ -96,12 +110,19 @@ else:
         "bench": ("benchmark", "find_batch_size"),
         "compile": ("compile_program", "compile_step", "donate"),
         "config": ("FitConfig",),
+        "curvature": (),
         "data": ("to_device",),
+        "derivatives": ("gradient_noise_scale", "per_example"),
         "diagnostics": ("summary",),
+        "ensembles": ("ensemble", "mean_and_std"),
         "events": ("Stop",),
         "export": ("export_weights", "load_into"),
-        "loop": ("FitResult", "evaluate", "find_learning_rate", "fit", "predict", "run_epoch"),
+        "loop": (
+            *("FitResult", "evaluate", "find_learning_rate", "fit", "predict"),
+            *("reduce_on_plateau", "refresh_batchnorm", "run_epoch"),
+        ),
         "parallel": ("distribute", "full"),
+        "privacy": (),
         "sinks": (),
         "snapshot": ("Snapshots",),
         "testing": (),

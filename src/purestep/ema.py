@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, as a second tree in the state; a model's weights are never swapped."""
+"""Averages of the weights, as a second tree in the state: exponential or equal. A model's weights are never swapped."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from . import foreach, tracing
 from .errors import ConfigError, StateError
 from .pickling import recipe
 from .types import Empty, Params, TrainState, Tree
+from .validation import is_count
 
 _EMA = TrainState._fields.index("ema")
 
@@ -88,21 +89,7 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
     """
     if not 0 <= decay < 1:
         raise ConfigError(f"decay is {decay}, outside [0, 1)", where="ema", hint="decay=0.999")
-    if buffers not in ("copy", "average"):
-        raise ConfigError(f"buffers={buffers!r}", where="ema", hint='"copy" or "average"')
-    average_buffers = buffers == "average"
-
-    def init(params: Params, buffers: Params) -> EmaState:
-        shadow = {name: _upcast(p).clone() for name, p in params.items()}
-        averaged = {name: _upcast(b).clone() for name, b in buffers.items()}
-        return EmaState(shadow, averaged if average_buffers else Empty())
-
-    def update(state: EmaState, params: Params, buffers: Params, updates: Tensor, in_place: bool = False) -> EmaState:
-        weight = _weight(updates, decay, warmup)
-        shadow = _lerp_all(state.params, params, weight, in_place)
-        if isinstance(state.buffers, Empty):
-            return EmaState(shadow, state.buffers)
-        return EmaState(shadow, _lerp_all(state.buffers, buffers, weight, in_place))
+    _check_buffers(buffers)
 
     def first(updates: int) -> float:
         share = 1.0
@@ -112,7 +99,82 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
                 break
         return share
 
+    return _averaging(lambda updates: _weight(updates, decay, warmup), buffers == "average", first)
+
+
+@recipe
+def swa(start: int, *, every: int = 1, buffers: Literal["copy", "average"] = "copy") -> Average:
+    r"""Equal average of the weights from an update on: stochastic weight averaging, as torch's `AveragedModel`.
+
+    The weights after the updates ``start``, ``start + every``, ``start + 2 * every``, ... (counted from 1) are averaged
+    with equal shares. Before ``start`` the average is a copy of the weights. It goes with a learning rate that stays
+    high: ``schedules.join([schedules.cosine(...), schedules.constant(...)], [start])``, or `schedules.warm_restarts`
+    with ``every`` equal to the length of a cycle.
+
+    The statistics of BatchNorm belong to the weights of training. Compute those of the averaged weights behind the
+    run: ``state = ps.refresh_batchnorm(program, result.state, train)``.
+
+    Args:
+        start: the first update whose weights count, at least 1.
+        every: updates between two that count, at least 1; the updates of an epoch for one a epoch, as is usual.
+        buffers: as for `average`.
+
+    Raises:
+        ConfigError: a number is out of range, or ``buffers`` has another value.
+
+    References:
+        Izmailov et al., 2018, Averaging Weights Leads to Wider Optima and Better Generalization.
+
+    Example:
+        >>> import torch
+        >>> mean = swa(2, every=2)
+        >>> state, seen = mean.init({"w": torch.zeros(1)}, {}), []
+        >>> for count in range(5):  # updates 2 and 4 count
+        ...     state = mean.update(state, {"w": torch.full((1,), count + 1.0)}, {}, torch.tensor(count))
+        ...     seen.append(state.params["w"].item())
+        >>> seen
+        [1.0, 2.0, 2.0, 3.0, 3.0]
+    """
+    for name, value in (("start", start), ("every", every)):
+        if not is_count(value, 1):
+            raise ConfigError(
+                f"{name} is {value!r}, no int of at least 1", where="swa", hint="swa(start=1000, every=100)"
+            )
+    _check_buffers(buffers)
+
+    def weight(updates: Tensor) -> Tensor:
+        """1 / n for the n-th weights that count, 0 for those that do not, 1 before the start."""
+        since = updates + 1 - start
+        share = 1 / (torch.div(since, every, rounding_mode="floor") + 1).to(_widest(updates))
+        counts = torch.where(since % every == 0, share, torch.zeros_like(share))
+        return torch.where(since <= 0, torch.ones_like(share), counts)
+
+    return _averaging(weight, buffers == "average", None)
+
+
+def _averaging(
+    weight: Callable[[Tensor], Tensor], average_buffers: bool, first: Callable[[int], float] | None
+) -> Average:
+    """The average to which new weights contribute by ``weight(updates before this one)``, shape=(), in [0, 1]."""
+
+    def init(params: Params, buffers: Params) -> EmaState:
+        shadow = {name: _upcast(p).clone() for name, p in params.items()}
+        averaged = {name: _upcast(b).clone() for name, b in buffers.items()}
+        return EmaState(shadow, averaged if average_buffers else Empty())
+
+    def update(state: EmaState, params: Params, buffers: Params, updates: Tensor, in_place: bool = False) -> EmaState:
+        share = weight(updates)
+        shadow = _lerp_all(state.params, params, share, in_place)
+        if isinstance(state.buffers, Empty):
+            return EmaState(shadow, state.buffers)
+        return EmaState(shadow, _lerp_all(state.buffers, buffers, share, in_place))
+
     return Average(init, update, first, functools.partial(update, in_place=True))
+
+
+def _check_buffers(buffers: Any) -> None:
+    if buffers not in ("copy", "average"):
+        raise ConfigError(f"buffers={buffers!r}", where="ema", hint='"copy" or "average"')
 
 
 def default_view(state: TrainState) -> str:
@@ -216,12 +278,15 @@ def _upcast(value: Tensor) -> Tensor:
 
 def _weight(updates: Tensor, decay: float, warmup: bool) -> Tensor:
     """Return 1 - d_t, shape=(); 1 at the first update."""
-    dtype = torch.float32 if updates.device.type == "mps" else torch.float64
-    count = updates.to(dtype)
+    count = updates.to(_widest(updates))
     weight = torch.full_like(count, 1 - decay)
     if warmup:
         weight = torch.maximum(weight, 1 - (1 + count) / (10 + count))
     return torch.where(updates == 0, torch.ones_like(weight), weight)
+
+
+def _widest(updates: Tensor) -> torch.dtype:
+    return torch.float32 if updates.device.type == "mps" else torch.float64
 
 
 def _lerp_all(olds: Params, news: Params, weight: Tensor, in_place: bool) -> Params:

@@ -1,7 +1,8 @@
 """The events of `fit`, in their order:
 
-``FitStart`` -> per update ``StepEnd`` and, every ``log_every`` updates, ``Logged`` -> per evaluation batch
-``EvalStepEnd``, per evaluation ``EvalEnd`` -> ``EpochEnd`` -> ``Saved`` -> ... -> ``FitEnd``.
+``FitStart`` -> per update ``StepEnd``, every ``histograms`` updates ``Histograms``, every ``log_every`` updates
+``Logged`` -> per evaluation batch ``EvalStepEnd``, per evaluation ``EvalEnd`` -> ``EpochEnd`` -> ``Saved`` -> ... ->
+``FitEnd``.
 
 A callback is ``f(event)``. It may return None, a new state (from events that carry one), or `Stop`. Answers to
 ``EvalStepEnd`` and ``FitEnd`` are ignored. Callbacks run in the order of the list. A sink is a callable of events too,
@@ -76,6 +77,24 @@ class StepEnd:
     updates: int  # including those whose metrics have not arrived, which the step may have refused
 
 
+class Histogram(NamedTuple):
+    """The finite numbers of a tensor, by size."""
+
+    counts: Any  # numpy, shape=(64,), float64
+    edges: Any  # numpy, shape=(65,), float64: rising
+    total: float  # the sum of the numbers
+    squares: float  # the sum of their squares
+
+
+@dataclass(frozen=True, slots=True)
+class Histograms:
+    """Every ``histograms`` updates: ``weights/<name>`` after the update, ``updates/<name>``, by which it changed them,
+    and ``gradients/<name>`` of its batch, before the transform."""
+
+    updates: int
+    values: Mapping[str, Histogram]
+
+
 @dataclass(frozen=True, slots=True)
 class Logged:
     """Every ``log_every`` updates: means since the last one, read back late so that no step waits. An interrupted run
@@ -142,5 +161,5 @@ class FitEnd:
     error: BaseException | None = None
 
 
-Event: TypeAlias = FitStart | StepEnd | Logged | EvalStepEnd | EvalEnd | EpochEnd | Saved | FitEnd
+Event: TypeAlias = FitStart | StepEnd | Histograms | Logged | EvalStepEnd | EvalEnd | EpochEnd | Saved | FitEnd
 Callback: TypeAlias = Callable[[Any], Any]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import stacked
 from .ema import view as view_of
 from .errors import ConfigError, Mismatch
 from .files import replacing, write_failed
@@ -75,6 +76,7 @@ def export_weights(
     target = Path(path)
     if target.suffix not in (".safetensors", ".pt", ".pth"):
         raise ConfigError(f"{target.suffix!r} is no format", where=str(path), hint="use the suffix .safetensors or .pt")
+    stacked.check_single(state, where="export_weights")
     shown = placement.weights(view_of(state, view))
     host.peers().first(lambda: _write(target, program, weights(program, shown, only=only)))
 
@@ -170,6 +172,7 @@ def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> 
         >>> torch.equal(model.weight, state.params["weight"])
         True
     """
+    stacked.check_single(state, where="load_into")
     shown = placement.weights(view_of(state, view))
     stored = {**shown.params, **shown.frozen, **shown.buffers}
     stored = {name: value for name, value in stored.items() if not name.startswith(OBJECTIVE)}

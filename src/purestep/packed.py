@@ -3,6 +3,7 @@
 An elementwise update of a group is one expression over one buffer: it compiles once instead of once per parameter, and
 a compiled call passes few tensors. Users, snapshots and evaluation see the named tree, as views of the buffers. The key
 of a flat buffer is the name of the first parameter in its group, so both forms are dicts by parameter name.
+In a stacked state every leaf and every buffer has a leading dimension for the members.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Layout(NamedTuple):
         named: Params = {}
         for group in self.groups:
             if group.name in stored:
-                parts = stored[group.name].split([slot.size for slot in group.slots])
+                parts = stored[group.name].split([slot.size for slot in group.slots], dim=-1)
                 named |= {slot.name: _shaped(part, slot) for slot, part in zip(group.slots, parts, strict=True)}
         return self.ordered(named)
 
@@ -163,8 +164,9 @@ def missed(state: TrainState) -> dict[str, tuple[int, ...]]:
     nodes = tree.flatten(state.opt_state, is_leaf=lambda node: isinstance(node, Missed))[0]
     for node in nodes:
         if isinstance(node, Missed):
-            for name, count in zip(sorted(node.names), node.counts.tolist(), strict=True):
-                counts_of.setdefault(name, []).append(count)
+            of_members = node.counts.reshape(-1, len(node.names)).T.tolist()  # one row for each name
+            for name, counts in zip(sorted(node.names), of_members, strict=True):
+                counts_of.setdefault(name, []).extend(counts)
     return {name: tuple(counts) for name, counts in counts_of.items() if any(counts)}
 
 
@@ -206,26 +208,27 @@ def _unpack_dict(layout: Layout, node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _concatenated(group: Group, named: Params) -> Tensor:
-    return torch.cat([_flat(named[slot.name], slot) for slot in group.slots])
+    return torch.cat([_flat(named[slot.name], slot) for slot in group.slots], dim=-1)
 
 
 def _flat(value: Tensor, slot: Slot) -> Tensor:
+    members = value.shape[: value.dim() - len(slot.shape)]
     if slot.is_permuted:
-        value = value.permute(slot.order)
-    return value if len(slot.shape) == 1 else value.reshape(-1)
+        value = value.permute(*range(len(members)), *(len(members) + dim for dim in slot.order))
+    return value if len(slot.shape) == 1 else value.reshape(*members, -1)
 
 
 def _is_slot(slot: Slot | None, value: Any) -> bool:
     if slot is None:
         return False
-    return isinstance(value, Empty) or (isinstance(value, Tensor) and tuple(value.shape) == slot.shape)
+    return isinstance(value, Empty) or (isinstance(value, Tensor) and _fits(value, slot.shape))
 
 
 def _is_buffer(group: Group | None, value: Any) -> bool:
     if group is None:
         return False
     size = sum(slot.size for slot in group.slots)
-    return isinstance(value, Empty) or (isinstance(value, Tensor) and tuple(value.shape) == (size,))
+    return isinstance(value, Empty) or (isinstance(value, Tensor) and _fits(value, (size,)))
 
 
 def _slot(name: str, value: Tensor) -> Slot:
@@ -239,8 +242,15 @@ def _slot(name: str, value: Tensor) -> Slot:
 def _shaped(part: Tensor, slot: Slot) -> Tensor:
     if len(slot.shape) == 1:
         return part
-    stored = part.view([slot.shape[dim] for dim in slot.order])
+    members = part.shape[:-1]
+    stored = part.view([*members, *(slot.shape[dim] for dim in slot.order)])
     if not slot.is_permuted:
         return stored
     inverse = sorted(range(len(slot.order)), key=lambda dim: slot.order[dim])
-    return stored.permute(inverse)
+    return stored.permute(*range(len(members)), *(len(members) + dim for dim in inverse))
+
+
+def _fits(value: Tensor, shape: tuple[int, ...]) -> bool:
+    """True if a tensor has this shape, in a stacked state behind the dimension for the members."""
+    members = value.dim() - len(shape)
+    return members in (0, 1) and tuple(value.shape[members:]) == shape

@@ -8,6 +8,7 @@ both) is never the best value and counts as no improvement.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -173,7 +174,7 @@ def start_epoch(rule: EarlyStopping | None, total_epochs: int | None) -> int:
 
 
 def default_mode(monitor: str) -> Mode:
-    """Return ``"min"`` for a loss, error or perplexity.
+    """Return ``"min"`` for a loss, error or perplexity, also of one member of an ensemble: ``"val_loss[3]"``.
 
     Raises:
         ConfigError: the metric has another name, which does not show whether small or large values are good.
@@ -182,7 +183,7 @@ def default_mode(monitor: str) -> Mode:
         >>> default_mode("val_loss")
         'min'
     """
-    if monitor.lower().endswith(("loss", "error", "perplexity")):
+    if re.sub(r"(\[\w+\])+$", "", monitor.lower()).endswith(("loss", "error", "perplexity")):
         return "min"
     raise ConfigError(
         f"monitor={monitor!r} does not say whether small or large values are good",
@@ -215,8 +216,9 @@ def from_json(found: Mapping[str, Any]) -> Record:
 class Plateau:
     """Reduce the learning rate when the monitored value stops improving (torch's ``ReduceLROnPlateau``).
 
-    A schedule depends on the count of updates only, so this rule belongs in a callback: keep a `PlateauRecord` there,
-    and write ``scale * learning_rate`` into the state (``optim.inject`` and ``optim.set_hyperparams``).
+    A schedule depends on the count of updates only, so this rule belongs in a callback: `reduce_on_plateau` is one for
+    `fit`. A loop of your own keeps a `PlateauRecord`, and writes ``scale * learning_rate`` into the state
+    (``optim.inject`` and ``optim.set_hyperparams``).
 
     Args:
         factor: each reduction multiplies the scale by it, in (0, 1).

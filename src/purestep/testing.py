@@ -8,15 +8,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from . import tree
 from .compile import plain
 from .data import device_of
-from .diagnostics import Watch, backward, not_finite, purity
+from .diagnostics import Watch, backward, not_finite, purity, recording
 from .diagnostics import replay as replay_
-from .errors import ConfigError, StepContractError
+from .errors import ConfigError, Mismatch, NotFound, StepContractError
+from .snapshot import Snapshots
 from .types import Metrics, Program, TrainState, Tree
+
+Recording = recording.Recording
+"""Consecutive calls of a train step: the state before the first, the batches, and the number of the first."""
 
 
 def assert_pure(step: Callable[..., Any], state: Tree, batch: Any, *context: Any) -> None:
@@ -161,22 +166,25 @@ def record(path: str | Path, state: Tree, batch: Any) -> Path:
     return replay_.write(path, plain(state), batch, {})
 
 
-def replay(path: str | Path, program: Program, *, like: Tree = None) -> Replay:
-    """Repeat the step that a `NonFiniteError` names, in eager mode with torch's anomaly detection.
+def replay(path: str | Path | Recording, program: Program, *, like: Tree = None, step: int | None = None) -> Replay:
+    """Repeat a recorded step, in eager mode with torch's anomaly detection: the one that a `NonFiniteError` names, or
+    any of the last steps of ``fit(record=n)``.
 
     The file contains no code, so pass the program too. On the same kind of device, with the same versions, the step
-    gives the same bits as in the run, dropout included.
+    gives the same bits as in the run, dropout included. The steps of a recording before it are repeated without
+    detection; if the run was compiled, they give the same numbers up to rounding.
 
     Args:
-        path: the file that the error names, or the result of `record`.
+        path: the file that the error names, the result of `record`, or a `Recording`.
         program: the program of that run, not compiled.
         like: a state of the same structure, if the program has no ``init``.
+        step: the number of the call, one of ``Recording.steps``; None: the last one of the file.
 
     Raises:
         NotFound: the file does not exist.
         Corrupt: the file is damaged.
         Mismatch: the file is from another program or a later version.
-        ConfigError: the program has no ``init``, and ``like`` is None.
+        ConfigError: the program has no ``init``, and ``like`` is None; ``step`` is not recorded.
 
     Example:
         >>> import tempfile, torch, purestep as ps
@@ -189,11 +197,22 @@ def replay(path: str | Path, program: Program, *, like: Tree = None) -> Replay:
         >>> replay(path, program).first
         'batch/0: 8 of 8 numbers are not finite'
     """
-    if like is None:
-        if program.init is None:
-            raise ConfigError("the program has no init", where="replay", hint="replay(path, program, like=state)")
-        like = program.init()
-    found = replay_.read(path, like, device_of(like))
+    if isinstance(path, Recording):
+        found, notes = path, {}
+    else:
+        if like is None:
+            if program.init is None:
+                raise ConfigError("the program has no init", where="replay", hint="replay(path, program, like=state)")
+            like = program.init()
+        found, notes = recording.read(path, like, device_of(like))
+    if step is not None and step not in found.steps:
+        raise ConfigError(
+            f"step {step} is not recorded: there are {found.steps[0]} to {found.steps[-1]}",
+            where="replay",
+            hint=f"step={found.steps[-1]}",
+        )
+    before = len(found.batches) - 1 if step is None else step - found.first
+    found = replay_.Incident(_through(program, found.state, found.batches[:before]), found.batches[before], notes)
     first, module, operation = _given(found), "", ""
     watch = Watch()
     with watch:
@@ -203,6 +222,149 @@ def replay(path: str | Path, program: Program, *, like: Tree = None) -> Replay:
     if first is None:
         first, operation = backward(lambda: program.train_step(found.state, found.batch))
     return Replay(state, metrics, first, module, operation, found.notes)
+
+
+class Run(NamedTuple):
+    """A program, a state, and the batches of its next steps, for `first_difference`.
+
+    ``Run(program, *recording)`` is a run that repeats a `Recording`.
+    """
+
+    program: Program
+    state: Tree
+    batches: Sequence[Any]
+    first: int = 1  # the number of the first step
+
+
+class Difference(NamedTuple):
+    """The first difference between two runs."""
+
+    step: int  # the first step whose results differ; of two directories: the first snapshot of both that differs
+    after: int | None  # the last step that is known to be equal; None if there is none
+    where: str  # the leaf that differs most, "state/params/0.weight", or "batch/0" if the inputs of this step differ
+    size: float  # its largest absolute difference; inf if it exists in one run only, or one of two numbers is nan
+    leaves: dict[str, float]  # every leaf that differs -> the size, largest first
+
+
+def first_difference(
+    a: Run | str | Path, b: Run | str | Path, *, like: Tree = None, rtol: float = 0.0, atol: float = 0.0
+) -> Difference | None:
+    """Find the first step at which two runs differ: two programs from one state (eager and compiled, before and after
+    a change, two versions of a model), or one program on two states or lists of batches.
+
+    Two `Run` make their steps side by side, and their states and batches are compared before and after each step. Two
+    directories are bisected: of the snapshots that both have, the first one that differs is found with a logarithmic
+    number of reads, if runs that differ stay different. Record the steps in between with ``fit(record=n)``.
+
+    Args:
+        a: a `Run`, or the directory of a run's snapshots.
+        b: as ``a``.
+        like: for directories: a state of the same structure, from ``program.init()``.
+        rtol: numbers within ``atol + rtol * |b|`` are equal; 0: equal bits (0.0 and -0.0, and nan and nan, are equal).
+        atol: see ``rtol``.
+
+    Returns:
+        The first difference, or None.
+
+    Raises:
+        ConfigError: a directory without ``like``, or a `Run` and a directory.
+        Mismatch: the runs have different numbers of batches, or start at different steps.
+        NotFound: the directories have no snapshot of one step in common.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> net, objective = torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss())
+        >>> one, two = (ps.program(net, objective, ps.optim.sgd(lr)) for lr in (0.1, 0.2))
+        >>> state, batches = one.init(device="cpu"), [(torch.ones(4, 2), torch.ones(4, 1))] * 3
+        >>> first_difference(Run(one, state, batches), Run(one, state, batches)) is None
+        True
+        >>> first_difference(Run(one, state, batches), Run(two, state, batches)).step
+        1
+    """
+    if isinstance(a, Run) and isinstance(b, Run):
+        return _side_by_side(a, b, rtol, atol)
+    if isinstance(a, Run) or isinstance(b, Run):
+        raise ConfigError("a Run and a directory", where="first_difference", hint="pass two of one kind")
+    if like is None:
+        raise ConfigError("like is None", where="first_difference", hint="like=program.init()")
+    return _bisected(a, b, like, rtol, atol)
+
+
+def _side_by_side(a: Run, b: Run, rtol: float, atol: float) -> Difference | None:
+    if (len(a.batches), a.first) != (len(b.batches), b.first):
+        raise Mismatch(
+            f"{len(a.batches)} batches from step {a.first}, and {len(b.batches)} from step {b.first}",
+            where="first_difference",
+            hint="pass the same steps of both runs",
+        )
+    one, two = a.state, b.state
+    if found := _sizes({"state": one}, {"state": two}, rtol, atol):
+        return _difference(a.first - 1, None, found)
+    for step, (left, right) in enumerate(zip(a.batches, b.batches, strict=True), a.first):
+        found = {} if left is right else _sizes({"batch": left}, {"batch": right}, rtol, atol)
+        if not found:
+            one, two = a.program.train_step(one, left)[0], b.program.train_step(two, right)[0]
+            found = _sizes({"state": one}, {"state": two}, rtol, atol)
+        if found:
+            return _difference(step, step - 1, found)
+    return None
+
+
+def _bisected(a: str | Path, b: str | Path, like: Tree, rtol: float, atol: float) -> Difference | None:
+    with Snapshots(a, writer=False) as one, Snapshots(b, writer=False) as two:
+        common = sorted(set(one.steps()) & set(two.steps()))
+        if not common:
+            raise NotFound(
+                f"no step in common: {one.steps()} and {two.steps()}",
+                where="first_difference",
+                hint="pass Snapshots(..., keep=...) that keeps more of them",
+            )
+
+        def sizes(at: int) -> dict[str, float]:
+            left, right = (each.restore(like, step=common[at]).state for each in (one, two))
+            return _sizes({"state": left}, {"state": right}, rtol, atol)
+
+        low, high = -1, len(common) - 1  # equal, different
+        found = sizes(high)
+        if not found:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            if sizes_there := sizes(middle):
+                high, found = middle, sizes_there
+            else:
+                low = middle
+        return _difference(common[high], None if low < 0 else common[low], found)
+
+
+def _difference(step: int, after: int | None, sizes: dict[str, float]) -> Difference:
+    leaves = dict(sorted(sizes.items(), key=lambda pair: -pair[1]))
+    where = next(iter(leaves))
+    return Difference(step, after, where, leaves[where], leaves)
+
+
+def _sizes(a: Tree, b: Tree, rtol: float, atol: float) -> dict[str, float]:
+    """The largest absolute difference of each leaf that differs."""
+    one, two = (dict(tree.with_paths(plain(tree.dicts(each)))) for each in (a, b))
+    found: dict[str, float] = {}
+    for path in {**one, **two}:
+        size = _size(one[path], two[path], rtol, atol) if path in one and path in two else math.inf
+        if size:
+            found[path] = size
+    return found
+
+
+def _size(a: Any, b: Any, rtol: float, atol: float) -> float:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return 0.0 if type(a) is type(b) and np.array_equal(a, b) else math.inf
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return math.inf
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    one, two = a.detach().to("cpu", wide), b.detach().to("cpu", wide)
+    if bool(torch.isclose(one, two, rtol=rtol, atol=atol, equal_nan=True).all()):
+        return 0.0
+    gap = torch.where(torch.isnan(one) & torch.isnan(two) | (one == two), 0, one - two).abs()
+    return float(gap.nan_to_num(nan=math.inf).max())
 
 
 def _given(found: replay_.Incident) -> str | None:

@@ -187,6 +187,25 @@ def is_random(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
+@contextmanager
+def no_recurrent_kernel() -> Generator[None]:
+    """Run or trace an LSTM as matrix products inside the block. oneDNN's kernel has no rule for `torch.func.vmap`, and
+    the size of its workspace is unknown before a real call. Convolutions of a graph choose their kernel later, when
+    they are compiled.
+
+    Example:
+        >>> with no_recurrent_kernel():
+        ...     torch._C._get_mkldnn_enabled()
+        False
+    """
+    was_on = _C._get_mkldnn_enabled()
+    _C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns of TF32
+    try:
+        yield
+    finally:
+        _C._set_mkldnn_enabled(was_on)
+
+
 def replaying() -> AbstractContextManager[Any]:
     """While a graph is captured, return the earlier result for a draw from an earlier position of the generator.
 

@@ -88,6 +88,17 @@ Metric: TypeAlias = Callable[[Any, Any], Any]
 """``metric(outputs, targets)`` returns a Mean, a ``(total, weight)`` pair, or a 0-d tensor: a mean over the batch."""
 
 
+def _refused(*_: Any, **__: Any) -> Any:
+    raise TypeError("these metrics are a shared default: pass ps.Loss(mean, weight, {name: mean})")
+
+
+class _NoMetrics(dict[str, Mean]):
+    """An empty dict that refuses writes: the default of `Loss`, which all losses share. Dynamo cannot read a
+    `MappingProxyType` once a step has written to any dict."""
+
+    __setitem__ = setdefault = update = __ior__ = _refused
+
+
 class Loss(NamedTuple):
     """The result of an objective.
 
@@ -104,7 +115,7 @@ class Loss(NamedTuple):
 
     mean: Tensor  # shape=(), floating
     weight: Tensor  # shape=(): the number of examples, tokens or elements that `mean` averages
-    metrics: Mapping[str, Mean] = MappingProxyType({})
+    metrics: Mapping[str, Mean] = _NoMetrics()
 
 
 class TrainState(NamedTuple):
@@ -291,6 +302,12 @@ class Static(NamedTuple):
     tx: Any = None  # the transform
     module: Any = None  # the weightless module in train mode; not to be changed
     rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
+    parts: Any = None  # `step.Parts`: the loss as a function of the parameters, for derivatives
+    gradient: Callable[[TrainState, Batch], Params] | None = None  # of a call, in eager mode, without its update
+    statistics: Callable[..., Any] | None = None  # (state, view) -> step.Statistics, for `refresh_batchnorm`
+    init_with: Callable[[Any], Callable[..., Any]] | None = None  # module -> `init` with the weights of that module
+    members: int = 0  # of `ensemble`: states are stacked; 0 for a program of one model
+    member: Program | None = None  # of `ensemble`: the program of one member
 
 
 def _no_flush(state: Any) -> tuple[Any, Metrics]:

@@ -111,12 +111,14 @@ def test_nothing_reads_the_logits_once_their_gradient_is_there(objective: str, l
     graph.lint()
     at = {node: index for index, node in enumerate(graph.nodes)}
     gradient = at[backward_of(graph)]
-    scalars = [node for node in readers(logits_of(graph)) if early_reductions._size(node) == 1]
-    assert scalars
-    assert all(at[node] < gradient for node in scalars)
+    read = list(readers(logits_of(graph)))
+    reduced = [node for node in read if early_reductions._is_a_loop(node) or early_reductions._size(node) == 1]
+    scalars = [node for node in reduced if early_reductions._size(node) == 1]
+    assert scalars or objective == "smoothed"  # it adds up sums of rows
+    assert all(at[node] < gradient for node in reduced)
     held = [node for node in graph.nodes if node.target is torch.ops.purestep.after.default]
     assert held, "the gradient does not wait for the loss"
-    assert {node.args[1] for node in held} <= set(scalars)
+    assert all(early_reductions._size(node.args[1]) == 1 for node in held)
 
 
 @pytest.mark.parametrize("through", ["native code", "the front door"])

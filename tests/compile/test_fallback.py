@@ -205,12 +205,85 @@ def test_an_explicit_compile_of_what_looks_at_values_is_our_error_with_a_way_out
     program = _looked_at(name)
     with pytest.raises(StepContractError) as met:
         fit(program.init(), batches(1), program, epochs=1, compile={"capture": capture, "backend": "aot_eager"})
-    if capture != "dynamo" or name != "a matcher":  # of the matcher Dynamo says that it skips a function
-        assert "eager mode" in met.value.hint
-        assert "capture='trace'" not in met.value.hint
-    if name == "gaussian_nll_loss" and capture != "dynamo":
+    assert "eager mode" in met.value.hint
+    assert "capture='trace'" not in met.value.hint
+    if name == "gaussian_nll_loss":
         assert "torch's gaussian_nll_loss" in met.value.hint
         assert "instead of if" not in met.value.hint
+
+
+def _branch(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.new_tensor(1.0 if outputs.mean().item() > 0 else 2.0)
+
+
+def _listed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.new_tensor(max(outputs.detach().flatten().tolist()))
+
+
+def _written(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.new_tensor(float(f"{outputs.mean():.3f}"))
+
+
+def _by_numpy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return torch.tensor((outputs.detach().numpy() > 0).mean())
+
+
+def _resized(outputs: Tensor, targets: Tensor) -> Tensor:
+    size = int(outputs.abs().sum().item()) + 1
+    return torch.nn.functional.interpolate(outputs[None, None], size=(size, 2)).mean()
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.parametrize("metric", [_branch, _listed, _written, _by_numpy, _resized])
+def test_dynamo_refuses_a_metric_that_reads_values_at_its_line_with_a_cure_that_works(metric: Any) -> None:
+    """Whatever torch calls it, and whether its words are those of a read or not."""
+    objective = ps.supervised(torch.nn.CrossEntropyLoss(), metrics={"own": metric})
+    program = ps.program(torch.nn.Linear(4, 3), objective, ps.optim.sgd(0.1))
+    state, batch = program.init(), batches(1)[0]
+    with pytest.raises(StepContractError) as met:
+        ps.compile_step(program.train_step, capture="dynamo", backend="aot_eager")(state, batch)
+    assert "eager mode" in met.value.hint
+    assert "capture='trace'" not in met.value.hint
+    first = metric.__code__.co_firstlineno
+    assert met.value.where in [f"{__file__}:{line}" for line in range(first, first + 3)]
+    assert "SymIntArrayRef" not in str(met.value)
+    program.train_step(state, batch)
+
+
+def test_a_step_that_fails_in_every_mode_raises_its_own_error_under_dynamo() -> None:
+    program = mlp()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as met:
+        ps.compile_step(program.train_step, capture="dynamo", backend="aot_eager")(
+            program.init(), (torch.ones(4, 9), torch.zeros(4, dtype=torch.long))
+        )
+    assert type(met.value) is RuntimeError
+
+
+def _without_metrics(model: Any, batch: Any) -> ps.Loss:
+    return ps.Loss(model(batch[0]).square().mean(), torch.tensor(1.0))
+
+
+def _more_metrics(model: Any, batch: Any) -> ps.Loss:
+    loss = _without_metrics(model, batch)
+    return loss._replace(metrics={**loss.metrics, "more": ps.Mean(loss.mean.detach(), torch.tensor(1.0))})
+
+
+def _counted_metrics(model: Any, batch: Any) -> ps.Loss:
+    loss = _without_metrics(model, batch)
+    count = torch.tensor(float(len(dict(loss.metrics.items()))))
+    return loss._replace(metrics={"count": ps.Mean(count, torch.tensor(1.0))})
+
+
+@pytest.mark.parametrize("objective", [_without_metrics, _more_metrics, _counted_metrics])
+@pytest.mark.parametrize("capture", ["trace", "dynamo"])
+def test_a_loss_without_metrics_is_captured(capture: str, objective: Any) -> None:
+    program = ps.program(torch.nn.Linear(4, 3), objective, ps.optim.sgd(0.1))
+    state, batch = program.init(), batches(1)[0]
+    new, metrics = ps.compile_step(program.train_step, capture=capture, backend="aot_eager")(state, batch)
+    expected, own = program.train_step(state, batch)
+    assert_trees_close(ps.clone(new), expected)
+    assert metrics.keys() == own.keys()
+    assert ps.metrics.compute(metrics) == pytest.approx(ps.metrics.compute(own))
 
 
 class NumpyMask(torch.nn.Linear):

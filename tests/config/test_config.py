@@ -23,7 +23,7 @@ from purestep.stopping import EarlyStopping
 FIELDS = {
     *("epochs steps min_epochs min_steps max_time evaluate_every evaluate_on monitor mode early_stopping".split()),
     *("log_every resume compile donate device deterministic cudnn_benchmark tf32 detect_anomaly fast_dev_run".split()),
-    *("overfit_batches limit_batches rollback progress check_every restore_best".split()),
+    *("overfit_batches limit_batches rollback record profile histograms progress check_every restore_best".split()),
 }
 
 # Every argument in the signature of lightning 2.6.6's Trainer.
@@ -546,7 +546,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clip_val": 1, "gradient_clip_algorithm": "agc"}, r"gradient_clip_algorithm='agc' is not known"),
     ({"deterministic": "loud"}, r"deterministic='loud': must be True or False or \"warn\""),
     ({"benchmark": True, "deterministic": True}, r"cudnn_benchmark picks algorithms by timing"),
-    ({"profiler": "simple"}, r"profiler='simple': fit profiles nothing"),
+    ({"profiler": "simple"}, r"profiler='simple': fit takes a window of updates instead"),
     ({"plugins": [object()]}, r"purestep has no plugins"),
     ({"reload_dataloaders_every_n_epochs": 1}, r"fit gets its loaders once"),
     ({"default_root_dir": "s3://bucket/x"}, r"default_root_dir='s3://bucket/x' is not on this machine"),

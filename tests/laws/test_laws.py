@@ -107,6 +107,8 @@ CASES: dict[str, Case] = {
     "norm clip": Case(lambda: mlp(optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1))), exact=False),
     "agc": Case(lambda: mlp(optim.chain(optim.adaptive_grad_clip(0.1), optim.sgd(0.1)))),
     "ema": Case(lambda: mlp(optim.adam(0.1), ema=ema.average(0.99, warmup=True)), on_the_tree=True),
+    "swa": Case(lambda: mlp(optim.adam(0.1), ema=ema.swa(2)), on_the_tree=True),
+    "sam": Case(lambda: mlp(optim.adam(1e-2), sam=ps.Sam(0.1, adaptive=True)), exact=False),
     "ema of buffers": Case(lambda: convnet(ema=ema.average(0.9, buffers="average")), images),
     "accumulate": Case(lambda: mlp(optim.adam(1e-2), accumulate=3, ema=0.9), on_the_tree=True),
     "microbatches": Case(lambda: mlp(optim.adam(1e-2), microbatches=2)),
@@ -295,6 +297,7 @@ def forms(program: Program, *, on_the_tree: bool = True) -> dict[str, Any]:
     return {**found, "donated": compiled(not_packed, donate=True)} if on_the_tree else found
 
 
+@pytest.mark.usefixtures("formulas")
 @pytest.mark.compile
 @TABLE
 def test_eager_compiled_donated_and_packed_steps_agree(name: str) -> None:

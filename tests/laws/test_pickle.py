@@ -98,6 +98,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "schedules.polynomial": lambda: ((0.0, 1.0), {"transition_steps": 4, "power": 2.0}),
     "schedules.cosine": lambda: ((1.0, 4), {}),
     "schedules.exponential": lambda: ((1.0, 0.5), {"transition_steps": 4}),
+    "schedules.warm_restarts": lambda: ((1.0, 2), {"T_mult": 2}),
     "schedules.warmup_cosine": lambda: ((1.0, 2), {"total": 6}),
     "schedules.warmup_stable_decay": lambda: ((1.0, 2), {"decay": 2, "total": 7}),
     "schedules.step": lambda: ((1.0, 2), {}),
@@ -111,6 +112,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
         (functools.partial(nn.functional.mse_loss, reduction="mean"),),
         {"metrics": {"mae": ps.metrics.mean_absolute_error}, "prepare": pair_of},
     ),
+    "ema.swa": lambda: ((2,), {"every": 2}),
     "ema.average": lambda: ((0.9,), {"warmup": True, "buffers": "average"}),
 }
 """Arguments of a factory; none where this has nothing of it."""

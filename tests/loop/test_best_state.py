@@ -244,3 +244,17 @@ def test_a_run_too_short_for_its_average_says_so_once(
     said = [line for line in caplog.messages if "of the first weights" in line]
     assert len(said) == is_short
     assert all("ps.ema.average(0.99, warmup=True)" in line for line in said)
+
+
+def test_the_short_average_is_warned_of_once_for_a_program(caplog: pytest.LogCaptureFixture) -> None:
+    def lines(program: ps.Program, times: int) -> int:
+        caplog.clear()
+        for _ in range(times):
+            ps.fit(program.init(), [(torch.ones(2, 2), torch.ones(2, 1))], program, epochs=2, sinks=[], compile=False)
+        return sum("of the first weights" in line for line in caplog.messages)
+
+    def made() -> ps.Program:
+        return ps.program(nn.Linear(2, 1), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1), ema=0.99)
+
+    one, other = made(), made()
+    assert (lines(one, 3), lines(one, 1), lines(other, 2)) == (1, 0, 1)

@@ -17,7 +17,7 @@ Make = Callable[[], optim.Transform]
 
 
 def no_kernel(tx: optim.Transform) -> optim.Transform:
-    return tx._replace(kernel=None)
+    return tx._replace(fast=None)
 
 
 def net(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -56,7 +56,7 @@ TRANSFORMS: dict[str, Make] = {
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_kernel_computes_what_update_computes(name: str, donate: bool) -> None:
     tx = TRANSFORMS[name]()
-    assert tx.kernel is not None
+    assert optim.base.fast_of(tx).kernel is not None
     fast = ps.program(net(), ps.supervised(nn.CrossEntropyLoss()), tx, ema=0.9)
     slow = ps.program(net(), ps.supervised(nn.CrossEntropyLoss()), no_kernel(tx), ema=0.9)
     step = (ps.donate(fast) if donate else fast).train_step
@@ -82,7 +82,17 @@ def test_some_transforms_have_no_kernel() -> None:
         optim.partition({"a": optim.adamw(1e-2), "b": optim.lion(1e-3)}, [("weight", "a"), ("", "b")]),
         optim.lion(1e-3),
     ):
-        assert tx.kernel is None
+        assert optim.base.fast_of(tx).kernel is None
+
+
+def test_an_update_of_the_users_own_is_the_one_that_runs() -> None:
+    """A transform whose ``update`` was replaced has no kernel any more, nor has a chain or a group with it."""
+    own = optim.adamw(1e-2)
+    halved = own._replace(update=lambda updates, state, params: own.update(updates, state, params))
+    clip = optim.clip_by_global_norm(1.0)
+    kept = clip._replace(update=lambda updates, state, params: (updates, state))
+    for tx in (halved, optim.chain(clip, halved), optim.chain(kept, own), optim.partition({"a": halved}, [("", "a")])):
+        assert optim.base.fast_of(tx).kernel is None
 
 
 REFUSED: dict[str, Any] = {

@@ -618,7 +618,7 @@ WRONG = {
     "adjust": "none",
 }
 NAMED = ["adamw", "adam", "nadam", "radam", "adamax", "sgd", "lion", "rmsprop", "adagrad", "adadelta"]
-NAMED += ["adafactor", "lamb", "muon", "ademamix", "prodigy", "schedule_free_adamw", "schedule_free_sgd"]
+NAMED += ["adafactor", "lamb", "muon", "ademamix", "prodigy", "schedule_free_adamw", "schedule_free_sgd", "soap"]
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -19,6 +19,8 @@ EQUAL: list[dict[str, Any]] = [
     {"mesh": {"shard": 2}, "params": "shard", "tx": "lamb"},
     {"mesh": {"shard": 2}, "params": "shard", "tx": "masked"},
     {"mesh": {"shard": 2}, "params": "shard", "options": {"engine": "func"}},
+    {"params": "replicate", "kind": "empty", "options": {"sam": 0.1, "microbatches": 2}},
+    {"mesh": {"shard": 2}, "params": "shard", "kind": "uneven", "options": {"sam": 0.1}},
 ]
 FAULTY: list[dict[str, Any]] = [
     {"params": "replicate", "kind": "uneven", "fault": "unweighted"},

@@ -94,13 +94,13 @@ def copy_before_writes(graph: Graph, sources: _Sources, *, is_simplified: bool =
 
 def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
     """Add `separate_sources`, `philox.protect` and `early_reductions.early` to inductor's options as a pass before its
-    last ones, for graphs that are compiled through its public entry.
+    last ones, and `inplace_reuse`, for graphs that are compiled through its public entry.
 
     Registers `random_ops` too: its code is part of the pass's cache key.
     """
     from torch._inductor import config, custom_graph_pass
 
-    from . import early_reductions  # imports this module
+    from . import early_reductions, inplace_reuse  # the first imports this module
 
     register()
     random_ops.register()
@@ -126,7 +126,7 @@ def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
             files = (__file__, random_ops.__file__, philox.__file__, early_reductions.__file__)
             return (passes.get_hash_for_files(files), *found) if all(found) else None
 
-    return {**options, name: Passes()}
+    return {**inplace_reuse.option(options), **options, name: Passes()}
 
 
 def _insert_copy(graph: Graph, user: Node, source: Any) -> None:

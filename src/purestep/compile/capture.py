@@ -67,6 +67,16 @@ def trace(
     return _outside_autocast(run), is_drawing
 
 
+def trace_error(function: Flat, inputs: list[Tensor]) -> Exception | None:
+    """The error of a trace of ``function``, which compiles nothing; None if it succeeds. Arguments as for `trace`."""
+    try:
+        with with_compiler(), tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel():
+            _traced(_traceable(function), _distinct(inputs))
+    except Exception as error:
+        return error
+    return None
+
+
 def trace_sizes(
     function: Flat,
     inputs: list[Tensor],
@@ -97,7 +107,7 @@ def trace_sizes(
     with with_compiler():
         symbols = dynamic_shapes.Symbols(_distinct(inputs), _distinct(leaves), dims)
         casts = precision_casts.Casts()
-        with tracing.capturing(), torch.no_grad(), no_recurrent_kernel(), symbols.mode, casts:
+        with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), symbols.mode, casts:
             graph = fx_passes.finished(fx_passes.views_allowed(_traced(_traceable(function), symbols.fakes, "real")))
         if not symbols.vary():
             return None
@@ -111,7 +121,7 @@ def _compile(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str
     plugin, failed = backends.plugin(inputs) if backend == "inductor" else None, None
     if plugin is not None:
         with tracing.capturing(), torch.no_grad():
-            with no_recurrent_kernel():
+            with tracing.no_recurrent_kernel():
                 record = plugin.record(run, inputs)
             run = record.function
             try:
@@ -121,7 +131,7 @@ def _compile(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str
             except Exception as error:
                 failed = error
     with with_compiler():
-        with tracing.capturing(), torch.no_grad(), no_recurrent_kernel():
+        with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel():
             casts = precision_casts.Casts()
             with casts:
                 graph = fx_passes.finished(fx_passes.views_allowed(_traced(run, inputs)))
@@ -149,19 +159,6 @@ def _outside_autocast(run: Compiled) -> Compiled:
             return run(tensors)
 
     return call
-
-
-@contextmanager
-def no_recurrent_kernel() -> Generator[None]:
-    """Trace an LSTM as matrix products: the workspace size of oneDNN's kernel is unknown before a real call.
-    Convolutions choose their kernel later, when they are compiled."""
-    core: Any = importlib.import_module("torch._C")
-    was_on = core._get_mkldnn_enabled()
-    core._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns of TF32
-    try:
-        yield
-    finally:
-        core._set_mkldnn_enabled(was_on)
 
 
 def autocast_disabled() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -9,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import packed, rng, tracing, tree
+from .. import member_draws, packed, rng, stacked, tracing, tree
 from ..errors import PurestepError, StepContractError
 from ..step import Accum, Adding, Closing
 from ..types import Empty, Metrics, Static, Steps, TrainState
@@ -232,7 +233,7 @@ class CompiledStep:
     def _intern_slots(self, store: DonatedBuffers) -> DonatedBuffers:
         # States of one structure share a Slots object: its identity is part of the key of a graph.
         store.kinds = kinds(store.buffers)
-        key = (store.layout, store.slots.treedef, store.slots.places, store.kinds)
+        key = (store.layout, store.slots.treedef, store.slots.places, store.slots.keys, store.kinds)
         store.slots = self._graphs.slots.setdefault(key, store.slots)
         return store
 
@@ -256,7 +257,16 @@ class CompiledStep:
             return tuple(Accum if host.left is None else _phase_of(host.left) for host in store.hosts)
         if store.device.type != "cpu":
             return (Accum,) * len(store.hosts)
-        return _read_phase(live_state.states(store.named), flush=False)
+        return self._read_phase(live_state.states(store.named))
+
+    def _read_phase(self, parts: list[TrainState]) -> tuple[type[Accum], ...]:
+        if self._flush:
+            return (Accum,) * len(parts)
+        # A step that the user maps takes stacked states: `vmap` knows no subclass of a NamedTuple.
+        unknown = [isinstance(part.accum, Empty) or (stacked.size(part) and self.static is None) for part in parts]
+        return tuple(
+            Accum if none else _phase_of(stacked.window_left(part)) for part, none in zip(parts, unknown, strict=True)
+        )
 
     def _count_window(self, store: DonatedBuffers) -> None:
         assert self.static is not None
@@ -289,17 +299,18 @@ class CompiledStep:
             unlike(batch[0])
         given = live_state.plain(state)
         parts = live_state.states(given)
-        phase = _read_phase(parts, flush=self._flush)
+        phase = self._read_phase(parts)
         old, state_def = tree.flatten(given)
         donation.check_tensors(old)
         keys = donation.key_positions(state_def)
         positions = [index for index in range(len(old)) if index not in keys]
         leaves, treedef = batch_leaves(batch)
         inputs = [resolved(old[index]) for index in positions]
-        key = (state_def, phase, treedef, kinds(inputs))
+        key = (state_def, phase, treedef, kinds([*inputs, *(old[index] for index in sorted(keys))]))
 
         def build() -> Callable[..., Any]:
-            return self._pure_core(state_def, len(old), positions, phase, treedef)
+            shapes = {index: old[index].shape for index in keys}
+            return self._pure_core(state_def, shapes, positions, phase, treedef)
 
         graph = self._graphs.find(key, leaves, inputs, build)
         draws = graph.draws and parts
@@ -325,7 +336,7 @@ class CompiledStep:
     def _pure_core(
         self,
         state_def: tree.TreeDef,
-        count: int,
+        keys: dict[int, torch.Size],
         positions: list[int],
         phase: tuple[type[Accum], ...],
         treedef: tree.TreeDef,
@@ -334,9 +345,9 @@ class CompiledStep:
         whole, parts = treespec.of(state_def), treespec.of(treedef)
 
         def core(inputs: list[Tensor], batch: list[Any]) -> Any:
-            old: list[Any] = [torch.zeros(2, dtype=torch.int64)] * count
-            for index, leaf in zip(positions, inputs, strict=True):
-                old[index] = leaf
+            known = {index: torch.zeros(shape, dtype=torch.int64) for index, shape in keys.items()}
+            known |= dict(zip(positions, inputs, strict=True))
+            old = [known[index] for index in range(len(known))]
             before = treespec.fill(whole, old)
             new, metrics = checked(step(_with_phase(before, phase), *treespec.fill(parts, batch)))
             leaves = same_structure(whole, before, _with_phase(new, phase, back=True))
@@ -362,17 +373,15 @@ def _copied(metrics: Metrics | Stacked) -> Metrics | Stacked:
 
 
 def _seeded(host: donation.HostCounters, device: torch.device, stream: tuple[int, ...]) -> AbstractContextManager[None]:
-    return rng.scoped(rng.mix(host.seed, host.calls, "step", *stream), device)
+    if len(host.seeds) == 1 and host.key.dim() == 1:
+        return rng.scoped(rng.mix(host.seeds[0], host.calls, "step", *stream), device)
+    keys = host.keys()
+    numbers = [rng.mix(seed, calls, "step") for seed, calls in keys]
+    return member_draws.scoped(numbers, device, together=rng.mix(*itertools.chain(*keys), "step"))
 
 
 def _phase_of(left: int) -> type[Accum]:
     return Closing if left == 1 else Adding
-
-
-def _read_phase(parts: list[TrainState], *, flush: bool) -> tuple[type[Accum], ...]:
-    if flush:
-        return tuple(Accum for _ in parts)
-    return tuple(Accum if isinstance(part.accum, Empty) else _phase_of(int(part.accum.left)) for part in parts)
 
 
 def _with_phase(state: Any, phase: tuple[type[Accum], ...], *, back: bool = False) -> Any:

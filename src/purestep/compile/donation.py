@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import packed, tensor_layout, tree
+from .. import packed, stacked, tensor_layout, tree
 from ..errors import StateError
 from ..types import Empty, TrainState, Tree
 from . import treespec
@@ -21,26 +21,31 @@ from .live_state import Store, is_state, live, states
 
 
 class HostCounters:
-    """Values of one TrainState that the host keeps, so that no step reads them from the device."""
+    """Values of one TrainState that the host keeps, so that no step reads them from the device; of all members of a
+    stacked one."""
 
-    __slots__ = ("_at", "_numbers", "key", "left", "seed")
+    __slots__ = ("_at", "_numbers", "key", "left", "seeds")
 
     def __init__(self, state: TrainState, left: int | None = None) -> None:
         self.key = state.key  # its `_version` counts other writes; ours go through numpy and do not count
         self._at, self._numbers = self.key.data_ptr(), self.key.numpy()
-        self.seed = int(self._numbers[0])
+        self.seeds: list[int] = self._numbers.reshape(-1, 2)[:, 0].tolist()
         self.left = left  # calls until the window closes, if known
         if left is None and not isinstance(state.accum, Empty):
-            self.left = int(state.accum.left)
+            self.left = stacked.window_left(state)
 
     @property
     def calls(self) -> int:
-        """Number of calls so far, the second number of the key."""
-        return int(self._view()[1])
+        """Number of calls so far, the second number of the key; that of the first member."""
+        return int(self._view().flat[1])
+
+    def keys(self) -> list[tuple[int, int]]:
+        """(seed, calls) of every member; of a plain state, one pair."""
+        return [(seed, calls) for seed, calls in self._view().reshape(-1, 2).tolist()]
 
     def advance(self, calls: int = 1) -> None:
         """Add to the number of calls."""
-        self._view()[1] += calls
+        self._view()[..., 1] += calls
 
     def _view(self) -> Any:
         # A write through numpy costs a twentieth of an in-place op. `share_memory_`, called when a state is sent to
@@ -56,12 +61,12 @@ class Slots(NamedTuple):
     treedef: tree.TreeDef
     places: tuple[tuple[str, int], ...]  # per leaf: ("int64" | "float32" | "key" | "own" | "one", index); see `_kind`
     identity: object  # hashed instead of the structure; shared by all buffers of one structure
+    keys: tuple[torch.Size, ...]  # shapes of the keys: (2,), or (members, 2) of a stacked state
 
     def gather(self, buffers: list[Tensor], keys: list[Tensor] | None = None) -> list[Tensor]:
         """Return the leaves; 0-d leaves of one dtype share a buffer. Keys belong to the host: inside a graph they are
         zeros, and nothing may depend on them."""
-        count = sum(kind == "key" for kind, _ in self.places)
-        keys = keys or [torch.zeros(2, dtype=torch.int64)] * count
+        keys = keys or [torch.zeros(shape, dtype=torch.int64) for shape in self.keys]
         source = {"int64": buffers[0].unbind(), "float32": buffers[1].unbind(), "own": buffers[2:], "key": keys}
         return [source[kind][index] if kind != "one" else buffers[2 + index][0] for kind, index in self.places]
 
@@ -113,7 +118,7 @@ def place(flat: Tree) -> Slots:
         counted = "own" if kind == "one" else kind
         places.append((kind, counts[counted]))
         counts[counted] += 1
-    return Slots(treedef, tuple(places), object())
+    return Slots(treedef, tuple(places), object(), tuple(leaves[at].shape for at in sorted(keys)))
 
 
 def check_tensors(leaves: list[Any]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from threading import local
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +40,7 @@ class OwnedState(Store):
         return int(self.parts[index][_KEY][1])
 
 
-class Writes(threading.local):
+class Writes(local):
     """Whether a call of this thread has begun to write into its state. torch does not count a fused kernel's writes."""
 
     begun = False

@@ -110,14 +110,14 @@ def _is_reduction(node: Any) -> bool:
 
 
 def _needed(node: Node) -> set[Node]:
-    """The stored tensors that the loop of a reduction reads."""
+    """The stored tensors that the loop of a reduction reads, and those of reductions to rows that it adds up."""
     seen, needed, waiting = {node}, set["Node"](), list(node.all_input_nodes)
     while waiting:
         one = waiting.pop()
         if one in seen:
             continue
         seen.add(one)
-        if _is_fused(one):
+        if _is_fused(one) or (_is_a_loop(one) and _size(one) < _LARGE):
             waiting += one.all_input_nodes
         else:
             needed.add(one)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ema, rng, tracing, tree
+from .. import ema, member_draws, rng, stacked, tracing, tree
 from ..types import Empty, Metrics, TrainState
 from . import donation, live_state, treespec
 from .compiled_step import batch_leaves
@@ -41,7 +41,7 @@ class CompiledEval:
         inputs = [leaf for index, leaf in enumerate(old) if index not in keys]
         if live_state.store_of(state) is None:  # a live state's memory needs no conversion
             inputs = [resolved(leaf) for leaf in inputs]
-        places = [index in keys for index in range(len(old))]
+        shapes = [old[index].shape if index in keys else None for index in range(len(old))]
         leaves, treedef = batch_leaves(batch)
         step = self.eager
 
@@ -50,15 +50,20 @@ class CompiledEval:
 
             def core(tensors: list[Tensor], batch: list[Any]) -> Any:
                 rest = iter(tensors)
-                filled = [torch.zeros(2, dtype=torch.int64) if is_key else next(rest) for is_key in places]
+                filled = [next(rest) if key is None else torch.zeros(key, dtype=torch.int64) for key in shapes]
                 return tensors_alone(step(treespec.fill(whole, filled), *treespec.fill(parts, batch)))
 
             return core
 
-        graph = self._graphs.find((state_def, treedef, kinds(inputs)), leaves, inputs, build)
+        graph = self._graphs.find(
+            (state_def, treedef, kinds([*inputs, *(old[at] for at in sorted(keys))])), leaves, inputs, build
+        )
         if not graph.draws or not parts:
             return unstacked(graph.run(inputs, leaves))
-        with rng.scoped(rng.mix(int(parts[0].key[0]), "eval", index), tree.device(inputs)):
+        numbers = [rng.mix(seed, "eval", index) for seed, _ in stacked.keys(parts[0])]
+        device = tree.device(inputs)
+        is_plain = parts[0].key.dim() == 1
+        with rng.scoped(numbers[0], device) if is_plain else member_draws.scoped(numbers, device):
             return unstacked(graph.run(inputs, leaves))
 
 

@@ -68,5 +68,7 @@ def _put_back(tensors: list[Tensor], before: list[Tensor]) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, or its class name if the text is empty."""
+    """The first line of an error's text, or its class name if the text is empty. The error of a backend that Dynamo
+    called is inside Dynamo's."""
+    error = getattr(error, "inner_exception", error)
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -161,10 +161,7 @@ class Graphs:
         if self.options.capture != "dynamo":
             return self._traced(core, leaves, tensors)
         graph = self._dynamo(core, tensors, leaves)
-        # TorchRuntimeError, from an operator (shapes that do not fit), explains itself.
-        message = "torch.compile cannot capture it"
-        run = _with_capture_error(graph.run, message, hint="pass capture='trace'", ignored="TorchRuntimeError")
-        return graph._replace(run=run)
+        return graph._replace(run=_with_cure(graph.run, core))
 
     def _compile_general(
         self,
@@ -359,29 +356,42 @@ def _explanation(native: str) -> str:
     return ""
 
 
+def _with_cure(run: Callable[..., Any], core: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``run``: if Dynamo cannot capture the step, raise an error with a cure that works. A trace, which
+    compiles nothing, shows whether ``capture="trace"`` is one; if not, it names the line and the cure."""
+
+    def call(tensors: list[Tensor], leaves: list[Any]) -> Any:
+        try:
+            return run(tensors, leaves)
+        except Exception as error:
+            if not capture.stopped(error):
+                raise
+            flat, where, _ = _flatten_core(core, leaves, len(tensors))
+            failed = capture.trace_error(flat, [*tensors, *(leaves[index] for index in where)])
+            if failed is not None and not isinstance(failed, PurestepError):
+                raise capture.capture_error(failed, core, tensors, leaves) from error
+            message, place, hint = first_line(error), "step", "pass capture='trace'"
+            if failed is not None:
+                message, place, hint = failed.what, failed.where, failed.hint
+            raise capture.Uncaptured(f"torch.compile cannot capture it: {message}", where=place, hint=hint) from error
+
+    return call
+
+
 def _with_recapture_error(run: Callable[..., Any], met: str) -> Callable[..., Any]:
     """Wrap ``run``: if Dynamo fails to recapture the step, raise an error that quotes the trace's error. ``met`` is its
     text, since the exception would keep the state and the batch alive."""
-    message, hint = "torch.compile fails to recapture the step", "call the step itself, which runs in eager mode"
-    return _with_capture_error(run, message, met=f"; a trace fails with: {met}", hint=hint)
-
-
-_VALUE_READS = ("data-dependent", "Data dependent", "Data-dependent", "Dynamic shape operator", "Dynamic slicing")
-"""Parts of Dynamo's errors about reading the value of a tensor."""
-
-
-def _with_capture_error(
-    run: Callable[..., Any], message: str, *, hint: str, met: str = "", ignored: str = ""
-) -> Callable[..., Any]:
-    """Wrap ``run``: convert Dynamo's capture errors to Uncaptured, except errors of the class named ``ignored``."""
 
     def call(*inputs: Any) -> Any:
         try:
             return run(*inputs)
         except Exception as error:
-            if capture.stopped(error) and type(error).__name__ != ignored:
-                cure = capture.VALUE_READ_CURE if any(words in str(error) for words in _VALUE_READS) else hint
-                raise capture.Uncaptured(f"{message}: {first_line(error)}{met}", where="step", hint=cure) from error
-            raise
+            if not capture.stopped(error):
+                raise
+            raise capture.Uncaptured(
+                f"torch.compile fails to recapture the step: {first_line(error)}; a trace fails with: {met}",
+                where="step",
+                hint="call the step itself, which runs in eager mode",
+            ) from error
 
     return call

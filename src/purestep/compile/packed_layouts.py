@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .. import packed, tree
+from .. import packed, stacked, tree
 from ..types import Labels, Params, TrainState
 
 
@@ -28,11 +28,13 @@ class Layouts:
         missed = packed.missed(state)
         key = tree.signature(state.params), tuple(sorted(missed.items()))
         if key not in self._known:
-            labels = self._labels(state.params)
+            many = stacked.size(state)
+            params = {name: value[0] for name, value in state.params.items()} if many else state.params
+            labels = self._labels(params)
             own: Labels = {
                 n: (label, missed.get(n), tuple(n in part for part in self._split)) for n, label in labels.items()
             }
-            found = packed.layout(state.params, own)
+            found = packed.layout(params, own)
             self._known[key] = found if packed.pack(found, state) is not None else None
         return self._known[key]
 

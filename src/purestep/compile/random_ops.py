@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, library
 from torch.utils._pytree import tree_map_only
 
-from .. import tracing
+from .. import member_draws, tracing
 from . import formats
 from .control_flow import Mode
 
@@ -316,6 +316,8 @@ def register() -> None:
         # Call our operator if torch's fake layout is wrong: inductor checks results against it.
         called = operator if _SAMPLERS[operator] is operator else mirror
         table(mirror, type_promotion_kind=None)(sampler(called))
+    for operator in member_draws.operators():
+        table(operator, type_promotion_kind=None)(sampler(operator))
 
 
 @functools.cache

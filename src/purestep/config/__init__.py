@@ -4,6 +4,7 @@ settings   `FitConfig`
 fields     the types of its fields
 sources    where settings come from
 messages   the error messages
+command_line   a script's own dataclass, filled from a file and options
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import importlib as _importlib
 import typing as _typing
 
+from .command_line import cli as cli
 from .settings import FitConfig as FitConfig
 from .sources import count_batches as count_batches
 from .sources import load as load

@@ -176,6 +176,28 @@ def _checks(value: Any) -> int | None:
         raise ValueError(f"{error}, or None") from None
 
 
+def _profile(value: Any) -> tuple[int, int] | tuple[int, int, str] | None:
+    value = literal(value)
+    if value is None:
+        return None
+    parts: Any = value.split(":", 2) if isinstance(value, str) else value
+    try:
+        first, end, *named = parts
+        window = count(first, least=0), count(end)
+    except (TypeError, ValueError):
+        window = (0, 0)
+        named = []
+    if (
+        window[0] >= window[1]
+        or len(named) > 1
+        or not all(isinstance(part, str | Path) and str(part) for part in named)
+    ):
+        raise ValueError(
+            "must be the first update and the one behind the last, such as (10, 13), and may name a directory"
+        )
+    return (*window, *map(str, named))  # pyright: ignore[reportReturnType]  # at most one name
+
+
 def _name(value: Any) -> str:
     if isinstance(value, str) and value:
         return value
@@ -283,6 +305,7 @@ Device = Annotated[str | None, PlainValidator(_device)]
 Deterministic = Annotated[bool | Literal["warn"], PlainValidator(_deterministic)]
 Choice = Annotated[bool | None, PlainValidator(_choice)]
 Flag = Annotated[bool, PlainValidator(flag)]
+Profile = Annotated[tuple[int, int] | tuple[int, int, str] | None, PlainValidator(_profile)]
 DevRun = Annotated[int, PlainValidator(_fast_dev_run)]
 Overfit = Annotated[int | float, PlainValidator(_overfit_batches)]
 Limits = Annotated[int | float | dict[str, int | float] | None, PlainValidator(_limit_batches)]

@@ -76,6 +76,12 @@ class FitConfig(BaseModel):
     log_every: fields.AtLeast0 = 50
     """Updates between two lines of the log, at least 0. 0: log only at the end of an epoch."""
 
+    histograms: fields.AtLeast0 = 0
+    """Updates between two histograms of each parameter's weights, gradients and updates, for sinks that plot them
+    (``ps.sinks.tensorboard``, ``ps.sinks.wandb``) and callbacks: at least 0. 0: none. A recorded update waits for the
+    device, copies the weights, and repeats the forward and backward pass of its batch in eager mode, since a step
+    returns no gradients; under accumulation these are of the last micro-batch of the window. Take a few hundred."""
+
     resume: fields.Resume = "auto"
     """``"auto"``: continue from the newest intact snapshot in the run's directory, if there is one. A path: continue
     from this snapshot, or from the run's newest one if the run started from this path and has snapshots. None: start
@@ -130,11 +136,24 @@ class FitConfig(BaseModel):
     their number is known, else of ``len(loader)``. A mapping sets it for each loader; 0 skips an evaluation loader.
     None: all."""
 
+    profile: fields.Profile = None
+    """Record a window of updates with `torch.profiler`: ``(10, 13)`` are the updates 10, 11 and 12 of this call of
+    `fit`, counted from 0, with the loading of their batches. The trace ``trace_10-12.json.gz`` is for Perfetto or
+    ``chrome://tracing``; its numbers count the updates before a resume too. It goes into the directory of the
+    snapshots, into that of ``(10, 13, "traces")``, or else into the working directory. A profiler that fails is logged,
+    and the run goes on. Of several processes the first one is recorded."""
+
     rollback: fields.AtLeast0 = 0
     """How many times the run may return to its last good state after a loss or gradient that is not finite, before
     `NonFiniteError` is raised: at least 0. The run then continues after the batches in between. It keeps a good state
     in memory at its start and after every evaluation; a resumed run keeps its first one at the resume, so it may return
     less far than an uninterrupted run."""
+
+    record: fields.AtLeast0 = 0
+    """Debugging: keep the last n batches and states from which their steps can be repeated, at least 0: two copies of
+    the state and up to 2 n - 1 batches, in memory on their devices. They are ``result.recording``; if an error ends the
+    run, ``error.recording`` and files in ``recording/`` of the snapshots' directory, for `purestep.testing.replay`. A
+    flush, and a callback that returns a state, start a copy of the state too. 0: off. In one process only."""
 
     progress: fields.Flag = True
     """Show a progress bar on a terminal and print plain lines elsewhere. False: print nothing. With ``sinks=[...]``,

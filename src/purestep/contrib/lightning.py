@@ -200,7 +200,7 @@ _REFUSED = {
         _only(0), "fit evaluates nothing before training", "run with fast_dev_run=2 first, or pass 0"
     ),
     "plugins": _Refusal(_only([]), "purestep has no plugins", "pass precision=..., or write your own step"),
-    "profiler": _Refusal(_only(), "fit profiles nothing", "with torch.profiler.profile(): ps.fit(...)"),
+    "profiler": _Refusal(_only(), "fit takes a window of updates instead", "ps.fit(..., profile=(10, 13))"),
     "reload_dataloaders_every_n_epochs": _Refusal(
         _only(0),
         "fit gets its loaders once",

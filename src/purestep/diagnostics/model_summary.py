@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from .. import data, tree
+from .. import data, stacked, tree
 from ..errors import ConfigError, StateError
 from ..types import Empty, Program, TrainState
 
@@ -95,6 +95,7 @@ def summary(program: Program, state: TrainState, batch: Any = None) -> Summary:
             f"the state is a {type(value).__name__}, not a TrainState", where="summary", hint="program.init()"
         )
     state = TrainState(*state)
+    stacked.check_single(state, where="summary")
     if not isinstance(state.placement, Empty):
         raise StateError("the state is spread over processes", where="summary", hint="pass ps.full(state)")
     find = program.static.tx.decays if program.static is not None else None

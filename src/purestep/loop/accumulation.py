@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import stacked
 from ..compile import CompiledStep
 from ..step import Accum, Adding, Closing, static_of
 from ..types import Metrics, TrainState, TrainStep, Tree
@@ -51,4 +52,4 @@ class _Counting:
     def _left_of(self, state: TrainState) -> int:
         if self._returned and state.accum.left is self._returned[0] and state.halted is self._returned[1]:
             return self._left
-        return int(state.accum.left)
+        return stacked.window_left(state)

@@ -144,7 +144,9 @@ def eval_means(
             metric_queue.add_to(total, rows)
     for rows in queue.rows(wait=True):
         metric_queue.add_to(total, rows)
-    return metric_queue.means(total, queue.kinds) | metrics_.compute(outputs.joined())
+    gathered = outputs.joined()
+    found = metric_queue.means(total, queue.kinds) | metrics_.compute(gathered)
+    return metric_queue.averaged(found) if any(map(metric_queue.ENTRY.fullmatch, gathered)) else found
 
 
 def _without_gathered(metrics: Any) -> tuple[Any, Metrics]:
@@ -214,7 +216,10 @@ def check_metrics(metrics: Any, *, where: str) -> Metrics:
             where=where,
             hint="{name: ps.Mean(total, weight)}, two tensors",
         )
-    if entry := next(filter(metric_queue.ENTRY.fullmatch, map(str, metrics)), None):
+    entries = (
+        name for name, value in metrics.items() if type(value) is Mean and metric_queue.ENTRY.fullmatch(str(name))
+    )
+    if entry := next(entries, None):  # a metric with a class of its own has a name for each member of an ensemble
         raise StepContractError(
             f"metric {entry!r} has the name of an entry of a metric that is a vector", where=where, hint="another name"
         )

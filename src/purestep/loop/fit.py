@@ -13,17 +13,20 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import data, events, files
+from ..errors import ConfigError
 from ..parallel import Mesh
 from ..signals import Signals
 from ..snapshot import Snapshots
 from ..types import Program, Tree
-from . import environment, inputs, policy, processes, ranks, resume, train_call
+from . import environment, histograms, inputs, policy, processes, profiling, ranks, resume, train_call
 from . import progress as progress_
 from .best_state import BestState
 from .callbacks import Callbacks
 from .inputs import Feeds
 from .loop_state import Cell, FitResult, cell, joined, with_row
+from .member_columns import with_best
 from .policy import EvalSchedule, limit_reached
+from .recorder import BatchRecorder
 from .recovery import LastGood, save_on_error
 from .resume import Checkpointer
 from .transitions import (
@@ -216,6 +219,8 @@ def _train(run: Run, opened: Opened) -> FitResult:
                             undo_boundary(run)
                             between_calls(run)  # raises
 
+                    row = with_best(row, monitor, services.members)
+
                     # History.
                     loop = run.loop._replace(interval={}, history=with_row(before.history, row))
 
@@ -266,6 +271,8 @@ def _train(run: Run, opened: Opened) -> FitResult:
 def _restore(run: Run, opened: Opened) -> Services:
     """Set the values of a run to those of an interrupted one, if there is one; return the services."""
     config, program, feeds, snapshots, callbacks, signals, mesh, is_callers = opened
+    if config.record and mesh is not None:
+        raise ConfigError("record keeps the batches of one process alone", where="fit", hint="record=0")
     processes.check_alike(mesh, lambda: processes.facts_of(run.state, program, config, feeds))
     view = inputs.view_to_evaluate(run.state, config)
     monitor = policy.monitor(config, feeds.evaluation, feeds.train.count)
@@ -297,8 +304,16 @@ def _restore(run: Run, opened: Opened) -> Services:
         last_good=LastGood(config.rollback, start),
         best_state=BestState(monitor.kept_by(snapshots)),
         checkpointer=checkpointer,
+        recorder=BatchRecorder(config.record),
         callbacks=callbacks,
         processes=processes.opened(mesh, signals, checkpointer, progress, config, feeds.train),
+        profiler=profiling.profiler(
+            config,
+            None if snapshots is None else snapshots.directory,
+            updates=run.loop.updates,
+            rank=0 if mesh is None else mesh.rank,
+        ),
+        histograms=histograms.recorder(config.histograms, eager, run.state, mesh),
         resumed=resumed,
     )
     services.last_good.keep(run.state, run.loop)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .. import data, parallel, sinks, tree
+from .. import data, parallel, sinks, stacked, tree
 from ..compile import overlaps, plain
 from ..ema import default_view
 from ..errors import ConfigError, DataError, StateError
@@ -172,6 +172,12 @@ def check_fits(state: Tree, program: Program) -> None:
     static = program.static
     if static is None or not isinstance(state, TrainState):
         return
+    if stacked.size(state) != static.members:
+        text = f"the state has {stacked.size(state)} members, the program {static.members}"
+        hint = (
+            "ps.ensemble(program, members).init(), ps.stack(states), or ps.member(state, 0) for a program of one model"
+        )
+        raise StateError(f"of another program: {text}", where="init_state", hint=hint)
     has_window, has_ema = (not isinstance(part, Empty) for part in (state.accum, state.ema))
     wrong = [f"{name} is trained in one of them only" for name in sorted({*state.params} ^ {*static.trained})[:3]]
     if has_ema != static.has_ema:
@@ -187,8 +193,10 @@ def check_fits(state: Tree, program: Program) -> None:
 
 
 def is_key(path: str, leaf: Tensor) -> bool:
-    """True if a leaf is a random key. A parameter may be called "key" too."""
-    return path.rpartition("/")[2] == "key" and leaf.dtype == torch.int64 and leaf.shape == (2,)
+    """True if a leaf is a random key, or the keys of a stacked state. A parameter may be called "key" too."""
+    if path.rpartition("/")[2] != "key" or leaf.dtype != torch.int64:
+        return False
+    return leaf.shape == (2,) or (path == "key" and leaf.dim() == 2 and leaf.shape[1] == 2)
 
 
 def _check_nodes(state: Tree) -> None:
@@ -240,7 +248,8 @@ def _unfit(leaf: Any) -> str:
 
 def _check_counters(state: Tree) -> None:
     """Check the leaves of a TrainState that the host reads."""
-    shapes = {"step": (), "updates": (), "key": (2,)} if isinstance(state, TrainState) else {}
+    many = (stacked.size(state),) if stacked.size(state) else ()
+    shapes = {"step": many, "updates": many, "key": (*many, 2)} if isinstance(state, TrainState) else {}
     for name, shape in shapes.items():
         leaf = getattr(state, name)
         if not isinstance(leaf, Tensor) or leaf.dtype != torch.int64 or leaf.shape != shape:
@@ -318,7 +327,7 @@ def placed(state: Tree, device: str | None, program: Program) -> Tree:
 def seed_of(state: Tree) -> int:
     """Return the seed of the first key of a state, 0 without one."""
     keys = [leaf for path, leaf in tree.with_paths(state) if is_key(path, leaf)]
-    return int(keys[0][0]) if keys else 0
+    return int(keys[0].flatten()[0]) if keys else 0
 
 
 def view_to_evaluate(state: Tree, config: FitConfig) -> str | None:
@@ -339,7 +348,7 @@ def window_left(state: Tree, window: int) -> int:
     """Return the micro-batches until the accumulation window closes."""
     if window == 1 or not isinstance(state, TrainState):
         return 1
-    return int(state.accum.left)
+    return stacked.window_left(state)
 
 
 def windowed(state: Tree, window: int, before: int) -> Tree:
@@ -354,7 +363,7 @@ def windowed(state: Tree, window: int, before: int) -> Tree:
     """
     if window == 1 or not isinstance(state, TrainState):
         return state
-    left = int(state.accum.left)
+    left = stacked.window_left(state)
     before = before or max(left, window)  # more left than a window has: a larger window has just begun
     if before == window:
         return state

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .. import stopping
+from ..diagnostics import Recording
 from ..errors import ConfigError
 from ..snapshot import Table
 from ..types import Tree
@@ -101,6 +102,8 @@ class FitResult(NamedTuple):
             use the same by default, except after ``evaluate_on="params"`` of a state with an average: pass
             ``view=result.view``.
         read_best: returns `best_state`.
+        recording: with ``record=n``, at least the last n calls, for `purestep.testing.replay`; each part begins with a
+            state.
     """
 
     state: Tree
@@ -110,6 +113,7 @@ class FitResult(NamedTuple):
     stop_reason: str  # see above
     view: str = "params"
     read_best: Callable[[], Tree | None] = _no_state
+    recording: tuple[Recording, ...] = ()
 
     @property
     def best_state(self) -> Tree | None:

@@ -6,6 +6,7 @@ tensor, copied without blocking, and become rows when the copy is complete.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import deque
@@ -27,6 +28,12 @@ Totals = dict[str, tuple[float, float]]
 ENTRY = re.compile(r"(?s).+\[\d+\]")
 """Matches the names of such entries, which are reserved."""
 
+
+def base_name(name: str) -> str:
+    """Return the name of a metric without the index of an entry: "loss" for "loss[3]" """
+    return base_name(name.rpartition("[")[0]) if ENTRY.fullmatch(name) else name
+
+
 Kinds = dict[str, type[Mean]]
 """name -> the class of a mean with a `compute` of its own (`metrics.from_torchmetrics`)."""
 _NO_KINDS: Mapping[str, type[Mean]] = MappingProxyType({})
@@ -47,14 +54,15 @@ class Rows(NamedTuple):
         row = self.numbers[index]
         return {name: (row[total], row[weight]) for name, total, weight in self.columns}
 
-    def totals(self, name: str, default: float) -> list[float]:
-        """Return the total of a metric in every call."""
-        return [total for total, _ in self.pairs(name)] or [default] * len(self.tags)
-
     def pairs(self, name: str) -> list[tuple[float, float]]:
         """Return total and weight of a metric in every call; an empty list if there is no such metric."""
         at = next(((total, weight) for known, total, weight in self.columns if known == name), None)
         return [] if at is None else [(row[at[0]], row[at[1]]) for row in self.numbers]
+
+    def applied(self) -> list[float]:
+        """Return for every call whether an update was applied, by some member of an ensemble at least."""
+        at = [total for name, total, _ in self.columns if base_name(name) == "applied"]
+        return [max(row[total] for total in at) for row in self.numbers] if at else [1.0] * len(self.tags)
 
     def part(self, start: int, stop: int | None = None) -> Rows:
         """Return some of the calls."""
@@ -118,7 +126,7 @@ class MetricQueue:
         else:
             packed = torch.cat([part.detach().reshape(-1).to(torch.float64) for part in parts] or [torch.zeros(0)])
         sizes = [
-            tuple((name, 1 if are_scalars else mean[0].numel()) for name, mean in metrics.items())
+            tuple((name, () if are_scalars else tuple(mean[0].shape)) for name, mean in metrics.items())
             for metrics in waiting
         ]
         columns = {size: _columns(size) for size in set(sizes)}
@@ -176,12 +184,15 @@ def check_devices(calls: Sequence[Metrics], *, where: str) -> None:
     )
 
 
-def _columns(sizes: Iterable[tuple[str, int]]) -> Columns:
+def _columns(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Columns:
     """Return the columns of numbers that were packed mean by mean: totals, then weights."""
     columns: list[tuple[str, int, int]] = []
     start = 0
-    for name, count in sizes:
-        names = [name] if count == 1 else [f"{name}[{index}]" for index in range(count)]
+    for name, shape in shapes:
+        count, names = math.prod(shape), [name]
+        if count != 1:
+            places = itertools.product(*map(range, shape))
+            names = [f"{name}{''.join(f'[{index}]' for index in place)}" for place in places]
         columns += [(one, start + index, start + count + index) for index, one in enumerate(names)]
         start += 2 * count
     return tuple(columns)
@@ -226,12 +237,21 @@ def means(totals: Mapping[str, tuple[float, float]], kinds: Mapping[str, type[Me
     """Return total / weight by name, nan if the weight is 0. A vector also gets the mean of its counted entries."""
     totals, finished = _finished(totals, kinds)
     values = {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
+    found = averaged(values) | metrics_.compute(finished)
+    return averaged(found) if any(map(ENTRY.fullmatch, kinds)) else found
+
+
+def averaged(values: Mapping[str, float]) -> dict[str, float]:
+    """Add the mean of the entries that are not nan to the values, for every vector without one: ``f1`` for ``f1[0]``,
+    ``f1[1]``, ...; for a matrix first that of each row."""
     vectors: dict[str, list[float]] = {}
     for name, value in values.items():
-        if ENTRY.fullmatch(name):
-            vectors.setdefault(name.rpartition("[")[0], []).extend([] if math.isnan(value) else [value])
-    averaged = {name: sum(entries) / len(entries) if entries else math.nan for name, entries in vectors.items()}
-    return values | averaged | metrics_.compute(finished)
+        if ENTRY.fullmatch(name) and (of := name.rpartition("[")[0]) not in values:
+            vectors.setdefault(of, []).extend([] if math.isnan(value) else [value])
+    if not vectors:
+        return dict(values)
+    means = {name: sum(entries) / len(entries) if entries else math.nan for name, entries in vectors.items()}
+    return averaged({**values, **means})
 
 
 def as_means(totals: Totals, kinds: Mapping[str, type[Mean]] = _NO_KINDS) -> Metrics:

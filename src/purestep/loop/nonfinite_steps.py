@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .. import data, tree
+from .. import data, stacked, tree
 from ..compile import is_state, states
 from ..diagnostics import differentiates, not_finite, replay
 from ..errors import NonFiniteError, PurestepError
@@ -38,11 +38,16 @@ def can_halt(state: Tree) -> bool:
 
 
 def halts(state: Tree) -> list[tuple[str, int]]:
-    """Return (path, call that halted it) for every halted TrainState in a tree."""
+    """Return (path, call that halted it) for every halted TrainState in a tree. A stacked state is halted if all of its
+    members are; the call is that of the last one."""
     flags = [(path.rpartition("/"), leaf) for path, leaf in tree.with_paths(state)]
-    flags = [(path[0], leaf) for path, leaf in flags if path[2] == "halted" and leaf.dim() == 0]
+    flags = [(path[0], _last(leaf)) for path, leaf in flags if path[2] == "halted" and leaf.dim() <= 1]
     calls = torch.stack([leaf for _, leaf in flags]).tolist() if flags else []  # one read, since each waits
     return [(path, int(call)) for (path, _), call in zip(flags, calls, strict=True) if call]
+
+
+def _last(halted: Tensor) -> Tensor:
+    return torch.where(halted.all(), halted.max(), 0) if halted.dim() else halted
 
 
 def _nowhere(_: int) -> str:
@@ -71,7 +76,7 @@ def check_windows(state: Tree) -> None:
     """
     part = next((part for part in states(state) if _is_spoilt(part)), None)
     if part is not None:
-        call = int(part.step)
+        call = int(part.step.max())
         error = NonFiniteError(
             f"the loss or a gradient is not finite in the accumulation window that is open at call {call}",
             where="accum",
@@ -82,7 +87,10 @@ def check_windows(state: Tree) -> None:
 
 
 def _is_spoilt(node: TrainState) -> bool:
-    """True if the state would halt at the end of its window. With a loss scale, the scale falls and the run goes on."""
+    """True if the state would halt at the end of its window, or all members of a stacked state would. With a loss
+    scale, the scale falls and the run goes on."""
+    if many := stacked.size(node):
+        return all(_is_spoilt(stacked.member(node, index)) for index in range(many))
     halts = isinstance(node.scaler, Empty) and not isinstance(node.halted, Empty)
     if not halts or isinstance(node.accum, Empty):
         return False
@@ -115,10 +123,12 @@ def before_halt(state: Tree) -> Tree:
     """
 
     def one(node: Any) -> Any:
-        if not is_state(node) or isinstance(node.halted, Empty) or not int(node.halted):
+        if not is_state(node) or isinstance(node.halted, Empty) or not bool(node.halted.any()):
             return node
-        step = node.halted - 1
-        key = torch.tensor([int(node.key[0]), int(step)], dtype=torch.int64)
+        halted = node.halted != 0
+        step = torch.where(halted, node.halted - 1, node.step)
+        calls = torch.where(halted.cpu(), step.cpu(), node.key[..., 1])
+        key = torch.stack([node.key[..., 0], calls], dim=-1)
         return TrainState(*node)._replace(step=step, halted=torch.zeros_like(node.halted), key=key)
 
     return tree.map(one, state, is_leaf=is_state)
@@ -142,6 +152,10 @@ def explain(
     is_held = any(batch is not None for _, batch in window)
     if not isinstance(frozen, TrainState) or not is_held or error.step is None:
         return error
+    if many := stacked.size(frozen):
+        explained = NonFiniteError(f"all {many} members have halted; {error.what}", where=error.where, hint=error.hint)
+        explained.step = error.step
+        return explained
     frozen = TrainState(*frozen)
     size = program.static.accumulate if program.static else 1
     probes = (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import data, stopping
 from ..errors import ConfigError
@@ -210,16 +211,20 @@ def ended_before(monitor: Monitor, loop: LoopState) -> str | None:
     return reason
 
 
+_WARNED: weakref.WeakSet[Any] = weakref.WeakSet()  # `Static.steps` of programs, which no other program has
 _TOO_MUCH = 0.05  # share of the first weights in the average, above which it is no average of the end of the run
 
 
 def warn_of_short_average(program: Program, config: FitConfig, feed: data.Feed) -> None:
-    """Warn of a run whose average would still hold much of its first weights at the end."""
+    """Warn of a run whose average would still hold much of its first weights at the end: once for a program."""
     static, updates = program.static, planned_updates(program, config, feed)
     if static is None or static.first_share is None or updates is None or config.fast_dev_run:
         return
+    if static.steps in _WARNED:
+        return
     share = static.first_share(updates)
     if share > _TOO_MUCH:
+        _WARNED.add(static.steps)
         _log.warning(
             "the average holds %.0f %% of the first weights after the %d updates of this run, too few for its decay "
             "(cure: ps.program(..., ema=ps.ema.average(%.6g, warmup=True)), or a smaller decay)",

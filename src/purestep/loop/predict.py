@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import data, rng, tree
+from .. import data, rng, stacked, tree
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..objective import call_model, split_batch
 from ..types import Empty, Program, TrainState
@@ -52,7 +52,8 @@ def predict(
 
     Returns:
         The structure of one batch's outputs (a tensor, or tensors in dicts and tuples) on the CPU. Tensors are
-        concatenated along dimension 0; a 0-d tensor becomes one number per batch. None with a ``callback``.
+        concatenated along dimension 0, for an `ensemble` along dimension 1; a 0-d tensor becomes one number per batch.
+        None with a ``callback``.
 
     Raises:
         ConfigError: the program has no ``bind``; or ``view`` has another value.
@@ -76,9 +77,9 @@ def predict(
         raise ConfigError(
             "the program has no bind", where="predict", hint="ps.Program(train_step, bind=...), or ps.program(...)"
         )
-    model, seed = program.bind(state, view=view), int(state.key[0])
+    model, seed = program.bind(state, view=view), int(state.key.flatten()[0])
     split, run = prepare or _inputs_of, forward or call_model
-    collected = _Outputs(name)
+    collected = _Outputs(name, rows=1 if stacked.size(state) else 0)
     opened = data.open_feed(loader, name=name, repeats=True)
     feed = data.in_order(opened)
     try:
@@ -128,11 +129,16 @@ def _inputs_of(batch: Any) -> tuple[Any, Any]:
         ) from error
 
 
+def _without(shape: list[int], dim: int) -> list[int]:
+    return shape[:dim] + shape[dim + 1 :]
+
+
 class _Outputs:
     """The outputs of all batches, on the CPU, leaf by leaf."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, rows: int) -> None:
         self._name = name
+        self._rows = rows  # the dimension of the examples; before it, members of an ensemble
         self._treedef: tree.TreeDef | None = None
         self._paths: list[str] = []
         self._leaves: list[list[Tensor]] = []
@@ -154,10 +160,11 @@ class _Outputs:
             if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
                 kind = type(leaf).__name__ if not isinstance(leaf, Tensor) else f"{leaf.layout} tensor"
                 self._fail(path, f"the output is a {kind}, not a dense tensor")
-            if column and leaf.shape[1:] != column[0].shape[1:]:
+            shape = [*leaf.shape] if leaf.dim() > self._rows else [*leaf.shape, 1]
+            if column and _without(shape, self._rows) != _without([*column[0].shape], self._rows):
                 self._fail(path, f"the shape is {list(leaf.shape)}, and {list(column[0].shape)} in batch 1")
             # A copy on the CPU too: the loader may use its memory again.
-            column.append(leaf.detach().to("cpu", copy=True).reshape(leaf.shape or (1,)))
+            column.append(leaf.detach().to("cpu", copy=True).reshape(shape))
 
     def joined(self) -> Any:
         """Concatenate each leaf, one after another, and free its parts."""
@@ -165,7 +172,7 @@ class _Outputs:
         treedef = cast(tree.TreeDef, self._treedef)
         whole: list[Tensor] = []
         for column in columns:
-            whole.append(torch.cat(column))
+            whole.append(torch.cat(column, dim=self._rows))
             column.clear()
         return tree.unflatten(treedef, whole)
 

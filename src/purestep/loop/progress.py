@@ -10,7 +10,7 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from .. import tensor_layout, tree
+from .. import stacked, tensor_layout, tree
 from ..compile import Stacked, states
 from ..errors import NonFiniteError, StepContractError
 from ..events import Logged
@@ -32,8 +32,9 @@ _log = logging.getLogger("purestep")
 
 def opened(log_every: int, state: Tree, loop: LoopState) -> Progress:
     """Return the progress of a run that begins, or goes on, with these states."""
-    calls = int(state.key[1]) if isinstance(state, TrainState) else 0
+    calls = stacked.keys(state)[0][1] if isinstance(state, TrainState) else 0
     rates = {"lr"}.union(*(rate_names(part) for part in states(state)))
+    rates |= {f"{name}[{index}]" for name in rates for index in range(stacked.size(state))}
     return Progress(log_every, before=calls - loop.calls, halts=can_halt(state), rates=rates)
 
 
@@ -59,6 +60,7 @@ class Progress:
         self._halts = halts
         self._warned = False
         self._refusals = 0  # refused updates in a row
+        self._stopped = set[int]()  # members of an ensemble that have halted
         self._queue = MetricQueue()
         self._is_fixed = False
         self._held: deque[tuple[Call, Any]] = deque()
@@ -117,7 +119,7 @@ class Progress:
         for rows in arrived:
             self._warn_of_loss(rows)
             begun = 0
-            for index, applied in enumerate(rows.totals("applied", 1.0)):
+            for index, applied in enumerate(rows.applied()):
                 call: Call = rows.tags[index]
                 if not call.closing:
                     continue
@@ -126,6 +128,7 @@ class Progress:
                     self._refused(call, rows.values(index), state)
                     continue
                 self._refusals = 0
+                self._warn_of_halted(rows, index, state)
                 updates += 1
                 if self._log_every and updates % self._log_every == 0:
                     _sum(rows.part(begun, index + 1), sums, last, self.rates)
@@ -150,6 +153,26 @@ class Progress:
                     *(total / weight, call.epoch + 1, call.batch + 1),
                 )
                 return
+
+    def _warn_of_halted(self, rows: Rows, index: int, state: Tree) -> None:
+        """Warn of members of an ensemble that have halted while others go on."""
+        many = stacked.size(state) if self._halts else 0
+        if many < 2:
+            return
+        applied = {name: total for name, (total, _) in rows.values(index).items() if name.startswith("applied[")}
+        refused = {at for at in range(many) if not applied.get(f"applied[{at}]", 1.0)} - self._stopped
+        if not refused:
+            return
+        halted = state.halted.tolist()
+        for at in sorted(refused):
+            if halted[at]:
+                self._stopped.add(at)
+                place = self._place(halted[at])
+                _log.warning(
+                    "member %d of the ensemble has halted: its loss or a gradient is not finite at call %d%s; the "
+                    "others go on",
+                    *(at, halted[at], place and f" ({place})"),
+                )
 
     def discard(self) -> None:
         """Discard the metrics and batches of calls that are undone."""
@@ -199,9 +222,10 @@ class Progress:
         """Return a step's metrics by their names in the history: ``train_`` stands before what training data gave."""
         row: dict[str, Cell] = {}
         for name, value in metric_queue.means(sums, self._queue.kinds).items():
-            if name not in _HIDDEN and name not in self.rates:
-                row[name if name in _BARE else f"train_{name}"] = value
-        return row | {name: value for name, value in rates.items() if name in self.rates}
+            base = metric_queue.base_name(name)
+            if base not in _HIDDEN and name not in self.rates:
+                row[name if base in _BARE else f"train_{name}"] = value
+        return row | metric_queue.averaged({name: value for name, value in rates.items() if name in self.rates})
 
     def _line(self, call: Call, updates: int, sums: Totals, rates: Mapping[str, float]) -> Logged:
         numbers = {name: value for name, value in self.row(sums, rates).items() if value is not None}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import data, tree
+from .. import data, tracing, tree
 from ..compile import plain
 from ..diagnostics import purity
 from ..errors import PurestepError, StepContractError
@@ -113,7 +113,7 @@ class _GradientReach:
     def _collect(self, grads: Params) -> Params:
         unknown = [name for name in grads if name not in self._reached]
         if unknown:  # one read for all: each read waits for the device
-            flags = torch.stack([grads[name].any() for name in unknown]).tolist()
+            flags = torch.stack([tracing.unwrapped(grads[name]).any() for name in unknown]).tolist()
             self._reached |= {name for name, is_there in zip(unknown, flags, strict=True) if is_there}
         return grads
 

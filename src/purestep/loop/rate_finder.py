@@ -9,7 +9,7 @@ from contextlib import closing
 from os import PathLike
 from typing import Any, NamedTuple
 
-from .. import data, optim, tree
+from .. import data, optim, stacked, tree
 from .. import metrics as metrics_
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..types import Device, Empty, Metrics, Program, TrainState
@@ -120,6 +120,7 @@ def find_learning_rate(
         (True, True)
     """
     _check_numbers(low, high, steps, smoothing, divergence)
+    stacked.check_single(state, where="find_learning_rate")
     state = _checked(state, leaf, low)
     ranks.mesh_of(state, where="find_learning_rate")
     ranks.check_loader(loader, where=name)

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from .. import rng, tree
 from ..compile import LiveState, is_state, states
 from ..errors import NonFiniteError, PurestepError, SnapshotError, StateError, StepContractError
@@ -77,7 +75,7 @@ class LastGood:
             if not is_state(node):
                 return node
             key = next(present).key
-            return node._replace(step=torch.full_like(node.step, int(key[1])), key=key.clone())
+            return node._replace(step=key[..., 1].to(node.step.device, copy=True), key=key.clone())
 
         return tree.map(one, tree.clone(good), is_leaf=is_state), loop._replace(
             updates=then.updates,

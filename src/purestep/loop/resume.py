@@ -165,9 +165,10 @@ def _injected(state: Tree) -> dict[str, float]:
     """Return the values of `optim.inject` that are no schedules, by "index of the TrainState/name"."""
     parts = enumerate(states(state))
     return {
-        f"{index}/{name}": float(value)
+        f"{index}/{name}" + (f"[{at}]" if value.dim() else ""): number
         for index, part in parts
         for name, value in hyperparameters.injected(part.opt_state).items()
+        for at, number in enumerate(value.reshape(-1).tolist())
     }
 
 

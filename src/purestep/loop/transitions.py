@@ -18,11 +18,14 @@ from . import environment, inputs, nonfinite_steps, policy, recovery
 from .best_state import BestState
 from .callbacks import Callbacks
 from .evaluate import eval_means
+from .histograms import Recorder
 from .inputs import Feeds
 from .loop_state import Call, FitResult, LoopState
 from .policy import EvalSchedule, Monitor, limit_reached
 from .processes import Alone
+from .profiling import Profiler
 from .progress import Progress
+from .recorder import BatchRecorder
 from .recovery import LastGood
 from .resume import Checkpointer
 from .train_call import TrainCall
@@ -50,9 +53,17 @@ class Services(NamedTuple):
     last_good: LastGood
     checkpointer: Checkpointer
     best_state: BestState
+    recorder: BatchRecorder
     callbacks: Callbacks
     processes: Alone  # the decisions of the boundaries
+    profiler: Profiler | None
+    histograms: Recorder | None
     resumed: bool  # goes on from an interrupted run
+
+    @property
+    def members(self) -> int:
+        """The number of members of an ensemble, 0 for a program of one model."""
+        return self.program.static.members if self.program.static is not None else 0
 
 
 class Run:
@@ -114,9 +125,16 @@ class Epochs:
 
 def call_step(run: Run, batch: Any) -> None:
     """Call train_step. Nothing is read from the device."""
-    loop = run.loop
+    loop, profiler, recorder = run.loop, run.services.profiler, run.services.recorder
+    recorder.add(run.state, batch, loop.calls + 1)
+    if profiler is not None:
+        profiler.before_call()
+    if run.services.histograms is not None:
+        updates = loop.updates + run.services.progress.pending
+        run.services.histograms.before_call(run.state, batch, updates=updates, closes=loop.left == 1)
     try:
         run.state, metrics = run.services.call(run.state, batch, loop)
+        recorder.returned(run.state)
     except NonFiniteError as error:  # of detect_anomaly, which reads at once
         if not _went_back(run, error, recovery.past_call(run.state), loop.stepped()):
             raise
@@ -140,12 +158,18 @@ def call_flush(run: Run) -> None:
 
 def _count(run: Run, call: Call, metrics: Metrics | Stacked, batch: Any) -> None:
     """Hand the metrics of a call to the progress and the callbacks, and take in what has arrived of earlier ones."""
-    progress, callbacks = run.services.progress, run.services.callbacks
+    progress, callbacks, profiler = run.services.progress, run.services.callbacks, run.services.profiler
+    if profiler is not None and call.closing:
+        profiler.after_update()
     progress.add(call, metrics, run.loop, batch)
     if call.closing and callbacks.has_callbacks:
         updates = run.loop.updates + progress.pending
         event = events.StepEnd(run.state, unstacked(metrics), batch, call.epoch, call.batch, updates)
         _heed(run, callbacks.ask(event))
+    if call.closing and run.services.histograms is not None:
+        found = run.services.histograms.after_update(run.state, updates=run.loop.updates + progress.pending)
+        if found is not None:
+            dispatch(run, found)
     settle(run, wait=False)
 
 
@@ -345,9 +369,9 @@ def result_of(run: Run) -> FitResult:
     """Return the result so far."""
     loop, services = run.loop, run.services
     best, view = services.monitor.best(loop), services.view or "params"
-    return FitResult(
-        released(run.state), dict(loop.history), best, loop.epoch, loop.stop or "error", view, services.best_state
-    )
+    stop, recording = loop.stop or "error", services.recorder.parts()
+    state = released(run.state)
+    return FitResult(state, dict(loop.history), best, loop.epoch, stop, view, services.best_state, recording)
 
 
 def _restore_best(run: Run) -> None:
@@ -360,6 +384,8 @@ def _restore_best(run: Run) -> None:
 
 def end_run(run: Run, error: BaseException | None) -> None:
     """Dispatch FitEnd, whatever ended the run."""
+    if run.services.profiler is not None:
+        run.services.profiler.close()
     run.services.best_state.end(run.state, run.loop)
     if error is None and run.services.config.restore_best:
         _restore_best(run)
@@ -368,5 +394,7 @@ def end_run(run: Run, error: BaseException | None) -> None:
         vars(error)["result"] = result_of(run)
         if run.services.processes.size == 1:
             nonfinite_steps.write_replay_file(error, run.services.checkpointer.snapshots)
+    if error is not None:
+        run.services.recorder.write(error, run.services.checkpointer.snapshots)
     result = result_of(run)
     run.services.callbacks.end(events.FitEnd(result.state, result.stop_reason, result.history, result.best, error))

@@ -23,6 +23,9 @@ _ALPHA = 1.7580993408473766
 class EagerMasks(TorchFunctionMode):
     """Mode in which dropout on the CPU allocates its mask in the input's layout under transforms too, except vmap.
 
+    Args:
+        mapped: under vmap too, where the mask gets the layout of one mapped index.
+
     Example:
         >>> def dropped(x):
         ...     return torch.nn.functional.dropout(x.t()).sum()
@@ -35,13 +38,17 @@ class EagerMasks(TorchFunctionMode):
         True
     """
 
+    def __init__(self, *, mapped: bool = False) -> None:
+        super().__init__()
+        self._mapped = mapped
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # some of its stand-ins for functions cannot be hashed
             rule = next((rule for known, rule in _RULES.items() if func is known), None)
         else:
             rule = _RULES.get(func)
-        return func(*args, **kwargs) if rule is None else rule(func, *args, **kwargs)
+        return func(*args, **kwargs) if rule is None else rule(func, self._mapped, *args, **kwargs)
 
 
 def _rule(drop: Callable[[Tensor, float], Tensor], training: bool = True, written: bool = False) -> Any:
@@ -49,6 +56,7 @@ def _rule(drop: Callable[[Tensor, float], Tensor], training: bool = True, writte
 
     def rule(
         func: Any,
+        mapped: bool,
         input: Tensor,
         p: float = 0.5,
         training: bool | None = training,
@@ -56,7 +64,7 @@ def _rule(drop: Callable[[Tensor, float], Tensor], training: bool = True, writte
         **more: Any,
     ) -> Tensor:
         train = bool(more.get("train", training))
-        if not train or not _is_replaced(input, p):
+        if not train or not _is_replaced(input, p, mapped):
             given = {} if func in _PLAIN else {"inplace": inplace}
             return func(input, p, train, **given)
         dropped = drop(input, p)
@@ -65,11 +73,11 @@ def _rule(drop: Callable[[Tensor, float], Tensor], training: bool = True, writte
     return rule
 
 
-def _is_replaced(value: Any, rate: Any) -> bool:
+def _is_replaced(value: Any, rate: Any, mapped: bool) -> bool:
     plain = isinstance(value, Tensor) and isinstance(rate, float) and 0 < rate < 1
     if not plain or value.device.type != "cpu" or 0 in value.shape:
         return False
-    return torch.compiler.is_compiling() or not tracing.is_mapped(value)  # Dynamo cannot trace `mapped`
+    return mapped or torch.compiler.is_compiling() or not tracing.is_mapped(value)  # Dynamo cannot trace `mapped`
 
 
 def _dropped(value: Tensor, rate: float) -> Tensor:

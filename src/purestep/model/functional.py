@@ -219,6 +219,44 @@ class Bound:
         return output
 
 
+class Recording(Bound):
+    """A pure call that keeps the outputs of every call of the model, not of the objective's own module."""
+
+    __slots__ = ("outputs",)
+
+    def __init__(self, template: Template, params: Params, frozen: Params, buffers: Params, *, train: bool) -> None:
+        super().__init__(template, params, frozen, buffers, train=train)
+        self.outputs: list[Any] = []
+
+    def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super()._run(target, method, args, kwargs)
+        if target == "model":
+            self.outputs.append(output)
+        return output
+
+
+class Given(Bound):
+    """A pure call that returns stored outputs, in order, in place of calling the model."""
+
+    __slots__ = ("_outputs",)
+
+    def __init__(
+        self,
+        template: Template,
+        params: Params,
+        frozen: Params,
+        buffers: Params,
+        *,
+        train: bool,
+        outputs: Iterable[Any],
+    ) -> None:
+        super().__init__(template, params, frozen, buffers, train=train)
+        self._outputs = iter(outputs)
+
+    def _run(self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return next(self._outputs) if target == "model" else super()._run(target, method, args, kwargs)
+
+
 class _Dispatch(nn.Module):
     """Parent of the model and the objective, so that one functional_call can run any method of either."""
 
@@ -285,11 +323,16 @@ def rewritten(given: Template, change: Callable[[nn.Module], None]) -> Template:
 
 
 def bind(
-    template: Template, params: Params, frozen: Params | None = None, buffers: Params | None = None, train: bool = False
+    template: Template,
+    params: Params,
+    frozen: Params | None = None,
+    buffers: Params | None = None,
+    train: bool = False,
+    kind: Callable[..., Bound] = Bound,
 ) -> Bound:
     """Return the pure call with these weights. Buffers are copied, so a forward pass does not change the caller's."""
     private = {name: buffer.clone() for name, buffer in (buffers or {}).items()}
-    return Bound(template, params, frozen or {}, private, train=train)
+    return kind(template, params, frozen or {}, private, train=train)
 
 
 def tensors(module: nn.Module, objective: nn.Module | None = None) -> tuple[Params, Params, Params]:

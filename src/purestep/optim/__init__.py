@@ -70,6 +70,8 @@ from .schedule_free import schedule_free_sgd as schedule_free_sgd
 from .schedule_free import schedule_free_view as schedule_free_view
 from .sgd import sgd as sgd
 from .sgd import trace as trace
+from .soap import scale_by_soap as scale_by_soap
+from .soap import soap as soap
 from .wrappers import decay_mask as decay_mask
 from .wrappers import freeze as freeze
 from .wrappers import masked as masked

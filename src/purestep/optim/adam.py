@@ -146,8 +146,9 @@ def adam(
         scale_by_adam(b1, b2, eps=eps, amsgrad=amsgrad, mu_dtype=mu_dtype, nu_dtype=nu_dtype),
         scale_by_learning_rate(learning_rate),
     )
-    is_plain = not amsgrad and mu_dtype is None and nu_dtype is None
-    return kernels.with_adam(whole, learning_rate, b1, b2, eps, weight_decay, decoupled=False) if is_plain else whole
+    if amsgrad or mu_dtype is not None or nu_dtype is not None:
+        return whole
+    return whole._replace(fast=kernels.adam(whole, learning_rate, b1, b2, eps, weight_decay, decoupled=False))
 
 
 @recipe
@@ -196,8 +197,9 @@ def adamw(
         *decay_parts(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
-    is_plain = not amsgrad and mu_dtype is None and nu_dtype is None
-    return kernels.with_adam(whole, learning_rate, b1, b2, eps, weight_decay, decoupled=True) if is_plain else whole
+    if amsgrad or mu_dtype is not None or nu_dtype is not None:
+        return whole
+    return whole._replace(fast=kernels.adam(whole, learning_rate, b1, b2, eps, weight_decay, decoupled=True))
 
 
 class ScaleByNadamState(NamedTuple):

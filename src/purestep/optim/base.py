@@ -49,6 +49,21 @@ Kernel: TypeAlias = Callable[[Params, Tree, Params], Launch | None]
 """``(updates, state, params) -> Launch``, or None if there is no kernel for these tensors. Nothing is written yet."""
 
 
+class Fast(NamedTuple):
+    """Faster ways to the numbers of an ``update``, for eager steps.
+
+    Args:
+        update: the function that they stand for. If a transform has got another one since (`_replace`), they are not
+            used: see `fast_of`.
+        in_place: ``(updates, params) -> updates``, for a transform without state. It may write into the updates.
+        kernel: see `Launch`.
+    """
+
+    update: Callable[..., Any]
+    in_place: Callable[[Params, Params], Params] | None = None
+    kernel: Kernel | None = None
+
+
 class Transform(NamedTuple):
     """A gradient transformation: two pure functions, and facts about them, for packing (`packed.py`) and `summary`.
 
@@ -62,9 +77,7 @@ class Transform(NamedTuple):
         labels: ``params -> {name: label}``. Parameters with equal labels and dtypes are treated alike and may share a
             buffer.
         decays: ``params -> {name: True if weight decay moves this parameter, None if that is unknown}``; for `summary`.
-        in_place: ``(updates, params) -> updates``: as ``update`` of a transform without state, but it may write into
-            the tensors of the updates.
-        kernel: a faster way to the same numbers (within rounding) where a step runs in eager mode; see `Launch`.
+        fast: a faster way to the same numbers (within rounding) where a step runs in eager mode; see `Fast`.
 
     Example:
         >>> double = Transform(lambda params: Empty(), lambda updates, state, params: (
@@ -79,8 +92,12 @@ class Transform(NamedTuple):
     elementwise: bool = True
     labels: Callable[[Params], Labels] = _one_label
     decays: Callable[[Params], dict[str, bool | None]] = _no_decay
-    in_place: Callable[[Params, Params], Params] | None = None
-    kernel: Kernel | None = None
+    fast: Fast | None = None
+
+
+def fast_of(tx: Transform) -> Fast:
+    """The faster ways of a transform, if they stand for the ``update`` that it has."""
+    return tx.fast if tx.fast is not None and tx.fast.update is tx.update else Fast(tx.update)
 
 
 @recipe
@@ -172,13 +189,13 @@ def chain(*transforms: Transform) -> Transform:
         return {name: _any(part[name] for part in parts) for name in params}
 
     whole = Transform(init, update, all(tx.elementwise for tx in transforms), labels, decays)
-    return whole._replace(kernel=_kernel_of_chain(transforms))
+    return whole._replace(fast=Fast(update, kernel=_kernel_of_chain(transforms)))
 
 
 def _kernel_of_chain(transforms: tuple[Transform, ...]) -> Kernel | None:
     """The kernel of the last part, after the others in place; None if one of these has no such form."""
-    last = transforms[-1].kernel if transforms else None
-    first = [tx.in_place for tx in transforms[:-1] if tx.in_place is not None]
+    last = fast_of(transforms[-1]).kernel if transforms else None
+    first = [change for tx in transforms[:-1] if (change := fast_of(tx).in_place) is not None]
     if last is None or len(first) < len(transforms) - 1:
         return None
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..pickling import recipe
 from ..types import Params
-from .base import Transform, global_norm, require, stateless
+from .base import Fast, Transform, global_norm, require, stateless
 from .numerics import Scalar, multiply, scale_in_place, upcast
 
 
@@ -47,7 +47,8 @@ def clip_by_global_norm(max_norm: Scalar) -> Transform:
         del params
         return scale_in_place(updates, factor(updates))
 
-    return stateless(clip, elementwise=True)._replace(in_place=in_place)
+    tx = stateless(clip, elementwise=True)
+    return tx._replace(fast=Fast(tx.update, in_place=in_place))
 
 
 @recipe

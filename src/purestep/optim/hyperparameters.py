@@ -13,7 +13,7 @@ from .. import tree
 from ..errors import ConfigError
 from ..pickling import recipe
 from ..types import Empty, Labels, Params, Tree
-from .base import Launch, Transform
+from .base import Fast, Launch, Transform, fast_of
 from .numerics import Schedule, rate_at, zero_count
 from .wrappers import PartitionState
 
@@ -118,7 +118,7 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], injected
 
     def kernel(updates: Params, state: InjectState, params: Params) -> Launch | None:
         values = leaves(state.step, state.hyperparams)
-        inner = factory(**fixed, **values).kernel
+        inner = fast_of(factory(**fixed, **values)).kernel
         launch = None if inner is None else inner(updates, state.inner, params)
         if launch is None:
             return None
@@ -130,7 +130,7 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], injected
         return Launch(launch.rates, run)
 
     whole = Transform(init, update, template.elementwise, labels, template.decays)
-    return whole if template.kernel is None else whole._replace(kernel=kernel)
+    return whole if fast_of(template).kernel is None else whole._replace(fast=Fast(update, kernel=kernel))
 
 
 def _check_cheap_to_rebuild(inner: Tree) -> None:

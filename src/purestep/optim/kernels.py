@@ -16,7 +16,7 @@ from torch.optim.sgd import sgd as torch_sgd
 
 from .. import foreach, tracing
 from ..types import Params, Tree
-from .base import Launch, Transform
+from .base import Fast, Launch, Transform
 from .numerics import Rate, Scalar, by_name, rate_at, update_count
 from .scale import ScaleByLearningRateState, rate_leaf
 from .wrappers import MaskedState
@@ -43,7 +43,7 @@ class _Moments(NamedTuple):
     launch: Callable[..., None]  # (params, updates, *moments as lists; state, names, lr, weight_decay, found_inf)
 
 
-def with_adam(
+def adam(
     whole: Transform,
     learning_rate: Rate,
     b1: Scalar,
@@ -52,8 +52,8 @@ def with_adam(
     weight_decay: Scalar,
     *,
     decoupled: bool,
-) -> Transform:
-    """Add the kernel of `torch.optim.adam.adam` to adam or adamw. A hyperparameter that is a tensor has none.
+) -> Fast | None:
+    """The kernel of `torch.optim.adam.adam` for adam or adamw; None if a hyperparameter is a tensor.
 
     Args:
         whole: the chain, without an option that the kernel lacks.
@@ -65,7 +65,7 @@ def with_adam(
         decoupled: as in AdamW: the weight decay comes after Adam.
     """
     if any(isinstance(number, Tensor) for number in (b1, b2, eps)):
-        return whole
+        return None
     at = 0 if decoupled else -2
 
     def read(state: Tree) -> tuple[Params, ...]:
@@ -105,13 +105,11 @@ def with_adam(
             **options,
         )
 
-    return _with_kernel(whole, learning_rate, weight_decay, _Moments(read, write, launch))
+    return _fast(whole, learning_rate, weight_decay, _Moments(read, write, launch))
 
 
-def with_sgd(
-    whole: Transform, learning_rate: Rate, momentum: Scalar, nesterov: bool, weight_decay: Scalar
-) -> Transform:
-    """Add the kernel of `torch.optim.sgd.sgd` to sgd without dampening. A hyperparameter that is a tensor has none.
+def sgd(whole: Transform, learning_rate: Rate, momentum: Scalar, nesterov: bool, weight_decay: Scalar) -> Fast | None:
+    """The kernel of `torch.optim.sgd.sgd` for sgd without dampening; None if a hyperparameter is a tensor.
 
     Args:
         whole: the chain.
@@ -121,7 +119,7 @@ def with_sgd(
         weight_decay: of the parameters that the state of the weight decay selects.
     """
     if isinstance(momentum, Tensor):
-        return whole
+        return None
 
     def read(state: Tree) -> tuple[Params, ...]:
         return (state[-2].trace,) if momentum else ()
@@ -145,13 +143,13 @@ def with_sgd(
             **options,
         )
 
-    return _with_kernel(whole, learning_rate, weight_decay, _Moments(read, write, launch))
+    return _fast(whole, learning_rate, weight_decay, _Moments(read, write, launch))
 
 
-def _with_kernel(whole: Transform, learning_rate: Rate, weight_decay: Scalar, moments: _Moments) -> Transform:
-    """Add a kernel to a chain whose last part is `scale_by_learning_rate`."""
+def _fast(whole: Transform, learning_rate: Rate, weight_decay: Scalar, moments: _Moments) -> Fast | None:
+    """A kernel for a chain whose last part is `scale_by_learning_rate`."""
     if isinstance(weight_decay, Tensor):
-        return whole
+        return None
 
     def kernel(updates: Params, state: Tree, params: Params) -> Launch | None:
         trees, scaled = moments.read(state), cast(ScaleByLearningRateState, state[-1])
@@ -176,7 +174,7 @@ def _with_kernel(whole: Transform, learning_rate: Rate, weight_decay: Scalar, mo
 
         return Launch([rate] if isinstance(rate, Tensor) else [], run)
 
-    return whole._replace(kernel=kernel)
+    return Fast(whole.update, kernel=kernel)
 
 
 def _groups(updates: Params, state: Tree, weight_decay: float) -> list[tuple[list[str], float]]:
@@ -199,7 +197,7 @@ def _fit(params: Params, *others: Params) -> bool:
             same = leaf.is_contiguous() if flat else leaf.stride() == param.stride()
             if type(leaf) is not Tensor or leaf.dtype is not dtype or not same:
                 return False
-    return tracing.may_overwrite(params.values())
+    return tracing.may_overwrite(leaf for tree in (params, *others) for leaf in tree.values())
 
 
 def _is_dense(leaf: Tensor) -> bool:

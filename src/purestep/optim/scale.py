@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..pickling import recipe
 from ..types import Params
-from .base import Transform, require, require_rate, stateless
+from .base import Fast, Transform, require, require_rate, stateless
 from .numerics import Rate, Scalar, add_scaled, is_enabled, multiply, rate_at, scale_in_place, zero_count
 from .wrappers import Mask, masked
 
@@ -35,7 +35,8 @@ def scale(factor: Scalar) -> Transform:
         del params  # A constant factor.
         return {name: multiply(u, factor) for name, u in updates.items()}
 
-    return stateless(fn, elementwise=True)._replace(in_place=lambda updates, params: scale_in_place(updates, factor))
+    tx = stateless(fn, elementwise=True)
+    return tx._replace(fast=Fast(tx.update, in_place=lambda updates, params: scale_in_place(updates, factor)))
 
 
 class ScaleByLearningRateState(NamedTuple):

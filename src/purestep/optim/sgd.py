@@ -132,5 +132,6 @@ def sgd(
         raise ConfigError(f"nesterov with dampening={dampening}", where="sgd", hint="dampening=0.0")
     velocity = [trace(momentum, nesterov=nesterov, dampening=dampening)] if is_enabled(momentum) else []
     whole = chain(*decay_parts(weight_decay, mask), *velocity, scale_by_learning_rate(learning_rate))
-    is_plain = not isinstance(dampening, Tensor) and dampening == 0
-    return kernels.with_sgd(whole, learning_rate, momentum, nesterov, weight_decay) if is_plain else whole
+    if isinstance(dampening, Tensor) or dampening != 0:
+        return whole
+    return whole._replace(fast=kernels.sgd(whole, learning_rate, momentum, nesterov, weight_decay))

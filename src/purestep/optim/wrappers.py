@@ -19,7 +19,7 @@ from ..model import unwrapped
 from ..pickling import recipe
 from ..types import Empty, Labels, Params, Tree
 from ..validation import nearest_names
-from .base import Kernel, Launch, Transform, stateless
+from .base import Fast, Kernel, Launch, Transform, fast_of, stateless
 
 Mask: TypeAlias = str | Mapping[str, bool] | Callable[[Params], Mapping[str, bool]]
 """A regular expression searched in names; name -> bool; or a function ``params -> {name: bool}``."""
@@ -169,7 +169,8 @@ def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
         return {name: result[name] for name in params}
 
     whole = Transform(init, update, all(tx.elementwise for tx in transforms.values()), group_labels, decays)
-    return whole._replace(kernel=_kernel_of_groups({label: tx.kernel for label, tx in transforms.items()}))
+    kernel = _kernel_of_groups({label: fast_of(tx).kernel for label, tx in transforms.items()})
+    return whole._replace(fast=Fast(update, kernel=kernel))
 
 
 def _kernel_of_groups(kernels: Mapping[str, Kernel | None]) -> Kernel | None:

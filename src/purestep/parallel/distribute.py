@@ -88,6 +88,9 @@ def distribute(
     static = program.static
     if static is None or program.init is None or program.bind is None or program.eval_step is None:
         raise RankError("this program has no static description", where=_WHERE, hint="pass a program of ps.program")
+    if static.members:
+        hint = "distribute the program of one model, or train the ensemble on one device"
+        raise RankError("the program is an ensemble", where=_WHERE, hint=hint)
     if static.stream:
         raise RankError("the program is distributed already", where=_WHERE, hint="pass the program of ps.program")
     is_cut = _chosen(params, static.trained)

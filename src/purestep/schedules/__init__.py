@@ -19,6 +19,7 @@ from .decay import cosine as cosine
 from .decay import exponential as exponential
 from .decay import linear as linear
 from .decay import polynomial as polynomial
+from .decay import warm_restarts as warm_restarts
 from .decay import warmup_cosine as warmup_cosine
 from .decay import warmup_stable_decay as warmup_stable_decay
 from .interpolate import Count as Count

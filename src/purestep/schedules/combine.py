@@ -184,7 +184,7 @@ def _check_scheduler(scheduler: Any) -> None:
         raise ConfigError(
             "ReduceLROnPlateau depends on a metric, but a schedule depends only on the count of updates",
             where="from_torch_scheduler",
-            hint="use stopping.Plateau in a callback, and write its scale through optim.inject",
+            hint="ps.fit(..., callbacks=[ps.reduce_on_plateau('val_loss')]), with optim.inject around the optimizer",
         )
     if isinstance(scheduler, LRScheduler) or not callable(scheduler):
         raise ConfigError(

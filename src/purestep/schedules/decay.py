@@ -1,7 +1,8 @@
-"""Schedules along a curve: linear, polynomial, cosine, exponential, and warm-up followed by decay."""
+"""Schedules along a curve: linear, polynomial, cosine with and without restarts, exponential, warm-up and decay."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -99,6 +100,48 @@ def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Sc
     check_finite("cosine", init_value=init_value, end_value=end_value)
     check_count("cosine", least=1, decay_steps=decay_steps)
     return lambda count: half_cosine(init_value, end_value, progress(count_as_float(count), decay_steps))
+
+
+@recipe
+def warm_restarts(init_value: float, T_0: int, *, T_mult: int = 1, eta_min: float = 0.0) -> Schedule:
+    r"""Repeat half a cosine from ``init_value`` to ``eta_min``. torch's `CosineAnnealingWarmRestarts`.
+
+    Cycle n has :math:`T_0 \, m^n` updates; each starts at ``init_value``. A warm-up is a `join` with a `linear`.
+
+    Args:
+        init_value: finite.
+        T_0: updates of the first cycle, at least 1.
+        T_mult: m, a whole number of at least 1: the length of a cycle divided by that of the cycle before.
+        eta_min: finite; the value that a cycle falls to, which the next one replaces by ``init_value``.
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    References:
+        Loshchilov and Hutter, 2017, SGDR: Stochastic Gradient Descent with Warm Restarts.
+
+    Example:
+        >>> [round(float(warm_restarts(1.0, 2, T_mult=2)(t)), 4) for t in (0, 1, 2, 4, 6)]
+        [1.0, 0.5, 1.0, 0.5, 1.0]
+    """
+    check_finite("warm_restarts", init_value=init_value, eta_min=eta_min)
+    check_count("warm_restarts", least=1, T_0=T_0, T_mult=T_mult)
+
+    def schedule(count: Count) -> Tensor:
+        t = count_as_float(count)
+        if T_mult == 1:
+            return half_cosine(init_value, eta_min, torch.remainder(t, T_0) / T_0)
+        # Cycle n begins at T_0 (m^n - 1) / (m - 1). The logarithm may be rounded across a begin, hence the corrections.
+        n = torch.floor(torch.log1p(t * (T_mult - 1) / T_0) / math.log(T_mult) + 0.5)
+        n = torch.where(_cycle_begin(n, T_0, T_mult) > t, n - 1, n)
+        begin = _cycle_begin(n, T_0, T_mult)
+        return half_cosine(init_value, eta_min, (t - begin) / (T_0 * T_mult**n))
+
+    return schedule
+
+
+def _cycle_begin(n: Tensor, first: int, factor: int) -> Tensor:
+    return torch.round(first * (factor**n - 1) / (factor - 1))
 
 
 @recipe

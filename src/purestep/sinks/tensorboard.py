@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..events import EpochEnd, Event, FitEnd, FitStart, Logged
+from ..events import EpochEnd, Event, FitEnd, FitStart, Histogram, Histograms, Logged
 
 
 class TensorBoard:
     """Scalars by update; see `tensorboard`."""
 
     writes_files = True
-    wants = (FitStart, Logged, EpochEnd, FitEnd)
+    wants = (FitStart, Logged, Histograms, EpochEnd, FitEnd)
 
     def __init__(self, directory: Path, writer: Any) -> None:
         self.directory = directory
@@ -38,6 +38,9 @@ class TensorBoard:
         elif isinstance(event, EpochEnd):
             row = {key: value for key, value in event.record.items() if key not in ("epoch", "step")}
             self._scalars({f"epoch/{key}": value for key, value in row.items()}, event.updates)
+        elif isinstance(event, Histograms):
+            for tag, found in event.values.items():
+                self._histogram(tag, found, event.updates)
         elif isinstance(event, FitEnd):
             self.close()
 
@@ -57,6 +60,21 @@ class TensorBoard:
                 self._writer.add_scalar(tag, value, updates)
                 self._written[tag] = updates
 
+    def _histogram(self, tag: str, found: Histogram, updates: int) -> None:
+        if self._written.get(tag, -1) < updates:
+            self._writer.add_histogram_raw(
+                tag,
+                min=float(found.edges[0]),
+                max=float(found.edges[-1]),
+                num=int(found.counts.sum()),
+                sum=found.total,
+                sum_squares=found.squares,
+                bucket_limits=found.edges[1:].tolist(),
+                bucket_counts=found.counts.tolist(),
+                global_step=updates,
+            )
+            self._written[tag] = updates
+
     def close(self) -> None:
         """Flush and close the event file."""
         writer, self._writer = self._writer, None
@@ -71,6 +89,8 @@ def tensorboard(directory: Path | str) -> TensorBoard:
     point every ``log_every`` updates, the mean since the last one. ``epoch/train_loss``, ``epoch/val_loss``, ...: a
     point for every row of the history, under the names of the history. The horizontal axis of both is the number of
     optimizer updates, so that curves of training and evaluation lie over each other.
+
+    ``fit(histograms=500)`` adds histograms of each parameter: ``weights/...``, ``gradients/...``, ``updates/...``.
 
     A run that resumes from a snapshot, or goes back to a good state, begins an event file that voids the points to be
     repeated.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..events import EpochEnd, Event, FitEnd, FitStart, Logged
+from ..events import EpochEnd, Event, FitEnd, FitStart, Histograms, Logged
 from ..files import write_bytes
 
 
@@ -37,7 +37,7 @@ class Tracker:
     """A sink for a logger; see `wandb` and `mlflow`."""
 
     writes_files = True
-    wants = (FitStart, Logged, EpochEnd, FitEnd)
+    wants = (FitStart, Logged, Histograms, EpochEnd, FitEnd)
     file = ""  # in the directory of the snapshots: the id of the logger's run
 
     def __init__(self, run_id: str | None) -> None:
@@ -54,6 +54,8 @@ class Tracker:
                 write_bytes(path, f"{self.run_id}\n".encode())
         elif isinstance(event, (Logged, EpochEnd)):
             self._log(points(event), event.updates)
+        elif isinstance(event, Histograms):
+            self._plot(event)
         elif isinstance(event, FitEnd):
             self._end(event)
 
@@ -63,6 +65,9 @@ class Tracker:
 
     def _log(self, values: Mapping[str, float], updates: int) -> None:
         raise NotImplementedError
+
+    def _plot(self, event: Histograms) -> None:
+        del event  # MLflow has no histograms
 
     def _end(self, event: FitEnd) -> None:
         raise NotImplementedError
@@ -101,13 +106,19 @@ class Wandb(Tracker):
         settings = {"reinit": "create_new", "resume": "allow", **self._settings, "config": config}
         self._run = self._client.init(id=run_id or uuid.uuid4().hex[:8], **settings)
         self._run.define_metric("updates", hidden=True)
-        for group in ("train/*", "epoch/*"):
+        for group in ("train/*", "epoch/*", "weights/*", "gradients/*", "updates/*"):
             self._run.define_metric(group, step_metric="updates")
         return self._run.id
 
     def _log(self, values: Mapping[str, float], updates: int) -> None:
         if self._run is not None:
             self._run.log({**values, "updates": updates})
+
+    def _plot(self, event: Histograms) -> None:
+        if self._run is not None:
+            plot = self._client.Histogram
+            plots = {name: plot(np_histogram=(one.counts, one.edges)) for name, one in event.values.items()}
+            self._run.log({**plots, "updates": event.updates})
 
     def _end(self, event: FitEnd) -> None:
         if self._run is not None:
@@ -189,6 +200,8 @@ def wandb(
     **settings: Any,
 ) -> Wandb:
     """Log to Weights & Biases: ``train/...`` by log line and ``epoch/...`` by row, over ``updates``.
+
+    ``fit(histograms=500)`` adds histograms of each parameter: ``weights/...``, ``gradients/...``, ``updates/...``.
 
     The run has its own object, so that a ``wandb.run`` of yours stays as it is. The summary gets ``stop_reason`` and
     ``best/...``. A resumed `fit` goes on in the same run of the logger, whose id is in ``wandb_id.txt`` beside the

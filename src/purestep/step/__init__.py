@@ -11,18 +11,31 @@ program      `program`: a module, an objective and a transformation as pure step
 spec         types that the other modules share
 init_state   `init`
 gradient     forward and backward pass: the only place that differentiates
+sharpness    sharpness-aware minimization: a second gradient
 microbatch   splitting of a batch inside one call
 update       accumulation, the update or its rollback
 inference    `eval_step` and `bind`
+differentiable  the loss as a function of the parameters, for derivatives of other kinds
+batch_gradient   the gradient of one call alone
+statistics   statistics of BatchNorm for given weights
 batch_copy   copies of batch leaves that a model writes in place
+recurrent    recurrent layers under `torch.func.vmap` without gradients
 """
 
+from .differentiable import Parts as Parts
+from .differentiable import check_state as check_state
+from .differentiable import parts_for as parts_for
 from .gradient import NoSetupContext as NoSetupContext
+from .gradient import finite_mean as finite_mean
 from .program import program as program
 from .program import static_of as static_of
+from .recurrent import decomposed as decomposed
+from .sharpness import Sam as Sam
 from .spec import IDENTITY as IDENTITY
 from .spec import Accum as Accum
 from .spec import Adding as Adding
 from .spec import Closing as Closing
+from .spec import Micro as Micro
 from .spec import last_unreached as last_unreached
+from .spec import wide as wide
 from .update import rate_names as rate_names

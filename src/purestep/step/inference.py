@@ -49,7 +49,8 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
 
 def _number(state: TrainState, index: int) -> int:
     """The seed of an evaluation's random numbers."""
-    return rng.mix(int(state.key[0]), "eval", index)
+    seeds = tracing.unwrapped(state.key).reshape(-1, 2)[:, 0].tolist()  # several if states are mapped
+    return rng.mix(*seeds, "eval", index)
 
 
 def bind_of(spec: Spec) -> Callable[..., Callable[..., Any]]:

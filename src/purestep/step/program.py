@@ -23,10 +23,14 @@ from ..pickling import recipe
 from ..types import Empty, Objective, Program, Static
 from ..validation import is_count, is_number
 from .batch_copy import untouched
+from .batch_gradient import batch_gradient_of
+from .differentiable import parts_of
 from .gradient import OWN_METRICS
 from .inference import bind_of, eval_step_of
 from .init_state import init_of
+from .sharpness import Sam, checked
 from .spec import IDENTITY, Reach, Spec
+from .statistics import Statistics
 from .update import steps_of
 
 
@@ -46,6 +50,7 @@ def program(
     keep_eval: tuple[str, ...] = (),
     scaler: scaler_.Scaler | None = None,
     values: Mapping[str, numerics.Schedule] | None = None,
+    sam: float | Sam | None = None,
 ) -> Program:
     """Build pure steps from a module, an objective and a gradient transformation.
 
@@ -66,8 +71,8 @@ def program(
             context is the other arguments of train_step, passed on unchanged and never split; `fit` passes none.
         tx: from `purestep.optim`.
         precision: "32-true", "64-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
-        ema: decay of the averaged weights in [0, 1), or an `ema.average(...)`; None disables the average. Evaluation,
-            ``bind`` and exports then use the averaged weights by default: see `view`.
+        ema: decay of the averaged weights in [0, 1), an `ema.average(...)` or an `ema.swa(...)`; None disables the
+            average. Evaluation, ``bind`` and exports then use the averaged weights by default: see `view`.
         accumulate: number of micro-batches (calls of train_step) for one optimizer update, >= 1.
         microbatches: number of parts, >= 1, into which each call splits its batch along the leading dimension: tensors,
             arrays, and lists with one entry for each row (names, tensors of different sizes, a detector's labels with
@@ -86,6 +91,7 @@ def program(
             weight of a term or a temperature. They depend on the count of updates in the state, so they never cause a
             recompile and a resumed run continues them; each is also a metric of its name. A value that a callback sets
             belongs in a buffer of the state that it returns.
+        sam: sharpness-aware minimization, two gradients per step: a `Sam`, or its ``rho``. None: off.
         scaler: loss scaler; None means `scaler.dynamic()` for "16-mixed" and no scaler otherwise.
 
     Raises:
@@ -136,6 +142,7 @@ def program(
         reach=Reach(),
         host=host_generators.Host(),
         values=_checked_values(values),
+        sam=checked(sam, accumulate),
     )
     return _assembled(spec, model, own)
 
@@ -146,7 +153,12 @@ def _assembled(spec: Spec, model: nn.Module, own: nn.Module | None) -> Program:
         template = functional.rewritten(spec.template, change)
         return _assembled(spec._replace(template=template, engine="autograd", reach=Reach()), model, own)
 
-    static = _static(spec, _versions(unwrapped(model)))._replace(module=spec.template.train.model, rewritten=rewritten)
+    static = _static(spec, _versions(unwrapped(model)))._replace(
+        module=spec.template.train.model,
+        rewritten=rewritten,
+        parts=parts_of(spec, lambda gradients: _assembled(spec._replace(gradients=gradients), model, own)),
+        init_with=lambda module: init_of(spec, module, own),
+    )
     steps = steps_of(spec, IDENTITY)
     for function in steps:  # read by compile_step
         vars(function)["static"] = static
@@ -189,6 +201,8 @@ def _static(spec: Spec, versions: dict[str, Any]) -> Static:
         check=functools.partial(precision_.check, spec.policy),
         precision=spec.policy.name,
         first_share=spec.average.first,
+        gradient=batch_gradient_of(spec),
+        statistics=functools.partial(Statistics, spec),
     )
 
 

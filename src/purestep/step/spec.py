@@ -18,6 +18,7 @@ from ..types import Form, Metrics, Objective, Params, TrainState
 
 if TYPE_CHECKING:  # numpy.random, which `import purestep` does not load
     from .. import host_generators
+    from .sharpness import Sam
 
 _T = TypeVar("_T")
 IDENTITY = Form(lambda stored: stored, lambda named: named)
@@ -92,6 +93,8 @@ class Spec(NamedTuple):
     reach: Reach
     host: host_generators.Host
     values: Mapping[str, numerics.Schedule]
+    gradients: Callable[..., Micro] | None = None  # (spec, form, state, batch, context); None: `gradient.gradients`
+    sam: Sam | None = None
 
     def values_at(self, state: TrainState) -> dict[str, Tensor]:
         """The scheduled scalars of this state, shape=() each."""

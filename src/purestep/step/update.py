@@ -14,7 +14,8 @@ from ..errors import DataError, StateError, StepContractError
 from ..optim import base, numerics, unused_parameters
 from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
 from . import exchange
-from .gradient import gradients, kept_buffers
+from .gradient import kept_buffers
+from .sharpness import gradients
 from .spec import Accum, Adding, Closing, Micro, Spec, drawn, is_finite, wide
 
 _Rate = TypeVar("_Rate")
@@ -22,6 +23,7 @@ _Rate = TypeVar("_Rate")
 
 def steps_of(spec: Spec, form: Form) -> Steps:
     """Build a program's ``train_step`` and ``flush`` for one form of its state."""
+    compute = spec.gradients or gradients
 
     def train_step(state: TrainState, batch: Batch, *context: Any) -> tuple[TrainState, Metrics]:
         """``(state, batch, *context) -> (state, metrics)``; the input state does not change.
@@ -32,7 +34,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         """
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
             raise _no_state(state)
-        micro = _drawing(spec, form, state, batch, lambda: gradients(spec, form, state, batch, context))
+        micro = _drawing(spec, form, state, batch, lambda: compute(spec, form, state, batch, context))
         if isinstance(state.accum, Empty):
             micro, verdict, skipped = _whole(spec, form, state, micro)
             new, metrics, finite = _apply(spec, form, state, micro.grads, micro.weight, verdict, micro.buffers, skipped)
@@ -306,9 +308,10 @@ def _apply(
 
 def _launch(spec: Spec, form: Form, state: TrainState, grads: Params) -> base.Launch | None:
     """The transform's kernel for these tensors, if it has one and no other process or graph takes part."""
-    if spec.tx.kernel is None or form.exchange is not None or tracing.in_graph():
+    kernel = base.fast_of(spec.tx).kernel
+    if kernel is None or form.exchange is not None or tracing.in_graph():
         return None
-    return spec.tx.kernel(grads, state.opt_state, state.params)
+    return kernel(grads, state.opt_state, state.params)
 
 
 def _kept(

@@ -583,6 +583,43 @@ def test_which_graphs_take_addresses(function: Callable[..., list[Tensor]], expe
     close(run(other, w), function(other, w), 1e-4)
 
 
+@library.custom_op("tests::tripled", mutates_args=())
+def tripled(x: Tensor) -> Tensor:
+    return x * 3
+
+
+@tripled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _own_operator(x: Tensor) -> list[Tensor]:
+    return [tripled((x.exp() + 1).view(2, 8)) * 2]
+
+
+def _weight_norm(x: Tensor) -> list[Tensor]:
+    whole = x.exp() + 1
+    return [torch._weight_norm_interface(whole.view(2, 8), whole.amax(1)[:2].view(2, 1))[0] * 2]
+
+
+def _solution(x: Tensor) -> list[Tensor]:
+    whole = x.tanh() + torch.eye(4)
+    return [torch.linalg.solve(whole, whole[:, :2]) * 2]
+
+
+def _determinant(x: Tensor) -> list[Tensor]:
+    return [torch.linalg.det((x.tanh() + torch.eye(4)).view(1, 4, 4)) * 2]
+
+
+@pytest.mark.parametrize("function", [_own_operator, _weight_norm, _solution, _determinant])
+def test_an_operator_without_a_function_of_c_takes_a_view(function: Callable[..., list[Tensor]]):
+    """It is called by its name, and owns the handles of views that it is given."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    run = compiled(function, x)
+    for _ in range(2):
+        torch.testing.assert_close(run(x), function(x), rtol=1e-5, atol=1e-6)
+
+
 def test_a_tensor_that_an_operator_keeps_lives_on():
     x = torch.randn(70_000)
     HELD.clear()

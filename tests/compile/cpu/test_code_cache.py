@@ -333,7 +333,7 @@ class Checkpointed(torch.nn.Sequential):
 
 def graph_of(function: Callable[..., Any], inputs: list[Tensor]) -> list[str]:
     """What is traced: operations without names, those that show a tensor as it is left out."""
-    with backend.no_recurrent_kernel(), torch.no_grad():
+    with tracing.no_recurrent_kernel(), torch.no_grad():
         graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs).graph
     graph.eliminate_dead_code()
     names, lines = dict[Any, str](), list[str]()
@@ -369,7 +369,7 @@ def test_the_graph_of_what_was_recorded_is_that_of_the_function(kind: str, mode:
 
     inputs = [torch.randn(4, 6, 8), *(value.detach() for value in net.parameters())]
     step = capture._traceable(function)
-    with torch.no_grad(), tracing.capturing(), backend.no_recurrent_kernel():
+    with torch.no_grad(), tracing.capturing(), tracing.no_recurrent_kernel():
         record = graph_key.record(step, inputs)
     assert graph_of(record.function, inputs) == graph_of(step, inputs)
 

@@ -25,8 +25,18 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from .. import aliasing, backends, control_flow, early_reductions, fx_passes, precision_casts, random_ops
-from ..capture import Compiled, Flat, limit_threads, no_recurrent_kernel
+from ... import tracing
+from .. import (
+    aliasing,
+    backends,
+    control_flow,
+    early_reductions,
+    fx_passes,
+    inplace_reuse,
+    precision_casts,
+    random_ops,
+)
+from ..capture import Compiled, Flat, limit_threads
 from ..compile_lock import with_compiler
 from . import attention, code_cache, embedding_grad, gemm, graph_key, launcher, offset_pointers, outline, workspace
 from .graph_key import Record
@@ -87,9 +97,11 @@ def _compile(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool
     lazy: Any = _lazy_graph_module
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in record.inputs]
-    caching = {"fx_graph_cache": False} if is_kept else {}  # our cache replaces inductor's
+    more = inplace_reuse.option(options)
+    if is_kept:
+        more["fx_graph_cache"] = False  # our cache replaces inductor's
     # Lazy graph modules: no Python code is generated for a graph that is rewritten many times and never run.
-    with config.patch(_settings(options) | caching), lazy._use_lazy_graph_module(True), _instructions_tested():
+    with config.patch(_settings(options) | more), lazy._use_lazy_graph_module(True), _instructions_tested():
         casts = precision_casts.Casts()
         with mode, casts, config.patch(precision_casts.options(rounds=True)):
             graph = _traced(record.function, fakes)
@@ -138,7 +150,7 @@ def _traced(function: Flat, fakes: Sequence[Tensor]) -> GraphModule:
     table: Any = select_decomp_table()
     if _is_on("embedding_grad"):
         table = embedding_grad.decompositions(table)
-    with no_recurrent_kernel(), control_flow.aliased_inputs_allowed():
+    with tracing.no_recurrent_kernel(), control_flow.aliased_inputs_allowed():
         graph: GraphModule = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
     graph.graph.eliminate_dead_code()
     return fx_passes.without_copies(graph)

@@ -58,6 +58,10 @@ class Kept {
     return handle_.get();
   }
   operator AtenTensorHandle() const { return get(); }
+  AtenTensorHandle release() const {  // to an operator that takes ownership of the handle
+    get();
+    return handle_.release();
+  }
   Kept viewed(int64_t dims, const int64_t* sizes, const int64_t* strides, int64_t offset) const {
     return Kept((char*)at_ + offset * width_, dims, sizes, strides, dtype_, width_);
   }

@@ -1,0 +1,180 @@
+"""Settings of a script from a dataclass, a file and the command line, parsed by tyro."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+
+from ..errors import ConfigError
+from . import fields
+from .settings import FitConfig
+from .sources import read
+
+_Config = TypeVar("_Config")
+
+
+def cli(
+    config: type[_Config], args: Sequence[str] | None = None, *, prog: str | None = None, description: str | None = None
+) -> _Config:
+    """Return a dataclass filled from the command line: its defaults, then a file, then options.
+
+    ``python train.py --config run.toml --learning-rate 3e-4 --fit.epochs 5``: the file sets fields by their names, and
+    options override it. Each field is an option (``learning_rate``: ``--learning-rate``), with its type, default and
+    comment or docstring in ``--help``; a flag has ``--no-...`` too. A field that is a dataclass is a group with options
+    ``--group.field``, and a table ``[group]`` in the file. A field of type `FitConfig` is a group with the settings of
+    `fit`, for ``ps.fit(state, loaders, program, config.fit)``.
+
+    A wrong option or file ends the program with status 2, and a message that names the option or the file and the
+    nearest names. This is a thin layer on tyro (``pip install 'purestep[cli]'``), which parses the options: its
+    annotations (``tyro.conf``) work in the dataclass.
+
+    Args:
+        config: a dataclass.
+        args: options. None: those of the program, ``sys.argv[1:]``.
+        prog: the name of the program in ``--help``. None: that of the script.
+        description: for ``--help``. None: the docstring of the dataclass.
+
+    Raises:
+        ConfigError: ``config`` is no dataclass, or has a field ``config``; tyro is not installed.
+        SystemExit: status 2 for a wrong option or file; status 0 after ``--help``.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import purestep as ps
+        >>> @dataclass(frozen=True)
+        ... class Config:
+        ...     learning_rate: float = 1e-3
+        ...     fit: ps.FitConfig = ps.FitConfig(epochs=3)
+        >>> def main() -> None:  # python train.py --config run.toml --fit.epochs 5
+        ...     config = ps.config.cli(Config)
+    """
+    where = "config.cli"
+    if not (isinstance(config, type) and dataclasses.is_dataclass(config)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"{config!r} is no dataclass", where=where, hint="@dataclass above `class Config:`")
+    if any(field.name == "config" for field in dataclasses.fields(config)):
+        raise ConfigError("the dataclass has a field config", where=where, hint="rename it: --config names the file")
+    try:
+        tyro: Any = importlib.import_module("tyro")
+    except ImportError as error:
+        raise ConfigError("tyro is not installed", where=where, hint="pip install 'purestep[cli]'") from error
+    first = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    given, rest = first.parse_known_args(sys.argv[1:] if args is None else list(args))
+    text = (config.__doc__ or "" if description is None else description).strip()
+    text += "\n\n--config FILE: a .toml or .json file with values of these fields, which options override."
+    try:
+        found = {} if given.config is None else read(given.config)
+        default = _default(config, found, str(given.config), "", tyro.MISSING)
+        registry = tyro.constructors.ConstructorRegistry()
+        registry.struct_rule(lambda info: _fit_options(info, tyro))
+        return tyro.cli(config, args=rest, prog=prog, description=text.strip(), default=default, registry=registry)
+    except ConfigError as error:
+        print(f"{prog or sys.argv[0]}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _default(config: type[Any], found: Mapping[str, Any], file: str, prefix: str, missing: Any) -> Any:
+    """An instance of a dataclass with the values of a file, and ``missing`` for fields without a value.
+
+    ``__init__`` does not run: it may reject a missing value.
+
+    Raises:
+        ConfigError: a name is not a field, or a value has another type.
+    """
+    own = {field.name: field for field in dataclasses.fields(config) if field.init}
+    for name in found:
+        if name not in own:
+            near = fields.nearest(str(name), own)
+            raise ConfigError(
+                f"{prefix}{name} is not a setting; the settings are {', '.join(prefix + each for each in own)}",
+                where=file,
+                hint=f"{prefix}{near}" if near else "use one of these",
+            )
+    types = typing.get_type_hints(config, include_extras=True)
+    made = object.__new__(config)
+    for name, field in own.items():
+        value = missing
+        if field.default is not dataclasses.MISSING:
+            value = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+        if name in found:
+            value = _value(types[name], found[name], value, file, prefix + name, missing)
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _value(kind: Any, found: Any, default: Any, file: str, name: str, missing: Any) -> Any:
+    """A value of a file in the type of its field."""
+    bare = typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
+    if bare is FitConfig:
+        _check_table(found, file, name)
+        before = {} if default is missing else {each: getattr(default, each) for each in default.model_fields_set}
+        try:
+            return FitConfig.from_dict({**before, **found})
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error.what}", where=file, hint=error.hint) from error
+    if isinstance(bare, type) and dataclasses.is_dataclass(bare):
+        _check_table(found, file, name)
+        current = {} if default is missing else {f.name: getattr(default, f.name) for f in dataclasses.fields(default)}
+        made = _default(bare, found, file, f"{name}.", missing)
+        for each, value in current.items():
+            if each not in found:
+                object.__setattr__(made, each, value)
+        return made
+    try:
+        return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(found)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise ConfigError(f"{name} = {found!r}: {reason[:1].lower()}{reason[1:]}", where=file) from error
+    except (PydanticSchemaGenerationError, PydanticUserError):  # a type that pydantic does not know
+        return found
+
+
+def _check_table(found: Any, file: str, name: str) -> None:
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{name} = {found!r} is no table", where=file, hint=f"[{name}] and its settings below")
+
+
+def _fit_options(info: Any, tyro: Any) -> Any:
+    """A group of options for a `FitConfig`: each takes the text that the field takes."""
+    if info.type is not FitConfig:
+        return None
+    given = isinstance(info.default, FitConfig)
+
+    def made(**values: Any) -> FitConfig:
+        defaults = info.default.model_fields_set if given else ()
+        known = FitConfig.model_fields
+        return FitConfig(**{n: v for n, v in values.items() if n in defaults or v != known[n].default})
+
+    found: list[Any] = []
+    for name, field in FitConfig.model_fields.items():
+        default = getattr(info.default, name) if given else field.default
+        text = " ".join((field.description or "").split()).partition(". ")[0]
+        kind = typing.Annotated[Any, tyro.constructors.PrimitiveConstructorSpec(1, "VALUE", _read, _any, _shown)]
+        found.append(tyro.constructors.StructFieldSpec(name, kind, default, helptext=text))
+    return tyro.constructors.StructConstructorSpec(made, tuple(found))
+
+
+def _read(args: list[str]) -> Any:
+    """The text of an option; a mapping or list is written as JSON."""
+    (text,) = args
+    return json.loads(text) if text[:1] in "{[" else text
+
+
+def _any(value: Any) -> bool:
+    del value  # of whatever type
+    return True
+
+
+def _shown(value: Any) -> list[str]:
+    return [json.dumps(value) if isinstance(value, Mapping | list) else str(value)]

@@ -1,0 +1,312 @@
+"""Products with the Hessian and the Gauss-Newton matrix of a program's loss; eigenvalues and the trace from products.
+
+No matrix is stored: a product costs about two to four gradients.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import rng, tree
+from .derivatives import plain_attention
+from .errors import ConfigError, StateError, StepContractError
+from .model import functional
+from .step import check_state, parts_for, wide
+from .types import Params, Program, TrainState
+from .validation import check_count
+
+_vjp: Any = torch.func.vjp  # the length of its result depends on has_aux
+Product = Callable[[Params], Params]
+"""``vector -> matrix @ vector``, both with the names and shapes of the parameters."""
+
+
+class Eigenvalues(NamedTuple):
+    """Eigenvalues of a symmetric matrix, in descending order, with one eigenvector each."""
+
+    values: Tensor  # shape=(k,), dtype of the parameters, at least float32; CPU
+    vectors: Params  # name -> shape=(k, *P), unit 2-norm over all names together; the parameter's dtype and device
+
+
+class Trace(NamedTuple):
+    """An estimate of a trace."""
+
+    mean: Tensor  # shape=(), at least float32
+    standard_error: Tensor  # shape=(): of the mean; nan for a single sample
+
+
+def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
+    r"""Return a function that multiplies the Hessian of the loss of a batch by a vector: :math:`\nabla^2 L(\theta) v`.
+
+    The loss is the ``mean`` of the program's objective on the whole batch, as a function of ``state.params``; frozen
+    parameters and buffers are constants. Two backward passes (Pearlmutter, 1994). The function has no state: it can be
+    mapped over vectors by `torch.func.vmap` and compiled by `torch.compile`. In eager mode the state's key seeds
+    dropout: all products with one state use one mask. Attention runs without fused kernels, which have no second
+    derivative.
+
+    Args:
+        program: from `program`, not distributed.
+        train: run the module in train mode. False: eval mode, with running statistics and without dropout.
+
+    Returns:
+        ``(state, batch, vector, *context) -> product``. ``vector`` and product have the names, shapes and dtypes of
+        ``state.params``.
+
+    Raises:
+        ConfigError: the program has no objective or is distributed.
+        StateError: from the function: the state is not a TrainState of one process, or the vector has other names or
+            shapes than the parameters.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Linear(2, 1, bias=False)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> product = ps.curvature.hessian(program)
+        >>> batch = torch.eye(2), torch.zeros(2, 1)  # the loss is |w|^2 / 2
+        >>> product(program.init(device="cpu"), batch, {"weight": torch.tensor([[3.0, 4.0]])})
+        {'weight': tensor([[3., 4.]])}
+    """
+    parts = parts_for(program, "curvature.hessian")
+
+    def product(state: TrainState, batch: Any, vector: Params, *context: Any) -> Params:
+        """``(state, batch, vector, *context) -> product``."""
+        state = check_state(state)
+        _check_vector(vector, state.params)
+
+        def mean(params: Params) -> Tensor:
+            return parts.loss(params, state, batch, context, train=train)[0].mean
+
+        def run() -> Params:
+            with plain_attention.differentiable():
+                _, multiply = _vjp(torch.func.grad(mean), state.params)
+                return multiply(vector)[0]
+
+        return parts.draw(state, run)
+
+    return product
+
+
+def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Params]:
+    r"""Return a function that multiplies the Gauss-Newton matrix of the loss of a batch by a vector.
+
+    :math:`G = J^\top H_z J`: the Jacobian :math:`J` of all floating outputs :math:`z` that the objective gets from
+    ``model(...)`` and ``model.call(...)``, and the Hessian :math:`H_z` of the loss as a function of them (Schraudolph,
+    2002). Terms of the objective in ``model.params`` itself (a penalty) count with their exact Hessian. For cross
+    entropy and squared error G is positive semidefinite, and equals the Fisher matrix of the model's distribution.
+
+    Compiling, dropout and attention are as for `hessian`.
+
+    Args:
+        program: from `program`, not distributed.
+        train: run the module in train mode. False: eval mode, with running statistics and without dropout.
+
+    Returns:
+        ``(state, batch, vector, *context) -> product``, as `hessian`.
+
+    Raises:
+        ConfigError: the program has no objective or is distributed.
+        StateError: from the function: as for `hessian`.
+        StepContractError: from the function: the model computes the loss itself (a scalar output, as for `hf_loss`),
+            so its outputs before the loss are unknown.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Linear(2, 1, bias=False)
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> product = ps.curvature.gauss_newton(program)
+        >>> batch = torch.eye(2), torch.zeros(2, 1)
+        >>> product(program.init(device="cpu"), batch, {"weight": torch.tensor([[3.0, 4.0]])})
+        {'weight': tensor([[3., 4.]])}
+    """
+    parts = parts_for(program, "curvature.gauss_newton")
+
+    def product(state: TrainState, batch: Any, vector: Params, *context: Any) -> Params:
+        """``(state, batch, vector, *context) -> product``."""
+        state = check_state(state)
+        _check_vector(vector, state.params)
+        structure: list[Any] = []  # the structure of the outputs, and their leaves that are no tensors
+
+        def outputs(params: Params) -> tuple[list[Tensor], list[Tensor]]:
+            bound = parts.loss(params, state, batch, context, train=train, kind=functional.Recording)[1]
+            assert isinstance(bound, functional.Recording)
+            leaves, treedef = tree.flatten(tree.dicts(bound.outputs))
+            structure[:] = [treedef, [_kept(leaf) for leaf in leaves]]
+            floating = [leaf for leaf, kept in zip(leaves, structure[1], strict=True) if kept is _Place.FLOATING]
+            _check_outputs(floating)
+            return floating, [leaf for leaf, kept in zip(leaves, structure[1], strict=True) if kept is _Place.OTHER]
+
+        def mean(outputs: list[Tensor], params: Params, rest: list[Tensor]) -> Tensor:
+            given = {_Place.FLOATING: iter(outputs), _Place.OTHER: iter(rest)}
+            leaves = [next(given[kept]) if isinstance(kept, _Place) else kept for kept in structure[1]]
+            kind = functools.partial(functional.Given, outputs=tree.unflatten(structure[0], leaves))
+            return parts.loss(params, state, batch, context, train=train, kind=kind)[0].mean
+
+        def run() -> Params:
+            with plain_attention.differentiable():
+                found, pull, rest = _vjp(outputs, state.params, has_aux=True)
+                # J v is the derivative of the linear function u -> J^T u: one forward pass, one dropout mask.
+                _, push = _vjp(lambda u: pull(u)[0], [torch.zeros_like(z) for z in found])
+                (tangents,) = push(vector)
+                gradient = torch.func.grad(functools.partial(mean, rest=rest), argnums=(0, 1))
+                _, multiply = _vjp(gradient, found, state.params)
+                curved, own = multiply((tangents, vector))
+                (product,) = pull(curved)
+                return {name: value + own[name] for name, value in product.items()}
+
+        return parts.draw(state, run)
+
+    return product
+
+
+class _Place(enum.Enum):
+    """The place of a tensor among the leaves of the outputs."""
+
+    FLOATING = 0
+    OTHER = 1
+
+
+def _kept(leaf: Any) -> Any:
+    """The place of a tensor; another leaf itself."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return _Place.FLOATING if leaf.is_floating_point() else _Place.OTHER
+
+
+def _check_outputs(floating: list[Tensor]) -> None:
+    if any(leaf.dim() == 0 for leaf in floating):
+        raise StepContractError(
+            "the model returns a scalar: it computes the loss itself, and the outputs before the loss are unknown",
+            where="curvature.gauss_newton",
+            hint="compute the loss in the objective from the model's outputs, or use ps.curvature.hessian",
+        )
+
+
+def _check_vector(vector: Any, params: Params) -> None:
+    shapes = {name: p.shape for name, p in params.items()}
+    found = {name: getattr(v, "shape", None) for name, v in vector.items()} if isinstance(vector, dict) else {}
+    for name in {**shapes, **found}:
+        if found.get(name) != shapes.get(name):
+            raise StateError(
+                f"has shape {found.get(name)}, the parameter {shapes.get(name)}",
+                where=f"vector/{name}",
+                hint="pass a dict with the names and shapes of state.params",
+            )
+
+
+def eigenvalues(
+    product: Product,
+    like: Params,
+    *,
+    k: int = 1,
+    which: str = "LA",
+    tol: float = 1e-4,
+    max_iterations: int | None = None,
+    seed: int = 0,
+) -> Eigenvalues:
+    """Compute extreme eigenvalues of a symmetric matrix from products with vectors, by Lanczos' method with restarts.
+
+    Runs `scipy.sparse.linalg.eigsh` on the CPU; the products run where the parameters are. Needs SciPy.
+
+    Args:
+        product: ``vector -> matrix @ vector``, such as ``lambda v: hessian_product(state, batch, v)``, or the mean of
+            such products over several batches.
+        like: a tree with the names, shapes and devices of the vectors: ``state.params``.
+        k: number of eigenvalues, at least 1 and less than the number of parameters.
+        which: "LA": largest, "SA": smallest, "LM": largest in magnitude, "BE": both ends.
+        tol: relative accuracy of the eigenvalues, at least 0; 0 is machine precision.
+        max_iterations: restarts at most; None: 10 for each parameter.
+        seed: of the first vector.
+
+    Raises:
+        ConfigError: ``k`` or ``which`` is out of range; SciPy is not installed; no convergence within
+            ``max_iterations``.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> matrix = torch.diag(torch.tensor([1.0, 5.0, 3.0, 2.0]))
+        >>> found = eigenvalues(lambda v: {"w": matrix @ v["w"]}, {"w": torch.zeros(4)}, k=2)
+        >>> [round(value, 3) for value in found.values.tolist()]
+        [5.0, 3.0]
+    """
+    try:
+        linalg: Any = importlib.import_module("scipy.sparse.linalg")
+    except ImportError as error:
+        raise ConfigError("SciPy is not installed", where="curvature", hint="pip install scipy") from error
+    size = sum(p.numel() for p in like.values())
+    check_count("curvature.eigenvalues", least=1, k=k)
+    if k >= size:
+        raise ConfigError(f"k={k} of {size} eigenvalues", where="curvature.eigenvalues", hint=f"k={max(1, size - 1)}")
+    if which not in ("LA", "SA", "LM", "BE"):
+        raise ConfigError(f"which={which!r}", where="curvature.eigenvalues", hint='one of "LA", "SA", "LM", "BE"')
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in like.values()) else torch.float32
+
+    def multiply(flat: Any) -> Any:
+        vector = _shaped(torch.as_tensor(flat, dtype=dtype).reshape(-1), like)
+        return _flat(product(vector), dtype).numpy()
+
+    first = torch.randn(size, generator=rng.generator(rng.key(seed), "lanczos"), dtype=dtype).numpy()
+    operator = linalg.LinearOperator((size, size), matvec=multiply, dtype=first.dtype)
+    try:
+        values, vectors = linalg.eigsh(operator, k=k, which=which, tol=tol, maxiter=max_iterations, v0=first)
+    except linalg.ArpackNoConvergence as error:
+        raise ConfigError(
+            f"{len(error.eigenvalues)} of {k} eigenvalues converged",
+            where="curvature.eigenvalues",
+            hint=f"pass max_iterations of more than {max_iterations or 10 * size}, or a larger tol={10 * tol:g}",
+        ) from None
+    order = values.argsort()[::-1]
+    rows = [_shaped(torch.as_tensor(vectors[:, at].copy()), like) for at in order]
+    stacked = {name: torch.stack([row[name] for row in rows]) for name in like}
+    return Eigenvalues(torch.as_tensor(values[order].copy()), stacked)
+
+
+def trace(product: Product, like: Params, *, samples: int = 10, seed: int = 0) -> Trace:
+    r"""Estimate the trace of a matrix from products with random signs (Hutchinson, 1990).
+
+    The mean of :math:`v^\top A v` over vectors of independent signs. Its expectation is the trace; the variance of one
+    sample is twice the sum of squares off the diagonal of a symmetric A.
+
+    Args:
+        product: as for `eigenvalues`.
+        like: as for `eigenvalues`.
+        samples: number of products, at least 1.
+        seed: of the signs.
+
+    Raises:
+        ConfigError: ``samples`` is less than 1.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> found = trace(lambda v: {"w": torch.tensor([1.0, 5.0]) * v["w"]}, {"w": torch.zeros(2)}, samples=3)
+        >>> found
+        Trace(mean=tensor(6.), standard_error=tensor(0.))
+    """
+    check_count("curvature.trace", least=1, samples=samples)
+    generator = rng.generator(rng.key(seed), "hutchinson")
+    size = sum(p.numel() for p in like.values())
+    found: list[Tensor] = []
+    for _ in range(samples):
+        signs = torch.randint(2, (size,), generator=generator).mul_(2).sub_(1).float()
+        vector = _shaped(signs, like)
+        result = product(vector)
+        terms = [(vector[name].to(wide(p.dtype)) * result[name].to(wide(p.dtype))).sum() for name, p in like.items()]
+        found.append(torch.stack(terms).sum())
+    values = torch.stack(found)
+    error = values.std() / math.sqrt(samples) if samples > 1 else torch.full_like(values[0], torch.nan)
+    return Trace(values.mean(), error)
+
+
+def _flat(params: Params, dtype: torch.dtype) -> Tensor:
+    return torch.cat([p.detach().to("cpu", dtype).reshape(-1) for p in params.values()])
+
+
+def _shaped(flat: Tensor, like: Params) -> Params:
+    parts = flat.split([p.numel() for p in like.values()])
+    return {name: part.view(p.shape).to(p.device, p.dtype) for (name, p), part in zip(like.items(), parts, strict=True)}

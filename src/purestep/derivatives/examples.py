@@ -1,0 +1,173 @@
+"""Gradients of single examples: `torch.func.vmap` over `torch.func.grad`, in chunks of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .. import tensor_layout, tree
+from ..errors import DataError, StepContractError
+from ..metrics import mean as means
+from ..step import Parts, wide
+from ..types import Mean, Metrics, Params, TrainState
+from . import plain_attention
+
+CHUNK_BYTES = 256 * 2**20
+"""Gradients of one chunk take about this much memory if the caller sets no ``chunk_size``."""
+
+
+class Chunk(NamedTuple):
+    """Gradients of m examples; those of an example of weight 0 are zeros."""
+
+    grads: Params  # name -> shape=(m, *P)
+    losses: Tensor  # shape=(m,), at least float32; 0 where the weight is 0
+    weights: Tensor  # shape=(m,), dtype=float32
+    norms: Tensor  # shape=(m,), at least float32: the 2-norm of all gradients of an example together
+    metrics: Metrics  # the objective's own, summed over the examples
+
+
+def chunks(
+    parts: Parts,
+    state: TrainState,
+    batch: Any,
+    context: tuple[Any, ...],
+    *,
+    chunk_size: int | None,
+    train: bool,
+    where: str,
+) -> Iterator[Chunk]:
+    """Gradients of the rows of a batch, chunk by chunk. Every row is a batch of one example for the objective.
+
+    Args:
+        parts: of the program.
+        state: of the program.
+        batch: tensors and arrays with one row for each example, in any nesting; other values go to every example.
+        context: the further arguments of the objective, the same for every example.
+        chunk_size: the number of examples that are computed together; None: as many as have gradients of
+            `CHUNK_BYTES`.
+        train: run the module in train mode.
+        where: the function that is called, for errors.
+
+    Raises:
+        DataError: the batch has no rows, or tensors of different length.
+        StepContractError: torch cannot map the model.
+    """
+    if train:
+        _check_modules(parts.module, where)
+    leaves, treedef = tree.flatten(tree.dicts(batch))
+    leaves, rows = _rows(leaves, state.step.device)
+    chunk_size = chunk_size or max(1, CHUNK_BYTES // max(1, sum(p.nbytes for p in state.params.values())))
+    kinds: dict[str, Any] = {}
+
+    def one(params: Params, given: list[Any]) -> tuple[Params, tuple[Tensor, Tensor, dict[str, Any]]]:
+        def mean(params: Params) -> tuple[Tensor, Any]:
+            found, _ = parts.loss(params, state, tree.unflatten(treedef, given), context, train=train)
+            kinds.update({name: m for name, m in found.metrics.items() if type(m) is not Mean})
+            sums = {name: (m.total, m.weight) for name, m in found.metrics.items()}
+            return found.mean, (found.mean.detach(), found.weight, sums)
+
+        grads, (loss, weight, sums) = torch.func.grad(mean, has_aux=True)(params)
+        counts = weight > 0
+        for name in grads:  # one by one: the memory of one more gradient, not of all
+            grads[name] = grads[name].masked_fill(~counts, 0.0)
+        return grads, (torch.where(counts, loss, torch.zeros_like(loss)), weight, sums)
+
+    is_mapped = [isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves]
+    copied = any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in parts.module.modules())
+    in_dims = (0 if copied else None, [0 if each else None for each in is_mapped])
+    mapped = torch.func.vmap(one, in_dims=in_dims, randomness="different")
+    for start in range(0, rows, chunk_size):
+        # One more dimension: for the objective an example is a batch of one row.
+        given = [
+            leaf[start : start + chunk_size].unsqueeze(1) if each else leaf
+            for leaf, each in zip(leaves, is_mapped, strict=True)
+        ]
+        try:
+            # The fused kernel of the CPU has no rule for vmap, which would loop over the examples and warn.
+            with plain_attention.differentiable() if state.step.device.type == "cpu" else nullcontext():
+                params = _expanded(state.params, min(chunk_size, rows - start)) if copied else state.params
+                grads, (losses, weights, sums) = mapped(params, given)
+        except (RuntimeError, NotImplementedError) as error:
+            if not _is_of_torch_func(error):
+                raise
+            raise cannot_map(where, error) from error
+        metrics = {
+            name: means.with_sums(kinds[name], total.sum(0), weight.sum(0))
+            if name in kinds
+            else Mean(total.sum(0), weight.sum(0))
+            for name, (total, weight) in sums.items()
+        }
+        yield Chunk(grads, losses, weights, _norms(grads), metrics)
+
+
+def _expanded(params: Params, count: int) -> Params:
+    """Views with one row for each example. Torch's recurrent layers add to a hidden state in place, which vmap allows
+    only if the result of the operation before it was mapped too."""
+    return {name: p.expand(count, *p.shape) for name, p in params.items()}
+
+
+def _rows(leaves: list[Any], device: torch.device) -> tuple[list[Any], int]:
+    """The leaves with arrays as tensors, and the number of rows."""
+    leaves = [torch.as_tensor(leaf, device=device) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+    found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    for leaf in found:
+        if not tensor_layout.is_dense(leaf):
+            raise DataError(
+                f"holds a {tensor_layout.layout_name(leaf)} tensor, which torch.func.vmap does not map",
+                where="batch",
+                hint="call x.to_dense(), or pad the tensor in the loader",
+            )
+    sizes = sorted({leaf.shape[0] for leaf in found})
+    if not sizes:
+        raise DataError("has no tensor with rows", where="batch", hint="pass tensors with one row for each example")
+    if len(sizes) > 1:
+        raise DataError(
+            f"has tensors of {' and '.join(map(str, sizes))} rows",
+            where="batch",
+            hint="pass tensors with one row for each example, and other tensors as context",
+        )
+    return leaves, sizes[0]
+
+
+def _norms(grads: Params) -> Tensor:
+    total = None
+    for grad in grads.values():
+        squares = grad.to(wide(grad.dtype)).flatten(1).square().sum(1)
+        total = squares if total is None else total + squares
+    assert total is not None  # a program trains at least one parameter
+    return total.sqrt()
+
+
+def _check_modules(root: nn.Module, where: str) -> None:
+    """Raise StepContractError for a layer that computes statistics of the batch."""
+    for name, module in root.named_modules():
+        mixes = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
+        tracks = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats  # pyright: ignore[reportPrivateUsage]
+        if module.training and (mixes or tracks):
+            raise StepContractError(
+                f"a {type(module).__name__} in train mode uses statistics of the whole batch, so an example has no "
+                "gradient of its own",
+                where=f"{where}: {name or type(module).__name__}",
+                hint=f'pass ps.program(..., keep_eval=("{name}",)), or a GroupNorm; per_example(program, train=False) '
+                "uses the running statistics",
+            )
+
+
+def _is_of_torch_func(error: BaseException) -> bool:
+    text = str(error)
+    return any(word in text for word in ("vmap", "functorch", "batching rule", "setup_context", "torch.func"))
+
+
+def cannot_map(where: str, error: BaseException) -> StepContractError:
+    """The error for a model that a transform of `torch.func` does not accept."""
+    return StepContractError(
+        f"torch.func cannot map this model: {str(error).strip().splitlines()[0][:200]}",
+        where=where,
+        hint="use operations that torch.func maps (tests/derivatives/layers.md lists layers), or call "
+        "program.train_step on single rows",
+    )

@@ -1,0 +1,153 @@
+"""The gradient noise scale: how large a batch must be for its gradient to be more signal than noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..errors import ConfigError
+from ..optim import global_norm
+from ..step import Parts, check_state, microbatch, parts_for, wide
+from ..types import Params, Program, TrainState
+from ..validation import is_count
+from . import plain_attention
+from .examples import chunks
+
+
+class NoiseScale(NamedTuple):
+    """Estimates from one or more batches. Average ``trace`` and ``squared_norm`` over steps before dividing them."""
+
+    noise_scale: Tensor  # shape=(): trace / squared_norm, in examples; not positive if squared_norm is not
+    trace: Tensor  # shape=(): of the covariance of the gradients of single examples
+    squared_norm: Tensor  # shape=(): of the true gradient; may be negative, since the estimate is unbiased
+
+
+def gradient_noise_scale(
+    program: Program, *, parts: int | None = None, chunk_size: int | None = None, train: bool = True
+) -> Callable[..., NoiseScale]:
+    r"""Return a function that estimates the simple noise scale of McCandlish et al. (2018).
+
+    :math:`B_{simple} = tr(\Sigma) / |G|^2`, with the gradient :math:`G` of the whole distribution and the covariance
+    :math:`\Sigma` of gradients of single examples. Batches much smaller than this are mostly noise; batches much larger
+    waste examples. The estimates from n gradients :math:`g_i` with the mean :math:`\bar g` are unbiased:
+    :math:`tr(\Sigma) \approx (\sum |g_i|^2 - n |\bar g|^2) / (n - 1)` and
+    :math:`|G|^2 \approx |\bar g|^2 - tr(\Sigma) / n`. Of several batches, both are averaged over the batches before the
+    division. Weights of the objective count: :math:`\bar g` is the gradient of a train step. Dropout is part of the
+    noise.
+
+    Args:
+        program: from `program`, not distributed.
+        parts: None: gradients of single examples, by `per_example`. An int >= 2: gradients of this many equal parts of
+            each batch, one after another (the paper's two batch sizes: a part and the batch), for models that cannot be
+            mapped (BatchNorm). More parts give better estimates.
+        chunk_size: as for `per_example`.
+        train: run the module in train mode.
+
+    Returns:
+        ``(state, *batches, context=()) -> NoiseScale``, without a wait for the device.
+
+    Raises:
+        ConfigError: ``parts`` is less than 2, or the program has no objective or is distributed.
+        StateError, DataError, StepContractError: from the function: as `per_example`; a batch has fewer than 2 rows, or
+            fewer than ``parts``.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> state = program.init(device="cpu")
+        >>> batches = [(x := torch.randn(64, 2), x.sum(1, keepdim=True) + 3 + torch.randn(64, 1)) for _ in range(4)]
+        >>> found = ps.gradient_noise_scale(program)(state, *batches)
+        >>> bool((found.noise_scale > 0) & (found.trace > 0))
+        True
+    """
+    where = "gradient_noise_scale"
+    program_parts = parts_for(program, where)
+    if parts is not None and not is_count(parts, 2):
+        raise ConfigError(f"parts={parts!r} is no int >= 2", where=where, hint="parts=8")
+    if chunk_size is not None and not is_count(chunk_size, 1):
+        raise ConfigError(f"chunk_size={chunk_size!r} is no int >= 1", where=where, hint="chunk_size=32")
+
+    def estimate(state: TrainState, *batches: Any, context: tuple[Any, ...] = ()) -> NoiseScale:
+        """``(state, *batches, context=()) -> NoiseScale``."""
+        state = check_state(state)
+        if not batches:
+            raise ConfigError("there is no batch", where=where, hint="pass (state, batch)")
+
+        def of_batch(batch: Any) -> tuple[Tensor, Tensor]:
+            least = parts or 2
+            rows = microbatch.count_rows(tree.dicts(batch))
+            if rows < least:
+                raise ConfigError(f"a batch of {rows} rows has no {least} parts", where=where, hint="pass more rows")
+            if parts is None:
+                found = _examples(program_parts, state, batch, context, chunk_size, train)
+            else:
+                found = _gradients(program_parts, state, batch, context, parts, train)
+            size = 1.0 if parts is None else rows / parts
+            return _estimates(found, size)
+
+        def run() -> NoiseScale:
+            found = [of_batch(batch) for batch in batches]
+            trace, squared = (torch.stack(column).mean() for column in zip(*found, strict=True))
+            return NoiseScale(trace / squared, trace, squared)
+
+        return program_parts.draw(state, run)
+
+    return estimate
+
+
+class _Sums(NamedTuple):
+    """Sums over some gradients g with weights w."""
+
+    grads: Params  # sum of w * g
+    squares: Tensor  # shape=(): sum of w^2 * |g|^2
+    weights: Tensor  # shape=(): sum of w
+    number: Tensor  # shape=(): how many have a weight
+
+
+def _estimates(found: Iterator[_Sums], size: float) -> tuple[Tensor, Tensor]:
+    """The trace of the covariance of single examples, and the squared norm of the true gradient.
+
+    Args:
+        found: sums over disjoint sets of gradients.
+        size: the number of examples behind each gradient.
+    """
+    total = next(found)
+    for each in found:
+        total = tree.map(torch.add, total, each)
+    mean = global_norm(total.grads) / total.weights
+    squares = total.squares * (total.number / total.weights).square()
+    variance = (squares - total.number * mean.square()) / (total.number - 1)
+    return variance * size, mean.square() - variance / total.number
+
+
+def _examples(
+    parts: Parts, state: TrainState, batch: Any, context: tuple[Any, ...], chunk_size: int | None, train: bool
+) -> Iterator[_Sums]:
+    where = "gradient_noise_scale"
+    for chunk in chunks(parts, state, batch, context, chunk_size=chunk_size, train=train, where=where):
+        weights = chunk.weights.to(chunk.norms.dtype)
+        grads = {name: torch.einsum("n,n...->...", weights.to(g.dtype), g) for name, g in chunk.grads.items()}
+        squares = (weights * chunk.norms).square().sum()
+        yield _Sums(grads, squares, weights.sum(), (weights > 0).sum())
+
+
+def _gradients(
+    parts: Parts, state: TrainState, batch: Any, context: tuple[Any, ...], count: int, train: bool
+) -> Iterator[_Sums]:
+    for rows in microbatch.split(tree.dicts(batch), count):
+
+        def mean(params: Params, rows: Any = rows) -> tuple[Tensor, Tensor]:
+            loss = parts.loss(params, state, rows, context, train=train)[0]
+            return loss.mean, loss.weight
+
+        with plain_attention.differentiable():
+            grads, weight = torch.func.grad(mean, has_aux=True)(state.params)
+        weighted = {
+            name: torch.where(weight > 0, g.to(wide(g.dtype)) * weight.to(wide(g.dtype)), 0)
+            for name, g in grads.items()
+        }
+        yield _Sums(weighted, global_norm(weighted).square(), weight.to(wide(weight.dtype)), (weight > 0).sum())

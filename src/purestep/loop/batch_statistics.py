@@ -1,0 +1,73 @@
+"""`refresh_batchnorm`: the statistics of BatchNorm for the weights of a state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import data
+from ..errors import ConfigError, StateError
+from ..types import Empty, Program, TrainState
+from . import ranks
+
+
+def refresh_batchnorm(
+    program: Program, state: TrainState, loader: Any, *, view: str | None = None, name: str = "train"
+) -> TrainState:
+    """Return the state with the BatchNorm statistics of its weights, as `torch.optim.swa_utils.update_bn`.
+
+    Averaged weights (`ema.swa`, `ema.average`) have other activations than the weights of training, whose statistics
+    the buffers hold. This runs the objective on every batch in train mode without gradients, and averages the means and
+    variances of the batches with equal shares. The result is for evaluation and export: training on it would go on with
+    these statistics. The given state does not change.
+
+    Layers that `keep_eval` holds in eval mode, and buffers of other layers, keep their values. Without BatchNorm the
+    state is returned as it is, and the loader is not read.
+
+    Args:
+        program: from `program`.
+        state: of this program, whole and on one device; batches move to this device.
+        loader: of training batches, as for `fit`; one epoch is read.
+        view: "params" or "ema". None: "ema" if the state has an average. Of a state whose average has buffers
+            (``buffers="average"``) these get the statistics, else ``state.buffers`` do.
+        name: of the loader, for messages.
+
+    Raises:
+        ConfigError: the program is not from `program`; or ``view`` has another value.
+        DataError: an empty loader, or a batch that the objective cannot read.
+        RankError: several processes, or a loader of a part of the data.
+        StateError: the state is no TrainState, is spread over processes, or has no average for the view "ema".
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> net = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+        >>> program = ps.program(net, ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1), ema=ps.ema.swa(10))
+        >>> batches = [(torch.full((4, 2), value), torch.ones(4, 1)) for value in (1.0, 3.0)]
+        >>> refresh_batchnorm(program, program.init(), batches).buffers["0.running_mean"]
+        tensor([2., 2.])
+    """
+    where = "refresh_batchnorm"
+    if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
+        raise StateError(f"the state is a {type(state).__name__}, not a TrainState", where=where, hint="program.init()")
+    if not isinstance(state.placement, Empty):
+        raise StateError("the state is spread over processes", where=where, hint="pass ps.full(state)")
+    ranks.mesh_of(state, where=where)
+    ranks.check_loader(loader, where=name)
+    if program.static is None or program.static.statistics is None:
+        raise ConfigError(
+            "the program has no model", where=where, hint="pass the program that ps.program(...) returned"
+        )
+    found = program.static.statistics(state, view)
+    if not found.names:
+        return state
+    feed = data.open_feed(loader, name=name, seed=int(state.key[0]), repeats=True)
+    try:
+        for index, batch in enumerate(data.prefetch(feed.epoch(0), data.device_of(state), name=name)):
+            try:
+                found.add(batch, index)
+            except Exception as error:
+                error.add_note(f"in {where}, {name}, batch {index + 1}")
+                raise
+    finally:
+        if feed is not loader:
+            feed.close()
+    return found.state()

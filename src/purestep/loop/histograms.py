@@ -1,0 +1,110 @@
+"""Histograms of weights, gradients and updates, for sinks that plot them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import parallel, tree
+from ..errors import ConfigError
+from ..events import Histogram, Histograms
+from ..types import Params, Program, TrainState, Tree
+
+_log = logging.getLogger("purestep")
+_BINS = 64
+
+
+def recorder(every: int, program: Program, state: Tree, mesh: parallel.Mesh | None) -> Recorder | None:
+    """Return the recorder of a run; None if ``every`` is 0.
+
+    Args:
+        every: updates between two recorded ones.
+        program: not compiled.
+        state: of the run.
+        mesh: of several processes.
+
+    Raises:
+        ConfigError: the state is no TrainState of a program, or is spread over processes.
+    """
+    if not every:
+        return None
+    if mesh is not None:
+        raise ConfigError("each process holds a part of the state", where="histograms", hint="histograms=0")
+    if not isinstance(state, TrainState) or program.static is None:
+        hint = "histograms=0, or a callback that computes them"
+        raise ConfigError("the step is not that of a program", where="histograms", hint=hint)
+    return Recorder(every, program.static.gradient)
+
+
+class Recorder:
+    """Compares the state before and after every n-th update.
+
+    Args:
+        every: n >= 1.
+        gradient: ``(state, batch) -> gradients``, or None.
+    """
+
+    def __init__(self, every: int, gradient: Any) -> None:
+        self._every = every
+        self._gradient = gradient
+        self._before: _Before | None = None
+
+    def before_call(self, state: TrainState, batch: Any, *, updates: int, closes: bool) -> None:
+        """Keep what the comparison needs, if the update of this call is recorded.
+
+        Args:
+            state: before the call, which may overwrite it.
+            batch: of the call.
+            updates: so far.
+            closes: the call closes an accumulation window.
+        """
+        self._before = None
+        if closes and (updates + 1) % self._every == 0:
+            self._before = _Before(tree.clone(dict(state.params)), self._gradients(state, batch))
+
+    def after_update(self, state: TrainState, *, updates: int) -> Histograms | None:
+        """Return the histograms of this update, if it is recorded. Waits for the device."""
+        before, self._before = self._before, None
+        if before is None:
+            return None
+        params = dict(state.params)
+        changes = {name: value - before.params[name] for name, value in params.items()}
+        groups = {"weights": params, "gradients": before.gradients, "updates": changes}
+        found = {
+            f"{group}/{name}": histogram(value) for group, named in groups.items() for name, value in named.items()
+        }
+        return Histograms(updates, {name: one for name, one in found.items() if one is not None})
+
+    def _gradients(self, state: TrainState, batch: Any) -> Params:
+        """The gradients; none after a failure, such as too little memory for a pass in eager mode."""
+        if self._gradient is None:
+            return {}
+        try:
+            return self._gradient(state, batch)
+        except Exception as error:
+            self._gradient = None
+            _log.warning("histograms have no gradients: %s: %s", type(error).__name__, error)
+            return {}
+
+
+class _Before(NamedTuple):
+    """The values before a recorded update."""
+
+    params: Params
+    gradients: Params
+
+
+def histogram(value: Tensor) -> Histogram | None:
+    """The histogram of the finite numbers of a tensor; None if there are none."""
+    numbers = value.detach().flatten()
+    numbers = numbers[torch.isfinite(numbers)].to("cpu", torch.float64)
+    if not len(numbers):
+        return None
+    low, high = (float(end) for end in numbers.aminmax())
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    counts, edges = torch.histogram(numbers, _BINS, range=(low, high))
+    return Histogram(counts.numpy(), edges.numpy(), float(numbers.sum()), float(numbers.square().sum()))

@@ -1,0 +1,152 @@
+"""`reduce_on_plateau`: a callback of `fit` that lowers the learning rate when a metric stops improving."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from .. import stopping
+from ..compile import states
+from ..errors import ConfigError, StateError
+from ..events import EpochEnd, Event, FitEnd, FitStart
+from ..optim import hyperparameters
+from ..types import TrainState
+
+_log = logging.getLogger("purestep")
+_Row = tuple[Any, Any, float | None]  # epoch, step, value
+
+
+def reduce_on_plateau(
+    monitor: str = "val_loss",
+    *,
+    factor: float = 0.1,
+    patience: int = 10,
+    mode: stopping.Mode | None = None,
+    threshold: float = 1e-4,
+    threshold_mode: Literal["rel", "abs"] = "rel",
+    cooldown: int = 0,
+    min_scale: float = 0.0,
+    leaf: str = "learning_rate",
+) -> ReduceOnPlateau:
+    """Return a callback that lowers the learning rate when a metric stops improving: torch's `ReduceLROnPlateau`.
+
+    The learning rate is a leaf of the state, by `optim.inject`, which the callback multiplies by ``factor``. A compiled
+    step uses the new value without recompiling. The callback stores nothing itself: a resumed run finds the learning
+    rate in the state, and the rest follows from the history. One object is for one run at a time.
+
+    Rows without a finite value of the metric are ignored: with ``evaluate_every`` not every row has one.
+
+    Args:
+        monitor: a metric by its name in the history.
+        factor: as in `stopping.Plateau`, like the following.
+        patience: rows without improvement before a reduction; the next such row reduces the rate.
+        mode: which values are better. None: "min" for a loss, error or perplexity; other metrics need a mode.
+        threshold: the least improvement that counts.
+        threshold_mode: "rel" or "abs".
+        cooldown: rows after a reduction that do not count.
+        min_scale: lower bound of the learning rate, as a share of the first one (torch's ``min_lr`` over ``lr``).
+        leaf: the leaf to change, by the names of `optim.hyperparams`. In a `partition`, "learning_rate" means that of
+            all groups, and ``"head/learning_rate"`` that of one.
+
+    Raises:
+        ConfigError: a number is out of range; the metric needs a mode. From `fit`: there is no such metric, or no such
+            leaf, or it follows a schedule.
+        StateError: from `fit`: the state is no TrainState.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> tx = ps.optim.inject(ps.optim.sgd)(learning_rate=0.5)
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), tx)
+        >>> batches = [(torch.zeros(4, 2), torch.zeros(4, 1))]  # nothing left to learn after the first update
+        >>> plateau = reduce_on_plateau("train_loss", factor=0.5, patience=1)
+        >>> ps.fit(program.init(), batches, program, epochs=6, callbacks=[plateau], progress=False).history["lr"]
+        [0.5, 0.5, 0.5, 0.5, 0.25, 0.25]
+    """
+    rule = stopping.Plateau(factor, patience, threshold, threshold_mode, cooldown, min_scale)
+    return ReduceOnPlateau(monitor, rule, mode or stopping.default_mode(monitor), leaf)
+
+
+class ReduceOnPlateau:
+    """The callback; see `reduce_on_plateau`."""
+
+    def __init__(self, monitor: str, rule: stopping.Plateau, mode: stopping.Mode, leaf: str) -> None:
+        self.monitor = monitor
+        self.rule = rule
+        self.mode: stopping.Mode = mode
+        self.leaf = leaf
+        self._begin()
+
+    def _begin(self) -> None:
+        self.record = stopping.plateau_init()
+        self._last: tuple[Any, Any] | None = None  # epoch and step of the last row that counted
+
+    def __call__(self, event: Event) -> TrainState | None:
+        if isinstance(event, FitStart):
+            self._begin()
+            self._names(event.state)
+            self._observe(_rows(event, self.monitor))
+        elif isinstance(event, EpochEnd):
+            self._check_metric(event)
+            row = event.record
+            before = self.record.scale
+            self._observe([(row.get("epoch"), row.get("step"), row.get(self.monitor))])
+            if self.record.scale != before:
+                return self._reduced(event.state, self.record.scale / before)
+        elif isinstance(event, FitEnd) and self._last is None and event.error is None and event.history:
+            _log.warning("reduce_on_plateau: %s has had no value in this run", self.monitor)
+        return None
+
+    def _observe(self, rows: Iterable[_Row]) -> None:
+        for epoch, step, value in rows:
+            if value is None or (epoch, step) == self._last:  # an epoch may end right behind an evaluation inside it
+                continue
+            self._last = epoch, step
+            self.record = stopping.plateau_observe(self.record, value, rule=self.rule, mode=self.mode)
+
+    def _check_metric(self, event: EpochEnd) -> None:
+        """Raise if the loader of the metric has been evaluated, and the metric is not among its values."""
+        known = [name for name in event.record if name not in ("epoch", "step")]
+        loader = self.monitor.partition("_")[0]
+        if self._last is None and self.monitor not in known and any(name.startswith(f"{loader}_") for name in known):
+            near = difflib.get_close_matches(self.monitor, known, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"monitor={self.monitor!r} is not among the metrics: {sorted(known)}",
+                where="reduce_on_plateau",
+                hint=f"reduce_on_plateau({near[0]!r})",
+            )
+
+    def _reduced(self, state: TrainState, ratio: float) -> TrainState:
+        found = hyperparameters.injected(state.opt_state)
+        values = {name: float(found[name]) * ratio for name in self._names(state)}
+        _log.info("reduce_on_plateau: %s", ", ".join(f"{name} is now {value:g}" for name, value in values.items()))
+        return state._replace(opt_state=hyperparameters.set_hyperparams(state.opt_state, **values))
+
+    def _names(self, state: Any) -> list[str]:
+        """The full names of the leaves to change."""
+        if not isinstance(state, TrainState):
+            count = len(states(state))
+            raise StateError(
+                f"the state is a {type(state).__name__} of {count} TrainStates, so its learning rate is ambiguous",
+                where="reduce_on_plateau",
+                hint="write a callback with stopping.Plateau and optim.set_hyperparams",
+            )
+        found = hyperparameters.injected(state.opt_state)
+        names = [name for name in found if self.leaf in (name, name.rpartition("/")[2])]
+        if not names:
+            follows = self.leaf in hyperparameters.hyperparams(state.opt_state)
+            what = "follows a schedule, or is no leaf of inject" if follows else "is not a leaf of this state"
+            raise ConfigError(
+                f"{self.leaf} {what}",
+                where="reduce_on_plateau",
+                hint="tx = ps.optim.inject(ps.optim.adamw)(learning_rate=1e-3), with a number",
+            )
+        return names
+
+
+def _rows(event: FitStart, monitor: str) -> list[_Row]:
+    """The rows of the history so far."""
+    values = event.history.get(monitor, [])
+    columns = (event.history.get(name, [None] * len(values)) for name in ("epoch", "step"))
+    return list(zip(*columns, values, strict=True))

@@ -1,0 +1,70 @@
+"""Keep the last batches of a run, with states from which its calls can be repeated."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Any
+
+from .. import tree
+from ..compile import plain
+from ..diagnostics import Recording, recording
+from ..errors import PurestepError
+from ..snapshot import Snapshots
+from ..types import Tree
+
+_log = logging.getLogger("purestep")
+_NOTHING = object()
+
+
+class BatchRecorder:
+    """Keeps at least the last ``size`` batches, and a copy of the state before every ``size``-th of them.
+
+    A state that is not the result of the call before (a flush, a rollback, the answer of a callback) is copied too. So
+    two copies of the state and less than ``2 * size`` batches are in memory, unless states change between the calls.
+
+    Args:
+        size: number of batches, >= 0; 0: keep nothing.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._parts: deque[Recording] = deque()
+        self._result: Any = _NOTHING
+
+    def add(self, state: Tree, batch: Any, call: int) -> None:
+        """Keep the arguments of a call, before it is made. ``call`` is its number, from 1."""
+        if not self._size:
+            return
+        if state is not self._result or len(self._parts[-1].batches) == self._size:
+            self._parts.append(Recording(tree.clone(plain(state)), [], call))
+        batches = self._parts[-1].batches
+        assert isinstance(batches, list)
+        batches.append(batch)
+        while sum(len(part.batches) for part in self._parts) - len(self._parts[0].batches) >= self._size:
+            self._parts.popleft()
+        self._result = _NOTHING
+
+    def returned(self, state: Tree) -> None:
+        """Note the result of the call."""
+        self._result = state
+
+    def parts(self) -> tuple[Recording, ...]:
+        """The calls, oldest first; each part begins with a state."""
+        return tuple(self._parts)
+
+    def write(self, error: BaseException, snapshots: Snapshots | None) -> None:
+        """Set ``error.recording``, and write the calls to files in the directory of the snapshots, which a note on the
+        error names. A failure to write is a warning."""
+        if not self._parts:
+            return
+        vars(error)["recording"] = self.parts()
+        for part in self._parts if snapshots is not None else ():
+            assert snapshots is not None
+            name = f"{part.steps[0]}-{part.steps[-1]}.safetensors"
+            try:
+                path = recording.write(snapshots.directory / "recording" / name, part)
+            except PurestepError as failed:
+                _log.warning("calls %s to %s were not written down: %s", part.steps[0], part.steps[-1], failed)
+                continue
+            error.add_note(f"calls {part.steps[0]} to {part.steps[-1]} are in {path} (ps.testing.replay repeats them)")

@@ -1,0 +1,347 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .. import tracing
+from ..errors import ConfigError
+from ..pickling import recipe
+from ..types import Empty, Params, Tree
+from ..validation import is_count
+from .base import Transform, chain, require, require_arguments
+from .numerics import (
+    Rate,
+    Scalar,
+    by_name,
+    complement_power,
+    decay_square,
+    in_dtype,
+    lerp,
+    no_missed_updates,
+    safe_sqrt,
+    scalar_dtype,
+    upcast,
+    upcast_dtype,
+    update_count,
+    zero_count,
+    zeros_like,
+    zeros_like_squares,
+)
+from .scale import decay_parts, scale_by_learning_rate
+from .wrappers import Mask
+
+Matrices: TypeAlias = dict[str, tuple[Tensor, ...]]
+"""name -> one [n, n] for each preconditioned dimension of size n, at least float32."""
+
+
+class ScaleBySoapState(NamedTuple):
+    """State of `scale_by_soap`."""
+
+    step: Tensor  # shape=(), dtype=int64: updates done
+    mu: Params  # name -> P: mean of gradients
+    nu: Params  # name -> P: mean of squared gradients, in the eigenbasis
+    gram: Matrices  # mean of the gradient's products with itself
+    basis: Matrices  # eigenvectors of `gram` as columns, by falling eigenvalue
+    missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
+
+
+@recipe
+def scale_by_soap(
+    b1: Scalar = 0.95,
+    b2: Scalar = 0.95,
+    eps: Scalar = 1e-8,
+    *,
+    shampoo_beta: Scalar | None = None,
+    precondition_frequency: int = 10,
+    max_precond_dim: int = 10_000,
+) -> Transform:
+    r"""Adam's direction in the eigenbasis of Shampoo's preconditioner.
+
+    A gradient :math:`G` is rotated to :math:`Q_L^\top G Q_R`, Adam's quotient of its means is rotated back. The bases
+    are those of the running means of :math:`G G^\top` and :math:`G^\top G` (for each dimension of a kernel, with the
+    others flattened). They are computed by `torch.linalg.eigh` at the first update, which otherwise changes nothing,
+    and improved after every ``precondition_frequency`` updates by a power iteration and `torch.linalg.qr`.
+
+    Vectors and scalars have no basis: this is Adam for them.
+
+    Args:
+        b1: decay of the mean of gradients, in [0, 1).
+        b2: decay of the mean of their squares, in [0, 1).
+        eps: in [0, inf), outside the root, before Adam's correction of the bias.
+        shampoo_beta: decay of the means of products, in [0, 1); None: ``b2``.
+        precondition_frequency: updates between two computations of the bases, at least 1.
+        max_precond_dim: a larger dimension (a vocabulary) is not rotated, at least 1.
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    References:
+        Vyas et al., 2024, SOAP: Improving and Stabilizing Shampoo using Adam.
+
+    Example:
+        >>> tx, params = scale_by_soap(), {"w": torch.tensor([[2.0, 0.0], [0.0, 1.0]])}
+        >>> first, state = tx.update(params, tx.init(params), params)
+        >>> second, state = tx.update(params, state, params)
+        >>> [[round(value, 4) for value in u["w"].diagonal().tolist()] for u in (first, second)]
+        [[0.0, 0.0], [1.0, 1.0]]
+    """
+    require("scale_by_soap", high=1.0, b1=b1, b2=b2, shampoo_beta=b2 if shampoo_beta is None else shampoo_beta)
+    require("scale_by_soap", eps=eps)
+    _require_counts("scale_by_soap", precondition_frequency, max_precond_dim)
+    beta = b2 if shampoo_beta is None else shampoo_beta
+
+    def init(params: Params) -> ScaleBySoapState:
+        zeros = {name: _zeros(param, max_precond_dim) for name, param in params.items()}
+        bases = {name: tuple(map(_identity_like, each)) for name, each in zeros.items()}
+        means = zeros_like(params), zeros_like_squares(params)
+        return ScaleBySoapState(zero_count(params), *means, zeros, bases, no_missed_updates(params))
+
+    def update(updates: Params, state: ScaleBySoapState, params: Params) -> tuple[Params, ScaleBySoapState]:
+        del params  # Not needed.
+        step, dtype = state.step + 1, scalar_dtype(updates)
+        count = update_count(step, state.missed, updates) - 1  # without the first one
+        begun, rank = by_name(count > 0, updates), {name: _dims(u, max_precond_dim) for name, u in updates.items()}
+        correction = complement_power(b2, count, dtype).sqrt() / complement_power(b1, count, dtype)
+        factors = by_name(torch.where(count > 0, correction, torch.zeros_like(correction)), updates)
+        mu: Params = {}
+        nu: Params = {}
+        gram: Matrices = {}
+        new: Params = {}
+        for name, g in updates.items():
+            basis, dims, wide = state.basis[name], rank[name], upcast(g)
+            mu[name] = torch.where(begun[name], lerp(state.mu[name], g, 1 - b1), state.mu[name])
+            squares = decay_square(state.nu[name], _rotated(wide, basis, dims), b2)
+            nu[name] = torch.where(begun[name], squares, state.nu[name])
+            mean, factor = _rotated(upcast(mu[name]), basis, dims), factors[name].to(wide.dtype)
+            divisor = (safe_sqrt(nu[name]) + in_dtype(eps, wide.dtype)).to(wide.dtype)
+            quotient = mean * factor / torch.where(begun[name], divisor, torch.ones_like(divisor))
+            new[name] = _rotated(quotient, basis, dims, back=True).to(g.dtype)
+            products = (_product(wide, dim) for dim in dims)
+            gram[name] = tuple(
+                lerp(old, product.to(old.dtype), 1 - beta)
+                for old, product in zip(state.gram[name], products, strict=True)
+            )
+        basis, nu = _refreshed(gram, state.basis, nu, rank, by_name(count, updates), precondition_frequency)
+        return new, ScaleBySoapState(step, mu, nu, gram, basis, state.missed)
+
+    return Transform(init, update, elementwise=False)
+
+
+@recipe
+def soap(
+    learning_rate: Rate = 3e-3,
+    b1: Scalar = 0.95,
+    b2: Scalar = 0.95,
+    eps: Scalar = 1e-8,
+    *,
+    weight_decay: Scalar = 0.01,
+    mask: Mask | None = None,
+    shampoo_beta: Scalar | None = None,
+    precondition_frequency: int = 10,
+    max_precond_dim: int = 10_000,
+) -> Transform:
+    """SOAP, as its authors' code: Adam in the eigenbasis of Shampoo's preconditioner.
+
+    The parts are `scale_by_soap`, `add_decayed_weights` and `scale_by_learning_rate`. Weight decay is that of AdamW, as
+    everywhere here: the authors' code decays the new weights rather than the old ones, and not at the first update.
+
+    A matrix of m x n numbers has four more matrices in the state, of m x m and n x n numbers each, and every update has
+    six more matrix products. In eager mode on a GPU the host waits for the device in every update, to see if the bases
+    are due. A compiled step has two `torch.cond` instead: it is compiled by torch alone, also on a CPU, and slowly.
+
+    Where the products have several eigenvalues near 0, their eigenvectors depend on rounding: a compiled step, or one
+    on several processes, then trains as well, but not to the same numbers.
+
+    Args:
+        learning_rate: in [0, inf), or a schedule.
+        b1: as in `scale_by_soap`, like the following.
+        b2: decay of the mean of squares, in [0, 1).
+        eps: in [0, inf).
+        weight_decay: in [0, inf), decoupled.
+        mask: the parameters that decay, as in `masked`; None: all.
+        shampoo_beta: decay of the means of products, in [0, 1); None: ``b2``.
+        precondition_frequency: updates between two computations of the bases, at least 1.
+        max_precond_dim: a larger dimension is not rotated, at least 1.
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    References:
+        Vyas et al., 2024, SOAP: Improving and Stabilizing Shampoo using Adam.
+
+    Example:
+        >>> tx, params = soap(0.5, weight_decay=0.0), {"w": torch.eye(2)}
+        >>> state, seen = tx.init(params), []
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(params, state, params)
+        ...     seen.append(round(updates["w"][0, 0].item(), 4) + 0.0)
+        >>> seen
+        [0.0, -0.5]
+    """
+    below = {"b1": b1, "b2": b2} | ({} if shampoo_beta is None else {"shampoo_beta": shampoo_beta})
+    require_arguments("soap", learning_rate, below_one=below, eps=eps, weight_decay=weight_decay)
+    _require_counts("soap", precondition_frequency, max_precond_dim)
+    direction = scale_by_soap(
+        b1,
+        b2,
+        eps,
+        shampoo_beta=shampoo_beta,
+        precondition_frequency=precondition_frequency,
+        max_precond_dim=max_precond_dim,
+    )
+    return chain(direction, *decay_parts(weight_decay, mask), scale_by_learning_rate(learning_rate))
+
+
+def _require_counts(where: str, precondition_frequency: int, max_precond_dim: int) -> None:
+    named = {"precondition_frequency": precondition_frequency, "max_precond_dim": max_precond_dim}
+    for (name, value), example in zip(named.items(), (10, 10_000), strict=True):
+        if not is_count(value, 1):
+            raise ConfigError(f"{name} is {value!r}, no int of at least 1", where=where, hint=f"{name}={example}")
+
+
+def _dims(param: Tensor, most: int) -> tuple[int, ...]:
+    """The dimensions that are rotated."""
+    return tuple(dim for dim, size in enumerate(param.shape) if size <= most) if param.ndim > 1 else ()
+
+
+def _zeros(param: Tensor, most: int) -> tuple[Tensor, ...]:
+    sizes = [param.shape[dim] for dim in _dims(param, most)]
+    return tuple(torch.zeros(n, n, dtype=upcast_dtype(param), device=param.device) for n in sizes)
+
+
+def _identity_like(square: Tensor) -> Tensor:
+    return torch.eye(square.shape[0], dtype=square.dtype, device=square.device)
+
+
+def _rotated(x: Tensor, basis: Iterable[Tensor], dims: tuple[int, ...], *, back: bool = False) -> Tensor:
+    """Multiply every rotated dimension by its basis, or by the inverse."""
+    for dim, matrix in zip(dims, basis, strict=True):
+        rotation = matrix.to(x.dtype) if back else matrix.to(x.dtype).mT
+        rows = torch.movedim(x, dim, 0)
+        x = torch.movedim((rotation @ rows.flatten(1)).reshape(rows.shape), 0, dim)
+    return x
+
+
+def _product(g: Tensor, dim: int) -> Tensor:
+    """The products of the slices along a dimension. P -> [n, n]."""
+    rows = torch.movedim(g, dim, 0).flatten(1)
+    return rows @ rows.mT
+
+
+# --- the bases --------------------------------------------------------------------------------------------------------
+
+
+def _refreshed(
+    gram: Matrices,
+    basis: Matrices,
+    nu: Params,
+    dims: dict[str, tuple[int, ...]],
+    counts: dict[str, Tensor],
+    frequency: int,
+) -> tuple[Matrices, Params]:
+    """The bases and the squares in them, for the next update.
+
+    Args:
+        gram: of this update.
+        basis: of this update.
+        nu: of this update.
+        dims: name -> the rotated dimensions.
+        counts: name -> updates done with a basis, shape=().
+        frequency: updates between two computations.
+    """
+    names = [name for name, rotated in dims.items() if rotated]
+    if not names:
+        return basis, nu
+    parts = [_Part(basis[name], nu[name], gram[name]) for name in names]
+    parts = _if_any([counts[name] == 0 for name in names], _begun, parts)
+    due = [(counts[name] > 0) & (counts[name] % frequency == 0) for name in names]
+    rotated = [dims[name] for name in names]
+    parts = _if_any(due, lambda parts: [_improved(*each) for each in zip(parts, rotated, strict=True)], parts)
+    new = dict(zip(names, parts, strict=True))
+    bases = {name: new[name].basis if name in new else old for name, old in basis.items()}
+    return bases, {name: new[name].nu if name in new else old for name, old in nu.items()}
+
+
+class _Part(NamedTuple):
+    """One parameter's basis, the squares in it, and the matrices that it belongs to."""
+
+    basis: tuple[Tensor, ...]
+    nu: Tensor
+    gram: tuple[Tensor, ...]
+
+
+def _if_any(flags: list[Tensor], change: Callable[[list[_Part]], list[_Part]], parts: list[_Part]) -> list[_Part]:
+    """The changed parts where their flag is True. Nothing is computed if none is."""
+    any_flag = torch.stack(flags).any()
+    if tracing.may_read(any_flag) and not bool(any_flag):
+        return parts
+    if not tracing.in_graph():
+        return _chosen(flags, change(parts), parts)
+    sizes = [len(part.basis) for part in parts]
+
+    def changed(*leaves: Tensor) -> tuple[Tensor, ...]:
+        given = _filled(sizes, leaves[len(flags) :])
+        found = _chosen(list(leaves[: len(flags)]), change(given), given)
+        return tuple([leaf.contiguous() for leaf in _written(found)])
+
+    def kept(*leaves: Tensor) -> tuple[Tensor, ...]:
+        given = _filled(sizes, leaves[len(flags) :])
+        return tuple([leaf.clone(memory_format=torch.contiguous_format) for leaf in _written(given)])
+
+    operands = [*flags, *(leaf for part in parts for leaf in (*part.basis, part.nu, *part.gram))]
+    found = iter(torch.cond(any_flag, changed, kept, tuple(operands)))
+    new: list[_Part] = []
+    for part in parts:
+        basis = tuple([next(found) for _ in part.basis])
+        new.append(_Part(basis, next(found), part.gram))
+    return new
+
+
+def _filled(sizes: list[int], leaves: Iterable[Tensor]) -> list[_Part]:
+    rest = iter(leaves)
+    parts: list[_Part] = []
+    for size in sizes:
+        basis = tuple([next(rest) for _ in range(size)])
+        parts.append(_Part(basis, next(rest), tuple([next(rest) for _ in range(size)])))
+    return parts
+
+
+def _written(parts: list[_Part]) -> list[Tensor]:
+    return [leaf for part in parts for leaf in (*part.basis, part.nu)]
+
+
+def _chosen(flags: list[Tensor], new: list[_Part], old: list[_Part]) -> list[_Part]:
+    found: list[_Part] = []
+    for flag, one, other in zip(flags, new, old, strict=True):
+        pairs = zip(one.basis, other.basis, strict=True)
+        basis = tuple([torch.where(flag, first, second) for first, second in pairs])
+        found.append(_Part(basis, torch.where(flag, one.nu, other.nu), other.gram))
+    return found
+
+
+def _begun(parts: list[_Part]) -> list[_Part]:
+    return [_Part(tuple([_eigenvectors(square) for square in part.gram]), part.nu, part.gram) for part in parts]
+
+
+def _improved(part: _Part, dims: tuple[int, ...]) -> _Part:
+    """One power iteration, with the columns sorted by their present eigenvalues."""
+    found: list[Tensor] = []
+    nu = part.nu
+    for dim, square, old in zip(dims, part.gram, part.basis, strict=True):
+        sizes = (old * (square @ old)).sum(0)
+        order = sizes.argsort(descending=True)
+        nu, sorted_basis = nu.index_select(dim, order), old.index_select(1, order)
+        found.append(torch.linalg.qr(square @ sorted_basis)[0])
+    return _Part(tuple(found), nu, part.gram)
+
+
+def _eigenvectors(gram: Tensor) -> Tensor:
+    """Columns by falling eigenvalue. Numbers that are not finite would raise; the step refuses such an update."""
+    usable = torch.isfinite(gram).all()
+    vectors = torch.linalg.eigh(torch.where(usable, gram, _identity_like(gram)))[1]
+    return vectors.flip(1)

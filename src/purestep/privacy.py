@@ -1,0 +1,185 @@
+"""DP-SGD: steps whose update reveals little about any single example, and what a run of them has revealed."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .derivatives import chunks
+from .errors import ConfigError, StepContractError
+from .metrics import mean as means
+from .metrics import merge
+from .pickling import recipe
+from .step import Micro, Parts, finite_mean, parts_for, wide
+from .types import Form, Mean, Metrics, Params, Program, TrainState
+from .validation import check_count, check_finite, check_positive, is_count
+
+
+@recipe
+def dp_sgd(
+    program: Program,
+    *,
+    max_norm: float,
+    noise_multiplier: float,
+    expected_batch_size: int | None = None,
+    chunk_size: int | None = None,
+) -> Program:
+    r"""Return the program with gradients that are clipped for each example and noised (Abadi et al., 2016).
+
+    In place of the batch's gradient, the optimizer gets
+    :math:`(\sum_i g_i \min(1, C / (|g_i| + 10^{-6})) + \sigma C z) / B`: the gradients :math:`g_i` of single examples
+    as in `per_example`, the norm over all parameters together, standard normal numbers z, and the expected batch size
+    B. These are the formulas of Opacus. Everything else is the program's: optimizer, EMA, `fit`, snapshots, compiling.
+    ``grad_norm`` is that of the noised gradient; the metric ``clipped`` is the share of examples whose gradient was
+    clipped.
+
+    z comes from the generator that the state's key seeds, so a run can be resumed and repeated. It is not a
+    cryptographic generator, and who knows the seed knows the noise: keep ``program.init(seed=...)`` and the snapshots
+    secret where that matters. Metrics (the loss, ``clipped``, whether a loss is finite) contain no noise and are not
+    private.
+
+    The guarantee of `epsilon` is for batches to which each example belongs independently with probability
+    ``sample_rate`` (Poisson sampling); pass ``expected_batch_size`` for those, which also may be empty.
+
+    Args:
+        program: from `program`, not distributed, with ``accumulate=1`` and ``microbatches=1`` (``chunk_size`` bounds
+            the memory), without ``sam`` and without loss scaling. BatchNorm raises an error, as in `per_example`.
+        max_norm: C > 0.
+        noise_multiplier: :math:`\sigma` >= 0; 0: no noise and no privacy.
+        expected_batch_size: B >= 1. None: the number of rows of each batch.
+        chunk_size: number of examples whose gradients are in memory at a time; None: as many as have 256 MiB of
+            gradients.
+
+    Raises:
+        ConfigError: an argument is out of range, or the program is none of these.
+        DataError, StepContractError: from train_step: as `per_example`; the objective has a metric ``clipped``.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
+        >>> private = ps.privacy.dp_sgd(program, max_norm=1.0, noise_multiplier=1.1)
+        >>> state, metrics = private.train_step(private.init(device="cpu"), (torch.randn(8, 2), torch.randn(8, 1)))
+        >>> 0 <= float(metrics["clipped"]) <= 1
+        True
+    """
+    where = "privacy.dp_sgd"
+    parts = parts_for(program, where)
+    check_positive(where, max_norm=max_norm)
+    check_finite(where, noise_multiplier=noise_multiplier)
+    if noise_multiplier < 0:
+        raise ConfigError(f"noise_multiplier={noise_multiplier!r} is negative", where=where, hint="noise_multiplier=1")
+    for name, value in (("expected_batch_size", expected_batch_size), ("chunk_size", chunk_size)):
+        if value is not None and not is_count(value, 1):
+            raise ConfigError(f"{name}={value!r} is no int >= 1", where=where, hint=f"{name}=64")
+    for name, value in (("accumulate", parts.accumulate), ("microbatches", parts.microbatches)):
+        if value > 1:
+            raise ConfigError(
+                f"the program has {name}={value}: each part would get noise of its own",
+                where=where,
+                hint=f"set {name}=1 and pass a whole batch to each call; chunk_size=... bounds the memory",
+            )
+    if parts.is_sharp:
+        raise ConfigError("the program has sam=: its second gradient is not clipped", where=where, hint="sam=None")
+    if parts.is_scaled:
+        raise ConfigError("the program scales its loss", where=where, hint='precision="bf16-mixed", or "32-true"')
+
+    def gradients(parts: Parts, form: Form, state: TrainState, batch: Any, context: tuple[Any, ...]) -> Micro:
+        if form.exchange is not None:
+            raise ConfigError("the program runs on several processes", where=where, hint="use it in one process")
+        params = form.expand(state.params)
+        named = state._replace(params=params)
+        total = {name: torch.zeros(p.shape, dtype=wide(p.dtype), device=p.device) for name, p in params.items()}
+        metrics = _empty(state.step.device)
+        rows = 0
+        for chunk in chunks(parts, named, batch, context, chunk_size=chunk_size, train=True, where=where):
+            factors = (max_norm / (chunk.norms + 1e-6)).clamp(max=1.0)
+            for name, grad in chunk.grads.items():
+                total[name] = total[name] + torch.einsum("n,n...->...", factors.to(grad.dtype), grad)
+            rows += chunk.norms.shape[0]
+            metrics = merge(metrics, _metrics(chunk.losses, chunk.weights, factors, chunk.metrics))
+        size = expected_batch_size or max(1, rows)
+        loss = metrics["loss"]
+        metrics = {name: means.with_sums(mean, *finite_mean(*mean)) for name, mean in metrics.items()}
+        metrics |= {name: Mean(value, torch.ones_like(value)) for name, value in parts.values_at(state).items()}
+        one = torch.ones((), dtype=torch.float32, device=state.step.device)
+        mean = torch.where(loss.weight > 0, loss.total / loss.weight, torch.zeros_like(loss.total))
+        grads = {name: (grad / size).to(params[name].dtype) for name, grad in _noised(total).items()}
+        return Micro(form.collect(grads), mean, one, state.buffers, metrics, frozenset(), one)
+
+    def _noised(total: Params) -> Params:
+        if noise_multiplier == 0:
+            return total
+        # Not randn * std: one operation rounds as Opacus does.
+        std = noise_multiplier * max_norm
+        return {name: grad + torch.empty_like(grad).normal_(0.0, std) for name, grad in total.items()}
+
+    return parts.with_gradients(gradients)
+
+
+def _empty(device: torch.device) -> Metrics:
+    zero = torch.zeros((), dtype=torch.float32, device=device)
+    return {"loss": Mean(zero, zero), "clipped": Mean(zero, zero)}
+
+
+def _metrics(losses: Tensor, weights: Tensor, factors: Tensor, own: Metrics) -> Metrics:
+    if "clipped" in own:
+        raise StepContractError(
+            "privacy.dp_sgd has a metric of this name", where="metrics/clipped", hint="choose another name"
+        )
+    clipped, ones = (factors < 1).float().sum(), torch.ones_like(factors, dtype=torch.float32).sum()
+    total = (losses.float() * weights).sum()
+    return {**own, "loss": Mean(total, weights.sum()), "clipped": Mean(clipped, ones)}
+
+
+def epsilon(
+    *,
+    steps: int,
+    sample_rate: float,
+    noise_multiplier: float,
+    delta: float,
+    accountant: Literal["prv", "rdp"] = "prv",
+) -> float:
+    r"""Compute the :math:`\epsilon` of the :math:`(\epsilon, \delta)` guarantee of a run of `dp_sgd`, by Opacus.
+
+    Needs ``pip install 'purestep[privacy]'``.
+
+    Args:
+        steps: number of calls of train_step, at least 0.
+        sample_rate: probability with which an example is in a batch, in (0, 1].
+        noise_multiplier: as in `dp_sgd`; 0 gives inf.
+        delta: in (0, 1), less than 1 / the number of examples.
+        accountant: "prv" (Gopi et al., 2021), or "rdp" (Mironov, 2017), which is looser and faster.
+
+    Raises:
+        ConfigError: an argument is out of range, or Opacus is not installed.
+
+    Example:
+        >>> epsilon(steps=1000, sample_rate=0.01, noise_multiplier=0.0, delta=1e-5)
+        inf
+    """
+    where = "privacy.epsilon"
+    check_count(where, least=0, steps=steps)
+    check_finite(where, sample_rate=sample_rate, noise_multiplier=noise_multiplier, delta=delta)
+    if not 0 < sample_rate <= 1 or not 0 < delta < 1 or noise_multiplier < 0:
+        raise ConfigError(
+            f"sample_rate={sample_rate}, delta={delta}, noise_multiplier={noise_multiplier}",
+            where=where,
+            hint="0 < sample_rate <= 1, 0 < delta < 1 and noise_multiplier >= 0",
+        )
+    if accountant not in ("prv", "rdp"):
+        raise ConfigError(f"accountant={accountant!r}", where=where, hint='"prv" or "rdp"')
+    if steps == 0:
+        return 0.0
+    if noise_multiplier == 0:
+        return math.inf
+    try:
+        accountants: Any = importlib.import_module("opacus.accountants")
+    except ImportError as error:
+        raise ConfigError("Opacus is not installed", where=where, hint="pip install 'purestep[privacy]'") from error
+    found: Any = accountants.create_accountant(accountant)
+    found.history.append((noise_multiplier, sample_rate, steps))
+    return float(found.get_epsilon(delta))

@@ -1,0 +1,128 @@
+"""Stacked states: the states of several models as one, whose leaves have a leading dimension for the models.
+
+`ensembles` trains them. Code that reads a number of a state on the host comes here, because in a stacked state it is a
+vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .errors import StateError
+from .types import Empty, TrainState, Tree
+
+
+def stack(states: Sequence[Tree]) -> Tree:
+    """Stack states of one structure into one state, as `purestep.ensemble` trains it.
+
+    Args:
+        states: at least one tree of tensors. Each leaf has the same shape, dtype and device in all of them.
+
+    Returns:
+        A tree of the same structure: a leaf of shape S becomes a leaf of shape (len(states), *S), also the key. The
+        memory is new.
+
+    Raises:
+        StateError: there is no state, or a leaf differs; the message has its path.
+
+    Example:
+        >>> both = stack([{"w": torch.zeros(3)}, {"w": torch.ones(3)}])
+        >>> both["w"].shape, member(both, 1)["w"].tolist()
+        (torch.Size([2, 3]), [1.0, 1.0, 1.0])
+    """
+    if not states:
+        raise StateError("there is no state to stack", where="stack", hint="ps.stack([program.init(0), ...])")
+    plain = [tree.map(lambda leaf: leaf, state) for state in states]  # a live state becomes a plain one
+    (first, treedef), *rest = [tree.flatten(state) for state in plain]
+    for index, (leaves, other) in enumerate(rest, 1):
+        if other != treedef:
+            paths = sorted({*tree.paths(plain[0])} ^ {*tree.paths(plain[index])})
+            raise StateError(
+                f"state {index} has another structure than state 0: {', '.join(paths[:3]) or 'other nodes'}",
+                where="stack",
+                hint="stack states of one program",
+            )
+        for path, one, leaf in zip(tree.paths(plain[0]), first, leaves, strict=True):
+            if _kind(one) != _kind(leaf):
+                raise StateError(
+                    f"is {_kind(one)} in state 0 and {_kind(leaf)} in state {index}",
+                    where=path,
+                    hint="stack states of one program, on one device",
+                )
+    columns = zip(first, *(leaves for leaves, _ in rest), strict=True)
+    return tree.unflatten(treedef, [torch.stack(column) for column in columns])
+
+
+def _kind(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return f"a {type(leaf).__name__}"
+    return f"{list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')} on {leaf.device}"
+
+
+def member(state: Tree, index: int) -> Tree:
+    """Return the state of one member of an ensemble: a plain state of the program that the ensemble was built from.
+
+    Args:
+        state: stacked, from `stack`, or of a program of `purestep.ensemble`.
+        index: in [-members, members).
+
+    Returns:
+        A tree of the same structure without the leading dimension, in memory of its own.
+
+    Raises:
+        StateError: the state is not stacked, or has no such member.
+
+    Example:
+        >>> member({"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, -1)["w"].tolist()
+        [3.0, 4.0]
+    """
+    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in tree.leaves(state)}
+    size = next(iter(sizes)) if len(sizes) == 1 else 0
+    if not -size <= index < size:
+        found = f"has {size} members" if size else "is not stacked: its leaves have no common leading dimension"
+        raise StateError(f"has no member {index}: it {found}", where="state", hint="pass a state of ps.ensemble")
+    return tree.map(lambda leaf: leaf[index].clone(), state)
+
+
+def size(state: Tree) -> int:
+    """Return the number of members of a stacked TrainState, 0 for any other state.
+
+    Example:
+        >>> size({"w": torch.zeros(3)})
+        0
+    """
+    step: Any = state.step if isinstance(state, TrainState) else None
+    return step.shape[0] if isinstance(step, Tensor) and step.dim() == 1 else 0
+
+
+def check_single(state: TrainState, *, where: str) -> None:
+    """Raise StateError for the state of an ensemble, where a function takes the state of one model."""
+    if size(state):
+        raise StateError(
+            f"the state is that of an ensemble of {size(state)} members",
+            where=where,
+            hint="pass ps.member(state, 0), with the program of one member",
+        )
+
+
+def window_left(state: TrainState) -> int:
+    """Return the micro-batches until the accumulation window of a state closes. Waits for the device.
+
+    The windows of all members close together. A halted member stays where it was, and does not count.
+    """
+    left: Tensor = state.accum.left
+    if not left.dim():
+        return int(left)
+    lefts = left.tolist()
+    halted = [0] * len(lefts) if isinstance(state.halted, Empty) else state.halted.tolist()
+    return next((one for one, call in zip(lefts, halted, strict=True) if not call), lefts[0])
+
+
+def keys(state: TrainState) -> list[tuple[int, int]]:
+    """Return (seed, calls) of every member; of a plain state, a list of one pair."""
+    return [(seed, calls) for seed, calls in state.key.reshape(-1, 2).tolist()]

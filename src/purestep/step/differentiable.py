@@ -1,0 +1,132 @@
+"""The loss of a program as a function of its parameters, from which other derivatives than a step's are built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from .. import precision as precision_
+from .. import rng, tracing, tree
+from ..errors import ConfigError, StateError
+from ..model import functional
+from ..types import Empty, Loss, Params, Program, TrainState
+from .gradient import check_loss
+from .spec import Micro, Spec, drawn
+
+
+class Parts(NamedTuple):
+    """The parts of a program that derivatives are built from.
+
+    Args:
+        loss: ``(params, state, batch, context, *, train, kind) -> (Loss, Bound)``: the objective on the whole batch
+            with these parameters and the other tensors of the state; ``mean`` is connected to ``params``. Metrics are
+            detached. ``kind`` makes the bound model, as `functional.Bound` does.
+        draw: ``(state, call) -> call()`` with the random numbers of the state's next step.
+        with_gradients: ``(parts, form, state, batch, context) -> Micro`` in place of `gradient.gradients` -> the
+            program that updates by it.
+        values_at: ``(state)`` -> the scheduled scalars of the objective.
+        accumulate: of the program.
+        microbatches: of the program.
+        is_sharp: True if the program minimizes sharpness (``sam=``).
+        is_scaled: True if the program scales its loss.
+        module: the weightless module in train mode; not to be changed.
+    """
+
+    loss: Callable[..., tuple[Loss, functional.Bound]]
+    draw: Callable[[TrainState, Callable[[], Any]], Any]
+    with_gradients: Callable[[Callable[..., Micro]], Program]
+    values_at: Callable[[TrainState], dict[str, torch.Tensor]]
+    accumulate: int
+    microbatches: int
+    is_sharp: bool
+    is_scaled: bool
+    module: nn.Module
+
+
+def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Program]) -> Parts:
+    """Build the parts of a program.
+
+    Args:
+        spec: of the program.
+        with_gradients: ``(spec, form, state, batch, context) -> Micro`` -> the program with this `Spec.gradients`.
+    """
+
+    def loss(
+        params: Params,
+        state: TrainState,
+        batch: Any,
+        context: tuple[Any, ...],
+        *,
+        train: bool,
+        kind: Callable[..., functional.Bound] = functional.Bound,
+    ) -> tuple[Loss, functional.Bound]:
+        device = state.step.device
+        bound = functional.bind(spec.template, params, state.frozen, state.buffers, train=train, kind=kind)
+        bound.values = spec.values_at(state)
+        with precision_.autocast(spec.policy, device):
+            found = spec.objective(bound, precision_.cast(spec.policy, tree.dicts(batch)), *context)
+        found = check_loss(found, device, train=True)
+        return found._replace(weight=found.weight.detach(), metrics=tree.detach(found.metrics)), bound
+
+    def draw(state: TrainState, call: Callable[[], Any]) -> Any:
+        if tracing.in_graph():
+            return call()
+        number = rng.mix(*tracing.unwrapped(state.key).flatten().tolist(), "step")
+        return drawn(spec.host, call, number, state.step.device)
+
+    def replaced(compute: Callable[..., Micro]) -> Program:
+        return with_gradients(lambda spec, *args: compute(parts_of(spec, _not_nested), *args))
+
+    return Parts(
+        loss=loss,
+        draw=draw,
+        with_gradients=replaced,
+        values_at=spec.values_at,
+        accumulate=spec.accumulate,
+        microbatches=spec.microbatches,
+        is_sharp=spec.sam is not None,
+        is_scaled=not isinstance(spec.scaler.init(torch.device("cpu")), Empty),
+        module=cast(nn.Module, spec.template.train.model),
+    )
+
+
+def _not_nested(gradients: Callable[..., Micro]) -> Program:
+    raise AssertionError("a gradient function builds no program")
+
+
+def parts_for(program: Program, where: str) -> Parts:
+    """The parts of a program of `program`.
+
+    Args:
+        program: not distributed.
+        where: the function that needs them, for the error.
+
+    Raises:
+        ConfigError: the program is a step of the user's own, or runs on several processes.
+    """
+    static = program.static
+    if static is None or static.parts is None:
+        raise ConfigError("the program has no objective to differentiate", where=where, hint="pass a ps.program(...)")
+    if static.stream:
+        raise ConfigError(
+            "the program runs on several processes",
+            where=where,
+            hint="pass the program that ps.distribute got, and the state of ps.full(state)",
+        )
+    return static.parts
+
+
+def check_state(state: Any) -> TrainState:
+    """Return the state.
+
+    Raises:
+        StateError: it is not a whole TrainState.
+    """
+    if not isinstance(state, TrainState):
+        raise StateError(f"is a {type(state).__name__}", where="state", hint="pass a state of program.init()")
+    if not isinstance(state.placement, Empty):
+        raise StateError("is divided among several processes", where="state", hint="pass ps.full(state)")
+    return state

@@ -1,0 +1,84 @@
+"""The statistics of BatchNorm for given weights, as `torch.optim.swa_utils.update_bn` computes them."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from .. import ema as ema_
+from .. import precision as precision_
+from .. import rng, tree
+from ..model import functional
+from ..types import Batch, Empty, Params, TrainState
+from .spec import Spec, drawn
+
+
+class Statistics:
+    """Passes over data that average the statistics of each layer with equal shares.
+
+    Args:
+        spec: of a program.
+        state: of this program; its weights of ``view`` are used.
+        view: as in `ema.view`.
+    """
+
+    def __init__(self, spec: Spec, state: TrainState, view: str | None) -> None:
+        self._spec = spec
+        self._state = state
+        self._view = ema_.default_view(state) if view is None else view
+        self._chosen = ema_.view(state, self._view)
+        self._template = functional.rewritten(spec.template, _average_equally)
+        found = (name for layer in _layers(cast(nn.Module, self._template.train.model)) for name in _buffers(*layer))
+        self.names = tuple(name for name in found if name in self._chosen.buffers)
+        """Names of the buffers that hold statistics; none without BatchNorm in train mode."""
+        self.buffers: Params = {
+            name: _reset(name, value) if name in self.names else value for name, value in self._chosen.buffers.items()
+        }
+
+    def add(self, batch: Batch, index: int) -> None:
+        """Run the objective on a batch in train mode, without gradients."""
+        spec, chosen = self._spec, self._chosen
+
+        def forward() -> Params:
+            bound = functional.bind(self._template, chosen.params, chosen.frozen, self.buffers, train=True)
+            bound.values = spec.values_at(chosen)
+            with precision_.autocast(spec.policy, chosen.step.device):
+                spec.objective(bound, precision_.cast(spec.policy, tree.dicts(batch)))
+            return bound.buffers
+
+        number = rng.mix(int(chosen.key[0]), "statistics", index)
+        with torch.no_grad():
+            after = drawn(spec.host, forward, number, chosen.step.device)
+        self.buffers = self.buffers | {name: after[name].detach() for name in self.names}
+
+    def state(self) -> TrainState:
+        """Return the state with the statistics in the buffers of its view."""
+        found, state = {name: self.buffers[name] for name in self.names}, TrainState(*self._state)
+        if self._view == "ema" and not isinstance(state.ema.buffers, Empty):
+            old = state.ema.buffers
+            return state._replace(
+                ema=state.ema._replace(buffers={**old, **{n: found[n].to(old[n].dtype) for n in found}})
+            )
+        return state._replace(buffers={**state.buffers, **found})
+
+
+def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    kind = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]  # the base class has no public name
+    return [(name, part) for name, part in model.named_modules() if isinstance(part, kind) and part.training]
+
+
+def _buffers(name: str, layer: nn.Module) -> list[str]:
+    own = ("running_mean", "running_var", "num_batches_tracked")
+    return [f"{name}.{part}" if name else part for part in own if getattr(layer, part, None) is not None]
+
+
+def _average_equally(model: nn.Module) -> None:
+    """With ``momentum=None`` torch divides by the number of batches so far."""
+    for _, layer in _layers(model):
+        vars(layer)["momentum"] = None
+
+
+def _reset(name: str, value: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(value) if name.endswith("running_var") else torch.zeros_like(value)

@@ -1,0 +1,203 @@
+"""`ps.config.cli`: defaults, then a file, then options; and what a wrong one says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+import purestep as ps
+from purestep.errors import ConfigError
+
+needs_tyro = pytest.mark.skipif(
+    importlib.util.find_spec("tyro") is None, reason="tyro is not installed: pip install 'purestep[cli]'"
+)
+
+
+class Kind(Enum):
+    SMALL = "small"
+    LARGE = "large"
+
+
+@dataclass(frozen=True)
+class Model:
+    width: int = 8  # of the hidden layers
+    sizes: tuple[int, ...] = (1, 2)
+    norm: Literal["batch", "layer"] = "layer"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run."""
+
+    runs: Path = Path("runs/x")
+    fresh: bool = False
+    shuffle: bool = True
+    device: str | None = None
+    learning_rate: float = 1e-3
+    kind: Kind = Kind.SMALL
+    names: list[str] = field(default_factory=list)
+    model: Model = Model(width=16)
+    fit: ps.FitConfig = ps.FitConfig(epochs=3, monitor="val_loss")  # noqa: RUF009  # it is frozen
+
+
+@dataclass(frozen=True)
+class Strict:
+    data: Path  # must be given
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.data, Path):  # pyright: ignore[reportUnnecessaryIsInstance]  # the point of the class
+            raise TypeError("built before it was complete")
+
+
+def toml(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+@needs_tyro
+def test_without_options_it_is_the_dataclass() -> None:
+    assert ps.config.cli(Config, []) == Config()
+
+
+@needs_tyro
+def test_options_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
+    file = toml(
+        tmp_path,
+        'learning_rate = 1\nruns = "b"\nkind = "large"\nnames = ["x", "y"]\nfresh = true\n'
+        "[model]\nsizes = [4, 5]\n[fit]\nepochs = 7\nlimit_batches = {train = 0.5}\nearly_stopping = {patience = 2}\n",
+    )
+    options = ["--fit.epochs", "9", "--model.norm", "batch", "--learning-rate", "3e-4", "--no-fresh", "--device", "cpu"]
+    found = ps.config.cli(Config, [*file, *options])
+    fit = ps.FitConfig(
+        epochs=9, monitor="val_loss", limit_batches={"train": 0.5}, early_stopping=ps.EarlyStopping(patience=2)
+    )
+    model = Model(width=16, sizes=(4, 5), norm="batch")
+    assert found == Config(Path("b"), False, True, "cpu", 3e-4, Kind.LARGE, ["x", "y"], model, fit)
+    assert ps.config.cli(Config, file).fit.epochs == 7
+    assert ps.config.cli(Config, file).learning_rate == 1.0
+
+
+@needs_tyro
+def test_settings_of_fit_take_the_text_that_they_take_elsewhere(tmp_path: Path) -> None:
+    texts = {
+        "early-stopping": "5",
+        "profile": "10:13",
+        "max-time": "00:01:00:00",
+        "compile": "true",
+        "limit-batches": '{"val": 3}',
+        "evaluate-every": "0.25",
+        "steps": "-1",
+    }
+    options = [part for name, text in texts.items() for part in (f"--fit.{name}", text)]
+    found = ps.config.cli(Config, options).fit
+    fields: dict[str, Any] = {"early_stopping": 5, "profile": (10, 13), "max_time": 3600, "compile": True, "steps": -1}
+    fields |= {"limit_batches": {"val": 3}, "evaluate_every": 0.25}
+    assert found == ps.FitConfig(epochs=3, monitor="val_loss", **fields)
+
+
+@needs_tyro
+def test_a_json_file_and_the_programs_own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"model": {"width": 3}, "device": None}))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(path), "--model.width", "4"])
+    assert ps.config.cli(Config).model.width == 4
+
+
+@needs_tyro
+def test_a_field_without_a_default_may_come_from_either(tmp_path: Path) -> None:
+    assert ps.config.cli(Strict, ["--data", "a"]) == Strict(Path("a"))
+    assert ps.config.cli(Strict, [*toml(tmp_path, 'data = "b"'), "--rate", "2"]) == Strict(Path("b"), 2.0)
+    assert ps.config.cli(Strict, [*toml(tmp_path, "rate = 3"), "--data", "c"]) == Strict(Path("c"), 3.0)
+
+
+@needs_tyro
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat = 1", r"learning_rat is not a setting; the settings are runs, .*cure: learning_rate"),
+        ("[model]\nwidht = 1", r"model\.widht is not a setting; .*model\.width.*cure: model\.width"),
+        ("[fit]\nepoch = 1", r"fit: 'epoch' is not a setting of fit; .*cure: epochs"),
+        ("[fit]\nlr = 1", r"fit: 'lr' is not a setting of fit .*cure: optim\.adamw\(lr\)"),
+        ('learning_rate = "fast"', r"learning_rate = 'fast': input should be a valid number"),
+        ('[model]\nnorm = "group"', r"model\.norm = 'group': input should be 'batch' or 'layer'"),
+        ("model = 3", r"model = 3 is no table .*cure: \[model\] and its settings below"),
+        ("fit = 3", r"fit = 3 is no table"),
+        ("learning_rate = ", r"does not parse"),
+    ],
+)
+def test_a_wrong_file_says_where_and_the_nearest_name(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ps.config.cli(Config, toml(tmp_path, text), prog="train.py")
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("train.py: ")
+    assert "run.toml" in said
+    with pytest.raises(ConfigError, match=message):
+        raise caught.value.__cause__ or AssertionError
+
+
+@needs_tyro
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--learning-rat", "1"], "--learning-rate"),
+        (["--fit.epoch", "1"], "--fit.epochs"),
+        (["--learning-rate", "fast"], "--learning-rate"),
+        (["--fit.epochs", "few"], "epochs='few': must be a whole number"),
+        (["--config", "missing.toml"], "missing.toml"),
+    ],
+)
+def test_a_wrong_option_says_which_and_the_nearest_name(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ps.config.cli(Config, options)
+    assert caught.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@needs_tyro
+def test_help_lists_every_field_and_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ps.config.cli(Config, ["--help"], description="Trains.")
+    assert not caught.value.code
+    said = capsys.readouterr().out
+    for text in (
+        "Trains.",
+        "--config FILE",
+        "--learning-rate",
+        "--fresh, --no-fresh",
+        "--model.width",
+        "of the hidden",
+    ):
+        assert text in said
+    assert all(f"--fit.{name.replace('_', '-')}" in said for name in ps.FitConfig.model_fields)
+
+
+def test_what_is_no_dataclass_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"is no dataclass .*@dataclass above"):
+        ps.config.cli(int, [])
+
+    @dataclass
+    class Own:
+        config: str = ""
+
+    with pytest.raises(ConfigError, match=r"has a field config .*rename it"):
+        ps.config.cli(Own, [])
+
+
+def test_a_missing_tyro_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    with pytest.raises(ConfigError, match=r"tyro is not installed .*purestep\[cli\]"):
+        ps.config.cli(Config, [])

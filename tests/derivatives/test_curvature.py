@@ -1,0 +1,213 @@
+"""Products, eigenvalues and traces equal those of the full matrices of nets of about 100 parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from derivatives_cases import CROSS_ENTROPY, TinyGPT, program, text_objective, texts
+from helpers import assert_trees_close, tiny_mlp, vector_batch
+from torch import Tensor, nn
+
+import purestep as ps
+from purestep.errors import ConfigError, StateError, StepContractError
+from purestep.step import parts_for
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"  # torch's own, at the first use of forward mode
+)
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def flat(params: dict[str, Tensor]) -> Tensor:
+    return torch.cat([p.reshape(-1) for p in params.values()])
+
+
+def shaped(vector: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    parts = vector.split([p.numel() for p in like.values()])
+    return {name: part.view(like[name].shape) for name, part in zip(like, parts, strict=True)}
+
+
+def matrix(product: Any, params: dict[str, Tensor]) -> Tensor:
+    """All products with unit vectors, mapped."""
+    identity = torch.eye(sum(p.numel() for p in params.values()), dtype=torch.float64)
+    return torch.func.vmap(lambda v: flat(product(shaped(v, params))))(identity)
+
+
+def full_hessian(chosen: ps.Program, state: ps.TrainState, batch: Any) -> Tensor:
+    parts = parts_for(chosen, "test")
+
+    def loss(vector: Tensor) -> Tensor:
+        return parts.loss(shaped(vector, state.params), state, batch, (), train=True)[0].mean
+
+    return torch.func.hessian(loss)(flat(state.params))
+
+
+def full_gauss_newton(chosen: ps.Program, state: ps.TrainState, x: Tensor, criterion: Any) -> Tensor:
+    def outputs(vector: Tensor) -> Tensor:
+        return chosen.bind(state._replace(params=shaped(vector, state.params)), train=True)(x).flatten()
+
+    start = flat(state.params)
+    jacobian = torch.func.jacrev(outputs)(start)
+    return jacobian.T @ torch.func.hessian(criterion)(outputs(start)) @ jacobian
+
+
+def mse_batch() -> tuple[Tensor, Tensor]:
+    x, _ = vector_batch(9, dtype=torch.float64)
+    return x, x[:, :3].sin()
+
+
+LOSSES = {
+    "cross_entropy": (
+        CROSS_ENTROPY,
+        lambda: vector_batch(9, dtype=torch.float64),
+        lambda z, y: nn.functional.cross_entropy(z.view(-1, 3), y),
+    ),
+    "mse": (ps.supervised(nn.MSELoss()), mse_batch, lambda z, y: nn.functional.mse_loss(z.view(-1, 3), y)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_products_equal_the_full_matrices(name: str):
+    objective, batch_of, criterion = LOSSES[name]
+    chosen, (x, y) = program(tiny_mlp(), objective), batch_of()
+    state = chosen.init(device="cpu")
+    hessian, gauss_newton = ps.curvature.hessian(chosen), ps.curvature.gauss_newton(chosen)
+    found = matrix(lambda v: hessian(state, (x, y), v), state.params)
+    torch.testing.assert_close(found, full_hessian(chosen, state, (x, y)), **EXACT)
+    found = matrix(lambda v: gauss_newton(state, (x, y), v), state.params)
+    expected = full_gauss_newton(chosen, state, x, lambda z: criterion(z, y))
+    torch.testing.assert_close(found, expected, **EXACT)
+    assert torch.linalg.eigvalsh(found).min() > -1e-12
+
+
+def test_a_linear_model_has_one_matrix_penalties_included():
+    def objective(model: ps.Model, batch: Any) -> ps.Loss:
+        penalty = sum(p.pow(4).sum() for p in model.params.values())
+        return ps.Loss((model(batch[0]) - batch[1]).square().mean() + penalty, len(batch[0]))
+
+    chosen, batch = program(nn.Linear(4, 3), objective), mse_batch()
+    state = chosen.init(device="cpu")
+    hessian, gauss_newton = ps.curvature.hessian(chosen), ps.curvature.gauss_newton(chosen)
+    exact = full_hessian(chosen, state, batch)
+    torch.testing.assert_close(matrix(lambda v: hessian(state, batch, v), state.params), exact, **EXACT)
+    torch.testing.assert_close(matrix(lambda v: gauss_newton(state, batch, v), state.params), exact, **EXACT)
+
+
+def test_outputs_of_several_calls_count():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"hidden": self.body(x), "rows": torch.arange(len(x))}
+
+    def objective(model: ps.Model, batch: Any) -> ps.Loss:
+        hidden = model(batch[0])
+        out = model.call("head", hidden["hidden"].tanh()[hidden["rows"]])
+        return ps.Loss((out - batch[1]).square().mean() + hidden["hidden"].square().mean(), len(batch[0]))
+
+    chosen, (x, y) = program(Two(), objective), mse_batch()
+    state = chosen.init(device="cpu")
+
+    def outputs(vector: Tensor) -> Tensor:
+        p = shaped(vector, state.params)
+        hidden = x @ p["body.weight"].T + p["body.bias"]
+        return torch.stack([hidden, hidden.tanh() @ p["head.weight"].T + p["head.bias"]])
+
+    jacobian = torch.func.jacrev(outputs)(flat(state.params)).flatten(0, 2)
+    expected = jacobian.T @ jacobian * 2 / y.numel()
+    product = ps.curvature.gauss_newton(chosen)
+    torch.testing.assert_close(matrix(lambda v: product(state, (x, y), v), state.params), expected, **EXACT)
+
+
+def test_a_transformer_with_dropout_has_one_mask_for_all_products():
+    chosen, batch = program(TinyGPT(), text_objective), texts()
+    state = chosen.init(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    one, two = (
+        {name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in state.params.items()}
+        for _ in range(2)
+    )
+    for kind in (ps.curvature.hessian, ps.curvature.gauss_newton):
+        product = kind(chosen)
+        left = flat(one) @ flat(product(state, batch, two))
+        right = flat(two) @ flat(product(state, batch, one))
+        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-9)
+        still = kind(chosen, train=False)(state, batch, two)
+        assert not torch.allclose(flat(still), flat(product(state, batch, two)))
+
+
+@pytest.mark.parametrize("which", ["LA", "SA", "LM"])
+def test_eigenvalues_are_those_of_the_full_matrix(which: str):
+    chosen, batch = program(tiny_mlp()), vector_batch(9, dtype=torch.float64)
+    state = chosen.init(device="cpu")
+    product = ps.curvature.hessian(chosen)
+    found = ps.curvature.eigenvalues(lambda v: product(state, batch, v), state.params, k=4, which=which, tol=0)
+    exact = torch.linalg.eigvalsh(full_hessian(chosen, state, batch)).flip(0)
+    expected = {"LA": exact[:4], "SA": exact[-4:], "LM": exact[exact.abs().argsort()[-4:].sort().values]}[which]
+    torch.testing.assert_close(found.values, expected, **EXACT)
+    for i in range(4):
+        vector = {name: v[i] for name, v in found.vectors.items()}
+        scaled = {name: v * found.values[i] for name, v in vector.items()}
+        assert_trees_close(product(state, batch, vector), scaled, rtol=0, atol=1e-9)
+        assert flat(vector).norm() == pytest.approx(1)
+
+
+def test_the_trace_is_within_its_error():
+    chosen, batch = program(tiny_mlp()), vector_batch(9, dtype=torch.float64)
+    state = chosen.init(device="cpu")
+    product = ps.curvature.gauss_newton(chosen)
+    found = ps.curvature.trace(lambda v: product(state, batch, v), state.params, samples=200)
+    exact = matrix(lambda v: product(state, batch, v), state.params)
+    off = exact - exact.diag().diag()
+    assert abs(found.mean - exact.trace()) < 4 * found.standard_error
+    torch.testing.assert_close(found.standard_error, (2 * off.square().sum() / 200).sqrt(), rtol=0.3, atol=0)
+    again = ps.curvature.trace(lambda v: product(state, batch, v), state.params, samples=200)
+    assert torch.equal(again.mean, found.mean)
+    assert ps.curvature.trace(lambda v: product(state, batch, v), state.params, samples=1).standard_error.isnan()
+
+
+def test_errors():
+    chosen, batch = program(tiny_mlp()), vector_batch(9)
+    state = chosen.init(device="cpu")
+    for kind in (ps.curvature.hessian, ps.curvature.gauss_newton):
+        with pytest.raises(StateError, match="vector/0.weight: has shape None"):
+            kind(chosen)(state, batch, {})
+        with pytest.raises(StateError, match=r"vector/2.bias: has shape torch.Size\(\[1\]\)"):
+            kind(chosen)(state, batch, {**state.params, "2.bias": torch.ones(1)})
+        with pytest.raises(ConfigError, match="no objective"):
+            kind(ps.Program(lambda state, batch: (state, {})))
+
+    def inside(model: ps.Model, batch: Any) -> ps.Loss:
+        return ps.Loss(model(batch[0]), 1)
+
+    scalar = program(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0), nn.Unflatten(0, (1, -1)), Sum()), inside)
+    with pytest.raises(StepContractError, match=r"curvature.gauss_newton: the model returns a scalar"):
+        ps.curvature.gauss_newton(scalar)(scalar.init(device="cpu"), batch, scalar.init(device="cpu").params)
+    for options, match in (({"k": 67}, "k=67 of 67"), ({"k": 0}, "k=0"), ({"which": "XX"}, "which='XX'")):
+        with pytest.raises(ConfigError, match=match):
+            ps.curvature.eigenvalues(lambda v: v, state.params, **options)
+    product = ps.curvature.hessian(chosen)
+    with pytest.raises(ConfigError, match=r"of 5 eigenvalues converged .*max_iterations"):
+        ps.curvature.eigenvalues(lambda v: product(state, batch, v), state.params, k=5, tol=0, max_iterations=1)
+    with pytest.raises(ConfigError, match="samples=0"):
+        ps.curvature.trace(lambda v: v, state.params, samples=0)
+
+
+class Sum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
+@pytest.mark.compile
+def test_compiled_equals_eager():
+    chosen, batch = program(tiny_mlp()), vector_batch(9, dtype=torch.float64)
+    state = chosen.init(device="cpu")
+    for kind in (ps.curvature.hessian, ps.curvature.gauss_newton):
+        product = kind(chosen)
+        compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
+        assert_trees_close(compiled(state, batch, state.params), product(state, batch, state.params), **EXACT)
