@@ -2,6 +2,7 @@
 
     python examples/byte_lm.py                            # two minutes on two CPU cores
     python examples/byte_lm.py --device cuda --compile
+    torchrun --nproc-per-node 2 examples/byte_lm.py       # the same run in two processes
 
 The text is on every machine that has Python: nothing is downloaded. Muon trains the matrices inside the blocks, AdamW
 everything else. Held-out bits per byte fall from 8 (a uniform guess) to below 2.5; then the model writes some Python.
@@ -112,7 +113,12 @@ def write(predict: Callable[[Tensor], Tensor], text: bytes, *, length: int, cont
 
 def main(config: Config) -> float:
     """Train, print a sample, and return the held-out bits per byte."""
-    if config.fresh:
+    with ps.parallel.start() as mesh:  # without torchrun: one process
+        return train(config, mesh)
+
+
+def train(config: Config, mesh: ps.parallel.Mesh) -> float:
+    if config.fresh and mesh.rank == 0:
         shutil.rmtree(config.runs, ignore_errors=True)
     # Windows of T + 1 bytes, each starting with the last byte of the one before; of the held-out ones every 40th.
     train, held_out = (TensorDataset(text.unfold(0, config.context + 1, config.context)) for text in library_text())
@@ -125,6 +131,7 @@ def main(config: Config) -> float:
     adamw = optim.adamw(lambda count: 0.003 * rate(count), b2=0.95, mask=optim.decay_mask(model))
     tx = optim.partition({"muon": muon, "adamw": adamw}, optim.muon_labels(model, skip=("head",)))
     program = ps.program(model, bits_per_byte, tx, precision=config.precision, accumulate=config.accumulate)
+    program = ps.distribute(program, mesh)
     state = program.init(seed=config.seed)
 
     with ps.Snapshots(config.runs, every_steps=100) as snapshots:
@@ -132,8 +139,10 @@ def main(config: Config) -> float:
         fields |= {"device": config.device, "compile": config.compile}
         state = ps.fit(state, loaders, program, snapshots=snapshots, **fields).state
     bits = ps.evaluate(state, few, program.eval_step)["loss"]
-    print(write(program.bind(state), b"def ", length=config.sample, context=config.context, device=state.step.device))
-    print(f"held-out bits per byte {bits:.2f}")
+    predict = program.bind(state)
+    if mesh.rank == 0:
+        print(write(predict, b"def ", length=config.sample, context=config.context, device=state.step.device))
+        print(f"held-out bits per byte {bits:.2f}")
     return bits
 
 

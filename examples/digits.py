@@ -2,6 +2,7 @@
 
     python examples/digits.py                             # under a minute on two CPU cores
     python examples/digits.py --device cuda --compile
+    torchrun --nproc-per-node 2 examples/digits.py        # the same run in two processes
 
 The 1,797 scans of 8x8 pixels come with scikit-learn: nothing is downloaded. Interrupt it with Ctrl-C and run it again:
 it goes on where it was. Expect a last line of at least `test accuracy 98.0 % (EMA)`.
@@ -86,7 +87,12 @@ def network(width: int) -> nn.Module:
 
 def main(config: Config) -> float:
     """Train, and return the accuracy on the held-out digits in [0, 1]."""
-    if config.fresh:
+    with ps.parallel.start() as mesh:  # without torchrun: one process
+        return train(config, mesh)
+
+
+def train(config: Config, mesh: ps.parallel.Mesh) -> float:
+    if config.fresh and mesh.rank == 0:
         shutil.rmtree(config.runs, ignore_errors=True)
     data = loaders(config.batch_size)
     test = data.pop("test")
@@ -107,6 +113,7 @@ def main(config: Config) -> float:
     )
     average = ps.ema.average(config.ema, warmup=True)  # a short run: the first weights are soon forgotten
     program = ps.program(model, objective, tx, precision=config.precision, ema=average)
+    program = ps.distribute(program, mesh, batchnorm="sync")
 
     result = ps.fit(
         program.init(seed=config.seed),
@@ -120,7 +127,8 @@ def main(config: Config) -> float:
         compile=config.compile,
     )
     accuracy = ps.evaluate(result.state, test, program.eval_step)["accuracy"]
-    print(f"test accuracy {100 * accuracy:.1f} % (EMA)")
+    if mesh.rank == 0:
+        print(f"test accuracy {100 * accuracy:.1f} % (EMA)")
     return accuracy
 
 

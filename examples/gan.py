@@ -2,6 +2,7 @@
 
     python examples/gan.py                                # under a minute on two CPU cores
     python examples/gan.py --compile                      # all updates of a step in one graph
+    torchrun --nproc-per-node 2 examples/gan.py           # each process has a part of every batch
 
 A generator draws the digit that it is asked for, a critic tells drawings from scikit-learn's scans; each has its own
 optimizer, schedule and count of updates, `ratio` of the critic's to one of the generator's. The judge is the classifier
@@ -11,10 +12,11 @@ confidence above 0.9. It saves drawings and curves as `runs/gan/curves.png`; run
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import digits
 import torch
@@ -57,9 +59,19 @@ class Network(nn.Sequential):
         return super().forward(torch.cat([inputs.flatten(1), one_hot(digit, 10)], dim=1))
 
 
-def rivals(config: Config, updates: int, classify: Callable[[Tensor], Tensor]) -> ps.Program:
+def parts(batch: Any, count: int) -> list[Any]:
+    """A batch of tensors in ``count`` batches; of one process's share, each has its part of these rows."""
+    if isinstance(batch, ps.parallel.Share):
+        return [ps.parallel.Share(part, batch.counts) for part in parts(batch.rows, count)]
+    return list(zip(*(tensor.chunk(count) for tensor in batch), strict=True))
+
+
+def rivals(
+    config: Config, updates: int, classify: Callable[[Tensor], Tensor], mesh: ps.parallel.Mesh | None = None
+) -> ps.Program:
     """A program whose state is `Rivals`. What an objective needs of the other network arrives as its context: no
     gradient reaches it, and what a forward pass writes into its buffers is dropped."""
+    everywhere = functools.partial(ps.distribute, mesh=mesh or ps.parallel.Mesh(), batchnorm="average")
 
     def draw(maker: Callable[..., Tensor], digit: Tensor) -> Tensor:
         return maker(torch.randn(len(digit), config.noise, device=digit.device), digit).sigmoid()
@@ -78,10 +90,11 @@ def rivals(config: Config, updates: int, classify: Callable[[Tensor], Tensor]) -
     falling, rising = schedules.cosine(rate, updates), schedules.warmup_cosine(rate, calls // 20, total=calls)
     generator = ps.program(Network(config.noise, config.width, 64), deceive, optim.adam(falling, b1=0.5), ema=0.99)
     critic = ps.program(Network(64, config.width, 1, dropout=0.1), tell_apart, optim.adamw(rising, b1=0.5))
+    generator, critic = everywhere(generator), everywhere(critic)
 
-    def train_step(state: Rivals, batch: list[Tensor]) -> tuple[Rivals, ps.Metrics]:
+    def train_step(state: Rivals, batch: Any) -> tuple[Rivals, ps.Metrics]:
         (maker, teller), told = state, metrics.empty()
-        for part in zip(*(tensor.chunk(config.ratio) for tensor in batch), strict=True):
+        for part in parts(batch, config.ratio):
             teller, seen = critic.train_step(teller, part, maker)
             told = metrics.merge(told, {"critic_loss": seen["loss"], "critic_lr": seen["lr"]})
         maker, made = generator.train_step(maker, batch, teller)
@@ -119,24 +132,33 @@ def picture(images: Tensor, rows: list[dict[str, float]], path: Path) -> None:
 
 def main(config: Config) -> float:
     """Train, and return the share of drawings recognised as what was asked for, in [0, 1]."""
+    classify = judge(config)
+    with ps.parallel.start() as mesh:  # without torchrun: one process
+        return train(config, classify, mesh)
+
+
+def train(config: Config, classify: Callable[[Tensor], Tensor], mesh: ps.parallel.Mesh) -> float:
     data = digits.loaders(config.batch_size * config.ratio)["train"]
-    program = rivals(config, config.epochs * len(data), judge(config))
+    program = rivals(config, config.epochs * len(data), classify, mesh)
     wishes = torch.randn(2000, config.noise, generator=torch.Generator().manual_seed(0)), torch.arange(2000) % 10
     step = ps.compile_step(program.train_step, donate=True) if config.compile else program.train_step
+    say = print if mesh.rank == 0 else lambda text: None
     with ps.Snapshots(config.runs / "snapshots") as snapshots:  # the loop
         state, rows = program.init(config.seed, ps.auto_device()), []
         if snapshots.steps():
             _, state, rows, *_ = snapshots.restore(state)
         while len(rows) < config.epochs:
             state, told = ps.run_epoch(state, data, step, epoch=len(rows), seed=config.seed)
-            scores = ps.evaluate(state, [wishes], program.eval_step)
+            with torch.no_grad():  # every process scores the same drawings
+                scores = metrics.compute(program.eval_step(state, ps.to_device(wishes, state)))
             rows.append({"epoch": len(rows) + 1, **metrics.compute(told), **scores})
-            print("  ".join(f"{name} {value:.3g}" for name, value in rows[-1].items()))
+            say("  ".join(f"{name} {value:.3g}" for name, value in rows[-1].items()))
             snapshots.save(len(rows), state, loop=rows)
     images = program.bind(state.generator)(*ps.to_device(wishes, state)).sigmoid()
-    picture(images, rows, config.runs / "curves.png")
-    print(f"{int(state.generator.updates)} updates of the generator, {int(state.critic.updates)} of the critic")
-    print(f"{100 * rows[-1]['recognised']:.0f} % of the drawings recognised with a confidence above 0.9")
+    if mesh.rank == 0:
+        picture(images, rows, config.runs / "curves.png")
+    say(f"{int(state.generator.updates)} updates of the generator, {int(state.critic.updates)} of the critic")
+    say(f"{100 * rows[-1]['recognised']:.0f} % of the drawings recognised with a confidence above 0.9")
     return rows[-1]["recognised"]
 
 

@@ -415,15 +415,38 @@ def overflow(params: str, sizes: dict[str, int]) -> dict[str, list[Any]]:
     return found
 
 
-def refused() -> str:
-    with ps.parallel.start(timeout=60, shard=2) as mesh:
-        program = ps.distribute(problem(), mesh, params="shard", units=["blocks.*"])
-        step = ps.compile_step(program.train_step, donate=True, capture="dynamo", backend="aot_eager")
-        try:
-            step(program.init(seed=0), share(batches(1)[0], mesh, "even"))
-        except ps.errors.StepContractError as error:
-            return str(error)
-    return "no error"
+LAYERS: dict[str, tuple[str, str, dict[str, int], dict[str, Any]]] = {
+    "sync": ("normalized", "images", {}, {"batchnorm": "sync"}),
+    "units": ("problem", "batches", {"shard": 2}, {"params": "shard", "units": ["blocks.*"]}),
+    "tensor": (
+        "perceptrons",
+        "vectors",
+        {"tensor": 2},
+        {"tensor": {"*.up": "ColwiseParallel", "*.down": "RowwiseParallel"}},
+    ),
+}
+"""Layers that communicate: program, batches, mesh, and arguments of `distribute`."""
+
+
+def captured() -> dict[str, dict[str, str]]:
+    """What becomes of a step with each of these layers: compiled by Dynamo, alone and donated, and by "auto"."""
+    found: dict[str, dict[str, str]] = {}
+    for name, (build, examples, sizes, options) in LAYERS.items():
+        given = {**options, "tensor": plan(options["tensor"])} if "tensor" in options else options
+        batch = globals()[examples]()[0]
+        with ps.parallel.start(timeout=60, **sizes) as mesh:
+            program = ps.distribute(globals()[build]("adamw"), mesh, **given)
+            wanted = ps.full(program.train_step(program.init(seed=0), share(batch, mesh, "even"))[0])
+            found[name] = {}
+            for capture, donate in (("dynamo", True), ("dynamo", False), ("auto", True), ("auto", False)):
+                step = ps.compile_step(program.train_step, donate=donate, capture=capture, backend="aot_eager")
+                try:
+                    state = step(program.init(seed=0), share(batch, mesh, "even"))[0]
+                    text = str(difference(ps.full(state), wanted)[0])
+                except ps.errors.PurestepError as error:
+                    text = f"{type(error).__name__}: {error}"
+                found[name][f"{capture}, {'donated' if donate else 'alone'}"] = text
+    return found
 
 
 def functional() -> dict[str, str]:

@@ -21,6 +21,7 @@ from torchmetrics.classification import MulticlassAUROC
 
 import purestep as ps
 from purestep import events, optim, tree
+from purestep.diagnostics import replay
 from purestep.loop import processes as processes_
 from purestep.snapshot import snapshots as snapshots_
 from purestep.types import Share
@@ -434,18 +435,23 @@ def gone(how: str, rank: int) -> list[Any]:
 
 
 def troubles(folder: str) -> dict[str, Any]:
-    """A loss that is not finite in the rows of one process: the message, and the end here and in one process alone."""
+    """A loss that is not finite in the rows of one process: the message, and the end here and in one process alone.
+
+    And how far the file with state and batch of the call is from the one that one process writes.
+    """
     found: dict[str, Any] = {}
     x, y = dataset().tensors
     x = x.clone()
     x[20:23, 2] = float("nan")  # rows of the second share of the third batch
     data = [(x[start : start + 8], y[start : start + 8]) for start in range(0, ROWS, 8)]
 
-    def end(one: ps.Program, **options: Any) -> list[Any]:
+    paths: dict[str, Any] = {}
+
+    def end(one: ps.Program, name: str, **options: Any) -> list[Any]:
         try:
             result, text = fit(one, data, epochs=1, **options), "returned"
         except ps.errors.NonFiniteError as error:
-            result, text = error.result, str(error)
+            result, text, paths[name] = error.result, str(error).replace(f"{folder}/", ""), error.path
         whole = ps.full(result.state)
         return [text, int(whole.step), int(whole.updates), float(whole.params["up.weight"].sum())]
 
@@ -453,22 +459,46 @@ def troubles(folder: str) -> dict[str, Any]:
     with ps.parallel.start(timeout=60, shard=2) as mesh:
         for name, (kind, rollback) in cases.items():
             one = ps.distribute(program(nonfinite=kind), mesh, params="shard")
-            found[name] = end(one, rollback=rollback, snapshots=f"{folder}/{name}")
+            found[name] = end(one, name, rollback=rollback, snapshots=f"{folder}/{name}")
+        rank = mesh.rank
+    with ps.parallel.start(timeout=60) as mesh:
+        for name, accumulate in (("window", 4), ("flushed", 7)):  # the third call is no closing one
+            one = ps.distribute(program(accumulate=accumulate), mesh)
+            found[name] = end(one, name, snapshots=f"{folder}/{name}")
+        end(one, "no directory")
     with alone():
         for name, (kind, rollback) in cases.items():
-            found[name] += end(program(nonfinite=kind), rollback=rollback)[1:]
+            options = {"rollback": rollback, "snapshots": f"{folder}/{rank} {name}"}
+            found[name] += end(program(nonfinite=kind), f"alone {name}", **options)[1:]
+        for name, accumulate in (("window", 4), ("flushed", 7)):
+            plain = program(accumulate=accumulate)
+            found[name] += end(plain, f"alone {name}", snapshots=f"{folder}/{rank} {name}")[1:]
+        found["files"] = {name: [] if path is None else replayed(paths, name) for name, path in paths.items()}
     return found
+
+
+def replayed(paths: dict[str, Any], name: str) -> list[Any]:
+    """What the replay of a file finds, and how far its state and batch are from the file of one process."""
+    accumulate = {"window": 4, "flushed": 7}.get(name.removeprefix("alone "), 1)
+    plain = program(accumulate=accumulate)
+    own, other = (replay.read(paths[key], plain.init()) for key in (name, f"alone {name.removeprefix('alone ')}"))
+    pairs = zip(own.batch, other.batch, strict=True)
+    batch = all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in pairs)
+    return [ps.testing.replay(paths[name], plain).first, distance(own.state, other.state), batch]
 
 
 # --- restarts ---------------------------------------------------------------------------------------------------------
 
 
-def train(folder: str, mode: str, epochs: int, kills: dict[str, list[int]], sizes: dict[str, int]) -> None:
+def train(
+    folder: str, mode: str, epochs: int, kills: dict[str, list[int]], sizes: dict[str, int], pause: float = 0.0
+) -> None:
     """A run that is killed: in life n of torchrun, process ``kills[n][0]`` ends by SIGKILL in its call kills[n][1].
 
-    Every process appends (life, epoch, batch, rows) of each call to a file.
+    Every process appends (time, epoch, batch, rows) of each call to a file ``log-``, and writes the time when it is
+    killed into ``kill-``, and when it hears of it into ``heard-``.
     """
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    life = os.environ.get("LAUNCH", "") + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     with ps.parallel.start(timeout=60, **sizes) as mesh:
         one = ps.distribute(program(), mesh, params=mode)
         calls = [0]
@@ -477,17 +507,23 @@ def train(folder: str, mode: str, epochs: int, kills: dict[str, list[int]], size
         def note(event: events.Event) -> None:
             if isinstance(event, events.StepEnd):
                 calls[0] += 1
+                time.sleep(pause)
                 with log.open("a") as file:
                     file.write(json.dumps([time.time(), event.epoch, event.batch_index, rows_of(event.batch)]) + "\n")
                 if kills.get(life) == [mesh.rank, calls[0]]:
+                    Path(folder, f"kill-{life}").write_text(str(time.time()))
                     os.kill(os.getpid(), signal.SIGKILL)
 
         snapshots = ps.Snapshots(f"{folder}/run", every_steps=2)
-        result = fit(one, epochs=epochs, snapshots=snapshots, callbacks=[note])
+        try:
+            result = fit(one, epochs=epochs, snapshots=snapshots, callbacks=[note])
+        except BaseException as error:
+            Path(folder, f"heard-{life}").write_text(f"{time.time()} {type(error).__name__}")
+            raise
         snapshots.close()
         whole = ps.full(result.state)
         if mesh.rank == 0:
-            torch.save({"params": whole.params, "step": int(whole.step)}, f"{folder}/end.pt")
+            torch.save(dict(tree.with_paths(whole)), f"{folder}/end.pt")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,17 @@ def test_dynamo_captures_the_collectives() -> None:
 
 
 @pytest.mark.compile
-def test_dynamo_refuses_layers_that_communicate() -> None:
+def test_layers_that_communicate_are_refused_by_dynamo_and_traced_by_auto() -> None:
     """Their gradients need `torch.autograd`, which Dynamo does not capture: an error on every process, and no hang."""
-    outputs = processes.run("tests.parallel.cases:refused", 2, timeout=100)
-    for output in outputs:
-        assert "capture='trace'" in output.value
+    for output in processes.run("tests.parallel.cases:captured", 2, timeout=150):
+        assert list(output.value) == ["sync", "units", "tensor"]
+        for name, found in output.value.items():
+            for way in ("donated", "alone"):
+                text = found[f"dynamo, {way}"]
+                assert re.search(r"step: torch\.compile cannot capture it: .*\(cure: pass capture='trace'\)", text), (
+                    name
+                )
+                assert float(found[f"auto, {way}"]) < 1e-14, (name, found)
 
 
 @pytest.mark.compile

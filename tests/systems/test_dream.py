@@ -395,8 +395,8 @@ def test_every_epoch_has_an_order_of_its_own_and_every_example_counts_once():
     assert counted["seen"] == pytest.approx(10)  # nothing is padded
 
 
-@pytest.mark.row("2.8", "2.9", "2.15", "2.16", "B25")
-def test_one_process_is_understood_and_several_are_refused(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.row("2.15", "B25")
+def test_a_sampler_for_one_process_is_taken_and_one_for_several_is_refused(monkeypatch: pytest.MonkeyPatch):
     data = TensorDataset(*vector_batch(8))
 
     def loader(count: int) -> DataLoader[Any]:

@@ -113,7 +113,8 @@ def fit(
         StateError: ``init_state``, or the answer of a callback, is no state to train.
         DataError: an empty, exhausted or failing loader; a batch with another structure than the first.
         NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state,
-            and `purestep.testing.replay` repeats the call from a file in the directory of the snapshots. With
+            and `purestep.testing.replay` repeats the call from a file in the directory of the snapshots; of several
+            processes, in one process, with the whole batch and the program before `purestep.distribute`. With
             ``nonfinite="skip"``: 100 refused updates in a row.
         StepContractError: the step is not pure (see `FitConfig.check_every`), or returns no state and metrics; a
             callback draws from a global generator while another thread trains.

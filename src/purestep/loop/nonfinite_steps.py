@@ -149,23 +149,19 @@ def explain(
         program: not compiled.
         feed: the source of the batches.
     """
-    candidates = [(call, batch) for call, batch in window if batch is not None]
-    if not isinstance(frozen, TrainState) or not candidates or error.step is None:
+    is_held = any(batch is not None for _, batch in window)
+    if not isinstance(frozen, TrainState) or not is_held or error.step is None:
         return error
     if many := stacked.size(frozen):
         explained = NonFiniteError(f"all {many} members have halted; {error.what}", where=error.where, hint=error.hint)
         explained.step = error.step
         return explained
     frozen = TrainState(*frozen)
-    end = window[-1][0]
     size = program.static.accumulate if program.static else 1
-    # A flush closes a window at any position, a step closes it with its last micro-batch.
-    lefts = {
-        call.number: size - i if end.batch < 0 else 1 + end.number - call.number for i, (call, _) in enumerate(window)
-    }
     probes = (
-        _probe(program, _before(frozen, end.number - call.number, lefts[call.number]), call, batch)
-        for call, batch in candidates
+        _probe(program, state_before(frozen, window, index, size), call, batch)
+        for index, (call, batch) in enumerate(window)
+        if batch is not None
     )
     last: _Probe | None = None
     for last in probes:
@@ -210,11 +206,19 @@ class _Probe(NamedTuple):
     leaves: list[tuple[str, str]]  # (path, problem) of the worst leaves
 
 
-def _before(frozen: TrainState, earlier: int, left: int) -> TrainState:
-    """Return the frozen state as it was ``earlier`` calls before, as far as gradients depend on it.
+def state_before(frozen: TrainState, window: list[tuple[Call, Any]], index: int, accumulate: int) -> TrainState:
+    """Return the frozen state as it was before a call of the window, as far as gradients depend on it.
 
-    ``left`` calls remain to the end of the window.
+    Args:
+        frozen: before the call that ended the window.
+        window: the calls, and what belongs to them.
+        index: of the call.
+        accumulate: calls in a window.
     """
+    end = window[-1][0]
+    earlier = end.number - window[index][0].number
+    # A flush closes a window at any position, a step closes it with its last micro-batch.
+    left = accumulate - index if end.batch < 0 else 1 + earlier
     key = frozen.key - torch.tensor([0, earlier], dtype=torch.int64)
     before = frozen._replace(step=frozen.step - earlier, key=key)
     if isinstance(frozen.accum, Empty):

@@ -21,7 +21,7 @@ from ..errors import NonFiniteError, RankError
 from ..parallel import agreement, host, placement
 from ..signals import Pending, Signals
 from ..types import Program, Tree
-from . import nonfinite_steps
+from . import joint_replay, nonfinite_steps
 from .inputs import Feeds
 from .loop_state import Call, LoopState
 from .progress import Progress
@@ -100,15 +100,11 @@ class Alone:
         del state
         return loop
 
-    def explained(self, error: NonFiniteError, window: list[tuple[Call, Any]]) -> NonFiniteError:
-        """Return the error of a state that halted in all processes, with the leaves that are not finite in each.
-
-        Args:
-            error: of the halted state.
-            window: the calls that led there, with the batches of this process.
-        """
-        place = f"epoch {window[-1][0].epoch + 1}, batch {window[-1][0].batch + 1}" if window else ""
-        return nonfinite_steps.explain_from(error, agreement.gathered(nonfinite_steps.bad_leaves(window)), place)
+    def explained(
+        self, error: NonFiniteError, frozen: Tree, window: list[tuple[Call, Any]], program: Program, feed: data.Feed
+    ) -> NonFiniteError:
+        """Return the error of a halted state, with its causes; see `nonfinite_steps.explain`."""
+        return nonfinite_steps.explain(error, frozen, window, program, feed)
 
     def watch(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield training batches, up to a signal that ends the run."""
@@ -149,6 +145,7 @@ class Several(Alone):
     ) -> None:
         super().__init__(signals, checkpointer, progress, config)
         self.rank, self.size = mesh.rank, mesh.size
+        self._mesh = mesh
         self._feed = feed
         self._agreement = agreement.Agreement()
         self._loop = LoopState()
@@ -225,6 +222,19 @@ class Several(Alone):
             hint="a callback that returns another state in each process, a step with draws of its own, a faulty device",
         )
         return loop
+
+    def explained(
+        self, error: NonFiniteError, frozen: Tree, window: list[tuple[Call, Any]], program: Program, feed: data.Feed
+    ) -> NonFiniteError:
+        last = window[-1][0] if window else None
+        place = (
+            "" if last is None else f"epoch {last.epoch + 1}" + (f", batch {last.batch + 1}" if last.batch >= 0 else "")
+        )
+        bad = agreement.gathered(nonfinite_steps.bad_leaves(window))
+        error = nonfinite_steps.explain_from(error, bad, place)
+        accumulate = program.static.accumulate if program.static else 1
+        joint_replay.write(error, frozen, window, self._checkpointer.snapshots, mesh=self._mesh, accumulate=accumulate)
+        return error
 
     def watch(self, batches: Iterable[T]) -> Iterator[T]:
         for batch in batches:

@@ -325,11 +325,8 @@ def _go_back(run: Run, error: NonFiniteError) -> None:
         run.state = nonfinite_steps.halt_spoilt(run.state)
         services = run.services
         window = services.progress.window(error.step or 0)
-        if services.processes.size > 1:
-            raise services.processes.explained(error, window)
-        raise nonfinite_steps.explain(
-            error, nonfinite_steps.before_halt(run.state), window, services.eager, services.feeds.train
-        )
+        frozen = nonfinite_steps.before_halt(run.state)
+        raise services.processes.explained(error, frozen, window, services.eager, services.feeds.train)
 
 
 def _went_back(run: Run, error: NonFiniteError, state: Tree, loop: LoopState) -> bool:

@@ -12,6 +12,7 @@ calls        the forward and backward pass that runs, for layers that communicat
 
 from __future__ import annotations
 
+from ..types import Share as Share
 from .distribute import distribute as distribute
 from .distribute import share as share
 from .loaders import Sharded as Sharded

@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import platform
+import threading
+import time
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -25,6 +27,9 @@ AXES = ("data", "shard", "tensor")
 """The dimensions of a mesh, slowest first: neighbours in the last one are neighbours in rank."""
 _WHERE = "parallel.start"
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
+"""What launchers set to one value for the processes of one run."""
+_GRACE = 5.0  # seconds in which the process with the store waits for what the others have to say
 
 
 class Mesh(NamedTuple):
@@ -159,8 +164,8 @@ def start(
     Raises:
         ConfigError: a size or timeout out of range.
         RankError: a part of torchrun's variables is missing; the sizes do not fit the number of processes; the port is
-            taken; a process did not start in time; processes have different versions of Python, torch or purestep; a
-            mesh is open already.
+            taken; a process did not start in time; two processes have one rank; processes have different versions of
+            Python, torch or purestep; a mesh is open already.
 
     Example:
         >>> import purestep as ps
@@ -187,7 +192,8 @@ def start(
                 rank, count = environment
                 sizes["data"] = _fitting(sizes, count, is_free=data is None)
                 store = stack.enter_context(_process_group(rank, count, timeout))
-                found = _opened(Mesh(**sizes, rank=rank, device_type=_device_type()), timeout)
+                with _joining(rank, count):
+                    found = _opened(Mesh(**sizes, rank=rank, device_type=_device_type()), timeout)
                 found = found._replace(store=store)
         _started.append(found)
         stack.callback(_started.remove, found)
@@ -211,14 +217,15 @@ def _environment() -> tuple[int, int] | None:
         RankError: some are missing, or are no numbers.
     """
     present = [name for name in _VARIABLES if os.environ.get(name)]
-    if not any(name in present for name in ("RANK", "WORLD_SIZE")):
+    if not present:
         return None
     missing = [name for name in _VARIABLES if name not in present]
     if missing:
         raise RankError(
             f"the environment has {', '.join(present)}, but not {', '.join(missing)}",
             where=_WHERE,
-            hint="start with `torchrun --nproc-per-node 2 train.py`, which sets all of them, or unset them",
+            hint="start with `torchrun --nproc-per-node 2 train.py`, which sets all of them; or unset them. Without "
+            "them, each process would train a model of its own",
         )
     try:
         rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -265,27 +272,17 @@ def _process_group(rank: int, count: int, timeout: float) -> Generator[Any]:
     limit = timedelta(seconds=timeout)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % max(torch.cuda.device_count(), 1))))
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    try:
-        store, _, _ = next(rendezvous("env://", timeout=limit))
+    with _joining(rank, count):
+        store = _rendezvous(limit)
         # torchrun keeps its store when it restarts the processes, and so does a process that starts a second mesh:
-        # addresses of an earlier one are of no use.
-        parts = (os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        # addresses of an earlier one are of no use. Processes of another run on this port find nothing here either.
+        run = (os.environ.get(name, "") for name in _RUN)
         store = torch.distributed.PrefixStore(  # pyright: ignore[reportPrivateImportUsage]  # documented
-            "/".join(("purestep", *parts, str(next(_starts)))), store
+            "/".join(("purestep", *run, str(next(_starts)))), store
         )
-        _check_versions(store, rank, count)
+        _meet(store, rank, count, limit)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
-    except (dist.DistError, RuntimeError, ValueError) as error:  # DistError is a RuntimeError in some releases only
-        if isinstance(error, RankError):
-            raise
-        raise RankError(
-            f"process {rank} of {count} could not join the others at {address}: {error}",
-            where=_WHERE,
-            hint="a process that did not start within the timeout, a port that another run uses (torchrun "
-            "--master-port), or a wrong MASTER_ADDR",
-        ) from error
     try:
         yield store
     finally:
@@ -293,19 +290,115 @@ def _process_group(rank: int, count: int, timeout: float) -> Generator[Any]:
             dist.destroy_process_group()
 
 
-def _check_versions(store: Any, rank: int, count: int) -> None:
-    own = {"python": platform.python_version(), "torch": torch.__version__, "purestep": metadata.version("purestep")}
-    store.set(f"versions/{rank}", json.dumps(own))
-    for other in range(count):
-        theirs = json.loads(store.get(f"versions/{other}"))
-        differing = [name for name in own if own[name] != theirs.get(name)]
-        if differing:
-            text = ", ".join(f"{name} {own[name]} and {theirs.get(name)}" for name in differing)
+@contextmanager
+def _joining(rank: int, count: int) -> Generator[None]:
+    """Translate torch's errors of a start into one that says what to do.
+
+    Raises:
+        RankError: instead of them.
+    """
+    try:
+        yield
+    except (dist.DistError, RuntimeError, ValueError, OSError) as error:  # DistError is a RuntimeError in some releases
+        if isinstance(error, RankError):
+            raise
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RankError(
+            f"process {rank} of {count} could not join the others at {address}: {error}",
+            where=_WHERE,
+            hint="see the first error of the other processes. If there is none: a process did not start within the "
+            "timeout, another program or run uses the port (`torchrun --standalone` finds a free one), or MASTER_ADDR "
+            "is wrong",
+        ) from error
+
+
+def _rendezvous(limit: timedelta) -> Any:
+    """The store of torchrun's address.
+
+    torch waits without end where another program takes the connection and says nothing. It waits in a thread here,
+    which is left behind then.
+
+    Raises:
+        TimeoutError: nothing answered in time.
+        Exception: torch's own.
+    """
+    found: list[Any] = []
+
+    def wait() -> None:
+        try:
+            found.append(next(rendezvous("env://", timeout=limit))[0])
+        except BaseException as error:  # raised below
+            found.append(error)
+
+    thread = threading.Thread(target=wait, name="purestep-rendezvous", daemon=True)
+    thread.start()
+    thread.join(limit.total_seconds() + _GRACE)
+    if not found:
+        raise TimeoutError(f"the program at this port did not answer within {limit.total_seconds():g} s")
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def _facts(count: int) -> dict[str, Any]:
+    """What all processes of a run must have in common."""
+    return {
+        "WORLD_SIZE": count,
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "purestep": metadata.version("purestep"),
+    }
+
+
+def _meet(store: Any, rank: int, count: int, limit: timedelta) -> None:
+    """Check that each process is there once, and that all have the same facts.
+
+    Raises:
+        RankError: in every process that is there.
+    """
+    if store.add(f"joined/{rank}", 1) > 1:
+        raise RankError(
+            f"another process is number {rank} of {count} already: two runs use port {os.environ['MASTER_PORT']}, or "
+            "two processes have this RANK",
+            where=_WHERE,
+            hint="a port for each run: `torchrun --standalone` finds a free one; --master-port sets it",
+        )
+    own = _facts(count)
+    store.set(f"facts/{rank}", json.dumps(own))
+    keys = [f"facts/{other}" for other in range(count)]
+    timeout: RuntimeError | None = None
+    try:
+        store.wait(keys, limit)
+    except RuntimeError as error:
+        timeout = error
+    there = [other for other in range(count) if timeout is None or store.check([keys[other]])]
+    found = {other: json.loads(store.get(keys[other])) for other in there}
+    store.add("read", 1)
+    for other, theirs in found.items():
+        names = [name for name in own if own[name] != theirs.get(name)]
+        if names:
+            _wait_for_readers(store, rank, count)
+            texts = [f"{name} is {own[name]} and {theirs.get(name)}" for name in names]
             raise RankError(
-                f"processes {rank} and {other} have different versions: {text}",
+                f"processes {rank} and {other} differ: {', '.join(texts)}",
                 where=_WHERE,
-                hint="install the same versions on every machine",
+                hint="install the same versions on every machine, and start all processes by one launcher",
             )
+    if timeout is not None:
+        late = [other for other in range(count) if other not in found]
+        raise RankError(
+            f"of {count} processes, {', '.join(map(str, late))} did not start within {limit.total_seconds():g} s",
+            where=f"{_WHERE}, process {rank}",
+            hint="see their first errors; parallel.start(timeout=...) with more seconds; another port, if another run "
+            "uses this one",
+        ) from timeout
+
+
+def _wait_for_readers(store: Any, rank: int, count: int) -> None:
+    """Keep the store, which ends with process 0, until all processes have read it."""
+    end = time.monotonic() + _GRACE
+    while rank == 0 and store.add("read", 0) < count and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def _opened(mesh: Mesh, timeout: float) -> Groups:
