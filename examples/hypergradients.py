@@ -12,7 +12,6 @@ expect about 97 % of the test digits right, and under 80 % with `--no-tune`.
 
 from __future__ import annotations
 
-import argparse
 import math
 import shutil
 import sys
@@ -168,13 +167,9 @@ def main(config: Config) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    for name, default in vars(Config()).items():
-        kind = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {"type": type(default)}
-        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **kind)
     torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
     try:
-        main(Config(**vars(parser.parse_args())))
+        main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here")
         sys.exit(130)

@@ -10,7 +10,6 @@ where it was. Expect a last line in which the ensemble is right more often than 
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 from dataclasses import dataclass
@@ -128,13 +127,9 @@ def _spread(std: Tensor, right: Tensor) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    for name, default in vars(Config()).items():
-        of_type = {"type": str if default is None else type(default), "default": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", **{"action": "store_true"} if default is False else of_type)
     torch.set_num_threads(1)  # kernels this small gain little from a second one, and lose much on a busy machine
     try:
-        main(Config(**vars(parser.parse_args())))
+        main(ps.config.cli(Config, description=str(__doc__).splitlines()[0]))
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here")
         sys.exit(130)

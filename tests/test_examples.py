@@ -208,10 +208,15 @@ def test_every_setting_of_an_example_is_an_option(path: Path, monkeypatch: pytes
     monkeypatch.syspath_prepend(str(EXAMPLES))  # one example imports another
     module = load(path.stem)
     settings = vars(module.Config())
-    given = {f"--{name.replace('_', '-')}": value for name, value in settings.items() if value is not None}
-    options = [part for name, value in given.items() for part in ([name] if value is False else [name, str(value)])]
+    options: list[str] = []
+    for name, value in settings.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            options.append(f"--no-{option}" if value else f"--{option}")
+        elif value is not None:
+            options += [f"--{option}", str(value)]
     found = vars(module.ps.config.cli(module.Config, options))
-    assert found == {name: True if value is False else value for name, value in settings.items()}
+    assert found == {name: not value if isinstance(value, bool) else value for name, value in settings.items()}
 
 
 def test_hypergradients_raise_rates_that_are_too_small(tmp_path: Path):
