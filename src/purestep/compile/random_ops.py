@@ -40,23 +40,6 @@ _LIBRARY.define(
 _LIBRARY.define("coins(Tensor chances, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor", tags=(_SEEDED,))
 _LIBRARY.define("laid(Tensor value, SymInt[] stride) -> Tensor")
 
-_FILLS = {
-    str(fill): fill
-    for fill in (
-        _aten.bernoulli_.float,
-        _aten.uniform_.default,
-        _aten.normal_.default,
-        _aten.exponential_.default,
-        _aten.geometric_.default,
-        _aten.cauchy_.default,
-        _aten.log_normal_.default,
-        _aten.random_.default,
-        _aten.random_.to,
-        getattr(_aten.random_, "from"),
-    )
-}
-"""In-place operators that fill a tensor, with numeric arguments."""
-
 
 def _like_first(value: Tensor, *_: Any, **__: Any) -> Tensor:
     """A contiguous result; torch's fake result has another layout for some operators."""
@@ -82,7 +65,7 @@ _SAMPLERS: dict[Any, Any] = {
 def _drawn_impl(
     fill: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, numbers: Sequence[Any]
 ) -> Tensor:
-    return _FILLS[fill](torch.empty_strided(size, stride, dtype=dtype, device="cpu"), *numbers)
+    return member_draws.FILLS[fill](torch.empty_strided(size, stride, dtype=dtype, device="cpu"), *numbers)
 
 
 def _drawn_fake(
@@ -252,7 +235,7 @@ def _native_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 _RANDOM = getattr(_aten.random_, "from")
 
 _RULES: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(_FILLS.values(), _fill),
+    **dict.fromkeys(member_draws.FILLS.values(), _fill),
     **dict.fromkeys(_SAMPLERS, _sampled),
     _aten.bernoulli_.Tensor: lambda func, args, kwargs: args[0].copy_(_coins(args[0], args[1])),
     _aten.bernoulli.default: lambda func, args, kwargs: _coins(_contiguous(args[0]), args[0]),
@@ -286,7 +269,7 @@ def register() -> None:
 
     def drawn(fill: str, size: Any, stride: Any, dtype: torch.dtype, numbers: Any) -> Any:
         layout: Any = kinds.FixedLayout(torch.device("cpu"), dtype, list(size), list(stride))
-        made = call(layout, [], constant_args=tuple(numbers), op_overload=_FILLS[fill])
+        made = call(layout, [], constant_args=tuple(numbers), op_overload=member_draws.FILLS[fill])
         return kinds.TensorBox.create(made)
 
     def coins(chances: Any, size: Any, stride: Any, dtype: torch.dtype) -> Any:
