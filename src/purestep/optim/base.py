@@ -195,8 +195,9 @@ def chain(*transforms: Transform) -> Transform:
 def _kernel_of_chain(transforms: tuple[Transform, ...]) -> Kernel | None:
     """The kernel of the last part, after the others in place; None if one of these has no such form."""
     last = fast_of(transforms[-1]).kernel if transforms else None
-    first = [change for tx in transforms[:-1] if (change := fast_of(tx).in_place) is not None]
-    if last is None or len(first) < len(transforms) - 1:
+    changes = [fast_of(tx).in_place for tx in transforms[:-1]]
+    first = [change for change in changes if change is not None]
+    if last is None or len(first) < len(changes):
         return None
 
     def kernel(updates: Params, state: tuple[Tree, ...], params: Params) -> Launch | None:
