@@ -134,5 +134,5 @@ def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _graphs_are_compared_with_formulas(request: pytest.FixtureRequest) -> None:
-    if "compile" in request.path.parts:
+    if request.node.get_closest_marker("compile") or "compile" in request.path.parts:
         request.getfixturevalue("formulas")

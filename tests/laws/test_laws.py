@@ -297,7 +297,6 @@ def forms(program: Program, *, on_the_tree: bool = True) -> dict[str, Any]:
     return {**found, "donated": compiled(not_packed, donate=True)} if on_the_tree else found
 
 
-@pytest.mark.usefixtures("formulas")
 @pytest.mark.compile
 @TABLE
 def test_eager_compiled_donated_and_packed_steps_agree(name: str) -> None:

@@ -656,7 +656,6 @@ def test_the_state_that_goes_in_stays_valid_when_compiled(donate: bool) -> None:
         assert int(result.state.updates) == 6
 
 
-@pytest.mark.usefixtures("formulas")
 @pytest.mark.compile
 def test_a_state_given_away_trains_the_same() -> None:
     program = mlp()
@@ -668,7 +667,6 @@ def test_a_state_given_away_trains_the_same() -> None:
 # --- compiling --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("formulas")
 @pytest.mark.compile
 @pytest.mark.parametrize("options", [{"backend": "aot_eager"}, {"backend": "aot_eager", "capture": "trace"}])
 def test_a_compiled_run_makes_the_same_bits(options: Any) -> None:
