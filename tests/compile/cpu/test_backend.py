@@ -409,11 +409,8 @@ def test_what_a_graph_returns_is_memory_of_its_own():
 
 def test_returned_memory_that_is_not_kept_apart_is_seen(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(wrapper, "_returned", lambda reuses: set())
-    with (
-        config.patch(fx_graph_cache=False),
-        pytest.raises(Exception, match="release"),
-    ):  # such a tensor cannot be given away: the C++ does not compile
-        compiled(lambda x: [x.sin() * 2.5 + 1.75], torch.randn(33))
+    with config.patch(fx_graph_cache=False), pytest.raises(AssertionError):
+        test_what_a_graph_returns_is_memory_of_its_own()
 
 
 def chain(x: Tensor, w: Tensor) -> list[Tensor]:
