@@ -266,3 +266,12 @@ def test_a_derivative_through_a_step_takes_the_formula() -> None:
     grads = torch.func.grad(after)(state.params)
     assert all(grad.isfinite().all() for grad in grads.values())
     assert grads["0.weight"].abs().sum() > 0
+
+
+def test_a_sparse_gradient_has_no_kernel() -> None:
+    tx = optim.adamw(1e-2)
+    params = {"w": torch.ones(3, 2)}
+    kernel = optim.base.fast_of(tx).kernel
+    assert kernel is not None
+    assert kernel(params, tx.init(params), params) is not None
+    assert kernel({"w": torch.ones(3, 2).to_sparse()}, tx.init(params), params) is None

@@ -195,8 +195,9 @@ def _fit(params: Params, *others: Params) -> bool:
             return False
         for other in others:
             leaf = other[name]
-            same = leaf.is_contiguous() if flat else leaf.stride() == param.stride()
-            if type(leaf) is not Tensor or leaf.dtype is not dtype or not same:
+            if type(leaf) is not Tensor or leaf.dtype is not dtype or leaf.layout is not torch.strided:
+                return False
+            if not (leaf.is_contiguous() if flat else leaf.stride() == param.stride()):
                 return False
     return tracing.may_overwrite(leaf for tree in (params, *others) for leaf in tree.values())
 
