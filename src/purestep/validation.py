@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any, TypeGuard, cast
 
@@ -12,8 +13,8 @@ from .errors import ConfigError
 
 
 def is_count(value: Any, least: int = 0) -> TypeGuard[int]:
-    """True for an int of at least ``least``."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    """True for an int of at least ``least`` and below 2**63, with which Python's iterators and torch count."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= sys.maxsize
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:

@@ -187,15 +187,15 @@ def _profile(value: Any) -> tuple[int, int] | tuple[int, int, str] | None:
     except (TypeError, ValueError):
         window = (0, 0)
         named = []
-    if (
-        window[0] >= window[1]
-        or len(named) > 1
-        or not all(isinstance(part, str | Path) and str(part) for part in named)
-    ):
+    if window[0] >= window[1] or len(named) > 1 or not all(map(_is_path, named)):
         raise ValueError(
             "must be the first update and the one behind the last, such as (10, 13), and may name a directory"
         )
     return (*window, *map(str, named))  # pyright: ignore[reportReturnType]  # at most one name
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | Path) and bool(str(value)) and "\0" not in str(value)
 
 
 def _name(value: Any) -> str:
@@ -220,7 +220,7 @@ def _early_stopping(value: Any) -> stopping.EarlyStopping | None:
 
 
 def _resume(value: Any) -> str | None:
-    if value is None or (isinstance(value, str | Path) and str(value)):
+    if value is None or _is_path(value):
         return None if literal(value) is None else str(value)
     raise ValueError('must be "auto", the path of a snapshot directory, or None')
 
