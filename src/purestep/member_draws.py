@@ -146,6 +146,13 @@ class MemberDraws(TorchDispatchMode):
         True
     """
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True: as for `tracing.replaying`, Dynamo must not skip frames under this mode."""
+        return True
+
     def __init__(self, members: int) -> None:
         super().__init__()
         self._members = members
