@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import assert_trees_close, tiny_mlp, vector_batch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from purestep.compile import first_run
@@ -257,6 +258,27 @@ def test_a_step_that_fails_in_every_mode_raises_its_own_error_under_dynamo() -> 
             program.init(), (torch.ones(4, 9), torch.zeros(4, dtype=torch.long))
         )
     assert type(met.value) is RuntimeError
+
+
+@pytest.mark.parametrize("kind", ["a wrong shape", "a value that is read", "a size that is read"])
+def test_a_failed_capture_leaves_activation_checkpointing_as_it_was(kind: str) -> None:
+    """Dynamo forbids hooks of saved tensors inside `torch.func.grad`, and a failed capture never came to its end."""
+
+    class Net(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if kind == "a value that is read" and x.sum().item() > 1e9:
+                return x
+            scores = super().forward(x)
+            return scores + _resized(scores, scores) if kind == "a size that is read" else scores
+
+    program = ps.program(Net(4, 3), ps.supervised(torch.nn.CrossEntropyLoss()), ps.optim.sgd(0.1))
+    step = ps.compile_step(program.train_step, capture="dynamo", backend="aot_eager")
+    batch = torch.ones(4, 9 if kind == "a wrong shape" else 4), torch.zeros(4, dtype=torch.long)
+    with pytest.raises((StepContractError, RuntimeError)):
+        step(program.init(), batch)
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones(3).cos())
 
 
 def _without_metrics(model: Any, batch: Any) -> ps.Loss:

@@ -414,7 +414,22 @@ def dynamo(function: types.FunctionType, *, backend: Any, options: Mapping[str, 
         function.__defaults__,
         function.__closure__,
     )
-    return torch.no_grad()(torch.compile(renamed, fullgraph=True, backend=backend))
+    compiled: Flat = torch.no_grad()(torch.compile(renamed, fullgraph=True, backend=backend))
+
+    hooks: Any = importlib.import_module("torch._C._autograd")  # torch has no public name for this state
+
+    def call(*args: Any) -> Any:
+        forbidden = hooks._saved_tensors_hooks_get_disabled_error_message()
+        try:
+            return compiled(*args)
+        except BaseException:
+            # Dynamo forbids hooks of saved tensors, which activation checkpointing needs, while it captures
+            # `torch.func.grad`. If the capture fails, it does not take that back.
+            if forbidden is None:
+                hooks._saved_tensors_hooks_enable()
+            raise
+
+    return call
 
 
 def stopped(error: BaseException) -> bool:
