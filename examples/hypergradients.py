@@ -4,7 +4,7 @@
     python examples/hypergradients.py --no-checkpoint     # the same numbers, the memory of all k steps
 
 The digits of scikit-learn. A train step is a pure function, so k of them are one too, and `torch.autograd` gives the
-derivative of the loss of held-out digits by the rates that the k steps used. The outer step is a step of one's own: its
+derivative of the loss of held-out digits by the rates that the k steps used. The outer step is user-defined: its
 state has the inner TrainState, the logarithms of the rates and their Adam, and `fit` trains, saves and resumes it like
 any other. `torch.utils.checkpoint` keeps one state per inner step instead of its graph. The rates start far too small:
 expect about 97 % of the test digits right, and under 80 % with `--no-tune`.

@@ -1,4 +1,4 @@
-"""Reinforcement learning in a loop of one's own: a policy balances a pole, and a critic says how well it is doing.
+"""Reinforcement learning in a loop without `fit`: a policy balances a pole, and a critic says how well it is doing.
 
     python examples/reinforcement.py                      # half a minute on one CPU core
     python examples/reinforcement.py --updates 20

@@ -211,6 +211,18 @@ def to_evaluate(state: Tree, view: str | None = None) -> Tree:
     return _viewed(state, view)
 
 
+def for_evaluation(state: TrainState) -> TrainState:
+    """The state without the fields that evaluation does not read, so that they are no inputs of a graph or a map.
+
+    Example:
+        >>> import torch, purestep as ps
+        >>> program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.adam(0.1))
+        >>> for_evaluation(program.init()).opt_state
+        Empty()
+    """
+    return state._replace(opt_state=Empty(), ema=Empty(), scaler=Empty(), accum=Empty(), halted=Empty())
+
+
 def view(state: TrainState, view: str | None = None) -> TrainState:
     """Return the state to evaluate, bind or export, with the weights of the view as its parameters.
 
@@ -304,10 +316,10 @@ def _lerp_all(olds: Params, news: Params, weight: Tensor, in_place: bool) -> Par
 
 def _together(leaves: list[Tensor], weight: Tensor) -> bool:
     """True if one call may average all leaves, since the host can read the weight."""
-    if not leaves or weight.device.type != "cpu" or not tracing.may_overwrite([*leaves, weight]):
+    if not leaves or not tracing.may_branch(weight) or not tracing.may_overwrite([*leaves, weight]):
         return False
-    of_one_kind = {leaf.dtype for leaf in leaves} <= {leaves[0].dtype} and leaves[0].is_floating_point()
-    return of_one_kind and {type(leaf) for leaf in leaves} == {Tensor} and tracing.may_read(weight)
+    of_one_kind = {leaf.dtype for leaf in leaves} == {leaves[0].dtype} and leaves[0].is_floating_point()
+    return of_one_kind and {type(leaf) for leaf in leaves} == {Tensor}
 
 
 def _lerp(old: Tensor, new: Tensor, weights: Mapping[torch.dtype, Tensor]) -> Tensor:

@@ -10,7 +10,6 @@ accumulation window, the calls in the keys.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, cast
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from . import ema as ema_
 from . import member_draws, optim, rng, stacked, tracing, tree
+from .derivatives import plain_attention
 from .errors import ConfigError, DataError, PurestepError, StateError, StepContractError
 from .metrics import Gathered
 from .model import EagerMasks
@@ -98,7 +98,7 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
         return _by_member(
             mapped(
                 lambda one, rows: evaluate(one, rows, *context, index=index),
-                _to_read(ema_.to_evaluate(mapped.plain(state))),
+                ema_.for_evaluation(ema_.to_evaluate(mapped.plain(state))),
                 batch,
                 name="eval",
                 index=index,
@@ -111,7 +111,7 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
         """Return a callable with the weights of all members; its outputs have a leading dimension for them."""
         assert base.bind is not None
         bound, plain = base.bind, mapped.plain(state)
-        chosen = _to_read(ema_.view(plain, "params" if train and view is None else view))
+        chosen = ema_.for_evaluation(ema_.view(plain, "params" if train and view is None else view))
 
         def predict(*args: Any, **kwargs: Any) -> Any:
             return mapped.shared(lambda one, _: bound(one, "params", train)(*args, **kwargs), chosen, where="bind")
@@ -396,32 +396,20 @@ def _explained(error: RuntimeError, where: str) -> Exception:
         found = "it reads the value of a tensor (.item(), or a branch), which differs between the members"
     return StepContractError(
         f"torch.func.vmap cannot map the step: {found}",
-        where=", ".join(filter(None, (where, _line(error)))),
+        where=", ".join(filter(None, (where, tracing.user_line(error)))),
         hint="replace this operation (torch.where instead of if); or train the members one after another, with the "
         "program itself",
     )
 
 
-_LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("ensembles")[0])
-
-
-def _line(error: BaseException) -> str:
-    """The innermost line of the traceback outside torch and purestep; "" if there is none."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [f"{name}:{line}" for name, line in frames if not name.startswith(_LIBRARIES) and "/optree/" not in name]
-    return own[-1] if own else ""
-
-
 @contextmanager
 def _attention_as_products() -> Generator[None]:
     """`vmap` has no rule for the fused kernels of attention, and would call them for one member after another."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     fused = torch.backends.mha
     was_on = fused.get_fastpath_enabled()
     fused.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with plain_attention.differentiable():
             yield
     finally:
         fused.set_fastpath_enabled(was_on)
@@ -433,11 +421,7 @@ def _attention_as_products() -> Generator[None]:
 def _with_window(state: TrainState) -> TrainState:
     """Set the type of the window to the one that selects what the step does with it, if the host may read it."""
     accum: Any = state.accum
-    if (
-        isinstance(accum, Empty | Adding | Closing)
-        or not tracing.may_read(accum.left)
-        or accum.left.device.type != "cpu"
-    ):
+    if isinstance(accum, Empty | Adding | Closing) or not tracing.may_branch(accum.left):
         return state
     kind = Closing if stacked.window_left(state) == 1 else Adding
     return state._replace(accum=kind(*accum))
@@ -446,11 +430,6 @@ def _with_window(state: TrainState) -> TrainState:
 def _with_key(new: TrainState, old: TrainState) -> TrainState:
     """Advance the keys, unless the host does so for a graph."""
     return new._replace(key=old.key if tracing.in_graph() else rng.advance(old.key))
-
-
-def _to_read(state: TrainState) -> TrainState:
-    """The state without the fields that evaluation does not read."""
-    return state._replace(opt_state=Empty(), ema=Empty(), scaler=Empty(), accum=Empty(), halted=Empty())
 
 
 def _by_member(metrics: Metrics, members: int) -> Metrics:

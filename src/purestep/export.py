@@ -287,7 +287,7 @@ def _save_pretrained(target: Path, module: nn.Module, stored: Params) -> None:
             _move_files(folder, target)
     except WriteFailed:
         raise
-    except Exception as error:  # safetensors reports a full disk with an error class of its own
+    except Exception as error:  # safetensors reports a full disk by its own error class
         raise write_failed(target, error) from error
 
 

@@ -68,6 +68,20 @@ FILLS: dict[str, Any] = {
 }
 """In-place operators of torch that fill a tensor, with numeric arguments."""
 
+ALLOCATING: dict[Any, tuple[Callable[..., Tensor], Any, Callable[..., Sequence[Any]], int]] = {
+    _aten.rand.default: (torch.empty, _aten.uniform_.default, lambda: (0.0, 1.0), 0),
+    _aten.randn.default: (torch.empty, _aten.normal_.default, lambda: (0.0, 1.0), 0),
+    _aten.normal.float_float: (torch.empty, _aten.normal_.default, lambda mean, std: (mean, std), 2),
+    _aten.randint.default: (torch.empty, _RANDOM_FROM, lambda high: (0, high), 1),
+    _aten.randint.low: (torch.empty, _RANDOM_FROM, lambda low, high: (low, high), 2),
+    _aten.rand_like.default: (torch.empty_like, _aten.uniform_.default, lambda: (0.0, 1.0), 0),
+    _aten.randn_like.default: (torch.empty_like, _aten.normal_.default, lambda: (0.0, 1.0), 0),
+    _aten.randint_like.default: (torch.empty_like, _RANDOM_FROM, lambda high: (0, high), 1),
+    _aten.randint_like.low_dtype: (torch.empty_like, _RANDOM_FROM, lambda low, high: (low, high), 2),
+}
+"""Operators that allocate a tensor and fill it -> (how it is allocated, the in-place operator, from the operator's
+numeric arguments to those of the in-place one, how many those are)."""
+
 
 def drawn_each(
     fill: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, numbers: Sequence[Any]
@@ -255,13 +269,5 @@ _RULES: dict[Any, Any] = {
     _aten.bernoulli.p: _bernoulli,
     _aten.bernoulli.default: _coins,
     _aten.bernoulli_.Tensor: _coins,
-    _aten.rand.default: _new(torch.empty, _aten.uniform_.default, lambda: (0.0, 1.0), 0),
-    _aten.randn.default: _new(torch.empty, _aten.normal_.default, lambda: (0.0, 1.0), 0),
-    _aten.normal.float_float: _new(torch.empty, _aten.normal_.default, lambda mean, std: (mean, std), 2),
-    _aten.randint.default: _new(torch.empty, _RANDOM_FROM, lambda high: (0, high), 1),
-    _aten.randint.low: _new(torch.empty, _RANDOM_FROM, lambda low, high: (low, high), 2),
-    _aten.rand_like.default: _new(torch.empty_like, _aten.uniform_.default, lambda: (0.0, 1.0), 0),
-    _aten.randn_like.default: _new(torch.empty_like, _aten.normal_.default, lambda: (0.0, 1.0), 0),
-    _aten.randint_like.default: _new(torch.empty_like, _RANDOM_FROM, lambda high: (0, high), 1),
-    _aten.randint_like.low_dtype: _new(torch.empty_like, _RANDOM_FROM, lambda low, high: (low, high), 2),
+    **{operator: _new(*how) for operator, how in ALLOCATING.items()},
 }

@@ -16,7 +16,7 @@ from .metrics import merge
 from .pickling import recipe
 from .step import Micro, Parts, finite_mean, parts_for, wide
 from .types import Form, Mean, Metrics, Params, Program, TrainState
-from .validation import check_count, check_finite, check_positive, is_count
+from .validation import check_count, check_finite, check_positive
 
 
 @recipe
@@ -73,8 +73,8 @@ def dp_sgd(
     if noise_multiplier < 0:
         raise ConfigError(f"noise_multiplier={noise_multiplier!r} is negative", where=where, hint="noise_multiplier=1")
     for name, value in (("expected_batch_size", expected_batch_size), ("chunk_size", chunk_size)):
-        if value is not None and not is_count(value, 1):
-            raise ConfigError(f"{name}={value!r} is no int >= 1", where=where, hint=f"{name}=64")
+        if value is not None:
+            check_count(where, least=1, **{name: value})
     for name, value in (("accumulate", parts.accumulate), ("microbatches", parts.microbatches)):
         if value > 1:
             raise ConfigError(

@@ -72,6 +72,21 @@ def extent(leaf: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
 
 
+def overlaps(leaf: Tensor) -> bool:
+    """True if two indices of a tensor share an address, as after `expand`: in-place writes raise for such a tensor.
+
+    Example:
+        >>> overlaps(torch.ones(1, 2).expand(3, 2)), overlaps(torch.ones(3, 2).t())
+        (True, False)
+    """
+    extent = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return leaf.numel() > 0
+        extent += stride * (size - 1)
+    return False
+
+
 def layout_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
     """A function ``same(*others) -> bool`` that compares other tensors with these. It keeps no reference to them.
 

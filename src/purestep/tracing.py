@@ -8,6 +8,7 @@ has recorded. Code that reads a value or overwrites a temporary to save time or 
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -27,6 +28,25 @@ _functorch: Any = importlib.import_module("torch._C._functorch")
 _forward: Any = importlib.import_module("torch.autograd.forward_ad")
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
+
+
+LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("tracing")[0])
+"""The directories of torch and of purestep."""
+
+
+def user_line(error: BaseException) -> str:
+    """The innermost line of an error's traceback outside torch, optree and purestep, as file:line; "" if there is none.
+
+    Example:
+        >>> try:
+        ...     torch.ones(2) @ torch.ones(3)
+        ... except RuntimeError as error:
+        ...     print(user_line(error))
+        <doctest purestep.tracing.user_line[0]>:2
+    """
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [f"{name}:{line}" for name, line in frames if not name.startswith(LIBRARIES) and "/optree/" not in name]
+    return own[-1] if own else ""
 
 
 def in_graph() -> bool:
@@ -119,6 +139,11 @@ def may_read(value: Tensor) -> bool:
     if in_graph() or transformed():
         return False
     return type(value) is Tensor and not _C._len_torch_dispatch_stack()
+
+
+def may_branch(value: Tensor) -> bool:
+    """True if Python may branch on the tensor's value without a wait: `may_read`, and it is on the CPU."""
+    return value.device.type == "cpu" and may_read(value)
 
 
 def may_overwrite(leaves: Iterable[Tensor]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 import purestep as ps
 from purestep.compile.captured_values import CapturedValues
@@ -355,7 +355,7 @@ def test_a_step_knows_that_it_is_compiled(capture: str, monkeypatch: pytest.Monk
 def test_an_operator_with_a_gradient_of_its_own_hears_it_too():
     heard: set[tuple[str, bool]] = set()
 
-    @torch.library.custom_op("purestep_tests::squared", mutates_args=())
+    @library.custom_op("purestep_tests::squared", mutates_args=())
     def squared(x: Tensor) -> Tensor:
         return x * x
 

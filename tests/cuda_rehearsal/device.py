@@ -27,19 +27,19 @@ def active() -> bool:
     return _library is not None
 
 
-def library() -> ctypes.CDLL:
+def stand_in() -> ctypes.CDLL:
     assert _library is not None, "the stand-in is not loaded"
     return _library
 
 
 def reset() -> None:
     """Forget the calls so far."""
-    library().standin_reset()
+    stand_in().standin_reset()
 
 
 def calls() -> list[str]:
     """Every call since the last `reset`, one a line, its kind first."""
-    return library().standin_calls().decode(errors="replace").splitlines()
+    return stand_in().standin_calls().decode(errors="replace").splitlines()
 
 
 class Seen(NamedTuple):
@@ -76,8 +76,8 @@ def forbidden(lines: list[str]) -> tuple[str, ...]:
 @contextmanager
 def late_copies() -> Iterator[None]:
     """Copies from and to pinned memory are made as late as CUDA may make them: what does not wait reads old numbers."""
-    library().standin_set_late(1)
+    stand_in().standin_set_late(1)
     try:
         yield
     finally:
-        library().standin_set_late(0)
+        stand_in().standin_set_late(0)

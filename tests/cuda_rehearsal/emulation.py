@@ -182,8 +182,8 @@ def emulated() -> Iterator[Emulation]:
         patch.setattr(graph, "replay", replayed)
         for function in (compile_program, compile_step):  # Triton's kernels are not computed
             patch.setitem(function.__kwdefaults__, "backend", "aot_eager")
-        device.library().standin_set_replays_copy(0)
-        stack.callback(device.library().standin_set_replays_copy, 1)
+        device.stand_in().standin_set_replays_copy(0)
+        stack.callback(device.stand_in().standin_set_replays_copy, 1)
         stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
         stack.enter_context(mode)
         yield mode

@@ -180,11 +180,11 @@ class TestTheStandIn:
     """What CUDA forbids is refused and written down."""
 
     def test_a_call_that_it_does_not_have_is_an_error(self):
-        assert device.library().cudaDeviceGetGraphMemAttribute() != 0
+        assert device.stand_in().cudaDeviceGetGraphMemAttribute() != 0
         assert device.seen().forbidden == ("UNKNOWN cudaDeviceGetGraphMemAttribute",)
 
     def test_a_wait_inside_a_capture(self):
-        cuda, stream, graph = device.library(), ctypes.c_void_p(), ctypes.c_void_p()
+        cuda, stream, graph = device.stand_in(), ctypes.c_void_p(), ctypes.c_void_p()
         assert cuda.cudaStreamCreate(ctypes.byref(stream)) == 0
         assert cuda.cudaStreamBeginCapture(stream, 0) == 0
         assert cuda.cudaStreamSynchronize(stream) == 900

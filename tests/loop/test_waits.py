@@ -74,7 +74,7 @@ class Branches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = self.closed = 0
-        shut = SimpleNamespace(**{**vars(tracing), "may_read": lambda value: False})
+        shut = SimpleNamespace(**{**vars(tracing), "may_read": lambda value: False, "may_branch": lambda value: False})
         monkeypatch.setattr(update, "tracing", shut)
         keep_open, close = update._keep_open, update._close
         monkeypatch.setattr(update, "_keep_open", lambda *given: self._count(keep_open, given, opened=1))

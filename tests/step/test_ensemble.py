@@ -207,6 +207,20 @@ def test_in_float32_members_differ_from_those_alone_by_rounding():
         assert_trees_close(state.scaler, ps.stack([one.scaler for one in each]), exact=True)
 
 
+def test_attention_is_mapped_in_mixed_precision():
+    """Torch's own products of attention mix dtypes inside of `torch.func.grad` and autocast."""
+    program = ps.program(
+        GPT().float(), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1), precision="bf16-mixed", keep_eval=("*",)
+    )
+    several = ps.ensemble(program, MEMBERS)
+    state = several.init()
+    each, ids = alone(state), torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        state, _ = several.train_step(state, (ids, ids))
+        each = [program.train_step(one, (ids, ids))[0] for one in each]
+    assert_trees_close(state.params, ps.stack([one.params for one in each]), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 def test_a_member_that_is_not_finite_does_not_stop_the_others(nonfinite: Any, accumulate: int):

@@ -41,7 +41,6 @@ from .api import compile_step as compile_step
 from .capture import Uncaptured as Uncaptured
 from .capture import stopped as stopped
 from .compiled_step import CompiledStep as CompiledStep
-from .donation import overlaps as overlaps
 from .eager_donation import DonatedStep as DonatedStep
 from .eager_donation import can_donate as can_donate
 from .eager_donation import donate as donate

@@ -37,7 +37,6 @@ Compiled = Callable[[list[Tensor]], Any]
 log = logging.getLogger("purestep")
 
 CAPTURES = ("auto", "dynamo", "trace")
-_LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("compile")[0])
 
 
 class Uncaptured(StepContractError):
@@ -380,7 +379,7 @@ def _function_of_torch(error: BaseException) -> str:
         name, function = step.tb_frame.f_code.co_filename, step.tb_frame.f_code.co_name
         if name == torch.nn.functional.__file__:
             found = found or function
-        elif not name.startswith(_LIBRARIES):
+        elif not name.startswith(tracing.LIBRARIES):
             found = ""
         step = step.tb_next
     return found
@@ -388,15 +387,10 @@ def _function_of_torch(error: BaseException) -> str:
 
 def _where(error: BaseException) -> tuple[str, Any]:
     """The innermost line of the traceback outside torch and purestep, or else the layer; and that layer."""
-    found, layer = "", None
-    step = error.__traceback__
-    while step is not None:
-        name = step.tb_frame.f_code.co_filename
-        if "/optree/" not in name and not name.startswith(_LIBRARIES):
-            found = f"{name}:{step.tb_lineno}"
-        inside = step.tb_frame.f_locals.get("self")
+    found, layer = tracing.user_line(error), None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        inside = frame.f_locals.get("self")
         layer = inside if isinstance(inside, torch.nn.Module) else layer
-        step = step.tb_next
     return found or (f"a {type(layer).__name__}" if layer is not None else "step"), layer
 
 
@@ -440,7 +434,7 @@ def stopped(error: BaseException) -> bool:
     return not isinstance(error, PurestepError) and _DYNAMO_CAPTURE in frames
 
 
-_DYNAMO_CAPTURE = f"{_LIBRARIES[0]}_dynamo/convert_frame.py"
+_DYNAMO_CAPTURE = f"{tracing.LIBRARIES[0]}_dynamo/convert_frame.py"
 """Dynamo's capture runs in this file; captured code runs without it."""
 
 

@@ -256,22 +256,12 @@ class DonatedBuffers(Store):
         self.failed = False
 
 
-def overlaps(leaf: Tensor) -> bool:
-    """True if two indices of a tensor share an address, as after `expand`: in-place writes raise for such a tensor."""
-    extent = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
-        if size > 1 and stride < extent:
-            return leaf.numel() > 0
-        extent += stride * (size - 1)
-    return False
-
-
 def _unwritable(leaves: list[Tensor]) -> set[int]:
     """Ids of leaves that need a copy to be written: a target network may share the memory of the weights."""
     found, used = set[int](), set[int]()
     for leaf in leaves:
         memory = leaf.untyped_storage().data_ptr()
-        if memory in used or overlaps(leaf):
+        if memory in used or tensor_layout.overlaps(leaf):
             found.add(id(leaf))
         used.add(memory)
     return found

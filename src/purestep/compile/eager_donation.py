@@ -41,7 +41,8 @@ class OwnedState(Store):
 
 
 class Writes(local):
-    """Whether a call of this thread has begun to write into its state. torch does not count a fused kernel's writes."""
+    """Records whether this thread's call has started to write into its state: a fused kernel's writes do not change the
+    version counters of tensors."""
 
     begun = False
 
@@ -108,7 +109,7 @@ def donate(program: Program) -> Program:
         program: from `program`, not compiled, for one process.
 
     Raises:
-        ConfigError: the program has a step of its own, a compiled one, or is distributed.
+        ConfigError: the step is user-defined or compiled, or the program is distributed.
         StateError: from a call: the state was passed in before.
 
     Example:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ema, member_draws, rng, stacked, tracing, tree
-from ..types import Empty, Metrics, TrainState
+from ..types import Metrics, TrainState
 from . import donation, live_state, treespec
 from .compiled_step import batch_leaves
 from .contract import tensors_alone
@@ -68,9 +68,4 @@ class CompiledEval:
 
 
 def _to_evaluate(state: Any) -> Any:
-    # Evaluation does not read these fields, so they are no inputs of the graph.
-    if not isinstance(state, TrainState):
-        return state
-    return ema.to_evaluate(state)._replace(
-        opt_state=Empty(), ema=Empty(), scaler=Empty(), accum=Empty(), halted=Empty()
-    )
+    return ema.for_evaluation(ema.to_evaluate(state)) if isinstance(state, TrainState) else state

@@ -232,24 +232,14 @@ def _native_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return value * (kept / (1 - rate)), kept.to(torch.bool)
 
 
-_RANDOM = getattr(_aten.random_, "from")
-
 _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(member_draws.FILLS.values(), _fill),
     **dict.fromkeys(_SAMPLERS, _sampled),
     _aten.bernoulli_.Tensor: lambda func, args, kwargs: args[0].copy_(_coins(args[0], args[1])),
     _aten.bernoulli.default: lambda func, args, kwargs: _coins(_contiguous(args[0]), args[0]),
     _aten.bernoulli.p: lambda func, args, kwargs: _drawn(_aten.bernoulli_.float, _contiguous(args[0]), args[1:]),
-    _aten.rand.default: _new(torch.empty, _aten.uniform_.default, lambda: (0.0, 1.0), 0),
-    _aten.randn.default: _new(torch.empty, _aten.normal_.default, lambda: (0.0, 1.0), 0),
+    **{operator: _new(*how) for operator, how in member_draws.ALLOCATING.items()},
     **dict.fromkeys((_aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor), _normal),
-    _aten.normal.float_float: _new(torch.empty, _aten.normal_.default, lambda mean, std: (mean, std), 2),
-    _aten.randint.default: _new(torch.empty, _RANDOM, lambda high: (0, high), 1),
-    _aten.randint.low: _new(torch.empty, _RANDOM, lambda low, high: (low, high), 2),
-    _aten.rand_like.default: _new(torch.empty_like, _aten.uniform_.default, lambda: (0.0, 1.0), 0),
-    _aten.randn_like.default: _new(torch.empty_like, _aten.normal_.default, lambda: (0.0, 1.0), 0),
-    _aten.randint_like.default: _new(torch.empty_like, _RANDOM, lambda high: (0, high), 1),
-    _aten.randint_like.low_dtype: _new(torch.empty_like, _RANDOM, lambda low, high: (low, high), 2),
     _aten.rrelu_with_noise.default: _rectified,
     _aten.rrelu_with_noise_.default: _rectified,
     _aten.native_dropout.default: _native_dropout,

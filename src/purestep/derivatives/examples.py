@@ -150,8 +150,8 @@ def _check_modules(root: nn.Module, where: str) -> None:
         tracks = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats  # pyright: ignore[reportPrivateUsage]
         if module.training and (mixes or tracks):
             raise StepContractError(
-                f"a {type(module).__name__} in train mode uses statistics of the whole batch, so an example has no "
-                "gradient of its own",
+                f"a {type(module).__name__} in train mode uses statistics of the whole batch, so a single "
+                "example has no gradient",
                 where=f"{where}: {name or type(module).__name__}",
                 hint=f'pass ps.program(..., keep_eval=("{name}",)), or a GroupNorm; per_example(program, train=False) '
                 "uses the running statistics",

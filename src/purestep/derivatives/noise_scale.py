@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..optim import global_norm
 from ..step import Parts, check_state, microbatch, parts_for, wide
 from ..types import Params, Program, TrainState
-from ..validation import is_count
+from ..validation import check_count
 from . import plain_attention
 from .examples import chunks
 
@@ -66,10 +66,10 @@ def gradient_noise_scale(
     """
     where = "gradient_noise_scale"
     program_parts = parts_for(program, where)
-    if parts is not None and not is_count(parts, 2):
-        raise ConfigError(f"parts={parts!r} is no int >= 2", where=where, hint="parts=8")
-    if chunk_size is not None and not is_count(chunk_size, 1):
-        raise ConfigError(f"chunk_size={chunk_size!r} is no int >= 1", where=where, hint="chunk_size=32")
+    if parts is not None:
+        check_count(where, least=2, parts=parts)
+    if chunk_size is not None:
+        check_count(where, least=1, chunk_size=chunk_size)
 
     def estimate(state: TrainState, *batches: Any, context: tuple[Any, ...] = ()) -> NoiseScale:
         """``(state, *batches, context=()) -> NoiseScale``."""

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
 from ..step import check_state, parts_for
 from ..types import Params, Program, TrainState
-from ..validation import is_count
+from ..validation import check_count
 from .examples import chunks
 
 
@@ -70,8 +69,8 @@ def per_example(
         (torch.Size([8, 1, 2]), torch.Size([8]))
     """
     parts = parts_for(program, "per_example")
-    if chunk_size is not None and not is_count(chunk_size, 1):
-        raise ConfigError(f"chunk_size={chunk_size!r} is no int >= 1", where="per_example", hint="chunk_size=32")
+    if chunk_size is not None:
+        check_count("per_example", least=1, chunk_size=chunk_size)
 
     def gradients(state: TrainState, batch: Any, *context: Any) -> PerExample:
         """``(state, batch, *context) -> PerExample``."""

@@ -219,7 +219,7 @@ def check_metrics(metrics: Any, *, where: str) -> Metrics:
     entries = (
         name for name, value in metrics.items() if type(value) is Mean and metric_queue.ENTRY.fullmatch(str(name))
     )
-    if entry := next(entries, None):  # a metric with a class of its own has a name for each member of an ensemble
+    if entry := next(entries, None):  # a metric of a subclass has one name for each member of an ensemble
         raise StepContractError(
             f"metric {entry!r} has the name of an entry of a metric that is a vector", where=where, hint="another name"
         )

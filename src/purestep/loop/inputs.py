@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .. import data, parallel, sinks, stacked, tree
-from ..compile import overlaps, plain
+from .. import data, parallel, sinks, stacked, tensor_layout, tree
+from ..compile import plain
 from ..ema import default_view
 from ..errors import ConfigError, DataError, StateError
 from ..precision import auto_device, usable
@@ -241,7 +241,7 @@ def _unfit(leaf: Any) -> str:
     if leaf.is_nested or leaf.is_quantized or leaf.layout != torch.strided:
         kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout)[6:]
         return f"a {kind} tensor; dense ones are needed"
-    if overlaps(leaf):
+    if tensor_layout.overlaps(leaf):
         return f"several of its numbers share memory (strides {list(leaf.stride())}); .clone() copies it"
     return ""
 

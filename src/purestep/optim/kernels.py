@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
-from .. import foreach, tracing
+from .. import foreach, tensor_layout, tracing
 from ..types import Params, Tree
 from .base import Fast, Launch, Transform
 from .numerics import Rate, Scalar, by_name, rate_at, update_count
@@ -162,7 +162,7 @@ def _fast(whole: Transform, learning_rate: Rate, weight_decay: Scalar, moments: 
 
         def run(updates: Params, ready: Tensor, owned: bool) -> tuple[Params, Tree]:
             new, written = params, trees
-            on_host = ready.device.type == "cpu" and tracing.may_read(ready)
+            on_host = tracing.may_branch(ready)
             if not on_host or ready:
                 if not owned:
                     new, *written = [copied(tree) for tree in (params, *trees)]
@@ -204,10 +204,4 @@ def _fit(params: Params, *others: Params) -> bool:
 
 def _is_dense(leaf: Tensor) -> bool:
     """True if the elements fill a block of memory, each once."""
-    extent = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(leaf.stride(), leaf.shape, strict=True)):
-        if size > 1:
-            if stride != extent:
-                return False
-            extent *= size
-    return True
+    return tensor_layout.extent(leaf) == leaf.numel() and not tensor_layout.overlaps(leaf)

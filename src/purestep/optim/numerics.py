@@ -124,7 +124,7 @@ def update_count(step: Tensor, missed: Tree, names: Collection[str]) -> Tensor:
     if not isinstance(missed, Missed) or not names:
         return step
     counts = missed.counts
-    if counts.device.type == "cpu" and tracing.may_read(counts) and not bool(counts.any()):
+    if tracing.may_branch(counts) and not bool(counts.any()):
         return step  # One scalar for all parameters is cheaper.
     if len(names) < len(missed.names):
         index = {name: position for position, name in enumerate(sorted(missed.names))}

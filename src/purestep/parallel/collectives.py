@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, library
 
 from .. import tracing
 from . import mesh as meshes
@@ -90,7 +90,7 @@ def _width(axis: str) -> int:
     return groups.mesh.width(axis)
 
 
-@torch.library.custom_op("purestep::all_reduce", mutates_args=())
+@library.custom_op("purestep::all_reduce", mutates_args=())
 def _all_reduce(value: Tensor, op: str, axis: str, after: Tensor | None = None) -> Tensor:
     del after
     found = value.clone(memory_format=torch.contiguous_format)
@@ -108,7 +108,7 @@ def _(value: Tensor, op: str, axis: str, after: Tensor | None = None) -> Tensor:
     return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("purestep::all_gather", mutates_args=())
+@library.custom_op("purestep::all_gather", mutates_args=())
 def _all_gather(value: Tensor, width: int, axis: str, after: Tensor | None = None) -> Tensor:
     del after
     if tracing.in_rehearsal():
@@ -126,7 +126,7 @@ def _(value: Tensor, width: int, axis: str, after: Tensor | None = None) -> Tens
     return value.new_empty((value.shape[0] * width, *value.shape[1:]))
 
 
-@torch.library.custom_op("purestep::reduce_scatter", mutates_args=())
+@library.custom_op("purestep::reduce_scatter", mutates_args=())
 def _reduce_scatter(value: Tensor, width: int, axis: str, after: Tensor | None = None) -> Tensor:
     del after
     if tracing.in_rehearsal():

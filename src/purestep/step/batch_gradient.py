@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .. import rng
 from ..types import Batch, Params, TrainState
-from .sharpness import gradients
-from .spec import IDENTITY, Spec, drawn
+from .spec import IDENTITY, Spec, drawn_in_step
+from .update import unscaled
 
 
 def batch_gradient_of(spec: Spec) -> Callable[[TrainState, Batch], Params]:
@@ -17,14 +16,8 @@ def batch_gradient_of(spec: Spec) -> Callable[[TrainState, Batch], Params]:
     """
 
     def batch_gradient(state: TrainState, batch: Batch) -> Params:
-        number = rng.mix(*state.key.tolist(), "step")
-        micro = drawn(
-            spec.host,
-            lambda: (spec.gradients or gradients)(spec, IDENTITY, state, batch, ()),
-            number,
-            state.step.device,
-        )
+        micro = drawn_in_step(spec, state, lambda: spec.gradients(spec, IDENTITY, state, batch, ()))
         scale = spec.scaler.scale(state.scaler)
-        return micro.grads if scale is None else {name: grad.float() / scale for name, grad in micro.grads.items()}
+        return micro.grads if scale is None else unscaled(micro.grads, scale)
 
     return batch_gradient

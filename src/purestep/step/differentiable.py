@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -9,12 +10,12 @@ import torch
 from torch import nn
 
 from .. import precision as precision_
-from .. import rng, tracing, tree
+from .. import tree
 from ..errors import ConfigError, StateError
 from ..model import functional
 from ..types import Empty, Loss, Params, Program, TrainState
 from .gradient import check_loss
-from .spec import Micro, Spec, drawn
+from .spec import Micro, Spec, drawn_in_step
 
 
 class Parts(NamedTuple):
@@ -71,18 +72,12 @@ def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Progra
         found = check_loss(found, device, train=True)
         return found._replace(weight=found.weight.detach(), metrics=tree.detach(found.metrics)), bound
 
-    def draw(state: TrainState, call: Callable[[], Any]) -> Any:
-        if tracing.in_graph():
-            return call()
-        number = rng.mix(*tracing.unwrapped(state.key).flatten().tolist(), "step")
-        return drawn(spec.host, call, number, state.step.device)
-
     def replaced(compute: Callable[..., Micro]) -> Program:
         return with_gradients(lambda spec, *args: compute(parts_of(spec, _not_nested), *args))
 
     return Parts(
         loss=loss,
-        draw=draw,
+        draw=functools.partial(drawn_in_step, spec),
         with_gradients=replaced,
         values_at=spec.values_at,
         accumulate=spec.accumulate,

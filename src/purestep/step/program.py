@@ -28,7 +28,7 @@ from .differentiable import parts_of
 from .gradient import OWN_METRICS
 from .inference import bind_of, eval_step_of
 from .init_state import init_of
-from .sharpness import Sam, checked
+from .sharpness import Sam, checked, gradients
 from .spec import IDENTITY, Reach, Spec
 from .statistics import Statistics
 from .update import steps_of
@@ -142,6 +142,7 @@ def program(
         reach=Reach(),
         host=host_generators.Host(),
         values=_checked_values(values),
+        gradients=gradients,
         sam=checked(sam, accumulate),
     )
     return _assembled(spec, model, own)

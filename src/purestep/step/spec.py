@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ema as ema_
-from .. import optim, rng
+from .. import optim, rng, tracing
 from .. import precision as precision_
 from .. import scaler as scaler_
 from ..model import functional
@@ -93,7 +93,7 @@ class Spec(NamedTuple):
     reach: Reach
     host: host_generators.Host
     values: Mapping[str, numerics.Schedule]
-    gradients: Callable[..., Micro] | None = None  # (spec, form, state, batch, context); None: `gradient.gradients`
+    gradients: Callable[..., Micro]  # (spec, form, state, batch, context) -> Micro
     sam: Sam | None = None
 
     def values_at(self, state: TrainState) -> dict[str, Tensor]:
@@ -117,6 +117,16 @@ def drawn(host: host_generators.Host, call: Callable[[], _T], number: int, devic
 
     with rng.scoped(number, device):
         return host.call(call, number, again)
+
+
+def drawn_in_step(spec: Spec, state: TrainState, call: Callable[[], _T], *stream: int) -> _T:
+    """Return ``call()`` with the random numbers of the next step of a state, unless the host has seeded for a whole
+    graph. ``stream`` tells apart the processes that draw."""
+    if tracing.in_graph():
+        return call()
+    # If states are mapped with a key each, mix all keys: their numbers are drawn together.
+    number = rng.mix(*tracing.unwrapped(state.key).flatten().tolist(), "step", *stream)
+    return drawn(spec.host, call, number, state.step.device)
 
 
 def is_finite(value: Tensor) -> Tensor:

@@ -15,15 +15,13 @@ from ..optim import base, numerics, unused_parameters
 from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
 from . import exchange
 from .gradient import kept_buffers
-from .sharpness import gradients
-from .spec import Accum, Adding, Closing, Micro, Spec, drawn, is_finite, wide
+from .spec import Accum, Adding, Closing, Micro, Spec, drawn_in_step, is_finite, wide
 
 _Rate = TypeVar("_Rate")
 
 
 def steps_of(spec: Spec, form: Form) -> Steps:
     """Build a program's ``train_step`` and ``flush`` for one form of its state."""
-    compute = spec.gradients or gradients
 
     def train_step(state: TrainState, batch: Batch, *context: Any) -> tuple[TrainState, Metrics]:
         """``(state, batch, *context) -> (state, metrics)``; the input state does not change.
@@ -34,7 +32,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         """
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
             raise _no_state(state)
-        micro = _drawing(spec, form, state, batch, lambda: compute(spec, form, state, batch, context))
+        micro = _drawing(spec, form, state, batch, lambda: spec.gradients(spec, form, state, batch, context))
         if isinstance(state.accum, Empty):
             micro, verdict, skipped = _whole(spec, form, state, micro)
             new, metrics, finite = _apply(spec, form, state, micro.grads, micro.weight, verdict, micro.buffers, skipped)
@@ -87,13 +85,9 @@ def _drawing(spec: Spec, form: Form, state: TrainState, batch: Batch, call: Call
         DataError: the call failed because a tensor of the batch is on another device. Not checked before the call: an
             operation may need an index on the CPU.
     """
-    if tracing.in_graph():
-        return call()
-    # If states are mapped with a key each, mix all keys: their numbers are drawn together.
     stream = () if form.exchange is None else form.exchange.stream
-    number = rng.mix(*tracing.unwrapped(state.key).flatten().tolist(), "step", *stream)
     try:
-        return drawn(spec.host, call, number, state.step.device)
+        return drawn_in_step(spec, state, call, *stream)
     except RuntimeError as error:
         here = state.step.device
         elsewhere = [path for path, leaf in tree.with_paths(batch) if getattr(leaf, "device", here) != here]
@@ -129,14 +123,9 @@ def _verdict(micro: Micro) -> Tensor:
     return torch.where(bad, torch.full_like(micro.weight, torch.nan), micro.weight)
 
 
-def may_branch(flag: Tensor) -> bool:
-    """True if the host may branch on a flag: in eager mode on the CPU, where reading it does not wait."""
-    return flag.device.type == "cpu" and tracing.may_read(flag)
-
-
 def _either(condition: Tensor, new: Tree, old: Tree, *, state: TrainState) -> Tree:
     """Select leaves like `tree.where`; where the host may branch, without copies of what is selected."""
-    if not may_branch(condition):
+    if not tracing.may_branch(condition):
         return tree.where(condition, new, old)
     return _separate(new, old, state) if condition else tree.clone(old)
 
@@ -172,7 +161,7 @@ def _accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tupl
         return _with_micro(micro, _keep_open(state, accum))
     if isinstance(old, Closing):
         return _with_micro(micro, _close(spec, form, state, accum, unreached))
-    if old.left.device.type == "cpu" and tracing.may_read(old.left):  # on other devices the host would wait
+    if tracing.may_branch(old.left):  # on other devices the host would wait
         last = int(old.left) == 1
         return _with_micro(micro, _close(spec, form, state, accum, unreached) if last else _keep_open(state, accum))
     # The window position is unknown to the host: compute both results, select one.
@@ -265,13 +254,14 @@ def _apply(
     """
     scale = spec.scaler.scale(state.scaler)
     if scale is not None:
-        grads = _unscaled(grads, scale)
-    nothing, halted = weight == 0, _halted(state)
+        grads = unscaled(grads, scale)
+    nothing, going = weight == 0, _going(state)
+    may_apply = going & ~nothing
     norm = ((form.exchange and form.exchange.norm) or optim.global_norm)(grads)
     finite = (is_finite(norm) & is_finite(verdict)) | nothing
     launch = None if skipped else _launch(spec, form, state, grads)
     if launch is not None:
-        ready = finite & ~(nothing | halted)
+        ready = finite & may_apply
         for rate in launch.rates:
             ready = ready & numerics.usable(rate)
         if form.owned is not None:
@@ -289,7 +279,7 @@ def _apply(
     flags = {name: numerics.usable(rate) for name, rate in rates.items()}
     # A schedule may return any value, computed on the device.
     usable = functools.reduce(torch.logical_and, flags.values()) if flags else torch.ones_like(finite)
-    attempted = usable & ~(nothing | halted)
+    attempted = usable & may_apply
     applied = finite & attempted
     kept = _kept(spec, form, state, applied, params, opt_state, buffers, by_kernel=launch is not None)
     scaler = state.scaler
@@ -301,9 +291,9 @@ def _apply(
         opt_state=kept[1],
         ema=kept[2],
         scaler=scaler,
-        halted=_halt(spec, state, applied, finite, scaler, usable),
+        halted=_halt(spec, state, going, applied, finite, scaler, usable),
     )
-    return new, _update_metrics(state, rates, flags, norm, applied), finite & ~halted
+    return new, _update_metrics(state, rates, flags, norm, applied), finite & going
 
 
 def _launch(spec: Spec, form: Form, state: TrainState, grads: Params) -> base.Launch | None:
@@ -330,7 +320,7 @@ def _kept(
     In eager mode on the CPU the host reads the flag, which waits for nothing there, and one of the two is not computed.
     """
     old = state.params, state.opt_state, state.ema
-    if not may_branch(applied):
+    if not tracing.may_branch(applied):
         average = spec.average.update(state.ema, params, buffers, state.updates)
         if by_kernel:  # which has kept the tensors with dimensions
             return params, _where_scalars(applied, opt_state, old[1]), tree.where(applied, average, old[2])
@@ -363,7 +353,7 @@ def _updates(spec: Spec, form: Form, state: TrainState, grads: Params, norm: Ten
     return _of_transform(result, state.params)
 
 
-def _unscaled(grads: Params, scale: Tensor) -> Params:
+def unscaled(grads: Params, scale: Tensor) -> Params:
     """Unscale like torch's `GradScaler`: multiply by the inverse in at least float32, and round once."""
     inverse = {dtype: scale.to(dtype).reciprocal() for dtype in dict.fromkeys(wide(g.dtype) for g in grads.values())}
     return {name: (g.to(wide(g.dtype)) * inverse[wide(g.dtype)]).to(g.dtype) for name, g in grads.items()}
@@ -405,12 +395,6 @@ def _fits_float16(form: Form, deltas: Params) -> Tensor | None:
     return form.exchange.total((~fits).float()) == 0
 
 
-def _halted(state: TrainState) -> Tensor:
-    if isinstance(state.halted, Empty):
-        return torch.zeros((), dtype=torch.bool, device=state.step.device)
-    return state.halted != 0
-
-
 def _going(state: TrainState) -> Tensor:
     """True unless the state has halted."""
     if isinstance(state.halted, Empty):
@@ -418,10 +402,12 @@ def _going(state: TrainState) -> Tensor:
     return state.halted == 0
 
 
-def _halt(spec: Spec, state: TrainState, applied: Tensor, finite: Tensor, scaler: Tree, usable: Tensor) -> Tree:
-    if isinstance(state.halted, Empty) or (may_branch(applied) and applied):
+def _halt(
+    spec: Spec, state: TrainState, going: Tensor, applied: Tensor, finite: Tensor, scaler: Tree, usable: Tensor
+) -> Tree:
+    if isinstance(state.halted, Empty) or (tracing.may_branch(applied) and applied):
         return state.halted
-    stops = (spec.scaler.exhausted(scaler, finite) | ~usable) & (state.halted == 0)
+    stops = (spec.scaler.exhausted(scaler, finite) | ~usable) & going
     return torch.where(stops, state.step + 1, state.halted)
 
 
@@ -464,5 +450,5 @@ def _rates(opt_state: Tree) -> dict[str, Tensor]:
 
 
 def _count_call(old: TrainState, new: TrainState) -> TrainState:
-    step = old.step + 1 if isinstance(old.halted, Empty) else old.step + (old.halted == 0)
+    step = old.step + 1 if isinstance(old.halted, Empty) else old.step + _going(old)
     return new._replace(step=step, key=old.key if tracing.in_graph() else rng.advance(old.key))
