@@ -39,8 +39,8 @@ def user_line(error: BaseException) -> str:
 
     Example:
         >>> try:
-        ...     torch.ones(2) @ torch.ones(3)
-        ... except RuntimeError as error:
+        ...     raise ValueError("of the user's own")
+        ... except ValueError as error:
         ...     print(user_line(error))
         <doctest purestep.tracing.user_line[0]>:2
     """
