@@ -39,13 +39,13 @@ def library() -> Path:
     sources = sorted(NATIVE.glob("*.cpp"))
     names = _wanted(torch, triton) - {name for source in sources for name in _DEFINED.findall(source.read_text())}
     rest = _entry_points(sorted(names))
-    text = rest + "".join(path.read_text() for path in sorted(NATIVE.iterdir()))
+    text = rest + "".join(path.read_text() for path in sorted(NATIVE.iterdir())) + str(_headers(torch, triton))
     folder = BUILT / hashlib.sha256(text.encode()).hexdigest()[:16]
     if not (folder / NAME).exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "rest.cpp").write_text(rest)
-        include = triton / "backends" / "nvidia" / "include"
-        command = ["g++", "-O1", "-Wall", "-shared", "-fPIC", "-std=c++17", f"-I{include}", f"-I{NATIVE}"]
+        command = ["g++", "-O1", "-Wall", "-shared", "-fPIC", "-std=c++17", f"-I{NATIVE}"]
+        command += [f"-I{include}" for include in _headers(torch, triton)]
         made = folder / f"{NAME}.{os.getpid()}"
         command += [*map(str, sources), str(folder / "rest.cpp"), "-o", str(made), f"-Wl,-soname,{NAME}", "-ldl"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -53,6 +53,12 @@ def library() -> Path:
             raise NotPossibleError(f"g++ refuses the stand-in:\n{done.stderr}")
         made.rename(folder / NAME)
     return folder / NAME
+
+
+def _headers(torch: Path, triton: Path) -> list[Path]:
+    """Where CUDA's are: those of torch's own runtime first, since records of other versions have other sizes."""
+    of_torch = sorted((torch.parent / "nvidia").glob("cu*/include/driver_types.h"), reverse=True)
+    return [*(header.parent for header in of_torch[:1]), triton / "backends" / "nvidia" / "include"]
 
 
 def _package(name: str) -> Path:

@@ -76,7 +76,7 @@ class Profiler:
         schedule = None  # torch warns of one without a warm-up
         if self._warmup:
             schedule = torch.profiler.schedule(wait=0, warmup=1, active=self._count, repeat=1)
-        torchs = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
+        torchs = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write, acc_events=True)
         torchs.start()
         self._torchs = torchs
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -63,6 +65,11 @@ class Reach:
     def __init__(self) -> None:
         self.unreached: frozenset[str] = frozenset()
         self.ever: frozenset[str] = frozenset()
+        self.number = next(_numbers)
+        _reaches[self.number] = self
+
+    def __reduce__(self) -> Any:  # a copy has a number of its own
+        return Reach, (), {"unreached": self.unreached, "ever": self.ever}
 
     def remember(self, unreached: frozenset[str]) -> None:
         """Store the parameters that a call's loss did not reach."""
@@ -71,9 +78,14 @@ class Reach:
             self.ever |= unreached
 
 
-def last_unreached(reach: Reach) -> tuple[str, ...]:
-    """Unreached parameters of the last call, sorted. Dynamo takes the result as a constant, without a guard."""
-    return tuple(sorted(reach.unreached))
+_numbers = itertools.count()
+_reaches: WeakValueDictionary[int, Reach] = WeakValueDictionary()
+
+
+def last_unreached(number: int) -> tuple[str, ...]:
+    """Unreached parameters of the last call, sorted, by `Reach.number`. Dynamo takes the result as a constant, without
+    a guard; torch 2.11 does so only if the argument is one too."""
+    return tuple(sorted(_reaches[number].unreached))
 
 
 class Spec(NamedTuple):
