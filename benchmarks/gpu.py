@@ -37,7 +37,7 @@ def _result(title: str, checks: list[Check], rows: list[dict[str, Any]] | None =
 def capture(device: str = "cuda", work: str = "mlp", calls: int = 20) -> dict[str, Any]:
     """The donated step against eager: the same numbers, one graph, the first state unharmed, and how long a call is."""
     place, chosen = torch.device(device), works.WORKS[work]
-    program = ours.program(chosen, place)
+    program = ours.program(chosen)
     assert program.init is not None
     state = program.init(seed=0, device=place)
     begun = guard.copied(state.params)
