@@ -40,6 +40,7 @@ def measured(
     """`table` of a work that has no name."""
     _hush()
     place = torch.device(device)
+    torch.backends.cudnn.allow_tf32 = work.bf16  # float32 is float32, as for products and for JAX
     entered, absent = enter(work, place, only)
     pause = measure.PAUSE if place.type == "cpu" and torch.get_num_threads() > 1 else 0.0
     plan = measure.Plan(seconds=work.seconds if seconds is None else seconds, rounds=rounds, pause=pause)

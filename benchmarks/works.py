@@ -184,7 +184,9 @@ def _works() -> dict[str, Work]:
             flax=False,
             bf16=True,
             tolerance=3e-2,
-            drift=0.2,
+            drift=0.5,
+            # A gradient of a few bits through 50 BatchNorms: Adam's first steps would be the signs of noise.
+            recipe=Recipe(eps=1e-2),
         ),
     ]
     return {work.name: work for work in found}

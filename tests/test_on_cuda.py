@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_trees_close, no_waiting, tiny_convnet, tiny_mlp, vector_batch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
@@ -51,6 +51,17 @@ def stepped(step: Callable[..., Any], state: Any, batches: list[Any]) -> tuple[A
 BATCHES = [vector_batch(16, seed) for seed in range(4)] * 2
 
 
+@library.custom_op("tests::waits", mutates_args=())
+def waits(value: Tensor) -> Tensor:
+    """The value, by way of the host."""
+    return value.cpu().to(value.device)
+
+
+@waits.register_fake
+def _(value: Tensor) -> Tensor:
+    return torch.empty_like(value)
+
+
 # --- capture ----------------------------------------------------------------------------------------------------------
 
 
@@ -87,7 +98,8 @@ def test_what_cannot_be_recorded_is_refused_and_leaves_torch_whole():
     def asks_the_host(model: Any, batch: Any) -> ps.Loss:
         x, y = batch
         loss = nn.functional.cross_entropy(model(x), y)
-        return ps.Loss(loss + 0 * loss.detach().cpu().to(loss.device), torch.tensor(1.0, device=x.device), {})
+        waited = torch.ops.tests.waits(loss.detach())  # inductor removes a plain copy to the host and back
+        return ps.Loss(loss + 0 * waited, torch.tensor(1.0, device=x.device), {})
 
     program = ps.program(tiny_mlp(), asks_the_host, optim.sgd(0.1))
     step, state = ps.compile_step(program.train_step, donate=True, cuda_graph=True), program.init(device="cuda")

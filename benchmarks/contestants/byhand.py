@@ -96,7 +96,7 @@ def stepping(name: str, work: Work, device: torch.device, made: Loop) -> Steppin
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         update()
-        return loss.detach()
+        return loss.detach().clone()  # a CUDA graph of `reduce-overhead` writes the next loss there
 
     return Stepping(
         name,

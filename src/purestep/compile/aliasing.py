@@ -10,6 +10,7 @@ result, passes through an operator that inductor's passes cannot remove.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -68,7 +69,8 @@ def separate_sources(graph: Graph, *, is_simplified: bool = False) -> None:
         for at in list(sources(node.args[1])):
             made = at.node.op == "call_function" and isinstance(at.node.meta.get("val"), Tensor)  # a single tensor
             if at.moved and made and at.node.target is not operator.getitem:
-                _compute_separately(graph, at)
+                # Inductor would compute it during the write, from elements that are already overwritten.
+                store_separately(graph, at.node, at.reader)
 
 
 def copy_before_writes(graph: Graph, sources: _Sources, *, is_simplified: bool = False) -> None:
@@ -93,14 +95,14 @@ def copy_before_writes(graph: Graph, sources: _Sources, *, is_simplified: bool =
 
 
 def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Add `separate_sources`, `philox.protect` and `early_reductions.early` to inductor's options as a pass before its
-    last ones, and `inplace_reuse`, for graphs that are compiled through its public entry.
+    """Add `separate_sources`, `philox.protect`, `early_reductions.early` and `mixed_reductions.separate` to inductor's
+    options as a pass before its last ones, and `inplace_reuse`, for graphs that are compiled through its public entry.
 
     Registers `random_ops` too: its code is part of the pass's cache key.
     """
     from torch._inductor import config, custom_graph_pass
 
-    from . import early_reductions, inplace_reuse  # the first imports this module
+    from . import early_reductions, inplace_reuse, mixed_reductions  # the first and the last import this module
 
     register()
     random_ops.register()
@@ -119,11 +121,13 @@ def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
             separate_sources(graph, is_simplified=True)
             philox.protect(graph)
             early_reductions.early(graph)
+            mixed_reductions.separate(graph)
 
         def uuid(self) -> Any:
             """The key for inductor's cache, which stores no graph compiled with a pass without a key."""
             found = [each.uuid() if isinstance(each, passes.CustomGraphPass) else None for each in theirs]
-            files = (__file__, random_ops.__file__, philox.__file__, early_reductions.__file__)
+            used = (random_ops, philox, early_reductions, mixed_reductions)
+            files = (__file__, *(str(module.__file__) for module in used))
             return (passes.get_hash_for_files(files), *found) if all(found) else None
 
     return {**inplace_reuse.option(options), **options, name: Passes()}
@@ -151,16 +155,24 @@ def name_of(node: Any) -> str:
     return getattr(node.target, "__name__", "").partition(".")[0]
 
 
-def _compute_separately(graph: Graph, at: _Origin) -> None:
-    """Store a value that is written through a view of its input in separate memory: inductor would compute it during
-    the write, from elements that are already overwritten."""
+def store_separately(graph: Graph, node: Any, reader: Any) -> None:
+    """Store a value in memory of its own before ``reader`` reads it."""
     from torch._inductor import inductor_prims
 
     own: Any = inductor_prims.force_stride_order
-    with graph.inserting_after(at.node):
-        made = graph.call_function(own, (at.node, at.node.meta["val"].stride()))
-    made.meta.update(at.node.meta)
-    at.reader.replace_input_with(at.node, made)
+    with graph.inserting_after(node):
+        made = graph.call_function(own, (node, node.meta["val"].stride()))
+    made.meta.update(node.meta)
+    reader.replace_input_with(node, made)
+
+
+def size(node: Any) -> int:
+    """Number of elements of a node's tensor; 0 if it is no tensor or has symbolic sizes."""
+    value = node.meta.get("val")
+    sizes: Any = value.shape if isinstance(value, Tensor) else ("none",)
+    if not all(isinstance(size, int) for size in sizes):
+        return 0
+    return math.prod(sizes)
 
 
 # --- aliases of inputs ------------------------------------------------------------------------------------------------

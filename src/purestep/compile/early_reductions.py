@@ -8,7 +8,6 @@ backward pass of the logits waits for it, so that their gradient can be written 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +61,7 @@ def early(graph: Graph) -> None:
     """
     at = {each: index for index, each in enumerate(graph.nodes)}
     for node in filter(_is_reduction, list(graph.nodes)):
-        large = [each for each in _needed(node) if each.op == "call_function" and _size(each) >= _LARGE]
+        large = [each for each in _needed(node) if each.op == "call_function" and aliasing.size(each) >= _LARGE]
         # Computed from the large tensors, and stored for a matrix product or as a result.
         kept = [each for each in _derived(large) if _is_stored(each)]
         if not kept:
@@ -93,20 +92,11 @@ def _put_after(graph: Graph, node: Node, first: Node) -> None:
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
 
-def _size(node: Any) -> int:
-    """Number of elements of a node's tensor; 0 if it is no tensor or has symbolic sizes."""
-    value = node.meta.get("val")
-    sizes: Any = value.shape if isinstance(value, Tensor) else ("none",)
-    if not all(isinstance(size, int) for size in sizes):
-        return 0
-    return math.prod(sizes)
-
-
 def _is_reduction(node: Any) -> bool:
     """True if a node reduces many elements to one."""
-    if node.op != "call_function" or _size(node) != 1 or aliasing.is_view(node) or aliasing.name_of(node) == "getitem":
+    if node.op != "call_function" or aliasing.size(node) != 1 or aliasing.is_view(node) or aliasing.name_of(node) == "getitem":
         return False
-    return any(_size(source) > 1 for source in node.all_input_nodes)
+    return any(aliasing.size(source) > 1 for source in node.all_input_nodes)
 
 
 def _needed(node: Node) -> set[Node]:
@@ -117,7 +107,7 @@ def _needed(node: Node) -> set[Node]:
         if one in seen:
             continue
         seen.add(one)
-        if _is_fused(one) or (_is_a_loop(one) and _size(one) < _LARGE):
+        if _is_fused(one) or (_is_a_loop(one) and aliasing.size(one) < _LARGE):
             waiting += one.all_input_nodes
         else:
             needed.add(one)
@@ -152,7 +142,7 @@ def _derived(large: list[Node]) -> list[Node]:
     found, waiting = dict["Node", None](), list(large)
     while waiting:
         for user in waiting.pop().users:
-            if user not in found and _is_fused(user) and _size(user) >= _LARGE:
+            if user not in found and _is_fused(user) and aliasing.size(user) >= _LARGE:
                 found[user] = None
                 waiting.append(user)
     return list(found)
@@ -188,7 +178,7 @@ def _readers(node: Node, last: int, at: dict[Any, int]) -> Iterator[Node]:
             if user in seen:
                 continue
             seen.add(user)
-            if _size(user) == 1 and at[user] <= last:
+            if aliasing.size(user) == 1 and at[user] <= last:
                 waiting.append(user)
             else:
                 yield user

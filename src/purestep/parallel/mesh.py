@@ -12,7 +12,6 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from importlib import metadata
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -342,11 +341,13 @@ def _rendezvous(limit: timedelta) -> Any:
 
 def _facts(count: int) -> dict[str, Any]:
     """What all processes of a run must have in common."""
+    from .. import __version__  # of a checkout that is not installed too
+
     return {
         "WORLD_SIZE": count,
         "Python": platform.python_version(),
         "torch": torch.__version__,
-        "purestep": metadata.version("purestep"),
+        "purestep": __version__,
     }
 
 
