@@ -54,7 +54,7 @@ def capture(device: str = "cuda", work: str = "mlp", calls: int = 20) -> dict[st
         ("the first state stays valid", unharmed == 0.0, ""),
         ("the last state is counted", int(live.updates) == calls, f"{int(live.updates)} updates"),
     ]
-    who = [ours.EAGER, ours.DONATED, ours.GRAPHED, byhand.REDUCED] if device == "cuda" else [ours.DONATED]
+    who = [ours.EAGER, ours.DONATED, ours.UNRECORDED, byhand.REDUCED] if device == "cuda" else [ours.DONATED]
     timed = steps.measured(chosen, device, who, seconds=10)
     result = _result("a donated step, captured whole", checks, timed["rows"])
     return result | {"absent": [*result["absent"], *timed["absent"]]}

@@ -54,7 +54,7 @@ BATCHES = [vector_batch(16, seed) for seed in range(4)] * 2
 @library.custom_op("tests::waits", mutates_args=())
 def waits(value: Tensor) -> Tensor:
     """The value, by way of the host."""
-    return value.cpu().to(value.device)
+    return value.cpu().to(value.device).clone()
 
 
 @waits.register_fake

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import purestep as ps
 from purestep import tracing
-from purestep.compile import early_reductions, inplace_reuse
+from purestep.compile import aliasing, early_reductions, inplace_reuse
 from purestep.compile.cpu import backend as backend_
 from purestep.types import Loss, Program
 
@@ -78,7 +78,7 @@ def readers(node: Any) -> Iterator[Any]:
             if user in seen:
                 continue
             seen.add(user)
-            if early_reductions._is_fused(user) and early_reductions._size(user) > 1:
+            if early_reductions._is_fused(user) and aliasing.size(user) > 1:
                 waiting.append(user)
             yield user
 
@@ -112,13 +112,13 @@ def test_nothing_reads_the_logits_once_their_gradient_is_there(objective: str, l
     at = {node: index for index, node in enumerate(graph.nodes)}
     gradient = at[backward_of(graph)]
     read = list(readers(logits_of(graph)))
-    reduced = [node for node in read if early_reductions._is_a_loop(node) or early_reductions._size(node) == 1]
-    scalars = [node for node in reduced if early_reductions._size(node) == 1]
+    reduced = [node for node in read if early_reductions._is_a_loop(node) or aliasing.size(node) == 1]
+    scalars = [node for node in reduced if aliasing.size(node) == 1]
     assert scalars or objective == "smoothed"  # it adds up sums of rows
     assert all(at[node] < gradient for node in reduced)
     held = [node for node in graph.nodes if node.target is torch.ops.purestep.after.default]
     assert held, "the gradient does not wait for the loss"
-    assert all(early_reductions._size(node.args[1]) == 1 for node in held)
+    assert all(aliasing.size(node.args[1]) == 1 for node in held)
 
 
 @pytest.mark.parametrize("through", ["native code", "the front door"])

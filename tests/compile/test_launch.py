@@ -485,7 +485,7 @@ def test_a_replay_looks_at_the_layout_of_a_batch_once(
 
 
 def test_one_function_is_recorded_for_batches_of_each_size(recorded: list[Recorder]) -> None:
-    replays, store = replay.CudaGraphs(), DonatedBuffers(mlp().init(), None, None)
+    replays, store = replay.CudaGraphs(required=True), DonatedBuffers(mlp().init(), None, None)
 
     def run(tensors: list[Tensor], leaves: list[Any]) -> Any:
         return {"sum": leaves[0].sum()}
@@ -498,7 +498,7 @@ def test_one_function_is_recorded_for_batches_of_each_size(recorded: list[Record
 
 def test_a_function_that_is_gone_leaves_its_address_to_none() -> None:
     """What is recorded is found by it."""
-    replays, store = replay.CudaGraphs(), DonatedBuffers(mlp().init(), None, None)
+    replays, store = replay.CudaGraphs(required=True), DonatedBuffers(mlp().init(), None, None)
 
     def run(tensors: list[Tensor], leaves: list[Any]) -> Any:
         return {"sum": leaves[0].sum()}

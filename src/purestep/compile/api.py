@@ -23,7 +23,7 @@ def compile_step(
     capture: str = "auto",
     backend: Any = "inductor",
     options: Mapping[str, Any] | None = None,
-    cuda_graph: bool = False,
+    cuda_graph: bool | None = None,
     unroll: int = 1,
 ) -> CompiledStep:
     """Compile a step into one graph, from the forward pass to the EMA.
@@ -53,8 +53,10 @@ def compile_step(
         backend: as for torch.compile.
         options: inductor's configuration.
         cuda_graph: record the donated step as one CUDA graph at its third call, and replay it; one graph for each batch
-            size, at most 16. Needs ``donate`` and a TrainState. No effect on other devices, or if a tensor of the state
-            or the batch is on the host.
+            size, at most 16. None: where it can be recorded, calls only torch's operators, takes less than an eighth of
+            the device's memory for its intermediates, and runs in one process. True: always; an error if it cannot be
+            recorded. Needs ``donate`` and a TrainState. No effect on other devices, or if a tensor of the state or the
+            batch is on the host.
         unroll: maximal number of steps in one call, for models whose launch costs more than their arithmetic. The
             callable then takes a list of at most ``unroll`` batches and returns the last state and the merged metrics.
             Random numbers are seeded once a call, so a step that draws gets other numbers than with one step a call.
@@ -100,7 +102,7 @@ def compile_program(
     capture: str = "auto",
     backend: Any = "inductor",
     options: Mapping[str, Any] | None = None,
-    cuda_graph: bool = False,
+    cuda_graph: bool | None = None,
 ) -> Program:
     """Compile train_step, flush and eval_step of a program over one set of buffers.
 
@@ -156,7 +158,7 @@ def _check_backend(backend: Any, capture: str) -> None:
     )
 
 
-def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool, unroll: int) -> None:
+def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool | None, unroll: int) -> None:
     if donate not in (False, True, "init"):
         raise ConfigError(f"donate is {donate!r}", where="compile_step", hint='donate=True, False or "init"')
     if cuda_graph and not donate:

@@ -14,7 +14,7 @@ import types
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,10 +47,17 @@ class DataDependent(Uncaptured):
     """The step reads the value of a tensor, which is unknown while it is traced."""
 
 
+class Traits(NamedTuple):
+    """What a caller has to know of a graph."""
+
+    draws: bool  # random numbers
+    records: bool  # a CUDA graph may hold it: it calls only operators of torch and purestep, which never ask the host
+
+
 def trace(
     function: Flat, inputs: list[Tensor], *, backend: Any, options: Mapping[str, Any] | None
-) -> tuple[Compiled, bool]:
-    """Compile one graph of ``function`` for inputs of these shapes; return it and whether it draws random numbers.
+) -> tuple[Compiled, Traits]:
+    """Compile one graph of ``function`` for inputs of these shapes; return it and its traits.
 
     Args:
         function: takes tensors, returns a list of tensors; may write its inputs in place.
@@ -62,8 +69,8 @@ def trace(
     Raises:
         DataDependent: the Python code branches on the value of a tensor.
     """
-    run, is_drawing = _compile(_traceable(function), _distinct(inputs), backend, options)
-    return _outside_autocast(run), is_drawing
+    run, traits = _compile(_traceable(function), _distinct(inputs), backend, options)
+    return _outside_autocast(run), traits
 
 
 def trace_error(function: Flat, inputs: list[Tensor]) -> Exception | None:
@@ -84,7 +91,7 @@ def trace_sizes(
     *,
     backend: Any,
     options: Mapping[str, Any] | None,
-) -> tuple[Compiled, bool, Callable[[list[Tensor]], bool]] | None:
+) -> tuple[Compiled, Traits, Callable[[list[Tensor]], bool]] | None:
     """Compile one graph for batches of many sizes.
 
     Args:
@@ -96,7 +103,7 @@ def trace_sizes(
         options: the same.
 
     Returns:
-        The graph, whether it draws, and a function from a batch's tensors to whether the graph accepts them. None if a
+        The graph, its traits, and a function from a batch's tensors to whether the graph accepts them. None if a
         varying size became a constant.
     """
     from torch import _guards
@@ -110,13 +117,15 @@ def trace_sizes(
             graph = fx_passes.finished(fx_passes.views_allowed(_traced(_traceable(function), symbols.fakes, "real")))
         if not symbols.vary():
             return None
-        is_drawing, shapes = fx_passes.draws(graph), "from_tracing_context"
+        traits, shapes = _traits(graph), "from_tracing_context"
         with autocast_disabled(), _guards.tracing(_guards.TracingContext(symbols.mode)):
             run = _lower(graph, symbols.fakes, backend, options, rounds=casts.seen, shapes=shapes)
-        return _outside_autocast(run), is_drawing, symbols.fits()
+        return _outside_autocast(run), traits, symbols.fits()
 
 
-def _compile(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None) -> tuple[Compiled, bool]:
+def _compile(
+    run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None
+) -> tuple[Compiled, Traits]:
     plugin, failed = backends.plugin(inputs) if backend == "inductor" else None, None
     if plugin is not None:
         with tracing.capturing(), torch.no_grad():
@@ -124,7 +133,8 @@ def _compile(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str
                 record = plugin.record(run, inputs)
             run = record.function
             try:
-                return plugin.compiled(record, options=options)
+                compiled, is_drawing = plugin.compiled(record, options=options)
+                return compiled, Traits(is_drawing, records=False)
             except PurestepError:
                 raise
             except Exception as error:
@@ -134,12 +144,16 @@ def _compile(run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str
             casts = precision_casts.Casts()
             with casts:
                 graph = fx_passes.finished(fx_passes.views_allowed(_traced(run, inputs)))
-        is_drawing = fx_passes.draws(graph)
+        traits = _traits(graph)
         with autocast_disabled(), _function_modes_removed():
             compiled = _lower(graph, inputs, backend, options, rounds=casts.seen)
     if plugin is not None and failed is not None:
         warn_fallback(plugin, failed)
-    return compiled, is_drawing
+    return compiled, traits
+
+
+def _traits(graph: GraphModule) -> Traits:
+    return Traits(fx_passes.draws(graph), fx_passes.records(graph))
 
 
 def warn_fallback(plugin: types.ModuleType, error: Exception) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -27,6 +28,9 @@ Run = Callable[[list[Tensor], list[Any]], Any]
 
 _WARM = 2  # calls before the recording
 _MOST = 16  # recordings of one store; batches of further sizes run without a CUDA graph
+_SHARE = 8  # of the device's memory: a step that takes this part of it keeps the device busy without a CUDA graph
+
+_log = logging.getLogger("purestep")
 
 
 class _Recording:
@@ -69,6 +73,12 @@ class _Recording:
             finally:
                 torch.cuda.set_stream(before)  # torch does not reset it if the end of a recording fails
         self.graph = graph
+
+    def drop(self) -> None:
+        """Give its memory back; further calls run without it."""
+        self.possible = False
+        self.graph = self.outputs = None
+        self.leaves, self.memory = [], []
 
     def replay(self, leaves: list[Any]) -> Any:
         for own, memory, leaf in zip(self.leaves, self.memory, leaves, strict=True):
@@ -133,9 +143,15 @@ class _StoreGraphs:
 
 
 class CudaGraphs:
-    """The recorded graphs of one step."""
+    """The recorded graphs of one step.
 
-    def __init__(self) -> None:
+    Args:
+        required: raise if a graph cannot be recorded, and keep it however much memory it takes. Otherwise such a graph
+            runs without a recording.
+    """
+
+    def __init__(self, *, required: bool) -> None:
+        self._required = required
         self._stores: WeakKeyDictionary[DonatedBuffers, _StoreGraphs] = WeakKeyDictionary()
 
     def run(self, run: Run, store: DonatedBuffers, leaves: list[Any], copied: Callable[[Any], Any]) -> Any:
@@ -149,7 +165,7 @@ class CudaGraphs:
             copied: copies the result, which the next replay overwrites.
 
         Raises:
-            StepContractError: the step cannot be recorded.
+            StepContractError: the step cannot be recorded, if a recording is required.
         """
         known = self._stores.get(store)
         if known is None:
@@ -162,9 +178,19 @@ class CudaGraphs:
             return run(store.buffers, leaves)
         if found.graph is None:
             known.pool = known.pool or torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()  # a recording begins with it
+            before = torch.cuda.memory_reserved(store.device)
             try:
                 found.record(run, store.buffers, leaves, known.pool)
-            except BaseException:
+            except BaseException as error:
                 known.pool = None  # torch may count it as in use
-                raise
+                if self._required or not isinstance(error, StepContractError):
+                    raise
+                _log.warning("%s; it runs without a CUDA graph", error.what)
+                found.drop()
+                return run(store.buffers, leaves)
+            taken = torch.cuda.memory_reserved(store.device) - before
+            if not self._required and taken * _SHARE > torch.cuda.get_device_properties(store.device).total_memory:
+                found.drop()
+                return run(store.buffers, leaves)
         return copied(found.replay(leaves))

@@ -198,6 +198,30 @@ def is_draw(node: Any) -> bool:
     return hasattr(node.target, "tags") and tracing.is_random(node.target, node.args, node.kwargs)
 
 
+_KNOWN = {"aten", "prims", "_prims", "purestep"}
+
+
+def records(graph: GraphModule) -> bool:
+    """True if a graph calls only torch's and purestep's operators, and none that talks to other processes or that torch
+    keeps out of CUDA graphs. A user's operator may ask the host for what a replay would not ask again."""
+    for node in graph.graph.nodes:
+        target = node.target
+        if node.op == "call_module" or (node.op == "get_attr" and not _is_tensor(graph, node)):
+            return False
+        if node.op != "call_function" or target is operator.getitem:
+            continue
+        tags = getattr(target, "tags", ())
+        if getattr(target, "namespace", "") not in _KNOWN or getattr(torch.Tag, "cudagraph_unsafe", None) in tags:
+            return False
+        if target.namespace == "purestep" and target._schema.arguments[-1].name == "after":  # a collective
+            return False
+    return True
+
+
+def _is_tensor(graph: GraphModule, node: Any) -> bool:
+    return isinstance(getattr(graph, node.target, None), Tensor)
+
+
 def as_laid_out(graph: GraphModule) -> GraphModule:
     """Mark the results so that inductor keeps their layouts."""
     found = output(graph)

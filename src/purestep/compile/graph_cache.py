@@ -34,6 +34,7 @@ class Graph(NamedTuple):
 
     run: Callable[[list[Tensor], list[Any]], Any]
     draws: bool
+    records: bool = False  # see `capture.Traits`; Dynamo's graphs may call anything
 
 
 class _GeneralGraph(NamedTuple):
@@ -209,17 +210,17 @@ class Graphs:
         )
         if made is None:
             return None
-        run, draws, fits = made
+        run, traits, fits = made
         self.count += 1
         call = _with_own_error(_returning_tree(run, where, len(example), *found), core)
-        graph = Graph(guarded(call, tensors), draws)
+        graph = Graph(guarded(call, tensors), *traits)
         return _GeneralGraph(graph, lambda _, batch: fits([batch[index] for index in where]))
 
     def _traced(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
         flat, where, found = _flatten_core(core, leaves, len(tensors))
         try:
             inputs = [*tensors, *(leaves[index] for index in where)]
-            run, draws = capture.trace(flat, inputs, backend=self.options.backend, options=self.options.options)
+            run, traits = capture.trace(flat, inputs, backend=self.options.backend, options=self.options.options)
         except Exception as error:
             # An error of the step itself would fail under Dynamo too, and the trace reports it better.
             for_dynamo = capture.DataDependent, NoSetupContext
@@ -228,7 +229,7 @@ class Graphs:
                 raise capture.capture_error(error, core, tensors, leaves) from error.__cause__
             return self._dynamo_instead(core, leaves, tensors, error)
         call = _with_own_error(_returning_tree(run, where, len(leaves), *found), core)
-        return Graph(guarded(call, tensors), draws)
+        return Graph(guarded(call, tensors), *traits)
 
     def _dynamo_instead(self, core: Any, leaves: list[Any], tensors: list[Tensor], cause: Exception) -> Graph:
         """Compile with Dynamo; if that fails too, raise the error of the trace."""
