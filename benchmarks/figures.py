@@ -178,14 +178,14 @@ def _on_cuda() -> list[Figure]:
     for job, label in (("mlp", "MLP"), ("gpt-small", "GPT 0.9 M")):
         found += [
             Figure(
-                f"{label} step against eager + fused", 8.0, "more", "x", _times(job, byhand.EAGER, ours.GRAPHED), "cuda"
+                f"{label} step against eager + fused", 8.0, "more", "x", _times(job, byhand.EAGER, ours.DONATED), "cuda"
             ),
             Figure(
                 f"{label} step against reduce-overhead",
                 1.5,
                 "more",
                 "x",
-                _times(job, byhand.REDUCED, ours.GRAPHED),
+                _times(job, byhand.REDUCED, ours.DONATED),
                 "cuda",
             ),
         ]
