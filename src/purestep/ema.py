@@ -30,13 +30,16 @@ class Average(NamedTuple):
 
     ``first(n)`` is the share that the weights of the first update still have in the average after n updates; None if it
     is unknown. ``in_place`` has the arguments of ``update``, and may write into the memory of the state; its result
-    shares no memory with the other arguments.
+    shares no memory with the other arguments. ``where(state, params, buffers, updates, applied, in_place)`` is
+    ``update`` where ``applied`` (shape=(), bool), and the state elsewhere, in a few launches for all tensors; it returns
+    None for tensors that it cannot take.
     """
 
     init: Callable[[Params, Params], Tree]
     update: Callable[[Tree, Params, Params, Tensor], Tree]
     first: Callable[[int], float] | None = None
     in_place: Callable[[Tree, Params, Params, Tensor], Tree] | None = None
+    where: Callable[[Tree, Params, Params, Tensor, Tensor, bool], Tree | None] | None = None
 
 
 @recipe
@@ -169,7 +172,18 @@ def _averaging(
             return EmaState(shadow, state.buffers)
         return EmaState(shadow, _lerp_all(state.buffers, buffers, share, in_place))
 
-    return Average(init, update, first, functools.partial(update, in_place=True))
+    def where(
+        state: EmaState, params: Params, buffers: Params, updates: Tensor, applied: Tensor, in_place: bool
+    ) -> EmaState | None:
+        share = weight(updates)
+        share = torch.where(applied, share, torch.zeros_like(share))
+        averaged = [(state.params, params)] + ([] if isinstance(state.buffers, Empty) else [(state.buffers, buffers)])
+        if not all(_of_one_kind([*old.values(), *(new[name] for name in old)]) for old, new in averaged if old):
+            return None
+        shadow, *rest = [_average_all(old, new, share, in_place) for old, new in averaged]
+        return EmaState(shadow, rest[0] if rest else state.buffers)
+
+    return Average(init, update, first, functools.partial(update, in_place=True), where)
 
 
 def _check_buffers(buffers: Any) -> None:
@@ -316,7 +330,23 @@ def _lerp_all(olds: Params, news: Params, weight: Tensor, in_place: bool) -> Par
 
 def _together(leaves: list[Tensor], weight: Tensor) -> bool:
     """True if one call may average all leaves, since the host can read the weight."""
-    if not leaves or not tracing.may_branch(weight) or not tracing.may_overwrite([*leaves, weight]):
+    return bool(leaves) and tracing.may_branch(weight) and tracing.may_overwrite([weight]) and _of_one_kind(leaves)
+
+
+def _average_all(olds: Params, news: Params, weight: Tensor, in_place: bool) -> Params:
+    old, new = list(olds.values()), [news[name] for name in olds]
+    if not old:
+        return {}
+    weight = weight.to(old[0].dtype)
+    if not in_place:
+        return dict(zip(olds, foreach.average(old, new, weight), strict=True))
+    foreach.average_(old, new, weight)
+    return dict(olds)
+
+
+def _of_one_kind(leaves: list[Tensor]) -> bool:
+    """True if one call may write all leaves."""
+    if not tracing.may_overwrite(leaves):
         return False
     of_one_kind = {leaf.dtype for leaf in leaves} == {leaves[0].dtype} and leaves[0].is_floating_point()
     return of_one_kind and {type(leaf) for leaf in leaves} == {Tensor}

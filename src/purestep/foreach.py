@@ -67,3 +67,48 @@ def lerp_(old: Sequence[Tensor], new: Sequence[Tensor], weight: float) -> None:
         [tensor([0.5000])]
     """
     _torch._foreach_lerp_(old, new, weight)
+
+
+def average(old: Sequence[Tensor], new: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
+    """``(1 - weight) * old + weight * new`` for each pair; the weight has shape=() and the tensors' dtype. Exact where
+    the weight is 0 or 1 and both are finite.
+
+    Example:
+        >>> average([torch.zeros(1)], [torch.ones(1)], torch.tensor(0.25))
+        [tensor([0.2500])]
+    """
+    mixed = scaled(old, 1 - weight)
+    _torch._foreach_add_(mixed, scaled(new, weight))
+    return mixed
+
+
+def average_(old: Sequence[Tensor], new: Sequence[Tensor], weight: Tensor) -> None:
+    """As `average`, written into ``old``.
+
+    Example:
+        >>> shadow = [torch.zeros(1)]
+        >>> average_(shadow, [torch.ones(1)], torch.tensor(1.0))
+        >>> shadow
+        [tensor([1.])]
+    """
+    scale_(old, 1 - weight)
+    _torch._foreach_add_(old, scaled(new, weight))
+
+
+def where(condition: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
+    """``new`` if the 0-d condition is True, else ``old``, in new memory; plain tensors, equal dtypes in each pair.
+
+    Example:
+        >>> where(torch.tensor(True), [torch.ones(1), torch.tensor(2)], [torch.zeros(1), torch.tensor(1)])
+        [tensor([1.]), tensor(2)]
+    """
+    made = [torch.empty_like(leaf) for leaf in new]
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, leaf in enumerate(new):
+        by_dtype.setdefault(leaf.dtype, []).append(index)
+    for places in by_dtype.values():
+        flat = [torch.cat([leaves[index].reshape(-1) for index in places]) for leaves in (new, old)]
+        parts = torch.where(condition, *flat).split([new[index].numel() for index in places])
+        shaped = [part.view(new[index].shape) for part, index in zip(parts, places, strict=True)]
+        _torch._foreach_copy_([made[index] for index in places], shaped)
+    return made

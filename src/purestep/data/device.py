@@ -6,6 +6,7 @@ import copy
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -95,6 +96,10 @@ def _mapped(tree: Any, fn: Callable[[Any], Any], path: str) -> Any:
         return _leaf(tree, fn, path)
     if isinstance(tree, (list, tuple)):
         items = cast("list[Any] | tuple[Any, ...]", tree)
+        if type(items) in (tuple, list) and all(type(child) is Tensor for child in items):
+            with suppress(RuntimeError, NotImplementedError, TypeError, ValueError):  # raised below, with the path
+                moved = [fn(child) for child in items]
+                return items if all(a is b for a, b in zip(moved, items, strict=True)) else type(items)(moved)
         new = [_mapped(child, fn, f"{path}/{index}") for index, child in enumerate(items)]
         if isinstance(tree, TrainState):
             new[_KEY] = tree.key  # the host reads it
@@ -175,7 +180,7 @@ def _named(batches: Iterator[Batch], name: str) -> Iterator[Batch]:
 
 class _Copied(NamedTuple):
     batch: Batch
-    event: torch.cuda.Event
+    event: torch.cuda.Event | None  # None: nothing was copied
 
 
 def _ahead(batches: Iterator[Batch], device: Device, depth: int) -> Iterator[Batch]:
@@ -193,13 +198,15 @@ def _ahead(batches: Iterator[Batch], device: Device, depth: int) -> Iterator[Bat
                 more, failed = False, error
         if ready:
             batch, event = ready.popleft()
+            if event is None:
+                yield batch
+                continue
             current = torch.cuda.current_stream(device)
             current.wait_event(event)
             # The allocator must not reuse this memory on the side stream before the consumer has finished.
             _mapped(batch, partial(_recorded, current), "")
-            yield to_device(
-                batch, device
-            )  # other leaves than tensors and arrays could not be recorded, so they move here
+            # Other leaves than tensors and arrays could not be recorded, so they move here.
+            yield to_device(batch, device)
     if failed is not None:
         raise failed
 
@@ -211,6 +218,8 @@ def _stream(device: Device) -> torch.cuda.Stream:
 
 
 def _copied(batch: Batch, device: Device, stream: torch.cuda.Stream) -> _Copied:
+    if type(batch) in (tuple, list) and all(type(leaf) is Tensor and leaf.device == device for leaf in batch):
+        return _Copied(batch, None)
     pinned = _mapped(batch, _pinned, "")
     with torch.cuda.stream(stream):
         moved = _mapped(pinned, lambda leaf: _moved(leaf, device) if _is_copied_ahead(leaf) else leaf, "")

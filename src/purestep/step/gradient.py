@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import precision as precision_
-from .. import tracing, tree
+from .. import foreach, tracing, tree
 from ..errors import StepContractError
 from ..metrics import Gathered, merge
 from ..metrics import mean as means
@@ -359,7 +359,18 @@ def _parts(batch: Batch, count: int) -> Iterator[Batch]:
 def kept_buffers(old: Params, micro: Micro, counted: Tensor) -> Params:
     """The buffers after a forward pass if ``counted``, else the old ones."""
     # Always copy: a forward pass may have assigned the batch, or a view of a weight, to a buffer.
+    new, before = list(micro.buffers.values()), [old[name] for name in micro.buffers]
+    if counted.device.type != "cpu" and tracing.may_overwrite([counted, *new, *before]) and _plain_pairs(new, before):
+        return dict(zip(micro.buffers, foreach.where(counted, new, before), strict=True))
     return {name: torch.where(counted, new, old[name]) for name, new in micro.buffers.items()}
+
+
+def _plain_pairs(new: list[Tensor], old: list[Tensor]) -> bool:
+    """True if one call may select all of these."""
+    return bool(new) and all(
+        type(a) is type(b) is Tensor and a.dtype == b.dtype and a.shape == b.shape and a.layout is torch.strided
+        for a, b in zip(new, old, strict=True)
+    )
 
 
 def times(grad: Tensor, weight: Tensor) -> Tensor:

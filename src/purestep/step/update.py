@@ -319,11 +319,11 @@ def _kept(
 
     In eager mode on the CPU the host reads the flag, which waits for nothing there, and one of the two is not computed.
     """
-    old = state.params, state.opt_state, state.ema
+    old, new = (state.params, state.opt_state, state.ema), (params, buffers)
     if not tracing.may_branch(applied):
-        average = spec.average.update(state.ema, params, buffers, state.updates)
         if by_kernel:  # which has kept the tensors with dimensions
-            return params, _where_scalars(applied, opt_state, old[1]), tree.where(applied, average, old[2])
+            return params, _where_scalars(applied, opt_state, old[1]), _averaged(spec, form, state, applied, *new)
+        average = spec.average.update(state.ema, params, buffers, state.updates)
         return tree.where(applied, (params, opt_state, average), old)
     if not applied:
         return old if form.owned is not None else tree.clone(old)
@@ -335,6 +335,17 @@ def _kept(
     if by_kernel and in_place is not None:
         return params, opt_state, average
     return _separate((params, opt_state, average), old, state)
+
+
+def _averaged(
+    spec: Spec, form: Form, state: TrainState, applied: Tensor, params: Params, buffers: Params
+) -> Tree:
+    """The average of an update by a kernel, which has left the parameters as they were unless it is applied."""
+    if spec.average.where is not None:
+        found = spec.average.where(state.ema, params, buffers, state.updates, applied, form.owned is not None)
+        if found is not None:
+            return found
+    return tree.where(applied, spec.average.update(state.ema, params, buffers, state.updates), state.ema)
 
 
 def _where_scalars(condition: Tensor, new: Tree, old: Tree) -> Tree:
