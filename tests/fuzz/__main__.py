@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the next has the next one")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many")
+    parser.add_argument("--device", default="cpu", help='"cuda": layers that draw nothing, compared on the GPU')
     chosen = parser.parse_args()
     # Code of another source tree must not pass for this one's.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="fuzz"))
@@ -35,9 +36,9 @@ def main() -> int:
     for seed in range(chosen.seed, chosen.seed + chosen.cases):
         if time.monotonic() - started > chosen.seconds:
             break
-        case = cases.case(seed)
+        case = cases.case(seed, quiet=chosen.device != "cpu")
         try:
-            found = compare.mismatches(case)
+            found = compare.mismatches(case, chosen.device)
         except Exception as error:
             print(f"{case}: {type(error).__name__}: {str(error).splitlines()[0][:300]}", flush=True)
             broken += 1

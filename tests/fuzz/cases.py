@@ -34,12 +34,19 @@ class Case(NamedTuple):
         return f"seed {self.seed}: {', '.join(parts)}"
 
 
-def case(seed: int) -> Case:
-    """The case of a seed."""
+DRAWING = {
+    *("linear", "adapter", "turned", "sliced", "twice", "alpha", "features", "rrelu", "unread", "noise", "permuted"),
+    *("attention", "fused", "batchnorm", "gru", "encoder"),
+}
+"""Layers that draw: on CUDA the numbers of compiled steps are not those of eager ones."""
+
+
+def case(seed: int, *, quiet: bool = False) -> Case:
+    """The case of a seed; ``quiet``: without layers that draw."""
     draw = random.Random(seed)
     # Rounding of bfloat16 takes another course under adaptive optimizers, and through several layers.
     precision = draw.choices(("64-true", "32-true", "bf16-mixed"), (5, 4, 1))[0]
-    known = sorted(LAYERS)
+    known = sorted(LAYERS.keys() - DRAWING if quiet else LAYERS)
     made = Case(
         seed=seed,
         sizes=(draw.choice((1, 2, 3, 4)), draw.choice((1, 2, 5))),
@@ -140,14 +147,15 @@ def _shuffled(x: Tensor, conv: nn.Module) -> Tensor:
 
 
 def _sampled(x: Tensor) -> Tensor:
-    where = torch.linspace(-0.9, 0.9, 2 * len(x) * x.shape[1], dtype=x.dtype).view(len(x), x.shape[1], 1, 2)
+    where = torch.linspace(-0.9, 0.9, 2 * len(x) * x.shape[1], dtype=x.dtype, device=x.device)
+    where = where.view(len(x), x.shape[1], 1, 2)
     return x + functional.grid_sample(_picture(x), where, align_corners=False).squeeze(-1).transpose(1, 2)
 
 
 def _causal(x: Tensor, inside: nn.Module) -> Tensor:
     q, k, v = (part.view(*x.shape[:2], 2, 3).transpose(1, 2) for part in inside(x).chunk(3, -1))
-    seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-    hidden = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, float("-inf"))
+    seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+    hidden = torch.zeros(seen.shape, dtype=q.dtype, device=x.device).masked_fill(~seen, float("-inf"))
     both = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     return (both + functional.scaled_dot_product_attention(q, k, v, hidden)).transpose(1, 2).reshape(x.shape)
 
@@ -166,8 +174,9 @@ def _statistics(x: Tensor) -> Tensor:
 def _indexed(x: Tensor, table: Tensor | nn.Module) -> Tensor:
     order = x.detach().sum(-1).argsort(1)
     sorted_ = x.gather(1, order.unsqueeze(-1).expand_as(x))
-    summed = torch.zeros_like(x[:, :1].expand(-1, 3, -1)).index_add(1, torch.arange(x.shape[1]) % 3, x)
-    return sorted_ + summed[:, torch.arange(x.shape[1]) % 3] * 0.5 + table(order % 4)  # type: ignore[operator]
+    third = torch.arange(x.shape[1], device=x.device) % 3
+    summed = torch.zeros_like(x[:, :1].expand(-1, 3, -1)).index_add(1, third, x)
+    return sorted_ + summed[:, third] * 0.5 + table(order % 4)  # type: ignore[operator]
 
 
 def _unread(x: Tensor) -> Tensor:
@@ -230,7 +239,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "lstm": lambda: Layer(lambda x, lstm: lstm(x)[0], lstm=nn.LSTM(6, 6, batch_first=True)),
     "encoder": lambda: nn.TransformerEncoderLayer(6, 2, 8, 0.2, batch_first=True),
     "gathered": lambda: Layer(
-        lambda x, table: x + table(torch.arange(x.shape[1]) % 3)[..., :6] * 0.5, table=nn.Embedding(3, 8)
+        lambda x, table: x + table(torch.arange(x.shape[1], device=x.device) % 3)[..., :6] * 0.5,
+        table=nn.Embedding(3, 8),
     ),
 }
 

@@ -55,9 +55,10 @@ class OneLayout(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def mismatches(case: Case) -> list[str]:
+def mismatches(case: Case, device: str = "cpu") -> list[str]:
     """What differs from the loop by hand, a line each: the seed, the way, the leaf. None where all is well."""
-    given = batches(case, STEPS * case.accumulate)
+    torch.backends.cudnn.allow_tf32 = False
+    given = [(x.to(device), y.to(device)) for x, y in batches(case, STEPS * case.accumulate)]
     program = ps.program(
         Net(case),
         ps.supervised(nn.MSELoss()),
@@ -67,7 +68,7 @@ def mismatches(case: Case) -> list[str]:
         accumulate=case.accumulate,
     )
     with OneLayout():
-        wanted = by_hand(case, given)
+        wanted = by_hand(case, given, device)
     found = list[str]()
     steps = {"eager": program.train_step}
     capture, _, backend = case.way.replace("front", "trace").partition(" ")
@@ -78,7 +79,7 @@ def mismatches(case: Case) -> list[str]:
             program.train_step, capture=capture, donate=case.donate, backend=backend or "inductor"
         )
         for way, step in steps.items():
-            state, kept = program.init(seed=case.seed), copy.deepcopy(given)
+            state, kept = program.init(seed=case.seed, device=device), copy.deepcopy(given)
             trained = dict[str, Tensor]()
             for at, batch in enumerate(given):
                 try:
@@ -105,16 +106,16 @@ def mismatches(case: Case) -> list[str]:
     return found
 
 
-def by_hand(case: Case, given: list[Any]) -> dict[str, Tensor]:
+def by_hand(case: Case, given: list[Any], device: str = "cpu") -> dict[str, Tensor]:
     """The losses, the weights after the first update, and all that is trained at the end, from a plain loop."""
     dtype = torch.float64 if case.precision == "64-true" else torch.float32
-    net = Net(case).to(dtype)
+    net = Net(case).to(device, dtype)
     params = {name: leaf for name, leaf in net.named_parameters() if leaf.requires_grad}
     optimizer = _torchs(case.optimizer, list(params.values()))
     average, trained = dict[str, Tensor](), dict[str, Tensor]()
     for at, (x, y) in enumerate(given):
         torch.manual_seed(ps.rng.mix(case.seed, at, "step"))
-        with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed"):
+        with torch.autocast(device, torch.bfloat16, enabled=case.precision == "bf16-mixed"):
             loss = nn.functional.mse_loss(net(x.to(dtype)), y.to(dtype))
         (loss / case.accumulate).backward()
         trained[f"loss {at}"] = loss.detach()
@@ -136,7 +137,7 @@ def _unlike(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: floa
         yield f"leaves {sorted(found.keys() ^ wanted.keys())}"
         return
     for name, leaf in wanted.items():
-        a, b = found[name].double(), leaf.double()
+        a, b = found[name].double().cpu(), leaf.double().cpu()
         loose = max(tolerance, 1e-5) if name.startswith("loss") else tolerance  # losses are float32
         off = float((a - b).abs().max() / b.abs().max().clamp(min=0.1)) if b.numel() else 0.0
         if not off <= loose:

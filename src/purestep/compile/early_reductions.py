@@ -94,7 +94,12 @@ def _put_after(graph: Graph, node: Node, first: Node) -> None:
 
 def _is_reduction(node: Any) -> bool:
     """True if a node reduces many elements to one."""
-    if node.op != "call_function" or aliasing.size(node) != 1 or aliasing.is_view(node) or aliasing.name_of(node) == "getitem":
+    if (
+        node.op != "call_function"
+        or aliasing.size(node) != 1
+        or aliasing.is_view(node)
+        or aliasing.name_of(node) == "getitem"
+    ):
         return False
     return any(aliasing.size(source) > 1 for source in node.all_input_nodes)
 

@@ -337,9 +337,7 @@ def _kept(
     return _separate((params, opt_state, average), old, state)
 
 
-def _averaged(
-    spec: Spec, form: Form, state: TrainState, applied: Tensor, params: Params, buffers: Params
-) -> Tree:
+def _averaged(spec: Spec, form: Form, state: TrainState, applied: Tensor, params: Params, buffers: Params) -> Tree:
     """The average of an update by a kernel, which has left the parameters as they were unless it is applied."""
     if spec.average.where is not None:
         found = spec.average.where(state.ema, params, buffers, state.updates, applied, form.owned is not None)
