@@ -184,8 +184,8 @@ def _works() -> dict[str, Work]:
             flax=False,
             bf16=True,
             tolerance=3e-2,
-            # Gradients of bfloat16 through 50 BatchNorms are noise in the first steps: compiled by hand, the weights are
-            # off by more than their way from eager ones. So only the losses and the length of the way are compared.
+            # Gradients of bfloat16 through 50 BatchNorms are noise in the first steps: compiled by hand, the weights
+            # are off by more than their way from eager ones. So the losses and the length of the way are compared.
             drift=2.0,
         ),
     ]

@@ -115,7 +115,58 @@ def test_what_cannot_be_recorded_is_refused_and_leaves_torch_whole():
     assert int(after.updates) == len(BATCHES)
 
 
-# --- eager steps ---------------------------------------------------------------------------------------------------------
+# --- recurrent layers -------------------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0].mean(1))
+
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lambda: nn.LSTM(4, 8, num_layers=2, batch_first=True),
+    "gru": lambda: nn.GRU(4, 4, bidirectional=True, batch_first=True),
+    "rnn": lambda: nn.RNN(4, 8, batch_first=True),
+}
+
+
+def sequences(length: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(6, length, 4, generator=torch.Generator().manual_seed(length))
+    return x, (x.mean((1, 2)) > 0).long()
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_over_short_sequences_compile(name: str):
+    torch.manual_seed(0)
+    program = ps.program(Recurrent(RECURRENT[name]()), CROSS_ENTROPY, optim.sgd(0.1))
+    if name != "rnn" and "stand-in" in torch.cuda.get_device_name():
+        pytest.skip("CUDA's fused cells of this layer have no kernel on the CPU: tests/cuda_rehearsal compiles it")
+    step = ps.compile_step(program.train_step, donate=True)
+    batches = [sequences(7)] * 3
+    _, losses = stepped(step, program.init(device="cuda"), on_cuda(batches))
+    _, expected = stepped(program.train_step, program.init(device="cpu"), batches)
+    assert losses == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_long_sequences_are_refused_by_graphs(name: str):
+    program = ps.program(Recurrent(RECURRENT[name]()), CROSS_ENTROPY, optim.sgd(0.1))
+    with pytest.raises(StepContractError, match="(300|600) times.*eager mode"):
+        ps.compile_step(program.train_step, donate=True)(program.init(device="cuda"), on_cuda(sequences(300)))
+
+
+def test_long_sequences_are_trained_in_eager_mode():
+    program, batch = ps.program(Recurrent(RECURRENT["rnn"]()), CROSS_ENTROPY, optim.sgd(0.1)), sequences(70)
+    with pytest.warns(RuntimeWarning, match="repeat its cell 70 times"):
+        result = ps.fit(program.init(device="cuda"), {"train": [batch] * 2}, program, epochs=1, progress=False)
+    assert int(result.state.updates) == 2
+
+
+# --- eager steps ------------------------------------------------------------------------------------------------------
 
 
 class Normed(nn.Module):
@@ -123,7 +174,8 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.BatchNorm1d(16))
+        # A bias before BatchNorm has no gradient but rounding.
+        self.layers = nn.Sequential(nn.Linear(4, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.BatchNorm1d(16))
         self.head = nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> Tensor:

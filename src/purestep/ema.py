@@ -31,8 +31,8 @@ class Average(NamedTuple):
     ``first(n)`` is the share that the weights of the first update still have in the average after n updates; None if it
     is unknown. ``in_place`` has the arguments of ``update``, and may write into the memory of the state; its result
     shares no memory with the other arguments. ``where(state, params, buffers, updates, applied, in_place)`` is
-    ``update`` where ``applied`` (shape=(), bool), and the state elsewhere, in a few launches for all tensors; it returns
-    None for tensors that it cannot take.
+    ``update`` where ``applied`` (shape=(), bool), and the state elsewhere, in a few launches for all tensors; it
+    returns None for tensors that it cannot take.
     """
 
     init: Callable[[Params, Params], Tree]

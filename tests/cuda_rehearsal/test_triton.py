@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import purestep as ps
 
@@ -29,6 +31,28 @@ COMPILED = {
     "accumulate": Compiled(18, 5, 1),
     "hugging face": Compiled(42, 15, 6, copies=1),
 }
+
+
+class Recurrent(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0].mean(1))
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_over_short_sequences_compile(layer: Any):
+    program = ps.program(
+        Recurrent(layer(4, 8, num_layers=2, batch_first=True)), ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1)
+    )
+    with emulated():
+        state = program.init(device="cuda")
+    step = ps.compile_step(program.train_step, donate=True)
+    batch = torch.zeros(6, 3, 4, device="cuda"), torch.zeros(6, dtype=torch.long, device="cuda")
+    seen, _ = counted(step, state, batch, warm=1)
+    assert (step.graphs, seen.syncs) == (1, 0)
 
 
 @pytest.mark.parametrize("name", COMPILED)

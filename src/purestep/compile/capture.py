@@ -13,7 +13,7 @@ import traceback
 import types
 import uuid
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import host_generators, rng, tracing, tree
 from ..errors import ConfigError, PurestepError, StepContractError
 from ..step import NoSetupContext, last_unreached
-from . import backends, control_flow, dynamic_shapes, formats, fx_passes, precision_casts, random_ops
+from . import backends, control_flow, dynamic_shapes, formats, fx_passes, precision_casts, random_ops, recurrent_layers
 from .compile_lock import with_compiler
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -252,7 +252,12 @@ def _traceable(function: Flat) -> Flat:
 
     def run(*tensors: Tensor) -> Any:
         try:
-            with _replayed_draws(), _no_host_draws():
+            on_gpu = any(tensor.is_cuda for tensor in tensors)
+            with (
+                _replayed_draws(),
+                _no_host_draws(),
+                recurrent_layers.Cells(_long_sequence) if on_gpu else nullcontext(),
+            ):
                 return function(*tensors)
         except PurestepError:
             raise
@@ -281,6 +286,15 @@ def _traced(function: Flat, inputs: list[Tensor], mode: Literal["fake", "real"] 
     with control_flow.aliased_inputs_allowed():
         graph: GraphModule = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
     return fx_passes.without_copies(graph)
+
+
+def _long_sequence(text: str) -> Uncaptured:
+    return Uncaptured(
+        text,
+        where="step",
+        hint="call the step itself, in eager mode, where cuDNN's kernel runs (in fit: compile=False); or pass shorter "
+        "sequences",
+    )
 
 
 def dry_run(core: Callable[..., Any], tensors: list[Tensor], leaves: list[Any]) -> None:

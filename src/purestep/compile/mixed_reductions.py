@@ -4,8 +4,8 @@ On a GPU inductor computes sums over the rows and over the columns of one large 
 gradients by its weight and by its input. It adds up parts of the column sums afterwards, and gives the name of their
 buffer to the result. If the buffer is a piece of a concatenation, such as a flat gradient, the piece is never written:
 the concatenation has whatever was in the memory (torch 2.11 to 2.14; models with LayerNorm and 4,096 rows or more).
-`torch.compile` of ``torch.cat([weight_grad, bias_grad])`` has the same bug. Here such a sum gets a fixed layout, so that
-inductor copies it into the concatenation.
+`torch.compile` of ``torch.cat([weight_grad, bias_grad])`` has the same bug. Here such a sum gets a fixed layout, so
+that inductor copies it into the concatenation.
 """
 
 from __future__ import annotations

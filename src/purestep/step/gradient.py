@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import precision as precision_
 from .. import foreach, tracing, tree
+from .. import precision as precision_
 from ..errors import StepContractError
 from ..metrics import Gathered, merge
 from ..metrics import mean as means
