@@ -71,7 +71,8 @@ class Stopping(Dataset[Any]):
         return self.data[index]
 
 
-SETTINGS: dict[str, Any] = {"epochs": EPOCHS, "early_stopping": 2, "log_every": 2}
+# The fixture of the module is made before a test keeps `fit` on the CPU.
+SETTINGS: dict[str, Any] = {"epochs": EPOCHS, "early_stopping": 2, "log_every": 2, "device": "cpu"}
 
 
 def run(directory: Path | None, *, stop: Stop | None = None, tail: Any = "step", **fields: Any) -> Any:
