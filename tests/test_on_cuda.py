@@ -115,6 +115,53 @@ def test_what_cannot_be_recorded_is_refused_and_leaves_torch_whole():
     assert int(after.updates) == len(BATCHES)
 
 
+def recorded(step: Any) -> list[bool] | None:
+    """For each size of batch, whether its calls are replayed, while its state is alive; None if none ever is."""
+    if step._replays is None:
+        return None
+    graphs = [graph for store in step._replays._stores.values() for graph in store.recorded.values()]
+    return [graph.graph is not None for graph in graphs]
+
+
+def by_way_of_the_host(model: Any, batch: Any) -> ps.Loss:
+    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    return ps.Loss((loss + loss.detach().cpu().to(loss.device)) / 2, torch.tensor(1.0, device=loss.device), {})
+
+
+def by_an_operator(model: Any, batch: Any) -> ps.Loss:
+    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    return ps.Loss((loss + torch.ops.tests.waits(loss.detach())) / 2, torch.tensor(1.0, device=loss.device), {})
+
+
+class TestRecordingByDefault:
+    def run(self, objective: Any = CROSS_ENTROPY, **options: Any) -> tuple[list[bool] | None, list[float]]:
+        program = ps.program(tiny_mlp(), objective, optim.sgd(0.1))
+        step = ps.compile_step(program.train_step, donate=True, **options)
+        found, losses = stepped(step, program.init(device="cuda"), on_cuda(BATCHES[:5]))
+        _, expected = stepped(program.train_step, program.init(device="cpu"), BATCHES[:5])
+        assert losses == pytest.approx(expected, rel=1e-3)
+        assert int(found.updates) == 5
+        return recorded(step), losses
+
+    def test_a_donated_step_is_recorded_and_gives_the_numbers_of_one_that_is_not(self):
+        replayed, losses = self.run()
+        assert replayed == [True]
+        assert self.run(cuda_graph=False) == (None, losses)
+
+    def test_an_operator_of_the_users_own_is_not_recorded(self, caplog: pytest.LogCaptureFixture):
+        assert self.run(by_an_operator)[0] == []
+        assert not caplog.messages
+
+    def test_what_cuda_refuses_runs_without_a_recording_and_says_so_once(self, caplog: pytest.LogCaptureFixture):
+        assert self.run(by_way_of_the_host)[0] == [False]
+        assert sum("runs without a CUDA graph" in line for line in caplog.messages) == 1
+
+    def test_intermediates_that_take_much_of_the_device_are_given_back(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr("purestep.compile.cuda_graph._SHARE", 1 << 50)
+        assert self.run()[0] == [False]
+        assert self.run(cuda_graph=True)[0] == [True]
+
+
 # --- recurrent layers -------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
 from purestep import optim
@@ -23,6 +24,7 @@ from purestep.compile import cuda_graph as replay
 from purestep.compile.cpu import backend
 from purestep.compile.donation import DonatedBuffers
 from purestep.errors import ConfigError, StateError, StepContractError
+from purestep.parallel import collectives  # noqa: F401  # its operators
 from purestep.types import Program
 
 CRITERION = nn.CrossEntropyLoss()
@@ -455,6 +457,36 @@ def replayed(program: Program) -> Any:
     replays = step._replays
     step._run = lambda graph, store, leaves: replays.run(graph.run, store, leaves, compiled_step._copied)
     return step
+
+
+class Elsewhere(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: (x * 2).sum(), True),
+        (lambda x: torch.ops.purestep.taken(x), True),
+        (lambda x: torch.ops.purestep.all_reduce(x, "sum", "batch"), False),
+        (lambda x: torch.ops.launch_tests.own(x), False),
+        (Elsewhere(), False),
+    ],
+)
+def test_only_operators_of_torch_and_purestep_are_recorded_unasked(function: Any, expected: bool) -> None:
+    traced = make_fx(function, tracing_mode="fake")(torch.ones(3))
+    assert fx_passes.records(traced) == expected
+
+
+@torch.library.custom_op("launch_tests::own", mutates_args=())
+def own(value: Tensor) -> Tensor:
+    return value.clone()
+
+
+@own.register_fake
+def _(value: Tensor) -> Tensor:
+    return torch.empty_like(value)
 
 
 def test_replays_are_the_steps_themselves(recorded: list[Recorder]) -> None:
