@@ -147,6 +147,7 @@ ALLOWED = (
     ("compile/backends.py", "os"),
     ("compile/capture.py", "logging"),
     ("compile/captured_values.py", "logging"),
+    ("compile/cuda_graph.py", "logging"),
 )
 
 

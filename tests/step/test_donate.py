@@ -175,3 +175,46 @@ def test_fit_donates_and_gives_the_same_bits() -> None:
     assert fast.history == slow.history
     with pytest.raises(StateError, match="donated"):
         _ = next(state for state in seen if "donated" in repr(state)).params
+
+
+class TestInit:
+    """The memory of the first state is taken over as well."""
+
+    def test_the_first_state_is_written(self) -> None:
+        chosen = program()
+        step = ps.donate(chosen, init=True).train_step
+        state, expected = chosen.init(), chosen.init()
+        places = [leaf.data_ptr() for leaf in state.params.values()]
+        for _ in range(3):
+            state, _ = step(state, BATCH)
+            expected, _ = chosen.train_step(expected, BATCH)
+        assert [leaf.data_ptr() for leaf in state.params.values()] == places
+        assert_trees_close(ps.clone(state), expected, exact=True)
+
+    def test_leaves_that_share_memory_are_copied(self) -> None:
+        chosen = program()
+        state = chosen.init()
+        tied = state._replace(ema=state.ema._replace(params=dict(state.params)))
+        expected, _ = chosen.train_step(ps.clone(tied), BATCH)
+        found, _ = ps.donate(chosen, init=True).train_step(tied, BATCH)
+        assert_trees_close(ps.clone(found), expected, exact=True)
+
+    def test_fit_takes_over_the_first_state_and_says_so_of_those_that_it_returned(self) -> None:
+        chosen, kept = program(), list[ps.TrainState]()
+        state = chosen.init()
+        data = {"train": [BATCH] * 6}
+        expected = ps.fit(chosen.init(), data, chosen, epochs=1, donate=False, compile=False, progress=False)
+
+        def keep(event: ps.events.Event) -> None:
+            if isinstance(event, ps.events.StepEnd):
+                kept.append(event.state)
+
+        places = [leaf.data_ptr() for leaf in state.params.values()]
+        result = ps.fit(
+            state, data, chosen, epochs=1, donate="init", compile=False, progress=False, callbacks=[keep], check_every=0
+        )
+        assert_trees_close(ps.clone(result.state), expected.state, exact=True)
+        assert [leaf.data_ptr() for leaf in result.state.params.values()] == places
+        for past in kept[:-1]:
+            with pytest.raises(StateError, match="donated"):
+                _ = past.params

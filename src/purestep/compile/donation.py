@@ -164,7 +164,7 @@ class DonatedBuffers(Store):
         assert flat is not None
         self.slots = place(flat)
         leaves = tree.leaves(flat)
-        copied = _unwritable(leaves) if adopt else {id(leaf) for leaf in tree.leaves(state)}
+        copied = unwritable(leaves) if adopt else {id(leaf) for leaf in tree.leaves(state)}
         # A program's step never writes frozen leaves, so they are not copied: one copy of a frozen backbone is enough.
         # A user-defined step may write them.
         not_copied = _frozen(flat) if frozen else set[int]()
@@ -256,7 +256,7 @@ class DonatedBuffers(Store):
         self.failed = False
 
 
-def _unwritable(leaves: list[Tensor]) -> set[int]:
+def unwritable(leaves: list[Tensor]) -> set[int]:
     """Ids of leaves that need a copy to be written: a target network may share the memory of the weights."""
     found, used = set[int](), set[int]()
     for leaf in leaves:

@@ -11,8 +11,8 @@ from torch import Tensor
 from .. import tracing, tree
 from ..errors import ConfigError
 from ..step import IDENTITY, static_of
-from ..types import Metrics, Program, Static, TrainState, Tree
-from . import live_state
+from ..types import Empty, Metrics, Program, Static, TrainState, Tree
+from . import donation, live_state
 from .compiled_step import CompiledStep
 from .live_state import LiveState, Store
 
@@ -58,10 +58,14 @@ class DonatedStep:
         eager: the pure step.
         owning: the same step, which may write into the memory of its input.
         writes: common to the steps that may take each other's states.
+        adopts: take over the memory of plain states too.
     """
 
-    def __init__(self, eager: Callable[..., Any], owning: Callable[..., Any], writes: Writes) -> None:
+    def __init__(
+        self, eager: Callable[..., Any], owning: Callable[..., Any], writes: Writes, *, adopts: bool = False
+    ) -> None:
         self.eager = eager
+        self.adopts = adopts
         self._owning = owning
         self._writes = writes
 
@@ -90,11 +94,38 @@ class DonatedStep:
         if isinstance(store, OwnedState) and store.owner is self._writes and store.is_unmodified():
             return store
         plain = TrainState(*state)
-        written = tree.clone((plain.params, plain.opt_state, plain.ema))
+        written = plain.params, plain.opt_state, plain.ema
+        written = _separate(written, plain) if self.adopts and store is None else tree.clone(written)
         return OwnedState(plain._replace(params=written[0], opt_state=written[1], ema=written[2]), self._writes)
 
+    def kept(self, state: TrainState, new: TrainState) -> TrainState:
+        """The result of a pure call, written into the memory of its input state, as this step returns it."""
+        live_state.check_alive(state)
+        store = self._store_of(state)
+        store.begin()
+        old = store.named
+        written = tree.map(_written, (old.params, old.opt_state, old.ema), (new.params, new.opt_state, new.ema))
+        store.take(new._replace(params=written[0], opt_state=written[1], ema=written[2]))
+        store.calls += 1
+        store.failed = False
+        return live_state.live(store, 0)
 
-def donate(program: Program) -> Program:
+
+def _written(old: Tensor, new: Tensor) -> Tensor:
+    if old.shape != new.shape or old.dtype != new.dtype or old.stride() != new.stride():
+        return new
+    return old if old is new else old.copy_(new)
+
+
+def _separate(written: Tree, state: TrainState) -> Tree:
+    """The leaves that steps write, copied if they share memory with another leaf of the state."""
+    own = tree.leaves(written)
+    others = tree.leaves(state._replace(params={}, opt_state=Empty(), ema=Empty()))
+    shared = donation.unwritable([*others, *own])
+    return tree.map(lambda leaf: leaf.clone() if id(leaf) in shared else leaf, written)
+
+
+def donate(program: Program, *, init: bool = False) -> Program:
     """Let the eager steps of a program write the new state into the memory of the old one, as a loop by hand does.
 
     ``train_step`` and ``flush`` return the same numbers as those of the program, bit for bit, in less time and memory:
@@ -107,6 +138,7 @@ def donate(program: Program) -> Program:
 
     Args:
         program: from `program`, not compiled, for one process.
+        init: take over the memory of the first state as well, which cannot be read afterwards.
 
     Raises:
         ConfigError: the step is user-defined or compiled, or the program is distributed.
@@ -133,8 +165,9 @@ def donate(program: Program) -> Program:
     owning = static.steps(IDENTITY._replace(owned=writes.begin))
     flush: Any = program.flush
     if static_of(flush) is static:
-        flush = DonatedStep(flush, owning.flush, writes)
-    return program._replace(train_step=DonatedStep(program.train_step, owning.train_step, writes), flush=flush)
+        flush = DonatedStep(flush, owning.flush, writes, adopts=init)
+    step = DonatedStep(program.train_step, owning.train_step, writes, adopts=init)
+    return program._replace(train_step=step, flush=flush)
 
 
 def can_donate(static: Static) -> bool:

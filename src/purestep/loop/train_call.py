@@ -71,6 +71,8 @@ class TrainCall:
         own = step if isinstance(step, compile_.CompiledStep) else None
         self._step_checks_batch = own is not None
         self._step: Any = partial(own.stacked, unlike=self._other_batch) if own else counting(step)
+        # A checked call is pure: its result goes into the memory that the other calls would have written.
+        self._kept = step.kept if isinstance(step, compile_.DonatedStep) and step.adopts else None
         self._check_purity = check
         self._hint = hint
         self._anomalies = anomalies
@@ -140,6 +142,8 @@ class TrainCall:
                 self._hint.before()
                 result = self._unchecked(state, batch)
                 self._hint.after()
+            elif self._kept is not None:
+                result = self._kept(state, result[0]), result[1]
             if not self._compiled:
                 self._compare(result[0], place)
         finally:  # also after an error: a run may go back behind what the anomaly mode reports, and go on
@@ -223,7 +227,9 @@ def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
         return eager
     on_cuda, compiled_already = data.device_of(state).type == "cuda", eager.train_step is not program.train_step
     if wanted is False or (wanted == "auto" and (compiled_already or not on_cuda)):
-        return _donated(program, state) if config.donate and not compiled_already else program
+        if compiled_already or not config.donate:
+            return program
+        return _donated(program, state, adopts=config.donate == "init")
     options = _compile_options(wanted) if isinstance(wanted, Mapping) else {}
     options.setdefault("donate", config.donate)
     compiled = compile_.compile_program(eager, **options)
@@ -238,14 +244,17 @@ def ready_program(program: Program, state: Tree, config: FitConfig) -> Program:
     )
 
 
-def _donated(program: Program, state: Tree) -> Program:
-    """Let the eager steps of a program reuse the memory of the run's state, where they can."""
+def _donated(program: Program, state: Tree, *, adopts: bool) -> Program:
+    """Let the eager steps of a program reuse the memory of the run's state, where they can; with ``adopts`` that of the
+    initial one too."""
     static = static_of(program.train_step)
     if static is None or not compile_.can_donate(static):
         return program
     # On other devices the host counts the position in a window: see `counting`.
     on_host = data.device_of(state).type == "cpu"
-    return compile_.donate(program) if on_host or static.accumulate == 1 else program
+    if not on_host and static.accumulate > 1:
+        return program
+    return compile_.donate(program, init=adopts)
 
 
 def _compile_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from importlib import metadata
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -341,13 +342,15 @@ def _rendezvous(limit: timedelta) -> Any:
 
 def _facts(count: int) -> dict[str, Any]:
     """What all processes of a run must have in common."""
-    from .. import __version__  # of a checkout that is not installed too
-
+    try:
+        own = metadata.version("purestep")
+    except metadata.PackageNotFoundError:  # run from a source tree without installation
+        own = "unknown"
     return {
         "WORLD_SIZE": count,
         "Python": platform.python_version(),
         "torch": torch.__version__,
-        "purestep": __version__,
+        "purestep": own,
     }
 
 
