@@ -178,10 +178,8 @@ def test_a_product_of_nothing():
     pairs = [(torch.ones(2, m, k), torch.ones(2, k, n)) for m, k, n in ((0, 4, 5), (4, 0, 5), (4, 5, 0))]
 
     def function(*tensors: Tensor) -> list[Tensor]:
-        products = [
-            torch.ops.purestep.product(*pair, "plain", gemm.VERSION) for pair in zip(tensors[::2], tensors[1::2])
-        ]
-        return [product + 1 for product in products]
+        given = zip(tensors[::2], tensors[1::2], strict=True)
+        return [torch.ops.purestep.product(a, b, "plain", gemm.VERSION) + 1 for a, b in given]
 
     close(compiled(function, *(tensor for pair in pairs for tensor in pair))(), [a @ b + 1 for a, b in pairs])
 
