@@ -975,3 +975,11 @@ def test_an_error_of_the_tests_of_instructions_is_left_to_inductor(
     with backend._instructions_tested():
         pass
     assert isinstance(backend._instruction_tests().exception(), ZeroDivisionError)
+
+
+def test_the_compiler_of_the_tests_is_taken_for_gcc():
+    """By its name. Else its precompiled headers get a suffix that it never looks for: three seconds a compile."""
+    from torch._inductor import cpp_builder
+
+    assert cpp_builder._is_gcc(str(ROOT / "tests" / "g++"))
+    assert not cpp_builder._is_gcc("tests/cxx")
