@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 # g++ compiles at -O1, also in child processes: at -O3 it takes a quarter of a test that compiles. CXX=g++ undoes this.
 if sys.platform == "linux":
-    os.environ.setdefault("CXX", str(Path(__file__).with_name("cxx")))
+    os.environ.setdefault("CXX", str(Path(__file__).with_name("g++")))
 # The same examples in every run, which may take any time: a busy machine is no failure. Others are looked for with
 # --hypothesis-profile=default.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

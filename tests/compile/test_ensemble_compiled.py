@@ -38,11 +38,14 @@ def states(several: ps.Program) -> ps.TrainState:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize(
-    ("backend", "settings", "graphs"),
-    [("inductor", {}, 1), ("aot_eager", {"accumulate": 2, "ema": 0.9}, 2)],
-    ids=["inductor", "window"],
+    ("backend", "settings", "graphs", "donate"),
+    [
+        ("inductor", {}, 1, True),
+        ("aot_eager", {"accumulate": 2, "ema": 0.9}, 2, True),
+        ("aot_eager", {"accumulate": 2, "ema": 0.9}, 2, False),
+    ],
+    ids=["inductor", "window, donated", "window, pure"],
 )
 def test_compiled_members_are_those_of_the_eager_ensemble(
     backend: str, settings: dict[str, Any], graphs: int, donate: bool
@@ -90,8 +93,7 @@ def test_a_donated_ensemble_is_evaluated_and_trained_on_its_own_batches():
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("capture", ["trace", "dynamo"])
+@pytest.mark.parametrize(("capture", "donate"), [("trace", True), ("trace", False), ("dynamo", True)])
 def test_a_step_that_is_mapped_by_hand_compiles(capture: str, donate: bool):
     # Dynamo draws a mask in the layout of its input, which behind a mapped batch norm differs from eager mode's.
     one = program(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.25), nn.Linear(8, 3)).double(), accumulate=2)

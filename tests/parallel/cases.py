@@ -7,6 +7,7 @@ return JSON.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -429,7 +430,7 @@ LAYERS: dict[str, tuple[str, str, dict[str, int], dict[str, Any]]] = {
 
 
 def captured() -> dict[str, dict[str, str]]:
-    """What becomes of a step with each of these layers: compiled by Dynamo, alone and donated, and by "auto"."""
+    """What becomes of a step with each of these layers, by Dynamo and by "auto": donated, and the first alone too."""
     found: dict[str, dict[str, str]] = {}
     for name, (build, examples, sizes, options) in LAYERS.items():
         given = {**options, "tensor": plan(options["tensor"])} if "tensor" in options else options
@@ -438,7 +439,7 @@ def captured() -> dict[str, dict[str, str]]:
             program = ps.distribute(globals()[build]("adamw"), mesh, **given)
             wanted = ps.full(program.train_step(program.init(seed=0), share(batch, mesh, "even"))[0])
             found[name] = {}
-            for capture, donate in (("dynamo", True), ("dynamo", False), ("auto", True), ("auto", False)):
+            for capture, donate in itertools.product(("dynamo", "auto"), (True, False) if len(found) == 1 else (True,)):
                 step = ps.compile_step(program.train_step, donate=donate, capture=capture, backend="aot_eager")
                 try:
                     state = step(program.init(seed=0), share(batch, mesh, "even"))[0]

@@ -234,7 +234,7 @@ def function_of(seed: int, layers: int = 4) -> Function:
     return function
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, 88])  # every step and all but one of the views, in two compiles of ten seconds
 def test_calls_of_whatever_layers_do(seed: int, functions: list[str], monkeypatch: pytest.MonkeyPatch):
     x, vector, w = torch.randn(6, 8), torch.randn(4 * 32), torch.randn(8, 8)
     inputs = [x, vector.clone(), w]
