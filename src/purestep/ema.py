@@ -175,8 +175,7 @@ def _averaging(
     def where(
         state: EmaState, params: Params, buffers: Params, updates: Tensor, applied: Tensor, in_place: bool
     ) -> EmaState | None:
-        share = weight(updates)
-        share = torch.where(applied, share, torch.zeros_like(share))
+        share = weight(updates) * applied
         averaged = [(state.params, params)] + ([] if isinstance(state.buffers, Empty) else [(state.buffers, buffers)])
         if not all(_of_one_kind([*old.values(), *(new[name] for name in old)]) for old, new in averaged if old):
             return None
@@ -304,11 +303,11 @@ def _upcast(value: Tensor) -> Tensor:
 
 def _weight(updates: Tensor, decay: float, warmup: bool) -> Tensor:
     """Return 1 - d_t, shape=(); 1 at the first update."""
-    count = updates.to(_widest(updates))
-    weight = torch.full_like(count, 1 - decay)
-    if warmup:
-        weight = torch.maximum(weight, 1 - (1 + count) / (10 + count))
-    return torch.where(updates == 0, torch.ones_like(weight), weight)
+    least = (updates == 0).to(_widest(updates)).clamp(min=1 - decay)
+    if not warmup:
+        return least
+    count = updates.to(least.dtype)
+    return torch.maximum(least, 1 - (1 + count) / (10 + count))
 
 
 def _widest(updates: Tensor) -> torch.dtype:

@@ -40,7 +40,8 @@ class _Moments(NamedTuple):
 
     read: Callable[[Tree], tuple[Params, ...]]  # state of the chain -> trees by parameter
     write: Callable[[Tree, tuple[Params, ...]], Tree]  # the state after one more update, with these trees
-    launch: Callable[..., None]  # (params, updates, *moments as lists; state, names, lr, weight_decay, found_inf)
+    launch: Callable[..., None]  # (params, updates, *moments as lists; counts, names, lr, weight_decay, found_inf)
+    counts: Callable[[Tree, list[str]], Mapping[str, Tensor]]  # (state, names) -> updates of each parameter, if used
 
 
 def adam(
@@ -81,20 +82,18 @@ def adam(
         mu: list[Tensor],
         nu: list[Tensor],
         *,
-        state: Tree,
+        counts: Mapping[str, Tensor],
         names: list[str],
         **options: Any,
     ) -> None:
-        counts = update_count(state[at].step, state[at].missed, names).float()
-        # In memory of their own: the kernel advances them.
-        steps = list(by_name(counts, names).values()) if counts.dim() else counts.expand(len(names)).clone().unbind()
+        steps = [counts[name] for name in names]
         torch_adam(
             params,
             updates,
             mu,
             nu,
             [],
-            list(steps),
+            steps,
             fused=True,
             decoupled_weight_decay=decoupled,
             amsgrad=False,
@@ -105,7 +104,12 @@ def adam(
             **options,
         )
 
-    return _fast(whole, learning_rate, weight_decay, _Moments(read, write, launch))
+    def counted(state: Tree, names: list[str]) -> dict[str, Tensor]:
+        counts = update_count(state[at].step, state[at].missed, names).float()
+        # In memory of their own: the kernel advances them.
+        return by_name(counts if counts.dim() else counts.expand(len(names)).clone(), names)
+
+    return _fast(whole, learning_rate, weight_decay, _Moments(read, write, launch, counted))
 
 
 def sgd(whole: Transform, learning_rate: Rate, momentum: Scalar, nesterov: bool, weight_decay: Scalar) -> Fast | None:
@@ -128,9 +132,14 @@ def sgd(whole: Transform, learning_rate: Rate, momentum: Scalar, nesterov: bool,
         return (*state[:-2], state[-2]._replace(trace=moments[0]), state[-1]) if momentum else state
 
     def launch(
-        params: list[Tensor], updates: list[Tensor], *sums: list[Tensor], state: Tree, names: list[str], **options: Any
+        params: list[Tensor],
+        updates: list[Tensor],
+        *sums: list[Tensor],
+        counts: Mapping[str, Tensor],
+        names: list[str],
+        **options: Any,
     ) -> None:
-        del state, names
+        del counts, names
         torch_sgd(
             params,
             updates,
@@ -143,7 +152,7 @@ def sgd(whole: Transform, learning_rate: Rate, momentum: Scalar, nesterov: bool,
             **options,
         )
 
-    return _fast(whole, learning_rate, weight_decay, _Moments(read, write, launch))
+    return _fast(whole, learning_rate, weight_decay, _Moments(read, write, launch, lambda state, names: {}))
 
 
 def _fast(whole: Transform, learning_rate: Rate, weight_decay: Scalar, moments: _Moments) -> Fast | None:
@@ -166,10 +175,11 @@ def _fast(whole: Transform, learning_rate: Rate, weight_decay: Scalar, moments: 
             if not on_host or ready:
                 if not owned:
                     new, *written = [copied(tree) for tree in (params, *trees)]
+                refused = None if on_host else (~ready).float()
+                fixed = {"counts": moments.counts(state, list(updates)), "lr": rate, "found_inf": refused}
                 for names, amount in _groups(updates, state, weight_decay):
                     lists = [[tree[name] for name in names] for tree in (new, updates, *written)]
-                    refused = None if on_host else (~ready).float()
-                    moments.launch(*lists, state=state, names=names, lr=rate, weight_decay=amount, found_inf=refused)
+                    moments.launch(*lists, names=names, weight_decay=amount, **fixed)
             counted = scaled._replace(step=scaled.step + 1, learning_rate=rate_leaf(rate, scaled.step))
             return new, (*moments.write(state, tuple(written))[:-1], counted)
 

@@ -316,8 +316,8 @@ def _own(grad: Tensor, weight: Tensor) -> Tensor:
 def finite_mean(total: Tensor, weight: Tensor) -> Mean:
     """Return a Mean without entries that are not finite or have no weight: one nan must not spoil an epoch's mean."""
     total = total.float()
-    counted = is_finite(total) & (weight > 0)
-    return Mean(torch.where(counted, total, 0.0), torch.where(counted, weight.float(), 0.0))
+    counted, zero = is_finite(total) & (weight > 0), torch.zeros_like(total)
+    return Mean(torch.where(counted, total, zero), torch.where(counted, weight.float(), zero))
 
 
 def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:

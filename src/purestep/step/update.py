@@ -258,7 +258,7 @@ def _apply(
     nothing, going = weight == 0, _going(state)
     may_apply = going & ~nothing
     norm = ((form.exchange and form.exchange.norm) or optim.global_norm)(grads)
-    finite = (is_finite(norm) & is_finite(verdict)) | nothing
+    finite = ((norm < torch.inf) & is_finite(verdict)) | nothing
     launch = None if skipped else _launch(spec, form, state, grads)
     if launch is not None:
         ready = finite & may_apply
@@ -430,7 +430,7 @@ def _update_metrics(
     metrics = {
         "lr": Mean(torch.where(applied, torch.nan, counted), counted) if first is None else first,
         # The norm of an update that is applied is finite.
-        "grad_norm": Mean(torch.where(applied, norm.float(), torch.zeros_like(counted)), counted),
+        "grad_norm": Mean(torch.where(applied, norm.float(), counted), counted),
         "applied": Mean(counted, one),
     }
     metrics |= _group_rates(reported)
