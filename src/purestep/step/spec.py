@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from weakref import finalize
 
 import torch
@@ -62,12 +62,16 @@ class Reach:
     """The parameters that the loss of the last call did not reach. Dynamo reads this from a run on fake tensors, since
     it cannot see autograd's graph; a flush reads it because it has no loss."""
 
+    known: ClassVar[dict[str, frozenset[str]]] = {}
+    """``unreached`` by ``name``, of all objects: a dict and strings, since Dynamo follows no weak references, and makes
+    an int that differs between two programs a variable."""
+
     def __init__(self) -> None:
         self.unreached: frozenset[str] = frozenset()
         self.ever: frozenset[str] = frozenset()
         self.name = f"reach {next(_numbers)}"
-        _unreached[self.name] = self.unreached
-        finalize(self, _unreached.pop, self.name, None)
+        Reach.known[self.name] = self.unreached
+        finalize(self, Reach.known.pop, self.name, None)
 
     def __reduce__(self) -> Any:  # a copy has a name of its own
         return _copied, (self.unreached, self.ever)
@@ -75,14 +79,11 @@ class Reach:
     def remember(self, unreached: frozenset[str]) -> None:
         """Store the parameters that a call's loss did not reach."""
         if unreached != self.unreached:
-            self.unreached = _unreached[self.name] = unreached
+            self.unreached = Reach.known[self.name] = unreached
             self.ever |= unreached
 
 
 _numbers = itertools.count()
-_unreached: dict[str, frozenset[str]] = {}
-"""`Reach.unreached` by `Reach.name`: a dict and strings, since Dynamo follows no weak references, and makes an int that
-differs between two programs a variable."""
 
 
 def _copied(unreached: frozenset[str], ever: frozenset[str]) -> Reach:
@@ -95,7 +96,7 @@ def _copied(unreached: frozenset[str], ever: frozenset[str]) -> Reach:
 def last_unreached(name: str) -> tuple[str, ...]:
     """Unreached parameters of the last call, sorted, by `Reach.name`. In purestep's own graphs Dynamo takes the result
     as a constant, without a guard; torch 2.11 does so only if the argument is one too."""
-    return tuple(sorted(_unreached[name]))
+    return tuple(sorted(Reach.known[name]))
 
 
 class Spec(NamedTuple):
