@@ -266,3 +266,16 @@ class TestWhere:
         params = {"a": torch.randn(3), "b": torch.randn(3, dtype=torch.float64)}
         found = made.where(made.init(params, {}), params, {}, torch.tensor(1), torch.tensor(True), False)
         assert found is None
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_buffers_of_a_batch_that_is_skipped_stay_out_of_the_average(value: float, in_place: bool):
+    average = ema.average(0.9, buffers="average")
+    params, buffers = {"w": torch.ones(2)}, {"mean": torch.full((2,), 3.0), "none": torch.zeros(0)}
+    state = average.init(params, buffers)
+    broken = {name: torch.full_like(leaf, value) for name, leaf in buffers.items()}
+    assert average.where is not None
+    found = average.where(state, params, broken, count(2), torch.tensor(False), in_place)
+    assert found is not None
+    assert_trees_close(found, average.init(params, buffers), exact=True)

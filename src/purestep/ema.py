@@ -179,6 +179,10 @@ def _averaging(
         averaged = [(state.params, params)] + ([] if isinstance(state.buffers, Empty) else [(state.buffers, buffers)])
         if not all(_of_one_kind([*old.values(), *(new[name] for name in old)]) for old, new in averaged if old):
             return None
+        if not isinstance(state.buffers, Empty) and state.buffers:  # of a batch that is skipped, they may be nan
+            names, old = list(state.buffers), list(state.buffers.values())
+            chosen = foreach.where(applied, [buffers[name] for name in names], old)
+            averaged[1] = state.buffers, dict(zip(names, chosen, strict=True))
         shadow, *rest = [_average_all(old, new, share, in_place) for old, new in averaged]
         return EmaState(shadow, rest[0] if rest else state.buffers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,3 +219,34 @@ class TestInit:
         for past in kept[:-1]:
             with pytest.raises(StateError, match="donated"):
                 _ = past.params
+
+    def test_a_plain_state_that_a_failed_call_has_written_is_not_saved(self, tmp_path: Path) -> None:
+        base, failing = ps.ema.average(0.9), list[bool]()
+
+        def update(*arguments: Any) -> Any:
+            if failing:
+                raise RuntimeError("no memory for the average")
+            return base.update(*arguments)
+
+        def answer(event: ps.events.Event) -> Any:
+            if not isinstance(event, ps.events.StepEnd) or event.updates != 3:
+                return None
+            failing.append(True)  # the kernel of the next call has written when its average fails
+            return event.state._replace(params=dict(event.state.params))
+
+        chosen = program(ema=ps.ema.Average(base.init, update))
+        options: Any = {"compile": False, "progress": False, "check_every": None, "donate": "init"}
+        with pytest.raises(RuntimeError, match="no memory") as caught:
+            ps.fit(chosen.init(), [BATCH] * 6, chosen, epochs=1, snapshots=tmp_path, callbacks=[answer], **options)
+        assert not [path for path in tmp_path.iterdir() if path.name.isdigit()]
+        assert any("the last whole one" in note for note in caught.value.__notes__)
+
+    @pytest.mark.parametrize("tx", [optim.adamw(1e-2), optim.sgd(0.1)], ids=["kernel", "none"])
+    def test_no_graph_of_the_first_state_is_followed(self, tx: optim.Transform) -> None:
+        chosen = program(tx=tx)
+        state = chosen.init()
+        state = state._replace(params={name: nn.Parameter(leaf) for name, leaf in state.params.items()})
+        step = ps.donate(chosen, init=True).train_step
+        for seed in range(2):
+            state, _ = step(state, data(seed))
+        assert not any(leaf.requires_grad for leaf in tree.leaves(state.params))

@@ -45,6 +45,8 @@ class Writes(local):
     version counters of tensors."""
 
     begun = False
+    harmed = False
+    """True if a call has failed after it wrote into the memory of a plain state."""
 
     def begin(self) -> None:
         """Note the first write."""
@@ -83,11 +85,21 @@ class DonatedStep:
         except BaseException:
             if not self._writes.begun:
                 store.undo()
+            else:
+                self._note_harm(state)
             raise
         store.take(new)
         store.calls += 1
         store.failed = False
         return live_state.live(store, 0), metrics
+
+    def has_harmed(self) -> bool:
+        """True if a call of this thread has failed after it wrote into the memory of a plain state, which cannot say
+        so itself."""
+        return self._writes.harmed
+
+    def _note_harm(self, state: TrainState) -> None:
+        self._writes.harmed = self._writes.harmed or (self.adopts and not isinstance(state, LiveState))
 
     def _store_of(self, state: TrainState) -> OwnedState:
         store = state.live_store if isinstance(state, LiveState) else None
@@ -104,7 +116,11 @@ class DonatedStep:
         store = self._store_of(state)
         store.begin()
         old = store.named
-        written = tree.map(_written, (old.params, old.opt_state, old.ema), (new.params, new.opt_state, new.ema))
+        try:
+            written = tree.map(_written, (old.params, old.opt_state, old.ema), (new.params, new.opt_state, new.ema))
+        except BaseException:
+            self._note_harm(state)
+            raise
         store.take(new._replace(params=written[0], opt_state=written[1], ema=written[2]))
         store.calls += 1
         store.failed = False
@@ -122,7 +138,7 @@ def _separate(written: Tree, state: TrainState) -> Tree:
     own = tree.leaves(written)
     others = tree.leaves(state._replace(params={}, opt_state=Empty(), ema=Empty()))
     shared = donation.unwritable([*others, *own])
-    return tree.map(lambda leaf: leaf.clone() if id(leaf) in shared else leaf, written)
+    return tree.map(lambda leaf: leaf.detach().clone() if id(leaf) in shared else leaf.detach(), written)
 
 
 def donate(program: Program, *, init: bool = False) -> Program:

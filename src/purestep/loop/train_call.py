@@ -73,6 +73,7 @@ class TrainCall:
         self._step: Any = partial(own.stacked, unlike=self._other_batch) if own else counting(step)
         # A checked call is pure: its result goes into the memory that the other calls would have written.
         self._kept = step.kept if isinstance(step, compile_.DonatedStep) and step.adopts else None
+        self._has_harmed = step.has_harmed if isinstance(step, compile_.DonatedStep) else lambda: False
         self._check_purity = check
         self._hint = hint
         self._anomalies = anomalies
@@ -124,7 +125,8 @@ class TrainCall:
             raise
 
     def _note_failure(self, error: BaseException, state: Tree) -> None:
-        self.broke_donation = not (isinstance(error, PurestepError) or compile_.is_alive(state))
+        harmed = self._has_harmed() or not compile_.is_alive(state)
+        self.broke_donation = harmed and not isinstance(error, PurestepError)
 
     def _unchecked(self, state: Tree, batch: Any) -> tuple[Tree, Metrics | Stacked]:
         result = self._step(state, batch)

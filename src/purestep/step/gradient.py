@@ -210,7 +210,7 @@ def _value_and_grad(
                 if "must override the setup_context" not in str(error):
                     raise
                 raise _without_setup() from error
-        return grads, extra, frozenset(last_unreached(spec.reach.number))
+        return grads, extra, frozenset(last_unreached(spec.reach.name))
     if tracing.transformed():
         raise StepContractError(
             'engine="autograd" inside of torch.func.vmap, grad or another transform',
