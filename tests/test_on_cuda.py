@@ -156,6 +156,12 @@ class TestRecordingByDefault:
         assert self.run(by_way_of_the_host)[0] == [False]
         assert sum("runs without a CUDA graph" in line for line in caplog.messages) == 1
 
+    def test_several_sizes_that_cuda_refuses_are_one_warning(self, caplog: pytest.LogCaptureFixture):
+        program = ps.program(tiny_mlp(), by_way_of_the_host, optim.sgd(0.1))
+        step = ps.compile_step(program.train_step, donate=True)
+        stepped(step, program.init(device="cuda"), on_cuda([vector_batch(size) for size in (16, 8) for _ in range(4)]))
+        assert sum("runs without a CUDA graph" in line for line in caplog.messages) == 1
+
     def test_intermediates_that_take_much_of_the_device_are_given_back(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("purestep.compile.cuda_graph._SHARE", 1 << 50)
         assert self.run()[0] == [False]

@@ -220,8 +220,9 @@ class TestInit:
             with pytest.raises(StateError, match="donated"):
                 _ = past.params
 
-    def test_a_plain_state_that_a_failed_call_has_written_is_not_saved(self, tmp_path: Path) -> None:
-        base, failing = ps.ema.average(0.9), list[bool]()
+    def failing_after(self, updates: int) -> tuple[ps.Program, Any]:
+        """A program whose average fails, after the kernel has written, behind so many updates; and its callback."""
+        base, failing = ps.ema.average(0.9), [True] * (updates == 0)
 
         def update(*arguments: Any) -> Any:
             if failing:
@@ -229,17 +230,30 @@ class TestInit:
             return base.update(*arguments)
 
         def answer(event: ps.events.Event) -> Any:
-            if not isinstance(event, ps.events.StepEnd) or event.updates != 3:
+            if not isinstance(event, ps.events.StepEnd) or event.updates != updates:
                 return None
-            failing.append(True)  # the kernel of the next call has written when its average fails
+            failing.append(True)
             return event.state._replace(params=dict(event.state.params))
 
-        chosen = program(ema=ps.ema.Average(base.init, update))
-        options: Any = {"compile": False, "progress": False, "check_every": None, "donate": "init"}
-        with pytest.raises(RuntimeError, match="no memory") as caught:
-            ps.fit(chosen.init(), [BATCH] * 6, chosen, epochs=1, snapshots=tmp_path, callbacks=[answer], **options)
-        assert not [path for path in tmp_path.iterdir() if path.name.isdigit()]
-        assert any("the last whole one" in note for note in caught.value.__notes__)
+        return program(ema=ps.ema.Average(base.init, update)), answer
+
+    def fit(self, chosen: ps.Program, answer: Any, directory: Path, donate: Any) -> list[Path]:
+        options: Any = {"compile": False, "progress": False, "check_every": None, "donate": donate}
+        with pytest.raises(RuntimeError, match="no memory"):
+            ps.fit(chosen.init(), [BATCH] * 6, chosen, epochs=1, snapshots=directory, callbacks=[answer], **options)
+        return [path for path in directory.iterdir() if path.name.isdigit()]
+
+    def test_the_first_state_that_a_failed_call_has_written_is_not_saved(self, tmp_path: Path) -> None:
+        assert self.fit(*self.failing_after(0), tmp_path, "init") == []
+
+    def test_a_state_of_a_callback_is_whole_after_a_failed_call(self, tmp_path: Path) -> None:
+        chosen, _ = self.failing_after(9)
+        (found,), (expected,) = (
+            self.fit(*self.failing_after(3), tmp_path / name, donate) for name, donate in (("a", "init"), ("b", False))
+        )
+        states = [ps.Snapshots(path.parent).restore(chosen.init()).state for path in (found, expected)]
+        assert_trees_close(*states, exact=True)
+        assert int(states[0].step) == 3
 
     @pytest.mark.parametrize("tx", [optim.adamw(1e-2), optim.sgd(0.1)], ids=["kernel", "none"])
     def test_no_graph_of_the_first_state_is_followed(self, tx: optim.Transform) -> None:
@@ -250,3 +264,12 @@ class TestInit:
         for seed in range(2):
             state, _ = step(state, data(seed))
         assert not any(leaf.requires_grad for leaf in tree.leaves(state.params))
+
+    def test_a_state_made_of_a_live_one_is_copied(self) -> None:
+        chosen = program()
+        step = ps.donate(chosen, init=True).train_step
+        state, _ = step(chosen.init(), BATCH)
+        before = ps.clone(state)
+        step(state._replace(updates=state.updates.clone()), BATCH)
+        assert_trees_close(ps.clone(state), before, exact=True)
+        assert_trees_close(ps.clone(step(state, BATCH)[0]), chosen.train_step(before, BATCH)[0], exact=True)

@@ -152,6 +152,7 @@ class CudaGraphs:
 
     def __init__(self, *, required: bool) -> None:
         self._required = required
+        self._has_warned = False
         self._stores: WeakKeyDictionary[DonatedBuffers, _StoreGraphs] = WeakKeyDictionary()
 
     def run(self, run: Run, store: DonatedBuffers, leaves: list[Any], copied: Callable[[Any], Any]) -> Any:
@@ -186,11 +187,15 @@ class CudaGraphs:
                 known.pool = None  # torch may count it as in use
                 if self._required or not isinstance(error, StepContractError):
                     raise
-                _log.warning("%s; it runs without a CUDA graph", error.what)
+                if not self._has_warned:
+                    _log.warning("a step runs without a CUDA graph: it %s", error.what)
+                self._has_warned = True
                 found.drop()
                 return run(store.buffers, leaves)
             taken = torch.cuda.memory_reserved(store.device) - before
             if not self._required and taken * _SHARE > torch.cuda.get_device_properties(store.device).total_memory:
                 found.drop()
+                if not any(each.graph for each in known.recorded.values()):
+                    known.pool = None  # torch has given it back
                 return run(store.buffers, leaves)
         return copied(found.replay(leaves))

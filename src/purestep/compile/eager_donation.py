@@ -22,13 +22,15 @@ _KEY = TrainState._fields.index("key")
 class OwnedState(Store):
     """A state whose memory belongs to the steps of one donated program."""
 
-    def __init__(self, state: TrainState, owner: object) -> None:
+    def __init__(self, state: TrainState, owner: object, *, adopted: bool = False) -> None:
         super().__init__()
         self.owner = owner
         self.take(state)
+        self.adopted = adopted  # the memory of a plain state, until the first call returns
 
     def take(self, state: TrainState) -> None:
         """Hold the state that a call returned."""
+        self.adopted = False
         self.named, self.parts, self.exposed, self.is_read = state, [tuple(state)], None, False
 
     def tensors(self) -> list[Tensor]:
@@ -60,7 +62,7 @@ class DonatedStep:
         eager: the pure step.
         owning: the same step, which may write into the memory of its input.
         writes: common to the steps that may take each other's states.
-        adopts: take over the memory of plain states too.
+        adopts: take over the memory of the first plain state too.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class DonatedStep:
         self.adopts = adopts
         self._owning = owning
         self._writes = writes
+        self._has_adopted = not adopts
 
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
         if tracing.in_graph() or tracing.transformed():
@@ -86,7 +89,7 @@ class DonatedStep:
             if not self._writes.begun:
                 store.undo()
             else:
-                self._note_harm(state)
+                self._writes.harmed |= store.adopted
             raise
         store.take(new)
         store.calls += 1
@@ -98,17 +101,18 @@ class DonatedStep:
         so itself."""
         return self._writes.harmed
 
-    def _note_harm(self, state: TrainState) -> None:
-        self._writes.harmed = self._writes.harmed or (self.adopts and not isinstance(state, LiveState))
-
     def _store_of(self, state: TrainState) -> OwnedState:
         store = state.live_store if isinstance(state, LiveState) else None
         if isinstance(store, OwnedState) and store.owner is self._writes and store.is_unmodified():
             return store
         plain = TrainState(*state)
         written = plain.params, plain.opt_state, plain.ema
-        written = _separate(written, plain) if self.adopts and store is None else tree.clone(written)
-        return OwnedState(plain._replace(params=written[0], opt_state=written[1], ema=written[2]), self._writes)
+        # A later plain state may be made of tensors of a live one, which would not hear of it.
+        adopted = not self._has_adopted and not isinstance(state, LiveState)
+        self._has_adopted |= adopted
+        written = _separate(written, plain) if adopted else tree.clone(written)
+        own = plain._replace(params=written[0], opt_state=written[1], ema=written[2])
+        return OwnedState(own, self._writes, adopted=adopted)
 
     def kept(self, state: TrainState, new: TrainState) -> TrainState:
         """The result of a pure call, written into the memory of its input state, as this step returns it."""
@@ -119,7 +123,7 @@ class DonatedStep:
         try:
             written = tree.map(_written, (old.params, old.opt_state, old.ema), (new.params, new.opt_state, new.ema))
         except BaseException:
-            self._note_harm(state)
+            self._writes.harmed |= store.adopted
             raise
         store.take(new._replace(params=written[0], opt_state=written[1], ema=written[2]))
         store.calls += 1
@@ -154,7 +158,8 @@ def donate(program: Program, *, init: bool = False) -> Program:
 
     Args:
         program: from `program`, not compiled, for one process.
-        init: take over the memory of the first state as well, which cannot be read afterwards.
+        init: take over the memory of the first plain state as well, which cannot be read afterwards; later ones are
+            copied.
 
     Raises:
         ConfigError: the step is user-defined or compiled, or the program is distributed.

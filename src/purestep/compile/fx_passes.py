@@ -213,8 +213,8 @@ def records(graph: GraphModule) -> bool:
         tags = getattr(target, "tags", ())
         if getattr(target, "namespace", "") not in _KNOWN or getattr(torch.Tag, "cudagraph_unsafe", None) in tags:
             return False
-        if target.namespace == "purestep" and target._schema.arguments[-1].name == "after":  # a collective
-            return False
+        if target.namespace == "purestep" and [each.name for each in target._schema.arguments][-1:] == ["after"]:
+            return False  # a collective
     return True
 
 
