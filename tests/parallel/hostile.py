@@ -130,14 +130,14 @@ def two_runs(folder: str, ports: list[int]) -> dict[str, Any]:
     run, rank = divmod(process, 2)
     found: dict[str, Any] = {}
     for name, port, seconds in (
-        ("later", ports[0], (0.0, 0.0, 0.6, 0.6)),
-        ("mixed", ports[1], (0.0, 0.6, 0.6, 0.3)),
-        ("named", ports[2], (0.0, 0.6, 0.6, 0.3)),
+        ("later", ports[0], (0.0, 0.0, 2.0, 2.0)),
+        ("mixed", ports[1], (0.0, 1.6, 1.6, 0.8)),
+        ("named", ports[2], (0.0, 1.6, 1.6, 0.8)),
     ):
         own = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
         with environment(own | ({"TORCHELASTIC_RUN_ID": f"run {run}"} if name == "named" else {})):
             together(Path(folder), name, 4)
             time.sleep(seconds[process])
-            found[name] = outcome(stay=1.5)
+            found[name] = outcome(stay=4.0)
             together(Path(folder), f"end of {name}", 4)
     return found
