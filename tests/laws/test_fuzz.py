@@ -69,5 +69,9 @@ def test_a_mask_in_another_layout_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_gradient_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     true = compare.by_hand
-    monkeypatch.setattr(compare, "by_hand", lambda case, given: true(case, [(x * 1.001, y) for x, y in given]))
+
+    def wrong(case: Any, given: Any, device: str) -> Any:
+        return true(case, [(x * 1.001, y) for x, y in given], device)
+
+    monkeypatch.setattr(compare, "by_hand", wrong)
     assert any("first " in line for line in compare.mismatches(PLANTED))
