@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import contestants, guard, measure, works
+from . import alone, contestants, guard, measure, works
 from .contestants import Contestant, Entry
 from .works import Work
 
@@ -97,7 +97,7 @@ def _first_steps(
     except Exception as error:  # whatever a peer raises is an entry in the table, with the reason
         traceback.print_exc()
         cause = error.__cause__ or error
-        lines = str(cause).strip().splitlines() or [""]
+        lines = str(cause).replace(f"{alone.ROOT}/", "").strip().splitlines() or [""]
         return None, None, f"error: {type(cause).__name__}: {lines[0][:200]}"
 
 

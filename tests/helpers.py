@@ -113,6 +113,17 @@ def least_squares(rows: int = 32, features: int = 3, dtype: torch.dtype = torch.
     return LeastSquares(nn.Linear(features, 1, dtype=dtype), (x, y), solution)
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer with 8 outputs over [B, T, 4], and a head on their mean: [B, 3]."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0].mean(1))
+
+
 def tiny_mlp(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """4 -> 8 -> 3 with a tanh between: 67 numbers in four tensors."""
     with torch.random.fork_rng(devices=[]):

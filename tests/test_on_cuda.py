@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_trees_close, no_waiting, tiny_convnet, tiny_mlp, vector_batch
+from helpers import Recurrent, assert_trees_close, no_waiting, tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, library, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -169,15 +169,6 @@ class TestRecordingByDefault:
 
 
 # --- recurrent layers -------------------------------------------------------------------------------------------------
-
-
-class Recurrent(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.head = layer, nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)[0].mean(1))
 
 
 RECURRENT: dict[str, Callable[[], nn.Module]] = {

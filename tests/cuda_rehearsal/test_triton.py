@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from helpers import Recurrent
+from torch import nn
 
 import purestep as ps
 
@@ -31,15 +32,6 @@ COMPILED = {
     "accumulate": Compiled(18, 5, 1),
     "hugging face": Compiled(42, 15, 6, copies=1),
 }
-
-
-class Recurrent(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.head = layer, nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)[0].mean(1))
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])

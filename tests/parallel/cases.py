@@ -430,7 +430,7 @@ LAYERS: dict[str, tuple[str, str, dict[str, int], dict[str, Any]]] = {
 
 
 def captured() -> dict[str, dict[str, str]]:
-    """What becomes of a step with each of these layers, by Dynamo and by "auto": donated, and the first alone too."""
+    """The result of a step with each of these layers, by Dynamo and by "auto": all donated, the first also not."""
     found: dict[str, dict[str, str]] = {}
     for name, (build, examples, sizes, options) in LAYERS.items():
         given = {**options, "tensor": plan(options["tensor"])} if "tensor" in options else options

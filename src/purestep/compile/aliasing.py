@@ -156,7 +156,7 @@ def name_of(node: Any) -> str:
 
 
 def store_separately(graph: Graph, node: Any, reader: Any) -> None:
-    """Store a value in memory of its own before ``reader`` reads it."""
+    """Store a value in separate memory before ``reader`` reads it."""
     from torch._inductor import inductor_prims
 
     own: Any = inductor_prims.force_stride_order

@@ -48,7 +48,7 @@ class DataDependent(Uncaptured):
 
 
 class Traits(NamedTuple):
-    """What a caller has to know of a graph."""
+    """Properties of a graph, for those who call it."""
 
     draws: bool  # random numbers
     records: bool  # a CUDA graph may hold it: it calls only operators of torch and purestep, which never ask the host

@@ -42,8 +42,8 @@ class Cells(TorchFunctionMode):
 
 
 def _cells(name: str, args: tuple[Any, ...]) -> int:
-    """Of a call ``(input, hx, weights, has_biases, layers, dropout, train, bidirectional, batch_first)``; that of a
-    packed sequence has the batch sizes behind the input, and no ``batch_first``."""
+    """The number of cells of a call with the arguments ``(input, hx, weights, has_biases, layers, dropout, train,
+    bidirectional, batch_first)``. A packed sequence passes its batch sizes after the input, and no ``batch_first``."""
     packed = isinstance(args[1], Tensor) and not args[1].is_floating_point()
     layers, directions = (args[5], 1 + args[8]) if packed else (args[4], 1 + args[7])
     steps = len(args[1]) if packed else args[0].shape[1 if args[8] else 0]

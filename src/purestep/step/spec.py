@@ -73,7 +73,7 @@ class Reach:
         Reach.known[self.name] = self.unreached
         finalize(self, Reach.known.pop, self.name, None)
 
-    def __reduce__(self) -> Any:  # a copy has a name of its own
+    def __reduce__(self) -> Any:  # a copy gets another name
         return _copied, (self.unreached, self.ever)
 
     def remember(self, unreached: frozenset[str]) -> None:
