@@ -74,7 +74,6 @@ class CompiledStep:
         self.eager = step
         self._flush = flush
         self.unroll = unroll
-        self._cuda_graph = cuda_graph
         self._replays = CudaGraphs(required=bool(cuda_graph)) if cuda_graph is not False and donate else None
         self._is_windowed = static is not None and static.accumulate > 1
         self._steps: dict[packed.Layout | None, Callable[..., Any]] = {None: step}
@@ -183,7 +182,7 @@ class CompiledStep:
             raise
 
     def _run(self, graph: Graph, store: DonatedBuffers, leaves: list[Any]) -> Metrics | Stacked:
-        if self._replays is None or store.device.type != "cuda" or not (self._cuda_graph or graph.records):
+        if self._replays is None or store.device.type != "cuda" or not (self._replays.required or graph.records):
             return graph.run(store.buffers, leaves)
         return self._replays.run(graph.run, store, leaves, _copied)
 

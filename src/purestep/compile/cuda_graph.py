@@ -151,7 +151,7 @@ class CudaGraphs:
     """
 
     def __init__(self, *, required: bool) -> None:
-        self._required = required
+        self.required = required
         self._has_warned = False
         self._stores: WeakKeyDictionary[DonatedBuffers, _StoreGraphs] = WeakKeyDictionary()
 
@@ -185,7 +185,7 @@ class CudaGraphs:
                 found.record(run, store.buffers, leaves, known.pool)
             except BaseException as error:
                 known.pool = None  # torch may count it as in use
-                if self._required or not isinstance(error, StepContractError):
+                if self.required or not isinstance(error, StepContractError):
                     raise
                 if not self._has_warned:
                     _log.warning("a step runs without a CUDA graph: it %s", error.what)
@@ -193,7 +193,7 @@ class CudaGraphs:
                 found.drop()
                 return run(store.buffers, leaves)
             taken = torch.cuda.memory_reserved(store.device) - before
-            if not self._required and taken * _SHARE > torch.cuda.get_device_properties(store.device).total_memory:
+            if not self.required and taken * _SHARE > torch.cuda.get_device_properties(store.device).total_memory:
                 found.drop()
                 if not any(each.graph for each in known.recorded.values()):
                     known.pool = None  # torch has given it back
