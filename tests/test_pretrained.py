@@ -70,8 +70,16 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
-def files(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+def files(directory: Path) -> dict[str, Any]:
+    """Every file's bytes; the settings of adapters as PEFT reads them, which keeps names in sets without an order."""
+
+    def content(path: Path) -> Any:
+        if path.name != "adapter_config.json":
+            return path.read_bytes()
+        settings = json.loads(path.read_text("utf-8"))
+        return {name: sorted(value) if isinstance(value, list) else value for name, value in settings.items()}
+
+    return {str(path.relative_to(directory)): content(path) for path in directory.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
