@@ -96,7 +96,8 @@ def copy_before_writes(graph: Graph, sources: _Sources, *, is_simplified: bool =
 
 def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
     """Add `separate_sources`, `philox.protect`, `early_reductions.early` and `mixed_reductions.separate` to inductor's
-    options as a pass before its last ones, and `inplace_reuse`, for graphs that are compiled through its public entry.
+    options as a pass before its last ones, `inplace_reuse` and `early_reductions.OPTIONS`, for graphs that are compiled
+    through its public entry.
 
     Registers `random_ops` too: its code is part of the pass's cache key.
     """
@@ -130,7 +131,7 @@ def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
             files = (__file__, *(str(module.__file__) for module in used))
             return (passes.get_hash_for_files(files), *found) if all(found) else None
 
-    return {**inplace_reuse.option(options), **options, name: Passes()}
+    return {**inplace_reuse.option(options), **early_reductions.OPTIONS, **options, name: Passes()}
 
 
 def _insert_copy(graph: Graph, user: Node, source: Any) -> None:

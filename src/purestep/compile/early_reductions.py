@@ -1,8 +1,11 @@
-"""Losses and metrics, computed before the backward pass.
+"""Losses, metrics and gradients of weights, computed as soon as their inputs are.
 
 A loss is a sum over logits that is read at the end of a step. Inductor fuses the sum with its readers, so the logits,
 often the largest tensor, stay in memory until then. Here the sum moves to where its inputs are computed, and the
 backward pass of the logits waits for it, so that their gradient can be written over them.
+
+A gradient of a weight is a part of the flat vector of gradients, which is read at the end of a step. `OPTIONS` keep it
+where the trace has it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,11 @@ from . import aliasing
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
+
+OPTIONS = {"reorder_for_locality": False}
+"""Of inductor. Where a graph has no backward pass of its own, inductor moves each operation next to its first reader.
+In a whole step these are also the products for the weights' gradients: their inputs, the gradients of all activations,
+would stay in memory to the end of the backward pass."""
 
 _LARGE = 1 << 16
 """Minimal number of elements for which a shorter lifetime is worth an extra kernel."""

@@ -242,6 +242,7 @@ def _settings(options: Mapping[str, Any] | None) -> dict[str, Any]:
         "fallback_random": True,
         # Kernels at -O3, the calling code at -O1: a third of the compile time at the same speed.
         "cpp_wrapper_build_separate": True,
+        **early_reductions.OPTIONS,
     }
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         # torch itself uses these instructions: skip the test program that includes torch's headers.
