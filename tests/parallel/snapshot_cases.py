@@ -156,7 +156,7 @@ def small_whole(value: int) -> ps.TrainState:
 
 
 def save_three(root: str) -> None:
-    """Save the steps 1, 2 and 3, with ``keep=2``; prints each that is on the disk, and the errors."""
+    """Save the steps 1, 2 and 3, with ``keep=2``, and 3 once more; prints each that is on the disk, and the errors."""
     with ps.parallel.start(timeout=60, shard=int(os.environ["WORLD_SIZE"])) as mesh:
         try:
             with ps.Snapshots(root, keep=2, keep_best=0) as snapshots:
@@ -164,6 +164,7 @@ def save_three(root: str) -> None:
                     snapshots.save(step, small(step, mesh))
                     snapshots.wait()
                     print("saved", step, flush=True)
+                snapshots.save(3, small(3, mesh), overwrite=True)
         except errors.PurestepError as error:
             print("error", type(error).__name__, error, flush=True)
 

@@ -14,6 +14,8 @@ from tests.parallel.test_snapshots import group, killed, values
 
 WORLDS = (1, 2, 3, 4)
 KINDS = ("shard", "replicate", "rules")
+RARE = {f"snapshot.{name}": f"snapshot.{name}@1" for name in ("replace", "retire", "delete", "quarantine")}
+"""Points that the saves pass once, if at all."""
 TARGET = Path(__file__).with_name("SNAPSHOTS.md")
 
 
@@ -35,7 +37,8 @@ def square(kind: str) -> list[str]:
 def kills(world: int) -> list[str]:
     """A row for each failpoint of a save: what is wrong after each process was killed there."""
     rows: list[str] = []
-    for point in (point for point in files.POINTS if point.startswith("snapshot.")):
+    points = [point for point in files.POINTS if point.startswith("snapshot.")]
+    for point in [RARE.get(point, point) for point in points] + ["snapshot.commit@4"]:
         cells = []
         for rank in range(world):
             with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +63,8 @@ def main() -> None:
         lines += square(kind)
     lines += [
         "",
-        "SIGKILL of one process when it passes a point for the second time. *whole*: only whole steps are listed, with",
+        "SIGKILL of one process when it passes a point for the second time (@1: the first; @4: the fourth, when it",
+        "replaces a step by another of the same number). *whole*: only whole steps are listed, with",
         "their values, the steps that were saved among them; each other process ends with an error that names the",
         "killed one; the next run removes what is left and saves. *not passed*: this process does not pass the point.",
         "",

@@ -135,3 +135,15 @@ ERRORS = {
 def test_errors_say_what_where_and_the_cure(found: list[dict[str, Any]], name: str):
     for each in found:
         assert re.search(rf"^RankError: .*{ERRORS[name]}", each["errors"][name]), each["errors"][name]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("sizes", "params"), [({"data": 2, "shard": 2}, "shard"), ({}, "replicate")])
+def test_a_run_of_four_processes_equals_one(sizes: dict[str, int], params: str):
+    """Two groups of two pieces each, and four whole states."""
+    for output in run("tests.parallel.fitting:equal", 4, args=[params, sizes, 1], timeout=240):
+        one = output.value
+        for kind in ("state", "run_epoch", "listed", "streamed", "uneven"):
+            assert one[kind] < 1e-14, (kind, one)
+        assert max(one["history"].values()) < ULPS, one["history"]
+        assert one["rows"] == [list(range(37))] * 2

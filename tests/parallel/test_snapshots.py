@@ -147,8 +147,10 @@ def test_pieces_with_a_gap_an_overlap_or_no_part_are_no_manifest(tmp_path, piece
 
 
 def killed(root: Path, world: int, rank: int, point: str) -> str | None:
-    """Kill one process at a point of its second or later save; returns what is wrong afterwards."""
-    done = group("save_three", world, str(root), plan={rank: f"{point}=kill@2"})
+    """Kill one process when it passes a point for the second time, or for the nth time (``"point@n"``); returns what is
+    wrong afterwards."""
+    name, _, times = point.partition("@")
+    done = group("save_three", world, str(root), plan={rank: f"{name}=kill@{times or 2}"})
     text = "\n".join(f"--- {r}: {each.status}\n{each.out}{each.err[-1500:]}" for r, each in enumerate(done))
     if done[rank].status != -signal.SIGKILL:
         return f"was not killed:\n{text}"
@@ -179,6 +181,8 @@ def killed(root: Path, world: int, rank: int, point: str) -> str | None:
         (0, "snapshot.part"),
         (0, "snapshot.commit"),
         (0, "snapshot.committed"),
+        (0, "snapshot.commit@4"),
+        (0, "snapshot.delete@1"),
         (1, "snapshot.part"),
     ],
 )
