@@ -1165,8 +1165,8 @@ class Pair(NamedTuple):
     y: Tensor
 
 
-def train_on_unlike_batches() -> None:
-    """Batches of the same shapes that need other graphs, one after the other."""
+def train_on_unlike_batches() -> int:
+    """Batches of the same shapes that need other graphs, one after the other. How many graphs that were."""
     program = mlp()
     step, state, eager = ps.compile_step(program.train_step, donate=True), program.init(), program.init()
     x, y = vector_batch(6, 0)
@@ -1175,11 +1175,12 @@ def train_on_unlike_batches() -> None:
         state, _ = step(state, batch)
         eager, _ = program.train_step(eager, batch)
     assert_trees_close(ps.clone(state).params, eager.params)
+    return step.graphs
 
 
 @pytest.mark.compile
 def test_a_batch_of_another_kind_gets_another_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    train_on_unlike_batches()
+    assert train_on_unlike_batches() == 4
     monkeypatch.setattr("purestep.compile.compiled_step.kinds_guard", lambda leaves: lambda *others: True)
     with pytest.raises(AssertionError):
         train_on_unlike_batches()

@@ -115,6 +115,9 @@ GROUP_NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attended": (lambda: Net(attended, nn.Conv2d(6, 6, 3, padding=1), nn.GroupNorm(3, 6)), (1, 6, 4, 4)),
     "rows": (lambda: Net(by_rows, linear(), nn.GroupNorm(2, 6)), (1, 4, 5, 6)),
 }
+FOR_INDUCTOR = ("turned", "3d", "in evaluation", "added", "rows")
+"""Each operator and rank once: the other layouts are those of the same trace, which all three ways begin with."""
+
 WAYS = [("trace", "aot_eager"), ("dynamo", "aot_eager"), ("trace", "inductor")]
 
 
@@ -154,6 +157,8 @@ def assert_compiled_trains_as_eager(
 def test_gradients_of_norms(capture: Any, backend: str) -> None:
     torch.manual_seed(0)
     kinds = BATCH_NORMS | GROUP_NORMS
+    if backend == "inductor":
+        kinds = {name: kinds[name] for name in FOR_INDUCTOR}
     nets: dict[str, nn.Module] = {name: make().double() for name, (make, _) in kinds.items()}
     inputs = {name: torch.randn(shape, dtype=torch.float64) for name, (_, shape) in kinds.items()}
     with torch.no_grad():

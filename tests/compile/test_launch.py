@@ -131,18 +131,6 @@ def test_a_write_in_the_middle_is_not_taken_for_functional() -> None:
 
 
 @pytest.mark.compile
-def test_a_batch_of_another_layout_gets_a_graph_of_its_own() -> None:
-    program = mlp()
-    step = ps.compile_step(program.train_step, donate=True)
-    x, y = vector_batch(16, 0)
-    turned = x.t().contiguous().t()
-    expected = one_by_one(program.train_step, program.init(), [(x, y), (turned, y), (x, y)])
-    found = one_by_one(step, program.init(), [(x, y), (turned, y), (x, y)])
-    assert_trees_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
-    assert step.graphs == 2
-
-
-@pytest.mark.compile
 def test_a_step_that_stops_half_way_leaves_no_state_to_read() -> None:
     program, batch = mlp(), vector_batch(16, 0)
     step = compiled(program.train_step, donate=True)

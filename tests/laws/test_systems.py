@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import re
 import sys
@@ -56,7 +57,12 @@ class Mark(NamedTuple):
 
 
 def marks(sources: Sources) -> list[Mark]:
-    return [mark for path, text in sources.items() for mark in _marks(path, ast.parse(text))]
+    return [mark for path, text in sources.items() for mark in _marks_in(path, text)]
+
+
+@functools.cache
+def _marks_in(path: str, text: str) -> tuple[Mark, ...]:
+    return tuple(_marks(path, ast.parse(text)))
 
 
 def _marks(path: str, module: ast.Module) -> Iterator[Mark]:
