@@ -347,7 +347,7 @@ def test_a_recurrent_model_trains(monkeypatch: pytest.MonkeyPatch, door: str):
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.out = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 1)
+            self.inner, self.out = nn.LSTM(2, 3, num_layers=2, batch_first=True), nn.Linear(3, 1)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.out(self.inner(x)[0][:, -1])
