@@ -16,7 +16,6 @@ NATIVE = {"capture": "trace", "backend": "inductor"}
 SHARD: dict[str, Any] = {"mesh": {"shard": 2}, "params": "shard"}
 
 TRACED: list[dict[str, Any]] = [
-    {"params": "replicate", "kind": "uneven", "compiled": TRACE},
     {"params": "replicate", "kind": "uneven", "options": {"accumulate": 3}, "compiled": TRACE},
     {**SHARD, "kind": "empty", "compiled": TRACE},
     {**SHARD, "kind": "uneven", "options": {"accumulate": 3, "microbatches": 2}, "compiled": TRACE},
