@@ -22,7 +22,7 @@ TRACED: list[dict[str, Any]] = [
     {**SHARD, "kind": "empty", "options": SMALL, "compiled": TRACE},
     {**SHARD, "kind": "uneven", "options": {"accumulate": 3, "microbatches": 2, **SMALL}, "compiled": TRACE},
     {**SHARD, "kind": "uneven", "batches": "ragged", "options": SMALL, "compiled": TRACE},
-    {**SHARD, "tx": "partition", "compiled": TRACE},
+    {**SHARD, "tx": "partition", "options": SMALL, "compiled": TRACE},
 ]
 CAPTURED: list[dict[str, Any]] = [
     {"params": "replicate", "kind": "uneven", "options": SMALL, "compiled": DYNAMO},
