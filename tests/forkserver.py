@@ -1,7 +1,7 @@
 """Processes that may be killed, without paying for their imports each time.
 
-The server imports torch, JAX and orbax once and has a single thread, so that its children can be forked safely; each
-child runs a piece of Python as if it were a script of its own, interpreter shutdown included.
+The server imports torch, JAX, orbax and what a `fit` needs once, and has a single thread, so that its children can be
+forked safely; each child runs a piece of Python as if it were a script of its own, interpreter shutdown included.
 """
 
 from __future__ import annotations
@@ -20,16 +20,23 @@ from types import TracebackType
 from typing import NamedTuple
 
 _SERVER = """
-import json, os, sys, threading, traceback
+import importlib, json, os, sys, tempfile, threading, traceback
 import numpy, torch, jax, orbax.checkpoint
-import purestep.snapshot
+import purestep.compile.capture, purestep.config.settings, purestep.loop.fit, purestep.snapshot
+import torch.fx.experimental.symbolic_shapes
+from faults import planted, running
 torch.set_num_threads(1)
 
 def serve():
     for line in sys.stdin:
         ask = json.loads(line)
         if "wait" in ask:
-            answer = os.waitstatus_to_exitcode(os.waitpid(ask["wait"], 0)[1])
+            pid, status = os.waitpid(ask["wait"], os.WNOHANG if ask["poll"] else 0)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        elif "modules" in ask:
+            for name in ask["modules"]:
+                importlib.import_module(name)
+            answer = len(os.listdir("/proc/self/task"))
         else:
             answer = os.fork()
             if answer == 0:
@@ -42,6 +49,7 @@ if ask is not None:
     os.dup2(os.open(ask["err"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(ask["env"])
+    tempfile.tempdir = None  # the environment says where it is
     code = compile(ask["code"], "<child>", "exec")
     if not ask["quick"]:
         exec(code, {"__name__": "__main__"})
@@ -82,11 +90,22 @@ class Child:
         self.pid = pid
         self._server = server
         self._folder = folder
+        self._status: int | None = None
 
     def wait(self) -> Done:
         """Blocks until it has ended."""
-        status = self._server.ask({"wait": self.pid})
-        return Done(status, self.out(), (self._folder / "err").read_text())
+        status = self._end(poll=False)
+        assert status is not None
+        return Done(status, self.out(), (self._folder / "err").read_text(errors="replace"))
+
+    def poll(self) -> int | None:
+        """Its exit status, or minus the signal; None while it is running."""
+        return self._end(poll=True)
+
+    def _end(self, *, poll: bool) -> int | None:
+        if self._status is None:
+            self._status = self._server.ask({"wait": self.pid, "poll": poll})
+        return self._status
 
     def lives(self) -> bool:
         """Whether it is still running."""
@@ -103,7 +122,7 @@ class Child:
     def out(self) -> str:
         """What it has printed so far."""
         path = self._folder / "out"
-        return path.read_text() if path.exists() else ""
+        return path.read_text(errors="replace") if path.exists() else ""
 
 
 class ForkServer:
@@ -130,15 +149,19 @@ class ForkServer:
         self._process.stdout.close()
         self._scratch.cleanup()
 
-    def ask(self, question: dict[str, object]) -> int:
-        """One line to the server, one number back."""
+    def ask(self, question: dict[str, object]) -> int | None:
+        """One line to the server, one number or None back."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, "the fork server has ended"
-        return int(json.loads(answer))
+        return json.loads(answer)
+
+    def preload(self, *modules: str) -> None:
+        """Imports modules into the server, and so into the children that it starts from now on."""
+        assert self.ask({"modules": modules}) == 1, f"an import of {modules} has started threads"
 
     def start(self, code: str, *, quick: bool = False, **env: str) -> Child:
         """Starts a child and returns at once.
@@ -153,6 +176,7 @@ class ForkServer:
         folder.mkdir()
         out, err = str(folder / "out"), str(folder / "err")
         pid = self.ask({"code": code, "env": env, "quick": quick, "out": out, "err": err})
+        assert pid is not None
         return Child(self, pid, folder)
 
     def run(self, code: str, *, quick: bool = False, **env: str) -> Done:

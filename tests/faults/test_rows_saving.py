@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning"
 )
 
-KILLS_AT_RANDOM = range(0, 66, 2)  # with those at the failpoints 50
+KILLS_AT_RANDOM = range(0, 54, 2)  # with those at the failpoints 50
 
 
 @pytest.fixture

@@ -714,7 +714,8 @@ def test_a_program_of_from_torch_is_recorded_and_needs_no_dynamo(name: str, monk
     cls, options = TORCH[name]
     tx = optim.from_torch(cls, **options, lr=lambda count: 0.02 * 0.9 ** count.double())
     program = ps.program(nn.Linear(3, 2), ps.supervised(nn.MSELoss()), tx)
-    compiled, batch = ps.compile_step(program.train_step, donate=True), (torch.randn(5, 3), torch.randn(5, 2))
+    compiled = ps.compile_step(program.train_step, donate=True, backend="aot_eager")
+    batch = torch.randn(5, 3), torch.randn(5, 2)
     monkeypatch.setattr(capture, "dynamo", None)
     eager = fast = program.init()
     for _ in range(3):

@@ -17,7 +17,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
-from torchmetrics.classification import MulticlassAUROC
 
 import purestep as ps
 from purestep import events, optim, tree
@@ -187,6 +186,7 @@ def equal(mode: str, sizes: dict[str, int], accumulate: int) -> dict[str, Any]:
 
 def exact() -> dict[str, float]:
     """An exact AUROC of uneven batches and an empty share, of two processes and of one."""
+    from torchmetrics.classification import MulticlassAUROC  # imported late: it takes two seconds
 
     def value(mesh: Any) -> float:
         torch.manual_seed(0)
@@ -406,31 +406,39 @@ def going_on(folder: str) -> dict[str, Any]:
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def gone(how: str, rank: int) -> list[Any]:
-    """One process ends, fails or hangs in its fourth call: the error of this one, and its seconds since then."""
+def gone(how: str, rank: int, folder: str) -> list[Any]:
+    """One process ends, fails or hangs in its third call: the error of this one, and its seconds since then."""
     begun = [0.0]
 
     def act(event: Any) -> None:
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "hang":
-            time.sleep(8)
+            with contextlib.suppress(RuntimeError):  # until the first process is gone, with the store
+                while not ps.parallel.mesh.current().store.check(["never"]):
+                    time.sleep(0.05)
             os._exit(3)
         raise ValueError("of this process alone")
 
     def note(event: events.Event) -> None:
-        begun[0] = time.monotonic() if isinstance(event, events.StepEnd) else begun[0]
+        if not isinstance(event, events.StepEnd):
+            return
+        begun[0] = time.monotonic()
+        if how == "hang" and event.updates == 3:  # until now they all answer, however slow the machine is
+            groups = ps.parallel.mesh.current()
+            for group in {id(group): group for group in (*groups.by_axis.values(), groups.host)}.values():
+                torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
 
     try:
         with ps.parallel.start(timeout=60, shard=int(os.environ["WORLD_SIZE"])) as mesh:
-            if how == "hang":  # processes start at different times, so not earlier
-                groups = ps.parallel.mesh.current()
-                for group in {id(group): group for group in (*groups.by_axis.values(), groups.host)}.values():
-                    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
             one = ps.distribute(program(), mesh, params="shard")
             fit(one, epochs=40, callbacks=[note, at_call(3, act, rank=rank)])
     except ps.errors.RankError as error:
-        return [str(error), time.monotonic() - begun[0]]
+        found = [str(error), time.monotonic() - begun[0]]
+        Path(folder, str(mesh.rank)).touch()
+        while mesh.rank == 0 and len(os.listdir(folder)) < mesh.size - 1:  # this one has the store of all
+            time.sleep(0.01)
+        return found
     return ["no error", 0.0]
 
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,17 +43,23 @@ def environment(values: Mapping[str, str | None]) -> Iterator[None]:
         os.environ.update(kept)
 
 
-def outcome(*, stay: float = 0.0, **options: Any) -> list[Any]:
+def wait_for(folder: Path, name: str, *processes: int) -> None:
+    """Wait until these processes are at this place, `together` or not."""
+    while not all((folder / f"{name}-{process}").exists() for process in processes):
+        time.sleep(0.01)
+
+
+def outcome(*, inside: Callable[[], None] = lambda: None, **options: Any) -> list[Any]:
     """The error of a start, or the ranks in the mesh; and its seconds.
 
     Args:
-        stay: seconds in the mesh.
+        inside: called in the mesh.
     """
     begun = time.monotonic()
     try:
         with ps.parallel.start(timeout=TIMEOUT, **options):
             text = f"processes {ps.parallel.agreement.gathered(os.environ['PROCESS'])}"
-            time.sleep(stay)
+            inside()
     except ps.errors.PurestepError as error:
         text = f"{type(error).__name__}: {error}"
     return [text, time.monotonic() - begun]
@@ -99,8 +105,10 @@ def two(folder: str, ports: list[int]) -> dict[str, Any]:
         time.sleep(TIMEOUT / 4 * (1 - rank))
         found["first late"] = outcome()
     with case("too late"):
-        time.sleep(TIMEOUT * 1.5 * rank)
+        if rank == 1:
+            wait_for(Path(folder), "given up", 0)
         found["too late"] = outcome()
+        (Path(folder) / f"given up-{rank}").touch()
     with case("never"):
         found["never"] = ["did not start", 0.0] if rank == 0 else outcome()
     for name in ("torch", "purestep"):
@@ -129,15 +137,26 @@ def two_runs(folder: str, ports: list[int]) -> dict[str, Any]:
     process = int(os.environ["RANK"])
     run, rank = divmod(process, 2)
     found: dict[str, Any] = {}
-    for name, port, seconds in (
-        ("later", ports[0], (0.0, 0.0, 2.0, 2.0)),
-        ("mixed", ports[1], (0.0, 1.6, 1.6, 0.8)),
-        ("named", ports[2], (0.0, 1.6, 1.6, 0.8)),
+    # The processes that each waits for, which are in a mesh then. Process 3 of the second run starts with process 0.
+    for number, (name, after) in enumerate(
+        {
+            "later": ((), (), (0, 1), (0, 1)),
+            "mixed": ((), (0, 3), (0, 3), ()),
+            "named": ((), (), (0, 1), ()),
+        }.items()
     ):
-        own = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        own = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(ports[number])}
         with environment(own | ({"TORCHELASTIC_RUN_ID": f"run {run}"} if name == "named" else {})):
             together(Path(folder), name, 4)
-            time.sleep(seconds[process])
-            found[name] = outcome(stay=4.0)
-            together(Path(folder), f"end of {name}", 4)
+            wait_for(Path(folder), f"in {name}", *after[process])
+            if name == "named" and process == 1:
+                time.sleep(TIMEOUT / 4)  # process 3 is first
+            place = Path(folder), f"end of {name}", 4
+            found[name] = outcome(
+                inside=lambda place=place, name=name: (
+                    (Path(folder) / f"in {name}-{process}").touch(),
+                    together(*place),
+                )
+            )
+            together(*place)
     return found

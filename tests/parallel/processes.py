@@ -1,27 +1,36 @@
 """Groups of processes with torchrun's variables, for tests: one start for many cases, and none outlives the call.
 
 run("tests.parallel.cases:function", 2)   the function in each process; its result comes back as JSON
-run(Path("script.py"), 2, args=["x"])     a script in each process
+
+The processes are forks of one that has imported what they need. `test_failures` and `test_torchrun` start torchrun.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import fcntl
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import forkserver
+import pytest
+from forkserver import Child, Done
+
 ROOT = Path(__file__).parents[2]
 _RESULT = "purestep-result "
+_CODE = """
+import importlib, json, os
+os.setsid()
+result = getattr(importlib.import_module({module!r}), {name!r})(*json.loads({args!r}))
+print({result!r} + json.dumps(result), flush=True)
+"""
 
 
 class Output(NamedTuple):
@@ -40,57 +49,43 @@ class Output(NamedTuple):
 
 
 def run(
-    target: str | Path,
+    target: str,
     world: int,
     *,
     args: Sequence[Any] = (),
-    env: Mapping[str, str | None] | None = None,
+    env: Mapping[str, str] | None = None,
     timeout: float = 120,
     check: bool = True,
 ) -> list[Output]:
-    """Run a function or a script in ``world`` processes, and return their outputs in the order of their ranks.
+    """Run a function in ``world`` processes, and return their outputs in the order of their ranks.
 
     All processes are killed when one fails, after a grace of 20 seconds in which the others may report the error of
     their own, and at the end of this call in any case.
 
     Args:
-        target: "package.module:function", which takes ``args`` and returns JSON, or the path of a script.
+        target: "package.module:function", which takes ``args`` and returns JSON.
         world: the number of processes.
-        args: JSON values for a function, strings for a script.
-        env: variables in addition to torchrun's; None removes one. ``{rank}`` in a value becomes the rank.
+        args: JSON values for the function.
+        env: variables in addition to torchrun's. ``{rank}`` in a value becomes the rank.
         timeout: seconds for all of them together.
         check: raise an AssertionError with the output of the first process that failed.
     """
-    common = {
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT))),
-        "PYTHONUNBUFFERED": "1",
-    }
-    is_function = isinstance(target, str) and ":" in target
-    command = [sys.executable, "-m", "tests.parallel.processes", target, json.dumps(list(args))]
-    if not is_function:
-        command = [sys.executable, str(target), *map(str, args)]
-    with contextlib.ExitStack() as stack:
-        started: list[tuple[subprocess.Popen[bytes], Any]] = []
-        stack.callback(lambda: kill(process for process, _ in started))
+    module, _, name = target.partition(":")
+    common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": str(free_port()), "TMPDIR": tempfile.gettempdir(), **(env or {})}  # with inductor's cache
+    code = _CODE.format(module=module, name=name, args=json.dumps(list(args)), result=_RESULT)
+    server = forkserver.shared()
+    server.preload("torch.distributed.tensor.parallel", module)
+    started: list[Child] = []
+    try:
         for rank in range(world):
-            own = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            for name, value in (env or {}).items():
-                own.pop(name, None)
-                if value is not None:
-                    own[name] = value.replace("{rank}", str(rank))
-            text = stack.enter_context(tempfile.TemporaryFile())
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=own, stdout=text, stderr=text, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-            started.append((process, text))
-        late = _wait([process for process, _ in started], timeout)
-        kill(process for process, _ in started)
-        outputs = [Output(process.wait(), _read(text)) for process, text in started]
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own |= {key: value.replace("{rank}", str(rank)) for key, value in common.items()}
+            started.append(server.start(code, quick=True, **own))
+        late = _wait(started, timeout)
+    finally:
+        ended = [_killed(child) for child in started]
+    outputs = [Output(done.status, done.out + done.err) for done in ended]
     if late:
         all_texts = "\n".join(f"--- rank {rank}\n{output.text[-3000:]}" for rank, output in enumerate(outputs))
         raise AssertionError(f"ranks {late} did not end in {timeout} s:\n{all_texts}")
@@ -100,6 +95,18 @@ def run(
         first = next((rank for rank in failed if outputs[rank].code > 0), failed[0])
         raise AssertionError(f"rank {first} of {failed} failed ({outputs[first].code}):\n{outputs[first].text[-6000:]}")
     return outputs
+
+
+def once(factory: pytest.TempPathFactory, name: str, compute: Callable[[], Any]) -> Any:
+    """A JSON value that one of pytest's own worker processes computes for all: tests of a module may run in several."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return compute()
+    path = factory.getbasetemp().parent / f"{name}.json"
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.write_text(json.dumps(compute()))
+        return json.loads(path.read_text())
 
 
 def _ended_late(output: Output) -> bool:
@@ -116,44 +123,26 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def kill(processes: Any) -> None:
-    """Kill those of these processes that still run, with the children that they started."""
-    for process in processes:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # each has a session of its own
-            process.wait()
+def _killed(child: Child) -> Done:
+    """How a process ended; one that still runs is killed first, with the children that it started."""
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.kill()  # it may not have had a session of its own yet
+    return child.wait()
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int]:
+def _wait(children: list[Child], timeout: float) -> list[int]:
     """Wait until all have ended, or one has failed 20 seconds ago. Returns the ranks that still run at ``timeout``."""
     end = time.monotonic() + timeout
     failed_at: float | None = None
-    while any(process.poll() is None for process in processes):
+    while any(child.poll() is None for child in children):
         now = time.monotonic()
-        if failed_at is None and any(process.poll() for process in processes):
+        if failed_at is None and any(child.poll() for child in children):
             failed_at = now
         if failed_at is not None and now > failed_at + 20:
             return []
         if now > end:
-            return [rank for rank, process in enumerate(processes) if process.poll() is None]
+            return [rank for rank, child in enumerate(children) if child.poll() is None]
         time.sleep(0.02)
     return []
-
-
-def _read(file: Any) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
-
-
-def _main() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    module, _, name = sys.argv[1].partition(":")
-    result = getattr(importlib.import_module(module), name)(*json.loads(sys.argv[2]))
-    print(_RESULT + json.dumps(result), flush=True)
-
-
-if __name__ == "__main__":
-    _main()

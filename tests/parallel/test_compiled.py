@@ -15,17 +15,18 @@ DYNAMO = {"capture": "dynamo", "backend": "aot_eager"}
 NATIVE = {"capture": "trace", "backend": "inductor"}
 SHARD: dict[str, Any] = {"mesh": {"shard": 2}, "params": "shard"}
 
+SMALL = {"blocks": 1}  # one of two equal layers, since each compile takes seconds
+
 TRACED: list[dict[str, Any]] = [
-    {"params": "replicate", "kind": "uneven", "compiled": TRACE},
-    {"params": "replicate", "kind": "uneven", "options": {"accumulate": 3}, "compiled": TRACE},
-    {**SHARD, "kind": "empty", "compiled": TRACE},
-    {**SHARD, "kind": "uneven", "options": {"accumulate": 3, "microbatches": 2}, "compiled": TRACE},
-    {**SHARD, "kind": "uneven", "batches": "ragged", "compiled": TRACE},
-    {**SHARD, "tx": "partition", "compiled": TRACE},
+    {"params": "replicate", "kind": "uneven", "options": {"accumulate": 3, **SMALL}, "compiled": TRACE},
+    {**SHARD, "kind": "empty", "options": SMALL, "compiled": TRACE},
+    {**SHARD, "kind": "uneven", "options": {"accumulate": 3, "microbatches": 2, **SMALL}, "compiled": TRACE},
+    {**SHARD, "kind": "uneven", "batches": "ragged", "options": SMALL, "compiled": TRACE},
+    {**SHARD, "tx": "partition", "options": SMALL, "compiled": TRACE},
 ]
 CAPTURED: list[dict[str, Any]] = [
-    {"params": "replicate", "kind": "uneven", "compiled": DYNAMO},
-    {**SHARD, "kind": "uneven", "compiled": DYNAMO},
+    {"params": "replicate", "kind": "uneven", "options": SMALL, "compiled": DYNAMO},
+    {**SHARD, "kind": "uneven", "options": SMALL, "compiled": DYNAMO},
 ]
 
 

@@ -28,10 +28,10 @@ GONE = {
 
 
 @pytest.mark.parametrize("how", list(GONE))
-def test_a_process_that_is_gone_is_named(how: str):
+def test_a_process_that_is_gone_is_named(how: str, tmp_path: Path):
     world, rank, text = GONE[how]
     kind = "kill" if how == "first" else how
-    outputs = run("tests.parallel.fitting:gone", world, args=[kind, rank], check=False, timeout=60)
+    outputs = run("tests.parallel.fitting:gone", world, args=[kind, rank, str(tmp_path)], check=False, timeout=60)
     for other in set(range(world)) - {rank}:
         message, seconds = outputs[other].value
         assert text in message, message
@@ -48,7 +48,7 @@ def torchrun(folder: Path, world: int, *args: Any, restarts: int = 0, launch: st
         launch: in the names of the files that it writes.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port"]
-    command += [str(free_port()), "--max-restarts", str(restarts), "--monitor-interval", "0.2"]
+    command += [str(free_port()), "--max-restarts", str(restarts), "--monitor-interval", "0.05"]
     command += ["-m", "tests.parallel.fitting", json.dumps([str(folder), *args])]
     env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "LAUNCH": launch}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=200, check=False)
@@ -74,8 +74,8 @@ def last_rows(folder: Path) -> dict[int, list[int]]:
 
 
 def test_torchrun_starts_a_killed_run_again(tmp_path: Path):
-    kills = {"0": [1, 3], "1": [0, 4]}
-    torchrun(tmp_path, 2, "shard", 3, kills, {"shard": 2}, restarts=3)
+    """Process 0, which writes; `test_a_process_that_is_gone_is_named` kills another one."""
+    torchrun(tmp_path, 2, "shard", 3, {"0": [0, 4]}, {"shard": 2}, restarts=3)
     assert last_rows(tmp_path) == {epoch: list(range(37)) for epoch in range(3)}
     check_end(tmp_path, epochs=3)
 

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 
-from .processes import run
+from .processes import once, run
 
 ULPS = 2.5e-7  # relative: metrics are float32, and a process rounds its own share
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("runs")
-    return [output.value for output in run("tests.parallel.fitting:everything", 2, args=[str(folder)], timeout=240)]
+    def compute() -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("runs")
+        return [output.value for output in run("tests.parallel.fitting:everything", 2, args=[str(folder)], timeout=240)]
+
+    return once(tmp_path_factory, "fitting", compute)
 
 
 @pytest.mark.row("2.8", "2.15", "2.16", "B25")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from .hostile import TIMEOUT
-from .processes import free_port, run
+from .processes import free_port, once, run
 
 MISSING = r"the environment has {}, but not {} \(cure: start with `torchrun --nproc-per-node 2 train\.py`"
 JOIN = r"process {} of 2 could not join the others at 127\.0\.0\.1:\S+: "
@@ -55,12 +55,12 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return started("two", 2, tmp_path_factory.mktemp("two"))
+    return once(tmp_path_factory, "two", lambda: started("two", 2, tmp_path_factory.mktemp("two")))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return started("two_runs", 4, tmp_path_factory.mktemp("runs"))
+    return once(tmp_path_factory, "two runs", lambda: started("two_runs", 4, tmp_path_factory.mktemp("runs")))
 
 
 def started(function: str, world: int, folder: Path) -> list[dict[str, Any]]:

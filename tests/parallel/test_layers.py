@@ -110,8 +110,7 @@ def test_units_equal_one_process() -> None:
 
 @pytest.mark.soak
 def test_units_need_less_memory_than_the_whole_parameters() -> None:
-    env = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # freed memory returns to the system
-    found = processes.run("tests.parallel.cases:peaks_with_and_without", 2, env=env, timeout=240)[0].value
+    found = processes.run("tests.parallel.cases:peaks_with_and_without", 2, timeout=240)[0].value
     with_units, without = found
     assert with_units["peak"] <= 0.9, found
     assert without["peak"] > 1.5, found

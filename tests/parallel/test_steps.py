@@ -35,10 +35,13 @@ def in_json(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """One start of two processes for all cases."""
-    outputs = processes.run("tests.parallel.cases:steps", 2, args=[in_json(EQUAL + FAULTY)], timeout=150)
-    return outputs[0].value
+
+    def compute() -> list[dict[str, Any]]:
+        return processes.run("tests.parallel.cases:steps", 2, args=[in_json(EQUAL + FAULTY)], timeout=150)[0].value
+
+    return processes.once(tmp_path_factory, "steps", compute)
 
 
 @pytest.mark.parametrize("index", range(len(EQUAL)), ids=lambda index: str(EQUAL[index]))
