@@ -89,7 +89,7 @@ def run(
     if late:
         all_texts = "\n".join(f"--- rank {rank}\n{output.text[-3000:]}" for rank, output in enumerate(outputs))
         raise AssertionError(f"ranks {late} did not end in {timeout} s:\n{all_texts}")
-    failed = [rank for rank, output in enumerate(outputs) if output.code and not _ended_late(output)]
+    failed = [rank for rank, output in enumerate(outputs) if output.code]
     if check and failed:
         # The one that a signal ended was killed here, or is not the one with a traceback.
         first = next((rank for rank in failed if outputs[rank].code > 0), failed[0])
@@ -107,13 +107,6 @@ def once(factory: pytest.TempPathFactory, name: str, compute: Callable[[], Any])
         if not path.exists():
             path.write_text(json.dumps(compute()))
         return json.loads(path.read_text())
-
-
-def _ended_late(output: Output) -> bool:
-    """True for a process that had returned its result when a thread of torch in C++ ended it, on its way out. Seen once
-    in some thousand processes on a busy machine; its cause is not known."""
-    said = "terminate called without an active exception" in output.text
-    return output.code == -signal.SIGABRT and said and _RESULT in output.text
 
 
 def free_port() -> int:

@@ -28,10 +28,10 @@ GONE = {
 
 
 @pytest.mark.parametrize("how", list(GONE))
-def test_a_process_that_is_gone_is_named(how: str, tmp_path: Path):
+def test_a_process_that_is_gone_is_named(how: str):
     world, rank, text = GONE[how]
     kind = "kill" if how == "first" else how
-    outputs = run("tests.parallel.fitting:gone", world, args=[kind, rank, str(tmp_path)], check=False, timeout=60)
+    outputs = run("tests.parallel.fitting:gone", world, args=[kind, rank], check=False, timeout=60)
     for other in set(range(world)) - {rank}:
         message, seconds = outputs[other].value
         assert text in message, message

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 from ..errors import RankError
 from . import mesh as meshes
@@ -71,20 +72,41 @@ def _missing(groups: meshes.Groups) -> str:
         return ""
     end = time.monotonic() + _GRACE
     others = [rank for rank in range(mesh.size) if rank != mesh.rank]
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store.set(f"here/{mesh.rank}", "")
-        while True:
-            failed = {rank: store.get(f"failed/{rank}").decode() for rank in others if store.check([f"failed/{rank}"])}
-            if failed:
-                rank, text = min(failed.items())
-                return f"process {rank} of {mesh.size} failed: {text}"
-            gone = [rank for rank in others if not store.check([f"here/{rank}"])]
-            if len(gone) <= 1 or time.monotonic() > end:
-                return _named(gone, mesh.size)
-            time.sleep(_PAUSE)
+        found = _noted(store, others, mesh.size, end)
+        store.set(f"read/{mesh.rank}", "")
+        if mesh.rank == 0 and not is_agents:  # the store ends with this process
+            _wait_for_readers(store, others, end)
+        return found
     except Exception:  # the store is gone
-        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return "" if is_agents or mesh.rank == 0 else f"process 0 of {mesh.size} is gone, with the store that it holds"
+
+
+def _noted(store: Any, others: list[int], size: int, end: float) -> str:
+    """What the notes say, once all but one process have written one, or at ``end``."""
+    while True:
+        failed = {rank: store.get(f"failed/{rank}").decode() for rank in others if store.check([f"failed/{rank}"])}
+        if failed:
+            rank, text = min(failed.items())
+            return f"process {rank} of {size} failed: {text}"
+        gone = [rank for rank in others if not store.check([f"here/{rank}"])]
+        if len(gone) <= 1 or time.monotonic() > end:
+            return _named(gone, size)
+        time.sleep(_PAUSE)
+
+
+def _wait_for_readers(store: Any, others: list[int], end: float) -> None:
+    """Wait until the others have read the notes, or until ``end``: those that did not fail, and if none did all but one
+    that is lost."""
+    alive = [rank for rank in others if not store.check([f"failed/{rank}"])]
+    lost = 1 if alive == others else 0
+    while time.monotonic() < end:
+        late = [rank for rank in alive if not store.check([f"read/{rank}"])]
+        if len(late) <= lost and not any(store.check([f"here/{rank}"]) for rank in late):
+            return
+        time.sleep(_PAUSE)
 
 
 def _named(gone: list[int], size: int) -> str:
