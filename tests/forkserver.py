@@ -1,7 +1,8 @@
 """Processes that may be killed, without paying for their imports each time.
 
 The server imports torch, JAX, orbax and what a `fit` needs once, and has a single thread, so that its children can be
-forked safely; each child runs a piece of Python as if it were a script of its own, interpreter shutdown included.
+forked safely. Each child runs a piece of Python as a script; unless it is ``quick``, it also shuts its interpreter
+down.
 """
 
 from __future__ import annotations

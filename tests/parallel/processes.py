@@ -121,7 +121,7 @@ def _killed(child: Child) -> Done:
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        child.kill()  # it may not have had a session of its own yet
+        child.kill()  # a child that has not called setsid yet is in another process group
     return child.wait()
 
 

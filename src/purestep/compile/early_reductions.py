@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
 OPTIONS = {"reorder_for_locality": False}
-"""Of inductor. Where a graph has no backward pass of its own, inductor moves each operation next to its first reader.
-In a whole step these are also the products for the weights' gradients: their inputs, the gradients of all activations,
-would stay in memory to the end of the backward pass."""
+"""Options of inductor that keep operations in the order of the trace. By default inductor moves each operation of a
+graph for inference, as which it takes a whole step, next to its first reader. The products for the weights' gradients
+would move to the end of the backward pass, and the gradients of all activations, which they read, would live until
+then."""
 
 _LARGE = 1 << 16
 """Minimal number of elements for which a shorter lifetime is worth an extra kernel."""

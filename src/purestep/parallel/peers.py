@@ -85,7 +85,11 @@ def _missing(groups: meshes.Groups) -> str:
 
 
 def _noted(store: Any, others: list[int], size: int, end: float) -> str:
-    """What the notes say, once all but one process have written one, or at ``end``."""
+    """Read the notes until one reports a failure, all processes but one have written theirs, or ``end`` has come.
+
+    Returns:
+        The message for the error.
+    """
     while True:
         failed = {rank: store.get(f"failed/{rank}").decode() for rank in others if store.check([f"failed/{rank}"])}
         if failed:

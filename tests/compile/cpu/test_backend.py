@@ -808,7 +808,7 @@ Story = Callable[[Tensor, Tensor, Tensor], list[Tensor]]
 
 
 def wrong_of(*stories: Story) -> list[Story]:
-    """Those that compute something else than eager torch in native code of all, each on tensors of its own."""
+    """Compile all stories into one graph, each on its own tensors; return those whose numbers are not eager torch's."""
 
     def run_eagerly(story: Story, tensors: list[Tensor]) -> list[Tensor]:
         return [*story(*tensors), *tensors[:2]]

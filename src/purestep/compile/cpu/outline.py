@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from .. import aliasing, fx_passes
+from .. import aliasing, early_reductions, fx_passes
 from . import graph_key
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ class Block:
         inductor.record_original_output_strides(self.module)
         inductor.view_to_reshape(self.module)
         inductor.fake_tensor_prop(self.module, given)
-        # Keep the order of nodes: a sum that moves to the end would recompute its terms.
-        with config.patch(reorder_for_locality=False):
+        # Whatever the user's options: a sum that moves to the end would recompute its terms.
+        with config.patch(early_reductions.OPTIONS):
             inductor._recursive_post_grad_passes(self.module, is_inference=True)
         return self.module
 
