@@ -58,7 +58,8 @@ def table(
     """Rows of every contestant on ``world`` processes of this machine.
 
     Args:
-        device: "cpu" (gloo) or "cuda" (NCCL, a GPU for each process).
+        device: "cpu" (gloo) or "cuda" (NCCL). Processes share GPUs where there are fewer; NCCL 2.30 does that under
+            NCCL_MULTI_RANK_GPU_ENABLE=1.
         work: its name in `works.WORKS`; each process takes its share of the same batches.
         world: processes.
         rounds: turns of each contestant.
@@ -72,7 +73,8 @@ def table(
         port = found.getsockname()[1]
 
     def of_rank(rank: int) -> Any:
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        local = rank % max(torch.cuda.device_count(), 1) if device == "cuda" else rank
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world)}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads)}
         return alone.call("benchmarks.parallel:one_rank", arguments, environment=variables)
 

@@ -22,7 +22,7 @@ def small(value: float = 0.0) -> dict[str, Tensor]:
 
 def bits(tensor: Tensor) -> bytes:
     """The values' bytes in C order: NaN equals NaN, -0 differs from 0."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     if plain.dtype == torch.complex128:
         plain = torch.view_as_real(plain)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -24,6 +24,8 @@ from purestep.parallel import collectives
 from purestep.step import exchange
 from purestep.types import Share
 
+from .processes import DEVICE
+
 CLASSES = 29
 CALLS = ("all_reduce", "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
 
@@ -61,7 +63,7 @@ class Net(nn.Module):
 
 def net(blocks: int) -> nn.Module:
     torch.manual_seed(0)
-    return Net(blocks).double()
+    return Net(blocks).double().to(DEVICE)
 
 
 def transforms(blocks: int) -> dict[str, Callable[[], optim.Transform]]:
@@ -100,7 +102,7 @@ class Perceptron(nn.Module):
 
 def perceptrons(tx: str = "adamw", **options: Any) -> ps.Program:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 8), Perceptron(), Perceptron()).double()
+    net = nn.Sequential(nn.Linear(8, 8), Perceptron(), Perceptron()).double().to(DEVICE)
     rules = {
         "adamw": lambda: optim.chain(optim.clip_by_global_norm(0.2), optim.adamw(1e-2)),
         "lamb": lambda: optim.chain(optim.clip_by_global_norm(0.2), optim.lamb(1e-2)),
@@ -111,7 +113,7 @@ def perceptrons(tx: str = "adamw", **options: Any) -> ps.Program:
 def halves() -> ps.Program:
     """Trained in float16 with a loss scale."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).to(DEVICE)
     rule, scaler = optim.adamw(1e-3, eps=1e-4), ps.scaler.dynamic(2.0**14)
     return ps.program(net, ps.supervised(nn.MSELoss()), rule, precision="16-true", scaler=scaler)
 
@@ -132,7 +134,7 @@ def huge() -> list[Any]:
 
 def vectors() -> list[Any]:
     random = torch.Generator().manual_seed(4)
-    return [tuple(torch.randn(6, 4, 8, generator=random, dtype=torch.float64) for _ in range(2)) for _ in range(6)]
+    return placed([[torch.randn(6, 4, 8, generator=random, dtype=torch.float64) for _ in range(2)] for _ in range(6)])
 
 
 def plan(names: Any) -> dict[str, Any]:
@@ -173,7 +175,7 @@ def normalized(tx: str = "sgd", **options: Any) -> ps.Program:
     # The last class is padding: batches without another have the loss 0/0.
     objective = ps.supervised(nn.CrossEntropyLoss(ignore_index=6))
     rule = optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1, momentum=0.9))
-    return ps.program(Normalized().double(), objective, rule, precision="64-true", ema=0.9, **options)
+    return ps.program(Normalized().double().to(DEVICE), objective, rule, precision="64-true", ema=0.9, **options)
 
 
 def images() -> list[Any]:
@@ -186,18 +188,19 @@ def images() -> list[Any]:
         if number == 1:
             y[5:] = 6
         found.append((x, y))
-    return found
+    return placed(found)
 
 
 def batches(count: int = 8, rows: int = 12) -> list[Any]:
     random = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randint(0, CLASSES, (rows, 5), generator=random),
-            torch.randint(0, CLASSES, (rows,), generator=random),
-        )
-        for _ in range(count)
-    ]
+    return placed(
+        [[torch.randint(0, CLASSES, shape, generator=random) for shape in ((rows, 5), (rows,))] for _ in range(count)]
+    )
+
+
+def placed(found: list[Any]) -> list[Any]:
+    """Batches as tuples of tensors on the device of the processes."""
+    return [tuple(leaf.to(DEVICE) for leaf in batch) for batch in found]
 
 
 def share(batch: Any, mesh: ps.parallel.Mesh, kind: str) -> Share:
@@ -210,9 +213,8 @@ def share(batch: Any, mesh: ps.parallel.Mesh, kind: str) -> Share:
     else:
         cuts = [0, *[rows] * width] if width < 3 else [0, rows // 3, *[rows] * (width - 1)]
     first, end = cuts[mesh.batch_rank], cuts[mesh.batch_rank + 1]
-    if end > first:
-        return Share(tuple(leaf[first:end] for leaf in batch), torch.tensor(1.0))
-    return Share(tuple(leaf[:1] for leaf in batch), torch.tensor(0.0))
+    rows = slice(first, end) if end > first else slice(1)
+    return Share(tuple(leaf[rows] for leaf in batch), torch.tensor(float(end > first), device=DEVICE))
 
 
 def difference(found: Any, expected: Any) -> tuple[float, str]:
@@ -362,14 +364,24 @@ class Wide(nn.Module):
 
 
 def peaks_with_and_without() -> list[dict[str, float]]:
-    ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD: freed memory returns to the system
+    if DEVICE == "cpu":
+        ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD: freed memory returns to the system
     return [peaks(["blocks.*"]), peaks([])]
 
 
 def _high_water() -> int:
-    """The largest resident memory of this process since the last reset, in bytes."""
+    """The largest memory since the last reset, in bytes: resident memory of this process, or memory of the device."""
+    if DEVICE == "cuda":
+        return torch.cuda.max_memory_allocated()
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def _reset_high_water() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def peaks(units: list[str]) -> dict[str, float]:
@@ -378,11 +390,11 @@ def peaks(units: list[str]) -> dict[str, float]:
 
     torch.manual_seed(0)
     with torch.no_grad():
-        net = Wide()
+        net = Wide().to(DEVICE)
     objective = ps.supervised(nn.MSELoss())
     whole = ps.program(net, objective, optim.sgd(1e-3))
     total = sum(leaf.numel() * leaf.element_size() for leaf in net.parameters())
-    batch = torch.randn(4, 8), torch.randn(4, 560)
+    (batch,) = placed([[torch.randn(4, 8), torch.randn(4, 560)]])
     with ps.parallel.start(timeout=90, shard=2) as mesh:
         program = ps.distribute(whole, mesh, params="shard", units=units)
         state = program.init(seed=0)
@@ -392,7 +404,7 @@ def peaks(units: list[str]) -> dict[str, float]:
         original = gradient.gradients
 
         def measured(*args: Any) -> Any:
-            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the high-water mark
+            _reset_high_water()
             before = _high_water()
             result = original(*args)
             found.append(_high_water() - before)

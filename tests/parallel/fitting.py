@@ -25,6 +25,8 @@ from purestep.loop import processes as processes_
 from purestep.snapshot import snapshots as snapshots_
 from purestep.types import Share
 
+from .processes import DEVICE
+
 ROWS = 37  # in batches of 8: the last one has 5 rows
 CLASSES = 7
 
@@ -43,7 +45,7 @@ class Net(nn.Module):
 
 def program(**options: Any) -> ps.Program:
     torch.manual_seed(0)
-    model = Net().double()
+    model = Net().double().to(DEVICE)
     tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1))
     objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"accuracy": ps.metrics.accuracy})
     return ps.program(model, objective, tx, precision="64-true", **({"ema": 0.9} | options))
@@ -66,7 +68,8 @@ def loaders() -> dict[str, Any]:
 
 
 def fit(program: ps.Program, data: Any = None, **options: Any) -> ps.loop.FitResult:
-    fixed = {"progress": False, "device": "cpu", "check_every": None, "log_every": 0}
+    fixed = {"progress": False, "device": DEVICE, "check_every": None, "log_every": 0}
+    fixed |= {"compile": False} if DEVICE == "cuda" else {}  # some fifty programs: minutes of inductor
     state = options.pop("state", None)
     state = program.init(seed=7) if state is None else state
     return ps.fit(state, loaders() if data is None else data, program, **(fixed | {"epochs": 2} | options))
@@ -143,7 +146,7 @@ def equal(mode: str, sizes: dict[str, int], accumulate: int) -> dict[str, Any]:
                 seen.append((event.epoch, rows_of(event.batch)))
 
         one = ps.distribute(program(accumulate=accumulate), mesh, params=mode)
-        result = fit(one, monitor="val_loss", callbacks=[note])
+        result = fit(one, monitor="val_loss", callbacks=[note], compile="auto")
         whole = ps.full(result.state)
         means = ps.evaluate(ps.view(result.state, "ema"), loader(11, 4), one.eval_step)
         after, totals = ps.run_epoch(one.init(seed=3), loader(), one.train_step, seed=5)
@@ -191,7 +194,7 @@ def exact() -> dict[str, float]:
     def value(mesh: Any) -> float:
         torch.manual_seed(0)
         objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"auroc": MulticlassAUROC(CLASSES)})
-        made = ps.program(Net().double(), objective, optim.sgd(1e-2), precision="64-true")
+        made = ps.program(Net().double().to(DEVICE), objective, optim.sgd(1e-2), precision="64-true")
         made = made if mesh is None else ps.distribute(made, mesh, params="shard")
         return ps.evaluate(made.init(), loader(11, 5, shuffle=False), made.eval_step)["auroc"]
 

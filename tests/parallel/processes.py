@@ -3,6 +3,10 @@
 run("tests.parallel.cases:function", 2)   the function in each process; its result comes back as JSON
 
 The processes are forks of one that has imported what they need. `test_failures` and `test_torchrun` start torchrun.
+
+    PURESTEP_TEST_DEVICE=cuda python -m pytest tests/parallel -k "not torchrun"
+
+runs the same with NCCL on one GPU, which all processes share. That needs NCCL 2.30 or later; torch 2.14 has it.
 """
 
 from __future__ import annotations
@@ -24,6 +28,11 @@ import pytest
 from forkserver import Child, Done
 
 ROOT = Path(__file__).parents[2]
+DEVICE = os.environ.get("PURESTEP_TEST_DEVICE", "cpu")
+PLACE = {
+    "cpu": {"CUDA_VISIBLE_DEVICES": ""},  # gloo, also where there is a GPU
+    "cuda": {"LOCAL_RANK": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+}
 _RESULT = "purestep-result "
 _CODE = """
 import importlib, json, os
@@ -73,6 +82,7 @@ def run(
     module, _, name = target.partition(":")
     common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(free_port()), "TMPDIR": tempfile.gettempdir(), **(env or {})}  # with inductor's cache
+    common |= PLACE[DEVICE]
     code = _CODE.format(module=module, name=name, args=json.dumps(list(args)), result=_RESULT)
     server = forkserver.shared()
     server.preload("torch.distributed.tensor.parallel", module)

@@ -18,6 +18,8 @@ from purestep import errors, optim
 from purestep.parallel import placement
 from purestep.snapshot import parts
 
+from .processes import DEVICE
+
 KINDS = ("shard", "replicate", "rules")
 
 
@@ -45,7 +47,7 @@ class Net(nn.Module):
 def program(accumulate: int = 3) -> ps.Program:
     torch.manual_seed(0)
     tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2))
-    return ps.program(Net(), ps.supervised(nn.CrossEntropyLoss()), tx, ema=0.9, accumulate=accumulate)
+    return ps.program(Net().to(DEVICE), ps.supervised(nn.CrossEntropyLoss()), tx, ema=0.9, accumulate=accumulate)
 
 
 def distributed(mesh: ps.parallel.Mesh, kind: str, accumulate: int = 3) -> ps.Program:
@@ -59,7 +61,7 @@ def trained(own: ps.Program, mesh: ps.parallel.Mesh, calls: int = 5) -> Any:
     state = own.init(seed=3)
     generator = torch.Generator().manual_seed(1)
     for _ in range(calls):
-        rows = torch.randint(0, 11, (6, 4), generator=generator)
+        rows = torch.randint(0, 11, (6, 4), generator=generator).to(DEVICE)
         state = step(own, state, mesh, rows)
     return state
 
@@ -108,7 +110,7 @@ def read(root: str, kind: str) -> str:
         assert ps.tree.flatten(found.state)[1] == ps.tree.flatten(template)[1]
         for (path, leaf), like in zip(ps.tree.with_paths(found.state), ps.tree.leaves(template), strict=True):
             assert (leaf.shape, leaf.dtype, leaf.stride()) == (like.shape, like.dtype, like.stride()), path
-        step(own, found.state, mesh, torch.zeros(6, 4, dtype=torch.int64))
+        step(own, found.state, mesh, torch.zeros(6, 4, dtype=torch.int64, device=DEVICE))
         return digest(ps.full(found.state))
 
 
@@ -118,14 +120,14 @@ def tensor_parallel(root: str) -> list[str]:
 
     def made() -> ps.Program:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).to(DEVICE)
         return ps.program(model, ps.supervised(nn.MSELoss()), optim.adamw(1e-2), ema=0.9)
 
     with ps.parallel.start(timeout=60, tensor=2) as mesh:
         own = ps.distribute(made(), mesh, tensor={"0": ColwiseParallel(), "2": RowwiseParallel()})
         assert own.init is not None
         state = own.init(seed=3)
-        state, _ = own.train_step(state, (torch.ones(3, 4), torch.zeros(3, 4)))
+        state, _ = own.train_step(state, (torch.ones(3, 4, device=DEVICE), torch.zeros(3, 4, device=DEVICE)))
         with ps.Snapshots(root) as snapshots:
             snapshots.save(1, state)
             snapshots.wait()
@@ -294,7 +296,7 @@ def tools(root: str) -> list[str]:
         own, plain = distributed(mesh, "shard"), program()
         state = trained(own, mesh)
         whole = ps.full(state)
-        rows = torch.arange(8).reshape(2, 4)
+        rows = torch.arange(8, device=DEVICE).reshape(2, 4)
         assert own.bind is not None
         assert plain.bind is not None
         for view in ("params", "ema"):

@@ -4,6 +4,8 @@
     python -m tests.parallel.table --all              native code in every row
     python -m tests.parallel.table --only units       rows whose name has this word; written to the terminal
 
+With PURESTEP_TEST_DEVICE=cuda (see `processes`) the page is tests/parallel/table_cuda.md.
+
 A number is the largest absolute difference of any number of the whole state after eight batches, in float64.
 """
 
@@ -18,7 +20,8 @@ import torch
 
 from . import processes
 
-PAGE = Path(__file__).parent / "table.md"
+PAGE = Path(__file__).parent / ("table.md" if processes.DEVICE == "cpu" else "table_cuda.md")
+BACKEND = "gloo" if processes.DEVICE == "cpu" else "NCCL"
 SPREADS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicate": (2, {"params": "replicate"}),
     "shard": (2, {"params": "shard", "mesh": {"shard": 2}}),
@@ -47,7 +50,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a word of a row's name")
     chosen = parser.parse_args()
     lines = [
-        f"torch {torch.__version__}, gloo, float64, 8 batches of 12 rows, clip + AdamW + EMA, odd sizes, a tied head.",
+        f"torch {torch.__version__}, {BACKEND}, float64, 8 batches of 12 rows, clip + AdamW + EMA, odd sizes, tied head.",
         "Written by `python -m tests.parallel.table" + (" --all`." if chosen.all else "`."),
         "",
         "| state | shares | eager | trace | inductor | collectives a run | numbers at rest |",

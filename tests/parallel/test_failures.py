@@ -86,10 +86,10 @@ def check_end(folder: Path, epochs: int) -> None:
 
 def far_from_unbroken(folder: Path, epochs: int) -> float:
     """The largest difference of a number of the state from that of one process that was not broken off."""
-    end = torch.load(folder / "end.pt")
+    end = torch.load(folder / "end.pt", map_location="cpu")
     wanted = dict(tree.with_paths(unbroken(epochs)))
     assert end.keys() == wanted.keys()
-    return max(float((end[path].double() - value.double()).abs().max()) for path, value in wanted.items())
+    return max(float((end[path].double() - value.cpu().double()).abs().max()) for path, value in wanted.items())
 
 
 @functools.cache

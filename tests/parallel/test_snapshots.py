@@ -42,6 +42,7 @@ def group(function: str, world: int, *args: Any, plan: dict[int, str] | None = N
     children = []
     for rank in range(world):
         own = {"PURESTEP_FAILPOINT": plan[rank]} if plan and rank in plan else {}
+        own |= processes.PLACE[processes.DEVICE]
         children.append(
             forkserver.shared().start(
                 code,

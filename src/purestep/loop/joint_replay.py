@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..data import to_device
 from ..diagnostics import replay
 from ..errors import NonFiniteError
 from ..parallel import Mesh, agreement, full
@@ -56,7 +57,7 @@ def write(
         target = snapshots.directory / "nonfinite" / f"{error.step}.safetensors"
         notes = {"step": error.step, "where": error.where, "processes": mesh.size}
         try:
-            path = str(replay.write(target, state, _joined(shares), notes))
+            path = str(replay.write(target, state, to_device(_joined(shares), state), notes))
         except Exception as failed:  # all processes wait for the path
             _log.warning("state and batch were not written down: %s: %s", type(failed).__name__, failed)
     path = agreement.from_process(path, 0)

@@ -124,7 +124,11 @@ def distribute(
     steps = inner.steps(processes.form(Form(lambda stored: stored, lambda named: named)))
 
     def init(seed: int = 0, device: torch.device | str | None = None) -> TrainState:
-        """This process's part of the state before the first step, which every process calls; see `Program`."""
+        """This process's part of the state before the first step, which every process calls; see `Program`.
+
+        Without ``device`` it is on the device of the mesh: NCCL sends nothing from the CPU.
+        """
+        device = "cuda" if device is None and mesh.device_type == "cuda" else device
         state = cast(Callable[..., TrainState], program.init)(seed, device)
         _check_weights(state)
         return placement.part(layout, state)
@@ -179,7 +183,8 @@ def share(batch: Batch, mesh: Mesh) -> Share:
     count, at, width = microbatch.count_rows(batch), mesh.batch_rank, mesh.batch_size
     first, end = count * at // width, count * (at + 1) // width
     rows = microbatch.rows(batch, first, end) if end > first else microbatch.rows(batch, 0, 1)
-    return Share(rows, torch.tensor(float(end > first)))
+    device = next((leaf.device for leaf in tree.leaves(rows) if isinstance(leaf, Tensor)), None)
+    return Share(rows, torch.tensor(float(end > first), device=device))
 
 
 def _chosen(params: Any, names: Sequence[str]) -> Callable[[str], bool]:

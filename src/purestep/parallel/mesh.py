@@ -200,9 +200,11 @@ def start(
         try:
             yield found.mesh
         except BaseException as error:
-            from .peers import note_failure
+            from .peers import free_device, note_failure
 
             note_failure(error)
+            if device_mesh is None:  # closing the groups would wait for the others, who wait for this process
+                free_device(found)
             raise
 
 
@@ -282,6 +284,9 @@ def _process_group(rank: int, count: int, timeout: float) -> Generator[Any]:
         )
         _meet(store, rank, count, limit)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
+        # NCCL's watchdog gives up what waits for a lost peer, and this process raises the error. By torch's default the
+        # watchdog ends the process.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
     try:
         yield store
@@ -425,8 +430,10 @@ def _with_groups(mesh: Mesh, timeout: float) -> Groups:
         by_axis["batch"] = by_axis["data"] if mesh.data > 1 else by_axis["shard"]
     if mesh.size > 1:
         by_axis["world"] = dist.group.WORLD
-    for found in by_axis.values():  # torch gives new groups its default of 10 or 30 minutes
-        dist.distributed_c10d._set_pg_timeout(limit, found)  # pyright: ignore  # a mesh takes no timeout
+    # torch 2.14 made this public. A mesh takes no timeout, and torch gives new groups its default of 10 or 30 minutes.
+    limited: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # pyright: ignore
+    for found in by_axis.values():
+        limited(limit, found)
     host = dist.new_group(backend="gloo", timeout=limit) if mesh.size > 1 else None
     return Groups(mesh, MappingProxyType(by_axis), host, timeout=timeout)
 

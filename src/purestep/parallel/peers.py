@@ -42,6 +42,8 @@ def answered(call: str) -> Generator[None]:
 def lost(call: str, error: Exception) -> RankError:
     """The error of a collective that failed, with the process that is gone where that is known."""
     groups = meshes.current()
+    if groups is not None:
+        free_device(groups)
     first = (str(error).strip().splitlines() or [""])[0][:_LONGEST]
     if groups is None or groups.mesh.size == 1:
         return RankError(f"{call} failed: {first}", where="parallel")
@@ -53,6 +55,15 @@ def lost(call: str, error: Exception) -> RankError:
         hint="see the first error of that process; `torchrun --max-restarts 3` starts all processes again, and fit "
         "goes on from the last snapshot; if it was only slow, parallel.start(timeout=...) with more seconds",
     )
+
+
+def free_device(groups: meshes.Groups) -> None:
+    """End the collectives that wait on the GPU for a process that is gone or fails: all else would wait behind them."""
+    if groups.mesh.device_type != "cuda":
+        return
+    for group in {id(group): group for group in groups.by_axis.values()}.values():
+        with contextlib.suppress(Exception):
+            group.abort()
 
 
 def note_failure(error: BaseException) -> None:

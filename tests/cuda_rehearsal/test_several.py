@@ -1,0 +1,62 @@
+"""Steps and runs of two processes whose states are on the GPU, equal to one process: see `one_of_several`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.parallel.processes import free_port
+
+from .one_of_several import RESULT
+
+SHARD: dict[str, Any] = {"params": "shard", "mesh": {"shard": 2}}
+CASES: list[dict[str, Any]] = [
+    {"params": "replicate"},
+    {"params": "replicate", "kind": "uneven", "options": {"accumulate": 3}},
+    {**SHARD, "kind": "empty", "options": {"microbatches": 2}},
+    {**SHARD, "kind": "uneven", "compiled": {"capture": "trace", "backend": "aot_eager"}},
+    {**SHARD, "units": ["blocks.*"]},
+]
+
+
+def two(target: str, *arguments: Any, timeout: float = 200) -> list[Any]:
+    """The results of a function of `tests.parallel` in two processes."""
+    common = os.environ | {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": str(free_port()), "PURESTEP_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "cuda_rehearsal.one_of_several", target, json.dumps(arguments)]
+    started = [
+        subprocess.Popen(command, env=common | {"RANK": str(rank)}, stdout=-1, stderr=subprocess.STDOUT, text=True)
+        for rank in range(2)
+    ]
+    try:
+        texts = [process.communicate(timeout=timeout)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, text in zip(started, texts, strict=True):
+        assert process.returncode == 0, text[-6000:]
+    lines = [next(line for line in text.splitlines() if line.startswith(RESULT)) for text in texts]
+    return [json.loads(line.removeprefix(RESULT)) for line in lines]
+
+
+def test_steps_equal_one_process():
+    for one in two("tests.parallel.cases:steps", CASES)[0]:
+        assert one["far"] < 1e-13, one
+
+
+def test_a_run_equals_one_process(tmp_path: Path):
+    found = two("tests.parallel.fitting:equal", "shard", {"shard": 2}, 1)[0]
+    assert max(found["state"], found["run_epoch"], found["streamed"], found["uneven"]) < 1e-14, found
+
+
+def test_a_halted_call_is_repeated_by_one_process(tmp_path: Path):
+    files = two("tests.parallel.fitting:troubles", str(tmp_path))[0]["files"]
+    assert sum(map(bool, files.values())) > 3
+    for first, far, same in filter(None, files.values()):
+        assert "not finite" in first
+        assert far < 1e-14
+        assert same
