@@ -96,7 +96,7 @@ def mismatches(case: Case, device: str = "cpu") -> list[str]:
             trained |= plain.params | plain.buffers
             if case.ema is not None:
                 trained |= {f"ema {name}": leaf for name, leaf in plain.ema.params.items()}
-            found += [f"{case}: {way}: {told}" for told in _unlike(trained, wanted, _TOLERANCE[case.precision])]
+            found += [f"{case}: {way}: {told}" for told in _unlike(trained, wanted, _tolerance(case, device))]
             if not all(
                 torch.equal(a, b)
                 for one, other in zip(given, kept, strict=True)
@@ -104,6 +104,12 @@ def mismatches(case: Case, device: str = "cpu") -> list[str]:
             ):
                 found.append(f"{case}: {way}: the batch has been written to")
     return found
+
+
+def _tolerance(case: Case, device: str) -> float:
+    if case.precision == "64-true" and device == "cuda" and "rms" in case.layers:
+        return 1e-6  # torch's own RMSNorm of float64 numbers on CUDA and its decomposition are 1.5e-8 apart
+    return _TOLERANCE[case.precision]
 
 
 def by_hand(case: Case, given: list[Any], device: str = "cpu") -> dict[str, Tensor]:
