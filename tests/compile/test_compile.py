@@ -23,7 +23,7 @@ from torch.nn import functional
 import purestep as ps
 from purestep import compile as compile_
 from purestep import optim, tree
-from purestep.compile import graph_cache, guards
+from purestep.compile import graph_choice, guards
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
 from purestep.types import Mean, Program, TrainState
 
@@ -841,7 +841,7 @@ def test_a_known_graph_is_taken_without_waiting_for_those_who_make_one(
     step, state = compiled(program.train_step, donate=donate), program.init()
     for rows in (8, 7, 6, 5):
         state, _ = step(state, vector_batch(rows))
-    monkeypatch.setattr(graph_cache, "exclusive", lambda: pytest.fail("one thread at a time"))
+    monkeypatch.setattr(graph_choice, "exclusive", lambda: pytest.fail("one thread at a time"))
     for rows in (8, 4, 6, 9, 7, 3):
         state, _ = step(state, vector_batch(rows))
     assert step.graphs == 3
@@ -885,8 +885,8 @@ def test_what_tries_a_graph_out_leaves_the_callers_random_numbers_alone(monkeypa
         yield
 
     monkeypatch.setattr("purestep.rng.scoped", scoped)
-    made = graph_cache.Graphs(graph_cache.Options("auto", "eager", None), lambda *_: None)
-    tried = graph_cache.Graph(lambda tensors, leaves: None, draws=True)
+    made = graph_choice.Graphs(graph_choice.Options("auto", "eager", None), lambda *_: None)
+    tried = graph_choice.Graph(lambda tensors, leaves: None, draws=True)
     monkeypatch.setattr(made, "_dynamo", lambda *_: tried)
     tensors = [torch.ones(2), torch.ones(2, device="meta")]
     monkeypatch.setattr("purestep.compile.capture.trace", lambda *_, **__: 1 / 0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import dynamic_shapes, graph_cache
+from purestep.compile import dynamic_shapes, graph_choice
 
 pytestmark = pytest.mark.compile
 
@@ -122,7 +122,7 @@ def test_a_branch_on_a_size_is_a_guard(capture: str) -> None:
 
 
 def test_a_size_as_a_number_of_pythons_compiles_each_size_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_cache, "_MAX_EXACT", 4)
+    monkeypatch.setattr(graph_choice, "_MAX_EXACT", 4)
 
     def objective(model: Any, given: Any) -> ps.Loss:
         rows = torch.tensor([float(index) for index in range(int(given.shape[0]))])

@@ -16,7 +16,7 @@ from torch import nn
 
 import purestep as ps
 from purestep import optim
-from purestep.loop.accumulation import counting
+from purestep.loop.window_position import counting
 
 from . import device
 from .counting import counted

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import purestep as ps
 from purestep import events
-from purestep.compile import CompiledStep, graph_cache
+from purestep.compile import CompiledStep, graph_choice
 from purestep.data import feed as feed_
 from purestep.data import map_style, open_feed, workers
 from purestep.errors import DataError, Mismatch
@@ -376,7 +376,7 @@ def test_row_34_a_ragged_last_batch_is_one_more_graph() -> None:
 
 
 def test_row_34_fails_where_every_call_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_cache, "kinds", lambda leaves: object())
+    monkeypatch.setattr(graph_choice, "kinds", lambda leaves: object())
     fails(test_row_34_a_ragged_last_batch_is_one_more_graph)
 
 

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import purestep as ps
 from purestep import schedules, tracing
 from purestep.loop import nonfinite_steps as halted
-from purestep.loop.accumulation import counting
 from purestep.loop.purity_check import PurityCheck
-from purestep.step import Accum, update
+from purestep.loop.window_position import counting
+from purestep.step import Accum, accumulation, train_step, update
 
 
 class Counted(TorchDispatchMode):
@@ -76,10 +76,12 @@ class Branches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = self.closed = 0
         shut = SimpleNamespace(**{**vars(tracing), "may_read": lambda value: False, "may_branch": lambda value: False})
-        monkeypatch.setattr(update, "tracing", shut)
-        keep_open, close = update._keep_open, update._close
-        monkeypatch.setattr(update, "_keep_open", lambda *given: self._count(keep_open, given, opened=1))
-        monkeypatch.setattr(update, "_close", lambda *given: self._count(close, given, closed=1))
+        for module in (accumulation, update):
+            monkeypatch.setattr(module, "tracing", shut)
+        keep_open, close = accumulation._keep_open, accumulation.close
+        monkeypatch.setattr(accumulation, "_keep_open", lambda *given: self._count(keep_open, given, opened=1))
+        for module in (accumulation, train_step):
+            monkeypatch.setattr(module, "close", lambda *given: self._count(close, given, closed=1))
 
     def _count(self, function: Any, given: Any, *, opened: int = 0, closed: int = 0) -> Any:
         self.opened, self.closed = self.opened + opened, self.closed + closed

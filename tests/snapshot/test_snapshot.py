@@ -19,7 +19,7 @@ from saving import assert_same, bits, golden_state, small
 from torch import Tensor
 
 from purestep import errors, tree
-from purestep.snapshot import Snapshots, manifest, orbax_io, reader, save_policy, staging, state_copy
+from purestep.snapshot import Snapshots, digest, manifest, orbax_io, reader, save_policy, staging, state_copy
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
@@ -91,8 +91,8 @@ def test_digests_of_large_leaves_are_taken_side_by_side(tmp_path, two_threads, m
         snapshots.save(1, small())
         snapshots.wait()
         monkeypatch.setattr(reader, "_SMALL", 0)
-        both, true = threading.Barrier(2), staging.digest
-        monkeypatch.setattr(staging, "digest", lambda values: (both.wait(timeout=30), true(values))[1])
+        both, true = threading.Barrier(2), digest.of_values
+        monkeypatch.setattr(digest, "of_values", lambda values: (both.wait(timeout=30), true(values))[1])
         assert_same(snapshots.restore(small(1.0)).state, small())
 
 
@@ -103,7 +103,7 @@ def test_the_first_damaged_leaf_is_told_and_the_others_are_not_looked_at(tmp_pat
         snapshots.wait()
         monkeypatch.setattr(reader, "_SMALL", 0)
         seen = list[int]()
-        monkeypatch.setattr(staging, "digest", lambda values: (time.sleep(0.2), seen.append(0))[0])
+        monkeypatch.setattr(digest, "of_values", lambda values: (time.sleep(0.2), seen.append(0))[0])
         with pytest.raises(errors.Corrupt, match="the values of 0 are not"):
             snapshots.restore(state)
         assert len(seen) < 9

@@ -13,7 +13,7 @@ from .capture import check as check_capture
 from .compiled_step import CompiledStep
 from .eager_donation import DonatedStep, without_donation
 from .eval_step import CompiledEval
-from .graph_cache import Options
+from .graph_choice import Options
 
 
 def compile_step(

@@ -19,7 +19,7 @@ from .contract import checked, same_structure, unrolled
 from .copied_state import CopiedStates
 from .cuda_graph import CudaGraphs
 from .donation import DonatedBuffers, treespec
-from .graph_cache import Graph, Graphs, Options
+from .graph_choice import Graph, Graphs, Options
 from .guards import check_untransformed, kinds, kinds_guard, resolved, without_text
 from .outputs import Stacked, unstacked
 from .packed_layouts import Layouts

@@ -24,7 +24,7 @@ from .donation import DonatedBuffers, memory_of, strided_clone
 from .guards import kinds, kinds_guard
 
 Run = Callable[[list[Tensor], list[Any]], Any]
-"""``(tensors, batch leaves) -> metrics``, like `graph_cache.Graph`."""
+"""``(tensors, batch leaves) -> metrics``, like `graph_choice.Graph`."""
 
 _WARM = 2  # calls before the recording
 _MOST = 16  # recordings of one store; batches of further sizes run without a CUDA graph

@@ -13,7 +13,7 @@ from ..types import Metrics, TrainState
 from . import donation, live_state, treespec
 from .compiled_step import batch_leaves
 from .contract import tensors_alone
-from .graph_cache import Graphs, Options
+from .graph_choice import Graphs, Options
 from .guards import check_untransformed, kinds, resolved
 from .outputs import unstacked
 

@@ -16,7 +16,7 @@ from ..errors import PurestepError
 from .capture import Uncaptured, stopped
 
 Run = Callable[[list[Tensor], list[Any]], Any]
-"""``(tensors, batch leaves) -> result of the core``, like `graph_cache.Graph`."""
+"""``(tensors, batch leaves) -> result of the core``, like `graph_choice.Graph`."""
 
 
 def guarded(run: Run, tensors: list[Tensor]) -> Run:

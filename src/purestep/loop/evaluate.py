@@ -15,10 +15,10 @@ from ..errors import StepContractError
 from ..metrics import Gathered
 from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
 from . import metric_queue, ranks
-from .accumulation import counting
 from .loop_state import LoopState
 from .metric_queue import MetricQueue
 from .nonfinite_steps import before_halt, halt_error
+from .window_position import counting
 
 Watch = Callable[[Any, Metrics, int], None]
 

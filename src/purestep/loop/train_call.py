@@ -19,12 +19,12 @@ from ..diagnostics import not_finite, purity
 from ..errors import ConfigError, NonFiniteError, PurestepError, StepContractError
 from ..step import static_of
 from ..types import EvalStep, Metrics, Program, TrainStep, Tree
-from .accumulation import counting
 from .eager_hint import EagerHint
 from .evaluate import BatchCheck, check_pair, takes_index
 from .loop_state import LoopState
 from .nonfinite_steps import can_halt, halts
 from .purity_check import PurityCheck
+from .window_position import counting
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
     from ..config import FitConfig

@@ -6,6 +6,7 @@ state_copy       the copy of a state in host memory; staging: its tensors as arr
 writer           one save, from the copy to the committed directory, in a thread
 reader           one step of a directory back to a state; partial_restore: ``only="params"``
 parts            several processes: which rows each one writes and reads, and how one waits for another
+digest           CRC-32 of a leaf's values, of bytes, of a file
 directory        the steps in a directory; manifest: the contents of one step
 history_rows     long histories in a file of their own
 summary          the steps of a directory, for people; run_record: how the run started and ended

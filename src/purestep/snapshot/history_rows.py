@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple, cast
 from ..errors import Corrupt
 from ..files import sync_directory
 from ..validation import is_count
+from . import digest
 
 BLOCK = 16  # rows; a manifest contains at least this number, and less than twice this number
 _NAME = re.compile(r"rows-(\d{1,9})\.jsonl")
@@ -156,7 +156,7 @@ class RowsFile:
             sync_directory(root)
         self._known = table.memory
         size = written.size + len(data)
-        self._written = Earlier(written.file, stop, size, zlib.crc32(data, written.crc32))
+        self._written = Earlier(written.file, stop, size, digest.of_bytes(data, written.crc32))
         return self._written
 
 
@@ -193,7 +193,7 @@ def read(root: Path, earlier: Earlier) -> list[dict[str, Any]]:
             raise ValueError("a symbolic link, which is not followed")
         with path.open("rb") as file:
             data = file.read(earlier.size)
-        if len(data) != earlier.size or zlib.crc32(data) != earlier.crc32:
+        if len(data) != earlier.size or digest.of_bytes(data) != earlier.crc32:
             raise ValueError("not what was written (its digest differs)")
         rows = [json.loads(line) for line in data.splitlines()]
     except (OSError, ValueError, RecursionError) as error:

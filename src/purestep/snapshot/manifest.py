@@ -18,7 +18,6 @@ import errno
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from ..errors import Corrupt, Mismatch, SnapshotError
 from ..validation import is_count
-from . import staging
+from . import digest, staging
 from .history_rows import Earlier, Table
 
 FORMAT = 2
@@ -272,7 +271,7 @@ def inventory(folder: Path) -> dict[str, File]:
 
 def _file_digest(path: Path) -> int | None:
     # orbax stores values in ocdbt.process_0/d; the other files are small and contain their positions.
-    return None if path.match("ocdbt.process_*/d/*") else zlib.crc32(path.read_bytes())
+    return None if path.match("ocdbt.process_*/d/*") else digest.of_file(path)
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -446,5 +445,5 @@ def check_values(path: str, leaf: Leaf, values: np.ndarray[Any, Any] | None, *, 
     if values.dtype != staging.carrier(leaf.dtype) or values.shape != leaf.shape:
         found = f"{values.dtype} {list(values.shape)}"
         raise Corrupt(f"{path} is {found} where {leaf.text()} was written", where=where)
-    if staging.digest(values) != leaf.crc32:
+    if digest.of_values(values) != leaf.crc32:
         raise Corrupt(f"the values of {path} are not the saved ones (their digest differs)", where=where)

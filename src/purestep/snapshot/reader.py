@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +17,9 @@ from torch import Tensor
 from .. import tree
 from ..errors import Corrupt
 from ..types import TrainState, Tree
+from . import digest, orbax_io, partial_restore, parts, staging, state_copy
 from . import history_rows as tables
 from . import manifest as manifests
-from . import orbax_io, partial_restore, parts, staging, state_copy
 from .manifest import Leaf, Manifest
 from .parts import Rows, Spread
 from .versions import environment
@@ -260,7 +259,7 @@ def _small(folder: Path, leaves: dict[str, Leaf]) -> dict[str, orbax_io.Array]:
     for path, chunk in chunks.items():
         leaf = leaves[path]
         own = bytearray(memoryview(chunk)[: staging.size(leaf.dtype, leaf.shape)])  # an index follows the values
-        if zlib.crc32(own) == leaf.crc32 and len(own) == staging.size(leaf.dtype, leaf.shape):
+        if digest.of_bytes(own) == leaf.crc32 and len(own) == staging.size(leaf.dtype, leaf.shape):
             found[path] = np.frombuffer(own, staging.carrier(leaf.dtype)).reshape(leaf.shape)
     return found
 

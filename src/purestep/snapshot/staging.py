@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from typing import Any
 
 import numpy as np
@@ -138,11 +137,6 @@ def _stride(source: Tensor) -> tuple[int, ...]:
 def array(buffer: Tensor) -> np.ndarray[Any, Any]:
     """The buffer as a C-contiguous array of its carrier type; a view if it has that order already."""
     return buffer.contiguous().numpy()
-
-
-def digest(values: np.ndarray[Any, Any]) -> int:
-    """CRC-32 of the values' bytes in C order, at 3 to 7 GB/s. Detects every flipped bit."""
-    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
 def carrier(dtype: str) -> np.dtype[Any]:

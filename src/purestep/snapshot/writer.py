@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 
 from ..errors import Corrupt, WriteFailed
 from ..files import failpoint, remove_tree, sync_directory, sync_tree, write_failed
-from . import directory, orbax_io, parts, reader
+from . import digest, directory, orbax_io, parts, reader
 from . import manifest as manifests
 from . import staging as staging_
 from .history_rows import Earlier, RowsFile, Table, placed
@@ -221,7 +221,7 @@ def _write_arrays(job: Job, folder: Path) -> dict[str, int]:
     if arrays:
         orbax_io.write(folder, arrays, platforms=job.platforms)
     failpoint("snapshot.digest")
-    return {path: staging_.digest(values) for path, (_, values) in arrays.items()}
+    return {path: digest.of_values(values) for path, (_, values) in arrays.items()}
 
 
 def _with_digests(job: Job, digests: Mapping[int, Mapping[str, int]]) -> Manifest:

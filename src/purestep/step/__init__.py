@@ -13,7 +13,10 @@ init_state   `init`
 gradient     forward and backward pass: the only place that differentiates
 sharpness    sharpness-aware minimization: a second gradient
 microbatch   splitting of a batch inside one call
-update       accumulation, the update or its rollback
+train_step   `train_step` and `flush`
+accumulation the window: adding a micro-batch, closing a full window
+update       the update of a window or its rollback
+random_draws dropout and all else that draws
 inference    `eval_step` and `bind`
 differentiable  the loss as a function of the parameters, for derivatives of other kinds
 batch_gradient   the gradient of one call alone

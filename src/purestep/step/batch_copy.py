@@ -16,7 +16,7 @@ def untouched(objective: Objective) -> Objective:
     """Wrap an objective whose model may write its batch in place, as a first layer ``nn.ReLU(inplace=True)`` does.
 
     The first call for each batch structure runs on copies and records which of them the model writes; later calls copy
-    only those leaves. Inside a graph nothing is copied here: `compile.graph_cache` passes a copy of the batch.
+    only those leaves. Inside a graph nothing is copied here: `compile.graph_choice` passes a copy of the batch.
     """
     known = _Written()
 

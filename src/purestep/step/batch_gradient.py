@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..types import Batch, Params, TrainState
-from .spec import IDENTITY, Spec, drawn_in_step
+from .random_draws import drawn_in_step
+from .spec import IDENTITY, Spec
 from .update import unscaled
 
 

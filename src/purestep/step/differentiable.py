@@ -15,7 +15,8 @@ from ..errors import ConfigError, StateError
 from ..model import functional
 from ..types import Empty, Loss, Params, Program, TrainState
 from .gradient import check_loss
-from .spec import Micro, Spec, drawn_in_step
+from .random_draws import drawn_in_step
+from .spec import Micro, Spec
 
 
 class Parts(NamedTuple):

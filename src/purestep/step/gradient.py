@@ -14,7 +14,7 @@ from .. import precision as precision_
 from ..errors import StepContractError
 from ..metrics import Gathered, merge
 from ..metrics import mean as means
-from ..model import dropout, functional, write_check
+from ..model import dropout_masks, functional, write_check
 from ..types import Batch, Form, Loss, Mean, Metrics, Params, Share, TrainState
 from . import microbatch
 from .spec import Micro, Spec, is_finite, last_unreached, wide
@@ -203,7 +203,7 @@ def _value_and_grad(
                 spec.reach.remember(_unreached(mean, params))
             return mean, extra
 
-        with nullcontext() if tracing.transformed() else dropout.EagerMasks():
+        with nullcontext() if tracing.transformed() else dropout_masks.EagerMasks():
             try:
                 grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
             except RuntimeError as error:

@@ -13,7 +13,8 @@ from .. import rng, tracing, tree
 from ..model import functional
 from ..types import Batch, Loss, Mean, Metrics, TrainState
 from .gradient import check_loss, counted, rows_of
-from .spec import Spec, drawn
+from .random_draws import drawn
+from .spec import Spec
 
 
 def eval_step_of(spec: Spec) -> Callable[..., Metrics]:

@@ -31,7 +31,7 @@ from .init_state import init_of
 from .sharpness import Sam, checked, gradients
 from .spec import IDENTITY, Reach, Spec
 from .statistics import Statistics
-from .update import steps_of
+from .train_step import steps_of
 
 
 @recipe

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from .. import ema as ema_
-from .. import optim, rng, tracing
+from .. import optim
 from .. import precision as precision_
 from .. import scaler as scaler_
 from ..model import functional
@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # numpy.random, which `import purestep` does not load
     from .. import host_generators
     from .sharpness import Sam
 
-_T = TypeVar("_T")
 IDENTITY = Form(lambda stored: stored, lambda named: named)
 
 
@@ -122,34 +121,6 @@ class Spec(NamedTuple):
     def values_at(self, state: TrainState) -> dict[str, Tensor]:
         """The scheduled scalars of this state, shape=() each."""
         return {name: numerics.on_count(schedule, state.updates) for name, schedule in self.values.items()}
-
-
-def drawn(host: host_generators.Host, call: Callable[[], _T], number: int, device: torch.device) -> _T:
-    """Return ``call()`` with the generators of torch, numpy and Python seeded by ``number``.
-
-    Args:
-        host: detects draws from numpy's and Python's generators; the first such call is repeated.
-        call: without other effects.
-        number: from `rng.mix`.
-        device: its generator is seeded, besides the CPU's.
-    """
-
-    def again() -> _T:
-        with rng.scoped(number, device):
-            return call()
-
-    with rng.scoped(number, device):
-        return host.call(call, number, again)
-
-
-def drawn_in_step(spec: Spec, state: TrainState, call: Callable[[], _T], *stream: int) -> _T:
-    """Return ``call()`` with the random numbers of the next step of a state, unless the host has seeded for a whole
-    graph. ``stream`` tells apart the processes that draw."""
-    if tracing.in_graph():
-        return call()
-    # If states are mapped with a key each, mix all keys: their numbers are drawn together.
-    number = rng.mix(*tracing.unwrapped(state.key).flatten().tolist(), "step", *stream)
-    return drawn(spec.host, call, number, state.step.device)
 
 
 def is_finite(value: Tensor) -> Tensor:

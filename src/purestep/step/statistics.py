@@ -12,7 +12,8 @@ from .. import precision as precision_
 from .. import rng, tree
 from ..model import functional
 from ..types import Batch, Empty, Params, TrainState
-from .spec import Spec, drawn
+from .random_draws import drawn
+from .spec import Spec
 
 
 class Statistics:

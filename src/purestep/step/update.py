@@ -1,233 +1,23 @@
-"""From gradients to the next state: accumulation, the finite check, the update or its rollback."""
+"""The update of one window or its rollback: the finite check, the transform, the average, the scaler."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .. import optim, rng, tracing, tree
-from ..errors import DataError, StateError, StepContractError
+from .. import optim, tracing, tree
+from ..errors import StepContractError
 from ..optim import base, numerics, unused_parameters
-from ..types import Batch, Empty, Form, Mean, Metrics, Params, Steps, TrainState, Tree
-from . import exchange
-from .gradient import kept_buffers
-from .spec import Accum, Adding, Closing, Micro, Spec, drawn_in_step, is_finite, wide
+from ..types import Empty, Form, Mean, Metrics, Params, TrainState, Tree
+from .spec import Micro, Spec, is_finite, wide
 
 _Rate = TypeVar("_Rate")
 
 
-def steps_of(spec: Spec, form: Form) -> Steps:
-    """Build a program's ``train_step`` and ``flush`` for one form of its state."""
-
-    def train_step(state: TrainState, batch: Batch, *context: Any) -> tuple[TrainState, Metrics]:
-        """``(state, batch, *context) -> (state, metrics)``; the input state does not change.
-
-        It does not wait for the device. With ``accumulate``, `fit`, `run_epoch` and compiled steps count the window's
-        position on the host. Any other eager call on a GPU computes both results, for adding and for closing, and
-        selects one: about 1.5 times the launches of a step without accumulation.
-        """
-        if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
-            raise _no_state(state)
-        micro = _drawing(spec, form, state, batch, lambda: spec.gradients(spec, form, state, batch, context))
-        if isinstance(state.accum, Empty):
-            micro, verdict, skipped = _whole(spec, form, state, micro)
-            new, metrics, finite = _apply(spec, form, state, micro.grads, micro.weight, verdict, micro.buffers, skipped)
-            if micro.buffers:
-                new = new._replace(buffers=kept_buffers(state.buffers, micro, finite & (micro.weight != 0)))
-        else:
-            new, micro, metrics = _accumulate(spec, form, state, micro)
-        return _count_call(state, new), _joined(micro.metrics, metrics)
-
-    def flush(state: TrainState) -> tuple[TrainState, Metrics]:
-        """Close an open window according to the program's ``tail``."""
-        if isinstance(state.accum, Empty) or spec.tail == "carry":
-            return state, {}
-        accum = cast(Accum, state.accum)
-        weight = accum.weight if spec.tail == "step" else torch.zeros_like(accum.weight)
-        new, metrics = _close(spec, form, state, accum._replace(weight=weight), spec.reach.ever)
-        return _count_call(state, new), metrics
-
-    return Steps(train_step, flush)
-
-
-def _joined(measured: Metrics, own: Metrics) -> Metrics:
-    """Merge the objective's metrics with those of the step.
-
-    Raises:
-        StepContractError: both have the same name: ``lr/<group>`` depends on the transformation.
-    """
-    both = measured.keys() & own.keys()
-    if both:
-        raise StepContractError(
-            "the step itself has a metric of this name", where=f"metrics/{min(both)}", hint="choose another name"
-        )
-    return {**measured, **own}
-
-
-def rate_names(state: TrainState) -> frozenset[str]:
-    """Names of a step's metrics that are learning rates: ``lr``, and ``lr/<group>`` if there are several groups."""
-    return frozenset(("lr", *_group_rates(_rates(state.opt_state))))
-
-
-def _no_state(found: Any) -> StateError:
-    return StateError(f"is a {type(found).__name__}", where="state", hint="call train_step(state, batch)")
-
-
-def _drawing(spec: Spec, form: Form, state: TrainState, batch: Batch, call: Callable[[], Micro]) -> Micro:
-    """Make a call with the random numbers of this step, unless the host has seeded for a whole graph. Each of several
-    processes draws its own.
-
-    Raises:
-        DataError: the call failed because a tensor of the batch is on another device. Not checked before the call: an
-            operation may need an index on the CPU.
-    """
-    stream = () if form.exchange is None else form.exchange.stream
-    try:
-        return drawn_in_step(spec, state, call, *stream)
-    except RuntimeError as error:
-        here = state.step.device
-        elsewhere = [path for path, leaf in tree.with_paths(batch) if getattr(leaf, "device", here) != here]
-        if not elsewhere or "device" not in str(error):
-            raise
-        raise DataError(
-            f"is not on {here}, where the state is",
-            where="/".join(filter(None, ("batch", elsewhere[0]))),
-            hint="call batch = ps.to_device(batch, state)",
-        ) from error
-
-
-def _whole(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple[Micro, Tensor, unused_parameters.Reached]:
-    """The call of all processes, its verdict, and the parameters without a gradient."""
-    stored = form.unreached(micro.unreached)
-    if form.exchange is None:
-        # Not finite if one of them is not; a weight of 0 is looked at by itself.
-        return micro, micro.mean + micro.weight, dict.fromkeys(stored)
-    verdict = _verdict(micro)
-    found = exchange.joined(spec, form, micro, verdict, checks_gradients=False)
-    grads = exchange.mean_gradients(form, state, micro.grads, micro.grad_weight, found.micro.weight)
-    return found.micro._replace(grads=grads), found.verdict, _reached(stored, found.reached)
-
-
-def _reached(stored: dict[str, str], flags: dict[str, Tensor]) -> unused_parameters.Reached:
-    """Stored names of parameters without a gradient in this process -> True if another process has one."""
-    return {place: flags[name] for name, place in sorted(stored.items())}
-
-
-def _verdict(micro: Micro) -> Tensor:
-    """The weight, or nan if the loss is not finite: the sum over a window is then nan at its end."""
-    bad = ~is_finite(micro.mean) & (micro.weight != 0)
-    return torch.where(bad, torch.full_like(micro.weight, torch.nan), micro.weight)
-
-
-def _either(condition: Tensor, new: Tree, old: Tree, *, state: TrainState) -> Tree:
-    """Select leaves like `tree.where`; where the host may branch, without copies of what is selected."""
-    if not tracing.may_branch(condition):
-        return tree.where(condition, new, old)
-    return _separate(new, old, state) if condition else tree.clone(old)
-
-
-def _separate(new: Tree, old: Tree, state: TrainState) -> Tree:
-    """The new leaves, copied if they share memory with the state or each other: a transform may store its arguments."""
-    used = {leaf.data_ptr() for leaf in tree.leaves(state) if type(leaf) in (Tensor, nn.Parameter)}
-
-    def own(n: Any, o: Any) -> Any:
-        if n is o:
-            return o
-        if type(n) is Tensor and n.data_ptr() not in used and n.untyped_storage().nbytes() == n.nbytes:
-            used.add(n.data_ptr())
-            return n if n.dtype == o.dtype else n.to(torch.promote_types(n.dtype, o.dtype))
-        return torch.where(torch.ones((), dtype=torch.bool), n, o)
-
-    return tree.map(own, new, old)
-
-
-def _accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple[TrainState, Micro, Metrics]:
-    """Add to the window, and close it after its last micro-batch. Returns the micro-batch of all processes."""
-    old, unreached = cast(Accum, state.accum), micro.unreached
-    form.unreached(unreached)  # the same check for every micro-batch
-    verdict = _verdict(micro)
-    added = exchange.weighted(micro.grads, micro.grad_weight)
-    finite = is_finite(optim.global_norm(micro.grads)) if micro.buffers and form.exchange is None else None
-    if form.exchange is not None:
-        micro, verdict, _, finite = exchange.joined(spec, form, micro, verdict, checks_gradients=bool(micro.buffers))
-        added = added if form.exchange.once else exchange.reduced(form, added)
-    accum = Accum(old.left - 1, old.weight + verdict, {name: old.grads[name] + grad for name, grad in added.items()})
-    state = _with_buffers(state, micro, finite)
-    if isinstance(old, Adding):
-        return _with_micro(micro, _keep_open(state, accum))
-    if isinstance(old, Closing):
-        return _with_micro(micro, _close(spec, form, state, accum, unreached))
-    if tracing.may_branch(old.left):  # on other devices the host would wait
-        last = int(old.left) == 1
-        return _with_micro(micro, _close(spec, form, state, accum, unreached) if last else _keep_open(state, accum))
-    # The window position is unknown to the host: compute both results, select one.
-    opened, open_metrics = _keep_open(state, accum)
-    closed, close_metrics = _close(spec, form, state, accum, unreached)
-    last = old.left == 1
-    return tree.where(last, closed, opened), micro, tree.where(last, close_metrics, open_metrics)
-
-
-def _with_buffers(state: TrainState, micro: Micro, finite: Tensor | None) -> TrainState:
-    """Set this micro-batch's buffers, unless its loss or gradients are not finite or its weight is 0."""
-    if not micro.buffers or finite is None:
-        return state
-    counted = finite & is_finite(micro.mean) & (micro.weight != 0) & _going(state)
-    return state._replace(buffers=kept_buffers(state.buffers, micro, counted))
-
-
-def _with_micro(micro: Micro, result: tuple[TrainState, Metrics]) -> tuple[TrainState, Micro, Metrics]:
-    return result[0], micro, result[1]
-
-
-def _keep_open(state: TrainState, accum: Accum) -> tuple[TrainState, Metrics]:
-    zero = torch.zeros((), dtype=torch.float32, device=state.step.device)
-    kept = _either(_going(state), accum, Accum(*cast(Accum, state.accum)), state=state)
-    metrics = {"lr": Mean(zero, zero), "grad_norm": Mean(zero, zero), "applied": Mean(zero, torch.ones_like(zero))}
-    metrics |= {name: Mean(zero, zero) for name in _group_rates(_rates(state.opt_state))}
-    if not isinstance(state.scaler, Empty):
-        metrics["scale"] = Mean(state.scaler.scale, torch.ones_like(zero))
-    return state._replace(accum=kept), metrics
-
-
-def _close(
-    spec: Spec, form: Form, state: TrainState, accum: Accum, unreached: frozenset[str]
-) -> tuple[TrainState, Metrics]:
-    """Divide the window by its weight, apply it and empty it.
-
-    Args:
-        spec: of the program.
-        form: of the state.
-        state: before the update.
-        accum: the complete window.
-        unreached: named parameters that the last loss did not reach; one whose summed gradient is 0 was never reached.
-    """
-    stored, summed = form.unreached(unreached), accum.grads
-    if form.exchange is not None and form.exchange.once:
-        summed = exchange.reduced(form, summed)
-    flags = _nonzero(form, summed, set(stored.values()))
-    reached = {name: flags[place] for name, place in stored.items()}
-    grads = exchange.divided(state, summed, accum.weight)
-    counted = torch.where(torch.isnan(accum.weight), torch.ones_like(accum.weight), accum.weight)
-    new, metrics, _ = _apply(spec, form, state, grads, counted, accum.weight, state.buffers, reached)
-    left = torch.full_like(accum.left, spec.accumulate)
-    empty = Accum(left, torch.zeros_like(accum.weight), tree.map(torch.zeros_like, accum.grads))
-    return new._replace(accum=_either(_going(state), empty, Accum(*cast(Accum, state.accum)), state=state)), metrics
-
-
-def _nonzero(form: Form, grads: Params, names: set[str]) -> dict[str, Tensor]:
-    """For these stored names, True if the whole gradient has a number other than 0. If several processes hold pieces,
-    each contributes all of its names: which ones a process asks for may differ."""
-    if form.exchange is None or form.exchange.norm is None:
-        return {name: grads[name].ne(0).any() for name in sorted(names)}
-    found = form.exchange.total(torch.stack([grad.ne(0).any().float() for grad in grads.values()]))
-    return {name: flag > 0 for name, flag in zip(grads, found.unbind(), strict=True) if name in names}
-
-
-def _apply(
+def apply(
     spec: Spec,
     form: Form,
     state: TrainState,
@@ -255,8 +45,8 @@ def _apply(
     scale = spec.scaler.scale(state.scaler)
     if scale is not None:
         grads = unscaled(grads, scale)
-    nothing, going = weight == 0, _going(state)
-    may_apply = going & ~nothing
+    nothing, goes_on = weight == 0, going(state)
+    may_apply = goes_on & ~nothing
     norm = ((form.exchange and form.exchange.norm) or optim.global_norm)(grads)
     finite = ((norm < torch.inf) & is_finite(verdict)) | nothing
     launch = None if skipped else _launch(spec, form, state, grads)
@@ -275,7 +65,7 @@ def _apply(
         finite = finite if fits is None else finite & (fits | nothing)
         params = optim.apply_updates(state.params, deltas)
         params = unused_parameters.skip(skipped, state.params, state.params, params)
-    rates = _rates(opt_state)
+    rates = rates_of(opt_state)
     flags = {name: numerics.usable(rate) for name, rate in rates.items()}
     # A schedule may return any value, computed on the device.
     usable = functools.reduce(torch.logical_and, flags.values()) if flags else torch.ones_like(finite)
@@ -291,9 +81,9 @@ def _apply(
         opt_state=kept[1],
         ema=kept[2],
         scaler=scaler,
-        halted=_halt(spec, state, going, applied, finite, scaler, usable),
+        halted=_halt(spec, state, goes_on, applied, finite, scaler, usable),
     )
-    return new, _update_metrics(state, rates, flags, norm, applied), finite & going
+    return new, _update_metrics(state, rates, flags, norm, applied), finite & goes_on
 
 
 def _launch(spec: Spec, form: Form, state: TrainState, grads: Params) -> base.Launch | None:
@@ -404,7 +194,7 @@ def _fits_float16(form: Form, deltas: Params) -> Tensor | None:
     return form.exchange.total((~fits).float()) == 0
 
 
-def _going(state: TrainState) -> Tensor:
+def going(state: TrainState) -> Tensor:
     """True unless the state has halted."""
     if isinstance(state.halted, Empty):
         return torch.ones((), dtype=torch.bool, device=state.step.device)
@@ -412,11 +202,11 @@ def _going(state: TrainState) -> Tensor:
 
 
 def _halt(
-    spec: Spec, state: TrainState, going: Tensor, applied: Tensor, finite: Tensor, scaler: Tree, usable: Tensor
+    spec: Spec, state: TrainState, goes_on: Tensor, applied: Tensor, finite: Tensor, scaler: Tree, usable: Tensor
 ) -> Tree:
     if isinstance(state.halted, Empty) or (tracing.may_branch(applied) and applied):
         return state.halted
-    stops = (spec.scaler.exhausted(scaler, finite) | ~usable) & going
+    stops = (spec.scaler.exhausted(scaler, finite) | ~usable) & goes_on
     return torch.where(stops, state.step + 1, state.halted)
 
 
@@ -433,7 +223,7 @@ def _update_metrics(
         "grad_norm": Mean(torch.where(applied, norm.float(), counted), counted),
         "applied": Mean(counted, one),
     }
-    metrics |= _group_rates(reported)
+    metrics |= group_rates(reported)
     if not isinstance(state.scaler, Empty):
         metrics["scale"] = Mean(state.scaler.scale, one)  # the scale of this update
     return metrics
@@ -445,7 +235,7 @@ def _reported(rate: Tensor, usable: Tensor, counted: Tensor) -> Mean:
     return Mean(torch.where(usable, rate * counted, rate), counted)
 
 
-def _group_rates(rates: dict[str, _Rate]) -> dict[str, _Rate]:
+def group_rates(rates: dict[str, _Rate]) -> dict[str, _Rate]:
     """``lr/<group>`` for every parameter group, if there are several."""
     found = {name: rate for name, rate in rates.items() if name != "learning_rate"}
     if len(found) < 2:
@@ -453,11 +243,40 @@ def _group_rates(rates: dict[str, _Rate]) -> dict[str, _Rate]:
     return {f"lr/{name.rpartition('/')[0]}": rate for name, rate in found.items()}
 
 
-def _rates(opt_state: Tree) -> dict[str, Tensor]:
+def rates_of(opt_state: Tree) -> dict[str, Tensor]:
+    """The learning rates of an optimizer state by name, shape=() each."""
     found = optim.hyperparams(opt_state)
     return {name: rate.float() for name, rate in found.items() if name.rpartition("/")[2] == "learning_rate"}
 
 
-def _count_call(old: TrainState, new: TrainState) -> TrainState:
-    step = old.step + 1 if isinstance(old.halted, Empty) else old.step + _going(old)
-    return new._replace(step=step, key=old.key if tracing.in_graph() else rng.advance(old.key))
+def rate_names(state: TrainState) -> frozenset[str]:
+    """Names of a step's metrics that are learning rates: ``lr``, and ``lr/<group>`` if there are several groups."""
+    return frozenset(("lr", *group_rates(rates_of(state.opt_state))))
+
+
+def weight_or_nan(micro: Micro) -> Tensor:
+    """The weight, or nan if the loss is not finite: the sum over a window is then nan at its end."""
+    bad = ~is_finite(micro.mean) & (micro.weight != 0)
+    return torch.where(bad, torch.full_like(micro.weight, torch.nan), micro.weight)
+
+
+def either(condition: Tensor, new: Tree, old: Tree, *, state: TrainState) -> Tree:
+    """Select leaves like `tree.where`; where the host may branch, without copies of what is selected."""
+    if not tracing.may_branch(condition):
+        return tree.where(condition, new, old)
+    return _separate(new, old, state) if condition else tree.clone(old)
+
+
+def _separate(new: Tree, old: Tree, state: TrainState) -> Tree:
+    """The new leaves, copied if they share memory with the state or each other: a transform may store its arguments."""
+    used = {leaf.data_ptr() for leaf in tree.leaves(state) if type(leaf) in (Tensor, nn.Parameter)}
+
+    def own(n: Any, o: Any) -> Any:
+        if n is o:
+            return o
+        if type(n) is Tensor and n.data_ptr() not in used and n.untyped_storage().nbytes() == n.nbytes:
+            used.add(n.data_ptr())
+            return n if n.dtype == o.dtype else n.to(torch.promote_types(n.dtype, o.dtype))
+        return torch.where(torch.ones((), dtype=torch.bool), n, o)
+
+    return tree.map(own, new, old)

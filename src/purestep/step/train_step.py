@@ -1,0 +1,117 @@
+"""``train_step`` and ``flush``: from a batch to the next state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .. import rng, tracing, tree
+from ..errors import DataError, StateError, StepContractError
+from ..optim import unused_parameters
+from ..types import Batch, Empty, Form, Metrics, Steps, TrainState
+from . import exchange
+from .accumulation import accumulate, close
+from .gradient import kept_buffers
+from .random_draws import drawn_in_step
+from .spec import Accum, Micro, Spec
+from .update import apply, going, weight_or_nan
+
+
+def steps_of(spec: Spec, form: Form) -> Steps:
+    """Build a program's ``train_step`` and ``flush`` for one form of its state."""
+
+    def train_step(state: TrainState, batch: Batch, *context: Any) -> tuple[TrainState, Metrics]:
+        """``(state, batch, *context) -> (state, metrics)``; the input state does not change.
+
+        It does not wait for the device. With ``accumulate``, `fit`, `run_epoch` and compiled steps count the window's
+        position on the host. Any other eager call on a GPU computes both results, for adding and for closing, and
+        selects one: about 1.5 times the launches of a step without accumulation.
+        """
+        if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
+            raise _no_state(state)
+        micro = _drawing(spec, form, state, batch, lambda: spec.gradients(spec, form, state, batch, context))
+        if isinstance(state.accum, Empty):
+            micro, verdict, skipped = _whole(spec, form, state, micro)
+            new, metrics, finite = apply(spec, form, state, micro.grads, micro.weight, verdict, micro.buffers, skipped)
+            if micro.buffers:
+                new = new._replace(buffers=kept_buffers(state.buffers, micro, finite & (micro.weight != 0)))
+        else:
+            new, micro, metrics = accumulate(spec, form, state, micro)
+        return _count_call(state, new), _joined(micro.metrics, metrics)
+
+    def flush(state: TrainState) -> tuple[TrainState, Metrics]:
+        """Close an open window according to the program's ``tail``."""
+        if isinstance(state.accum, Empty) or spec.tail == "carry":
+            return state, {}
+        accum = cast(Accum, state.accum)
+        weight = accum.weight if spec.tail == "step" else torch.zeros_like(accum.weight)
+        new, metrics = close(spec, form, state, accum._replace(weight=weight), spec.reach.ever)
+        return _count_call(state, new), metrics
+
+    return Steps(train_step, flush)
+
+
+def _joined(measured: Metrics, own: Metrics) -> Metrics:
+    """Merge the objective's metrics with those of the step.
+
+    Raises:
+        StepContractError: both have the same name: ``lr/<group>`` depends on the transformation.
+    """
+    both = measured.keys() & own.keys()
+    if both:
+        raise StepContractError(
+            "the step itself has a metric of this name", where=f"metrics/{min(both)}", hint="choose another name"
+        )
+    return {**measured, **own}
+
+
+def _no_state(found: Any) -> StateError:
+    return StateError(f"is a {type(found).__name__}", where="state", hint="call train_step(state, batch)")
+
+
+def _drawing(spec: Spec, form: Form, state: TrainState, batch: Batch, call: Callable[[], Micro]) -> Micro:
+    """Make a call with the random numbers of this step, unless the host has seeded for a whole graph. Each of several
+    processes draws its own.
+
+    Raises:
+        DataError: the call failed because a tensor of the batch is on another device. Not checked before the call: an
+            operation may need an index on the CPU.
+    """
+    stream = () if form.exchange is None else form.exchange.stream
+    try:
+        return drawn_in_step(spec, state, call, *stream)
+    except RuntimeError as error:
+        here = state.step.device
+        elsewhere = [path for path, leaf in tree.with_paths(batch) if getattr(leaf, "device", here) != here]
+        if not elsewhere or "device" not in str(error):
+            raise
+        raise DataError(
+            f"is not on {here}, where the state is",
+            where="/".join(filter(None, ("batch", elsewhere[0]))),
+            hint="call batch = ps.to_device(batch, state)",
+        ) from error
+
+
+def _whole(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple[Micro, Tensor, unused_parameters.Reached]:
+    """The call of all processes, its verdict, and the parameters without a gradient."""
+    stored = form.unreached(micro.unreached)
+    if form.exchange is None:
+        # Not finite if one of them is not; a weight of 0 is looked at by itself.
+        return micro, micro.mean + micro.weight, dict.fromkeys(stored)
+    verdict = weight_or_nan(micro)
+    found = exchange.joined(spec, form, micro, verdict, checks_gradients=False)
+    grads = exchange.mean_gradients(form, state, micro.grads, micro.grad_weight, found.micro.weight)
+    return found.micro._replace(grads=grads), found.verdict, _reached(stored, found.reached)
+
+
+def _reached(stored: dict[str, str], flags: dict[str, Tensor]) -> unused_parameters.Reached:
+    """Stored names of parameters without a gradient in this process -> True if another process has one."""
+    return {place: flags[name] for name, place in sorted(stored.items())}
+
+
+def _count_call(old: TrainState, new: TrainState) -> TrainState:
+    step = old.step + 1 if isinstance(old.halted, Empty) else old.step + going(old)
+    return new._replace(step=step, key=old.key if tracing.in_graph() else rng.advance(old.key))
