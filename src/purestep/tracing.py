@@ -122,6 +122,26 @@ def transformed() -> bool:
     return _functorch.maybe_current_level() is not None or _forward._current_level >= 0
 
 
+@contextmanager
+def no_transforms_left() -> Generator[None]:
+    """Leave the transforms of `torch.func` that the block has entered, if it raises.
+
+    Dynamo's graph enters a transform by one call and leaves it by another, which an error skips. Dynamo of torch 2.11
+    then fails to leave it, and raises an internal error instead of the graph's.
+
+    Example:
+        >>> with no_transforms_left():
+        ...     transformed()
+        False
+    """
+    depth = _functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    except BaseException:
+        _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        raise
+
+
 def followed(leaves: Iterable[Tensor]) -> bool:
     """True if autograd records what is computed from these tensors, or a transform is active.
 

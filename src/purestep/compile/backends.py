@@ -116,7 +116,7 @@ def _traced(graph: GraphModule) -> tuple[GraphModule, bool]:
     casts = precision_casts.Casts()
     modes = {id(leaf.fake_mode): leaf.fake_mode for leaf in inputs if isinstance(leaf, FakeTensor)}
     (mode,) = modes.values()
-    with tracing.capturing(), torch.no_grad(), mode, casts, random_ops.AsInEager():
+    with tracing.no_transforms_left(), tracing.capturing(), torch.no_grad(), mode, casts, random_ops.AsInEager():
         traced: GraphModule = make_fx(graph, _allow_non_fake_inputs=True)(*inputs)
     fx_passes.collectives_in_order(traced)
     traced.recompile()
