@@ -63,6 +63,7 @@ def dynamo_backend(name: str, options: Mapping[str, Any] | None) -> Callable[[Gr
         traced, rounds = _traced(graph)
         if name != "inductor":
             return formats.fix_layouts(fx_passes.views_allowed(traced)).forward
+        precision_casts.store_rounded(traced, options, rounds=rounds)
         register_fallbacks(traced)
         on_cpu = all(leaf.device.type == "cpu" for leaf in inputs if isinstance(leaf, Tensor))
         return _inductor(inductor_options(options, on_cpu=on_cpu, rounds=rounds))(traced, inputs)
