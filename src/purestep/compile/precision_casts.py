@@ -118,7 +118,8 @@ def _store(graph: GraphModule, node: Any) -> None:
 def _memory(node: Any) -> Any:
     """The identity of the storage of a node's tensor, which its views share; None if it is no strided tensor."""
     value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout is torch.strided else None
+    memory: Any = value.untyped_storage() if isinstance(value, Tensor) and value.layout is torch.strided else None
+    return None if memory is None else memory._cdata
 
 
 def _is_floating(value: Any) -> bool:
