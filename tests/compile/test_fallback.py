@@ -284,9 +284,14 @@ def test_a_failed_capture_leaves_activation_checkpointing_as_it_was(kind: str) -
 
 def test_a_graph_that_fails_leaves_no_transform_behind() -> None:
     """Dynamo of torch 2.11 then raises an internal error in place of the graph's."""
-    with pytest.raises(ValueError, match="inside"), tracing.no_transforms_left():
+
+    @tracing.no_transforms_left()
+    def entered() -> None:
         torch._C._functorch._grad_increment_nesting()  # as Dynamo's graphs do
         raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        entered()
     assert not tracing.transformed()
 
 
