@@ -126,8 +126,8 @@ def transformed() -> bool:
 def no_transforms_left() -> Generator[None]:
     """Leave the transforms of `torch.func` that the block has entered, if it raises.
 
-    Dynamo's graph enters a transform by one call and leaves it by another, which an error skips. Dynamo of torch 2.11
-    then fails to leave it, and raises an internal error instead of the graph's.
+    Dynamo's graph enters a transform by one call and leaves it by another, which an error skips. Torch 2.11 has a
+    function for this, but it leaves two transforms at a time, and fails if there is one.
 
     Example:
         >>> with no_transforms_left():
@@ -138,7 +138,9 @@ def no_transforms_left() -> Generator[None]:
     try:
         yield
     except BaseException:
-        _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        while _functorch.get_dynamic_layer_stack_depth() > depth:
+            kind = _functorch.peek_interpreter_stack().key().name.lower().replace("functionalize", "func")
+            getattr(_functorch, f"_{kind}_decrement_nesting")()
         raise
 
 

@@ -282,12 +282,15 @@ def test_a_failed_capture_leaves_activation_checkpointing_as_it_was(kind: str) -
     torch.testing.assert_close(x.grad, torch.ones(3).cos())
 
 
-def test_a_graph_that_fails_leaves_no_transform_behind() -> None:
+@pytest.mark.parametrize("kinds", [["grad"], ["grad", "grad"], ["vmap", "grad"], ["jvp"], ["func"]])
+def test_a_graph_that_fails_leaves_no_transform_behind(kinds: list[str]) -> None:
     """Dynamo of torch 2.11 then raises an internal error in place of the graph's."""
+    arguments: dict[str, tuple[Any, ...]] = {"vmap": (2, "error"), "func": (True,)}
 
     @tracing.no_transforms_left()
     def entered() -> None:
-        torch._C._functorch._grad_increment_nesting()  # as Dynamo's graphs do
+        for kind in kinds:  # as Dynamo's graphs do
+            getattr(torch._C._functorch, f"_{kind}_increment_nesting")(*arguments.get(kind, ()))
         raise ValueError("inside")
 
     with pytest.raises(ValueError, match="inside"):
