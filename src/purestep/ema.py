@@ -203,8 +203,10 @@ def default_view(state: TrainState) -> str:
         >>> default_view(program.init())
         'ema'
     """
-    # Without the reader of a live state, which would then copy its buffers at the next step.
-    return "params" if isinstance(tuple.__getitem__(state, _EMA), Empty) else "ema"
+    # Without the reader of a live state, which would then copy its buffers at the next step. A graph has no live state,
+    # and Dynamo of torch 2.11 does not read methods of a type.
+    average = state.ema if tracing.in_graph() else tuple.__getitem__(state, _EMA)
+    return "params" if isinstance(average, Empty) else "ema"
 
 
 def to_evaluate(state: Tree, view: str | None = None) -> Tree:

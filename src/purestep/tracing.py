@@ -122,6 +122,28 @@ def transformed() -> bool:
     return _functorch.maybe_current_level() is not None or _forward._current_level >= 0
 
 
+@contextmanager
+def no_transforms_left() -> Generator[None]:
+    """Leave the transforms of `torch.func` that the block has entered, if it raises.
+
+    Dynamo's graph enters a transform by one call and leaves it by another, which an error skips. Torch 2.11 has a
+    function for this, but it leaves two transforms at a time, and fails if there is one.
+
+    Example:
+        >>> with no_transforms_left():
+        ...     transformed()
+        False
+    """
+    depth = _functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    except BaseException:
+        while _functorch.get_dynamic_layer_stack_depth() > depth:
+            kind = _functorch.peek_interpreter_stack().key().name.lower().replace("functionalize", "func")
+            getattr(_functorch, f"_{kind}_decrement_nesting")()
+        raise
+
+
 def followed(leaves: Iterable[Tensor]) -> bool:
     """True if autograd records what is computed from these tensors, or a transform is active.
 

@@ -93,8 +93,7 @@ def _refused(*_: Any, **__: Any) -> Any:
 
 
 class _NoMetrics(dict[str, Mean]):
-    """An empty dict that refuses writes: the default of `Loss`, which all losses share. Dynamo cannot read a
-    `MappingProxyType` once a step has written to any dict."""
+    """An empty dict that refuses writes: the default of `Loss`, which all losses share."""
 
     __setitem__ = setdefault = update = __ior__ = _refused
 
@@ -116,6 +115,11 @@ class Loss(NamedTuple):
     mean: Tensor  # shape=(), floating
     weight: Tensor  # shape=(): the number of examples, tokens or elements that `mean` averages
     metrics: Mapping[str, Mean] = _NoMetrics()
+
+
+# Dynamo reads defaults here, where Python does not. It cannot read a `MappingProxyType` once a step has written to any
+# dict, and that of torch 2.11 reads no subclass of dict. It creates one dict for each loss.
+Loss._field_defaults["metrics"] = {}
 
 
 class TrainState(NamedTuple):

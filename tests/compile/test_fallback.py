@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
+from purestep import tracing
 from purestep.compile import first_run
 from purestep.config import FitConfig
 from purestep.errors import StepContractError
@@ -279,6 +280,22 @@ def test_a_failed_capture_leaves_activation_checkpointing_as_it_was(kind: str) -
     x = torch.ones(3, requires_grad=True)
     checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
     torch.testing.assert_close(x.grad, torch.ones(3).cos())
+
+
+@pytest.mark.parametrize("kinds", [["grad"], ["grad", "grad"], ["vmap", "grad"], ["jvp"], ["func"]])
+def test_a_graph_that_fails_leaves_no_transform_behind(kinds: list[str]) -> None:
+    """Dynamo of torch 2.11 then raises an internal error in place of the graph's."""
+    arguments: dict[str, tuple[Any, ...]] = {"vmap": (2, "error"), "func": (True,)}
+
+    @tracing.no_transforms_left()
+    def entered() -> None:
+        for kind in kinds:  # as Dynamo's graphs do
+            getattr(torch._C._functorch, f"_{kind}_increment_nesting")(*arguments.get(kind, ()))
+        raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        entered()
+    assert not tracing.transformed()
 
 
 def _without_metrics(model: Any, batch: Any) -> ps.Loss:

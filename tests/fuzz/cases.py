@@ -84,7 +84,7 @@ class Layer(nn.Module):
         self.does, self.parts = does, nn.ModuleDict(parts)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.does(x, **self.parts)
+        return self.does(x, **dict(self.parts.items()))  # Dynamo of torch 2.11 does not read `**` of a module
 
 
 def _attention(x: Tensor, inside: nn.Module, outside: nn.Module) -> Tensor:

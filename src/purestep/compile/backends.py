@@ -63,6 +63,7 @@ def dynamo_backend(name: str, options: Mapping[str, Any] | None) -> Callable[[Gr
         traced, rounds = _traced(graph)
         if name != "inductor":
             return formats.fix_layouts(fx_passes.views_allowed(traced)).forward
+        precision_casts.store_rounded(traced, options, rounds=rounds)
         register_fallbacks(traced)
         on_cpu = all(leaf.device.type == "cpu" for leaf in inputs if isinstance(leaf, Tensor))
         return _inductor(inductor_options(options, on_cpu=on_cpu, rounds=rounds))(traced, inputs)
@@ -116,7 +117,7 @@ def _traced(graph: GraphModule) -> tuple[GraphModule, bool]:
     casts = precision_casts.Casts()
     modes = {id(leaf.fake_mode): leaf.fake_mode for leaf in inputs if isinstance(leaf, FakeTensor)}
     (mode,) = modes.values()
-    with tracing.capturing(), torch.no_grad(), mode, casts, random_ops.AsInEager():
+    with tracing.no_transforms_left(), tracing.capturing(), torch.no_grad(), mode, casts, random_ops.AsInEager():
         traced: GraphModule = make_fx(graph, _allow_non_fake_inputs=True)(*inputs)
     fx_passes.collectives_in_order(traced)
     traced.recompile()

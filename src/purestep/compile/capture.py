@@ -346,6 +346,7 @@ def _lower(
     on_cpu = all(leaf.device.type == "cpu" for leaf in inputs)
     chosen = {"config_patches": backends.inductor_options(options, on_cpu=on_cpu, rounds=rounds)}
     names = control_flow.operators(graph)
+    precision_casts.store_rounded(graph, options, rounds=rounds)
     backends.register_fallbacks(graph)
     try:
         graph = control_flow.copy_operands(graph) if names else graph

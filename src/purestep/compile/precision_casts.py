@@ -6,18 +6,24 @@ every low-precision operator that the trace has marked. It costs 10 to 40 % of a
 CPU), so it is set only for graphs that cast down and up again with only elementwise operators, views and copies in
 between. In mixed precision the casts feed matrix products.
 
+Inductor of torch 2.11 removes casts whatever this setting. There each rounded value passes through an operator that
+inductor calls (`store_rounded`), so that it is stored in the low precision.
+
 One difference of a unit in the last place remains: in a sum of a bfloat16 tensor and a Python number, eager mode first
 rounds the number to bfloat16, and inductor does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch._ops import OpOverload
+from torch.torch_version import TorchVersion
 
 from .. import tracing
 from .control_flow import Mode
@@ -49,6 +55,21 @@ _MARK = "low_precision_pointwise_barrier"
 """The node metadata that a trace under `emulate_precision_casts` sets; inductor rounds by it whatever its settings."""
 
 
+_KEEPS_CASTS = TorchVersion(torch.__version__) >= TorchVersion("2.13")
+"""Whether inductor has a setting that keeps every cast."""
+
+
+@library.custom_op("purestep::rounded", mutates_args=(), schema="(Tensor value) -> Tensor")
+def rounded(value: Tensor) -> Tensor:
+    """A copy by torch's kernel: it has no lowering, so that inductor stores its input in memory."""
+    return value.clone()
+
+
+@rounded.register_fake
+def _(value: Tensor) -> Tensor:
+    return torch.empty_like(value)
+
+
 def options(rounds: bool) -> dict[str, Any]:
     """Inductor's configuration for a graph that has round-trip casts (``rounds``) or has none."""
     return {OPTION: True} if rounds else {}
@@ -58,6 +79,51 @@ def unmark(graph: GraphModule) -> None:
     """Remove the marks from a graph without round-trip casts."""
     for node in graph.graph.nodes:
         node.meta.pop(_MARK, None)
+
+
+def store_rounded(graph: GraphModule, options: Mapping[str, Any] | None, *, rounds: bool) -> None:
+    """With torch 2.11, insert `rounded` after each value that later operators of the graph must read rounded.
+
+    Args:
+        graph: changed.
+        options: of the user; the setting there replaces ``rounds``, and True rounds every elementwise result.
+        rounds: `Casts` has seen a round-trip cast.
+    """
+    wanted = (options or {}).get(OPTION)
+    if _KEEPS_CASTS or not (rounds if wanted is None else wanted):
+        return
+    casts, nodes = Casts(everywhere=bool(wanted)), list(graph.graph.nodes)
+    last_read = {_memory(each): at for at, node in enumerate(nodes[:-1]) for each in node.all_input_nodes}
+    for at, node in enumerate(nodes):
+        if not isinstance(node.target, OpOverload) or not _is_floating(node.meta.get("val")):
+            continue
+        read = [value for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), Tensor)]
+        if casts.rounds(node.target, read, node.meta["val"]) and last_read.get(_memory(node), -1) > at:
+            _store(graph, node)
+    graph.recompile()
+
+
+def _store(graph: GraphModule, node: Any) -> None:
+    with graph.graph.inserting_after(node):
+        made = graph.graph.call_function(torch.ops.purestep.rounded.default, (node,))
+    made.meta.update(node.meta)
+    if not node.target._schema.is_mutable:
+        node.replace_all_uses_with(made, delete_user_cb=functools.partial(operator.is_not, made))
+        return
+    with graph.graph.inserting_after(made):
+        written = graph.graph.call_function(torch.ops.aten.copy_.default, (node, made))
+    written.meta.update(node.meta)
+
+
+def _memory(node: Any) -> Any:
+    """The identity of the storage of a node's tensor, which its views share; None if it is no strided tensor."""
+    value = node.meta.get("val")
+    memory: Any = value.untyped_storage() if isinstance(value, Tensor) and value.layout is torch.strided else None
+    return None if memory is None else memory._cdata
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def marking(graph: GraphModule) -> Callable[..., Any]:
@@ -74,11 +140,15 @@ def marking(graph: GraphModule) -> Callable[..., Any]:
 
 
 class Casts(Mode):
-    """Mode that records in ``seen`` whether some value was cast to a low precision and back."""
+    """Mode that records in ``seen`` whether some value was cast to a low precision and back.
 
-    def __init__(self) -> None:
+    Args:
+        everywhere: for `rounds`: every elementwise result in a low precision counts, not only what was cast down.
+    """
+
+    def __init__(self, *, everywhere: bool = False) -> None:
         super().__init__()
-        self.seen = False
+        self.seen, self._everywhere = False, everywhere
         self._rounded: dict[int, Any] = {}  # storages of values cast down, or computed elementwise from such
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,21 +156,24 @@ class Casts(Mode):
             return NotImplemented
         made = func(*args, **(kwargs or {}))
         is_operator = isinstance(func, OpOverload)  # not a higher-order operator
-        if is_operator and not self.seen and isinstance(made, Tensor) and made.is_floating_point():
-            self._inspect(func, list(_tensors(args)), made)
+        if is_operator and not self.seen and _is_floating(made):
+            self.rounds(func, list(_tensors(args)), made)
         return made
 
-    def _inspect(self, func: Any, given: list[Tensor], made: Tensor) -> None:
+    def rounds(self, func: Any, given: list[Tensor], made: Tensor) -> bool:
+        """Record one operator; True if it rounds its result, which was cast down or is computed from such values."""
         low = made.dtype in _LOW
         name = func._overloadpacket.__name__.removesuffix("_")
         if torch.Tag.pointwise not in func.tags and name not in _ELEMENTWISE:
-            return  # a view shares the storage of its base
+            return False  # a view shares the storage of its base
         if any(self._is_rounded(leaf) and (not low or leaf.dtype != made.dtype) for leaf in given):
             self.seen = True
         is_cast = low and any(leaf.is_floating_point() and _digits(leaf) > _digits(made) for leaf in given)
-        if low and (is_cast or any(map(self._is_rounded, given))):
+        rounds = low and (self._everywhere or is_cast or any(map(self._is_rounded, given)))
+        if rounds:
             memory: Any = made.untyped_storage()
             self._rounded[memory._cdata] = memory
+        return rounds
 
     def _is_rounded(self, value: Tensor) -> bool:
         memory: Any = value.untyped_storage() if value.layout is torch.strided else None

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, library
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
 from .. import member_draws, tracing
@@ -248,11 +249,15 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 # --- in inductor ------------------------------------------------------------------------------------------------------
 
+_IN_ORDER = TorchVersion(torch.__version__) >= TorchVersion("2.13")
+"""Inductor of torch 2.11 moves a draw that nobody reads behind later ones."""
+
 
 @functools.cache
 def register() -> None:
     """Register the lowerings of these operators. Loads inductor."""
     from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
 
     kinds, lowerings = ir, lowering
     call, kept = _call_class(), _kept_class()
@@ -281,16 +286,29 @@ def register() -> None:
 
         return lowered
 
+    def in_order(lower: Callable[..., Any]) -> Callable[..., Any]:
+        def lowered(*args: Any, **kwargs: Any) -> Any:
+            graph: Any = V.graph
+            known = len(graph.operations)
+            made = lower(*args, **kwargs)
+            last = next((each for each in reversed(graph.operations[:known]) if isinstance(each, call | kept)), None)
+            for each in graph.operations[known:]:
+                if last is not None and isinstance(each, call | kept):
+                    graph.additional_buffer_deps[each.get_operation_name()].add(last.get_name())
+            return made
+
+        return lower if _IN_ORDER else lowered
+
     table: Any = lowerings.register_lowering
-    table(_own.drawn.default, type_promotion_kind=None)(drawn)
-    table(_own.coins.default, type_promotion_kind=None)(coins)
+    table(_own.drawn.default, type_promotion_kind=None)(in_order(drawn))
+    table(_own.coins.default, type_promotion_kind=None)(in_order(coins))
     table(_own.laid.default, type_promotion_kind=None)(laid)
     for operator, mirror in _MIRRORS.items():
         # Call our operator if torch's fake layout is wrong: inductor checks results against it.
         called = operator if _SAMPLERS[operator] is operator else mirror
-        table(mirror, type_promotion_kind=None)(sampler(called))
+        table(mirror, type_promotion_kind=None)(in_order(sampler(called)))
     for operator in member_draws.operators():
-        table(operator, type_promotion_kind=None)(sampler(operator))
+        table(operator, type_promotion_kind=None)(in_order(sampler(operator)))
 
 
 @functools.cache
