@@ -11,6 +11,7 @@ from torch import nn
 from zoo import compare, families, models, table
 
 import purestep as ps
+from purestep.compile.cpu import backend as native
 
 pytestmark = pytest.mark.compile
 SEVEN = {
@@ -142,3 +143,11 @@ def test_a_number_that_is_not_finite_by_hand_is_no_row_of_the_comparison() -> No
 
     row = compare.compared(models.labelled("nan", "torch", lambda: Broken(4, 3), (4,)), ways=("eager",))
     assert row.ways["eager"].startswith("not finite by hand")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cpu_plugin")
+def test_native_code_that_is_given_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "compiled", lambda record, options: 1 / 0)
+    notes = compare.compared(cnn(), ways=("donated",)).notes  # one for each graph
+    assert set(notes) == {"donated: native code given up: division by zero"}

@@ -7,6 +7,7 @@ size of the weight is.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import random
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,6 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import purestep as ps
+from purestep.compile import capture
+from purestep.compile.cpu import backend as native
 
 SEED = 5
 EQUAL = 1e-9
@@ -109,8 +113,10 @@ def compared(entry: Entry, *, backend: str = "inductor", ways: tuple[str, ...] =
         step = program.train_step
         if options is not None:
             step = ps.compile_step(step, backend=backend, **options)
+        given_up: list[str] = []
         try:
-            found, state = _stepped(program, step, given)
+            with _noticed(given_up):
+                found, state = _stepped(program, step, given)
         except ps.errors.PurestepError as error:
             told[way] = f"refused: {_told(error)}"
             continue
@@ -118,7 +124,7 @@ def compared(entry: Entry, *, backend: str = "inductor", ways: tuple[str, ...] =
             told[way] = f"DIFFERENT: {type(error).__name__}: {_told(error)}"
             continue
         told[way] = _judged(found, hand, start, lambda: _torch_compiled(entry, model, given, double, backend, hand))
-        notes += [f"{way}: {note}" for note in _exported(program, state, model, double)]
+        notes += [f"{way}: {note}" for note in [*given_up, *_exported(program, state, model, double)]]
         notes += [] if _same(given, kept_batches) else [f"{way}: the batch has been written to"]
         notes += [] if _same(dict(_state(model)), kept) else [f"{way}: the module has been written to"]
     return Row(name, entry.library, size, told, tuple(notes))
@@ -177,6 +183,17 @@ def _seeded(at: int) -> None:
     number = ps.rng.mix(SEED, at, "step")
     np.random.seed(number & 0xFFFFFFFF)
     random.seed(number)
+
+
+@contextlib.contextmanager
+def _noticed(found: list[str]) -> Iterator[None]:
+    """Note where native code, or one function for equal layers, is given up: such steps are slow."""
+
+    def note(*told: Any) -> None:
+        found.append(f"native code given up: {_told(told[-1])}")
+
+    with mock.patch.object(capture, "warn_fallback", note), mock.patch.object(native, "not_outlined", note):
+        yield
 
 
 def _stepped(program: Any, step: Any, given: list[Any]) -> tuple[_Trained, Any]:
