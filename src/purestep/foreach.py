@@ -6,7 +6,7 @@ Dynamo and tensor subclasses take the operations one by one: ask `tracing.may_ov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,19 @@ def norm(tensors: Sequence[Tensor]) -> list[Tensor]:
         [5.0, 1.0]
     """
     return list(_torch._foreach_norm(tensors))
+
+
+def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of each tensor, as dense in memory as `Tensor.clone` makes it.
+
+    Example:
+        >>> clone([torch.ones(1), torch.tensor(2)])
+        [tensor([1.]), tensor(2)]
+    """
+    made = [torch.empty_like(each) for each in tensors]
+    for places in _by_dtype(tensors):
+        _torch._foreach_copy_([made[index] for index in places], [tensors[index] for index in places])
+    return made
 
 
 def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
@@ -103,12 +116,17 @@ def where(condition: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> li
         [tensor([1.]), tensor(2)]
     """
     made = [torch.empty_like(leaf) for leaf in new]
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, leaf in enumerate(new):
-        by_dtype.setdefault(leaf.dtype, []).append(index)
-    for places in by_dtype.values():
+    for places in _by_dtype(new):
         flat = [torch.cat([leaves[index].reshape(-1) for index in places]) for leaves in (new, old)]
         parts = torch.where(condition, *flat).split([new[index].numel() for index in places])
         shaped = [part.view(new[index].shape) for part, index in zip(parts, places, strict=True)]
         _torch._foreach_copy_([made[index] for index in places], shaped)
     return made
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
+    """The indices of the tensors of each dtype: a kernel takes one."""
+    found: dict[torch.dtype, list[int]] = {}
+    for index, each in enumerate(tensors):
+        found.setdefault(each.dtype, []).append(index)
+    return found.values()

@@ -19,7 +19,7 @@ import purestep as ps
 from purestep.compile import backends, precision_casts, random_ops
 from purestep.compile.cpu import backend as backend_
 from purestep.compile.cpu import graph_key
-from purestep.model import dropout
+from purestep.model import dropout_masks
 
 pytestmark = pytest.mark.compile
 
@@ -138,14 +138,14 @@ def test_dropout_under_torch_func_drops_what_it_drops_without() -> None:
     torch.manual_seed(1)
     assert not torch.equal(torch.func.grad(loss)(x), expected)
     torch.manual_seed(1)
-    with dropout.EagerMasks():
+    with dropout_masks.EagerMasks():
         assert torch.equal(torch.func.grad(loss)(x), expected)
 
 
 @pytest.mark.parametrize("given", [(0.0, True), (1.0, True), (0.5, False)])
 def test_dropout_of_all_or_nothing_is_torchs(given: tuple[float, bool]) -> None:
     x = torch.randn(4, 6)
-    with dropout.EagerMasks():
+    with dropout_masks.EagerMasks():
         found = functional.dropout(x, *given)
     assert torch.equal(found, functional.dropout(x, *given))
 

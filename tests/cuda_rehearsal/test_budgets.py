@@ -39,6 +39,23 @@ def test_an_eager_step_stays_in_its_budget_and_waits_for_nothing(name: str):
     assert 0 < seen.launches <= EAGER[name]
 
 
+def test_buffers_are_copied_together_and_norms_of_gradients_computed_together():
+    """However many there are: BatchNorm's three a layer, and weights of any size."""
+
+    def launches(layers: int) -> device.Seen:
+        blocks = [nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300)) for _ in range(layers)]
+        tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
+        program = ps.program(nn.Sequential(*blocks), ps.supervised(nn.MSELoss()), tx)
+        assert program.init is not None
+        batch = torch.randn(4, 300, device="cuda"), torch.randn(4, 300, device="cuda")
+        return counted(program.train_step, program.init(device="cuda"), batch)[0]
+
+    few, many = launches(2), launches(6)
+    assert len(many.copies) == len(few.copies) <= 2
+    # For a layer more, of the passes themselves: products, normalizations, sums of gradients.
+    assert many.launches - few.launches <= 4 * 10
+
+
 @pytest.mark.usefixtures("emulated")
 def test_accumulation_in_eager_computes_what_a_micro_batch_needs():
     program, batch = PROGRAMS["accumulate"]()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .. import tree
+from .. import foreach, tensor_layout, tracing, tree
 from ..errors import ConfigError, StateError, StepContractError
 from ..types import Params
 from ..validation import nearest_names
@@ -158,16 +158,14 @@ class Bound:
         Activation checkpointing repeats parts of the forward pass during the backward pass, which needs the weights.
         The repeated parts read the buffers as they were before the forward pass; their writes to buffers are dropped.
         """
-        before = {name: buffer.clone() for name, buffer in self.buffers.items()}
-
+        before = _copied(self.buffers)
         marks = write_check.marks(self._tensors)
 
         def both() -> _Result:
             found = forward()
             write_check.check_weights(marks, self._tensors)
-            for name, buffer in before.items():
-                owner, attribute = _place(self._module, _inner(name))
-                setattr(owner, attribute, buffer)
+            for name, (owner, attribute) in _places(self._module, before).items():
+                setattr(owner, attribute, before[name])
             return backward(found)
 
         self._held = True
@@ -203,9 +201,9 @@ class Bound:
                 raise StepContractError(f"is a {type(found).__name__}, not a method", where=method, hint=cure)
             output = found(*args, **kwargs)
             # Read them before functional_call restores the module: the forward pass may have assigned new buffers.
-            written = {name: _attribute(self._module, _inner(name)) for name in self._names.buffers}
+            written: Params = {name: getattr(*at) for name, at in _places(self._module, self._names.buffers).items()}
             write_check.check_aliased_buffers(shared, self.buffers, written)
-            write_check.check_none_buffers({name: _place(self._module, _inner(name)) for name in self._names.empty})
+            write_check.check_none_buffers(_places(self._module, self._names.empty))
             return output, written
 
         if self._held:
@@ -331,8 +329,14 @@ def bind(
     kind: Callable[..., Bound] = Bound,
 ) -> Bound:
     """Return the pure call with these weights. Buffers are copied, so a forward pass does not change the caller's."""
-    private = {name: buffer.clone() for name, buffer in (buffers or {}).items()}
-    return kind(template, params, frozen or {}, private, train=train)
+    return kind(template, params, frozen or {}, _copied(buffers or {}), train=train)
+
+
+def _copied(buffers: Params) -> Params:
+    plain = all(type(buffer) is Tensor and tensor_layout.is_dense(buffer) for buffer in buffers.values())
+    if plain and len(buffers) > 1 and tracing.may_overwrite(buffers.values()):
+        return dict(zip(buffers, foreach.clone(list(buffers.values())), strict=True))
+    return {name: buffer.clone() for name, buffer in buffers.items()}
 
 
 def tensors(module: nn.Module, objective: nn.Module | None = None) -> tuple[Params, Params, Params]:
@@ -447,10 +451,14 @@ def _inner(name: str) -> str:
     return name if name.startswith(OBJECTIVE) else f"model.{name}"
 
 
-def _place(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    owner, _, attribute = name.rpartition(".")
-    return root.get_submodule(owner), attribute
-
-
-def _attribute(root: nn.Module, name: str) -> Tensor:
-    return cast(Tensor, getattr(*_place(root, name)))
+def _places(root: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Module, str]]:
+    """The module and the attribute of each name."""
+    owners: dict[str, nn.Module] = {}
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for name in names:
+        path, _, attribute = _inner(name).rpartition(".")
+        owner = owners.get(path)
+        if owner is None:  # attrgetter takes a fraction of get_submodule's time
+            owner = owners[path] = operator.attrgetter(path)(root)
+        found[name] = owner, attribute
+    return found

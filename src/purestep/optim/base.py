@@ -306,10 +306,16 @@ def known_norm(updates: Params, norm: Tensor) -> Generator[None]:
 
 
 def _leaf_norms(leaves: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    plain = all(type(leaf) is Tensor and leaf.dtype is dtype and leaf.numel() < _LARGE for leaf in leaves)
-    if plain and len(leaves) > 1 and tracing.may_overwrite(leaves):
-        return foreach.norm(leaves)
-    return [leaf_norm(leaf, dtype) for leaf in leaves]
+    # On a GPU a packed state is that of a compiled step, whose bits are its own: large leaves need no order of theirs.
+    small = [
+        leaf
+        for leaf in leaves
+        if type(leaf) is Tensor and leaf.dtype is dtype and (leaf.numel() < _LARGE or leaf.is_cuda)
+    ]
+    if len(small) < 2 or not tracing.may_overwrite(small):
+        return [leaf_norm(leaf, dtype) for leaf in leaves]
+    together = dict(zip(map(id, small), foreach.norm(small), strict=True))
+    return [together[id(leaf)] if id(leaf) in together else leaf_norm(leaf, dtype) for leaf in leaves]
 
 
 def leaf_norm(leaf: Tensor, dtype: torch.dtype) -> Tensor:
