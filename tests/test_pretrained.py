@@ -126,7 +126,7 @@ def test_a_family_is_saved_as_it_saves_itself_and_loads_without_a_warning(family
 
 @pytest.mark.slow
 @pytest.mark.compile
-@pytest.mark.parametrize("family", ["gpt2", "vit"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("vit", marks=pytest.mark.soak)])
 def test_a_compiled_family_is_saved_as_well(family: str, tmp_path: Path, logged: Logged):
     model, batch = made(family)
     program = ps.program(model, ps.hf_loss(), optim.adamw(3e-3), ema=0.9)

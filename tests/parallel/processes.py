@@ -33,6 +33,7 @@ PLACE = {
     "cpu": {"CUDA_VISIBLE_DEVICES": ""},  # gloo, also where there is a GPU
     "cuda": {"LOCAL_RANK": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
 }
+"""Variables of each process, by device."""
 _RESULT = "purestep-result "
 _CODE = """
 import importlib, json, os

@@ -96,9 +96,22 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+OFTEN = [
+    (torch.float32, "attention", "batch"),
+    (torch.float32, "gru", "features"),
+    (torch.float32, "encoder", "time"),
+    (torch.float64, "attention", "heads"),
+]
+"""Each kind and each dtype once; the others are soak tests."""
+
+
 @pytest.mark.parametrize(
-    ("dtype", "kind", "one"), [(dtype, kind, one) for dtype, cases in CASES.items() for kind, one in cases]
+    ("dtype", "kind", "one"),
+    [
+        pytest.param(dtype, kind, one, marks=pytest.mark.slow if (dtype, kind, one) in OFTEN else pytest.mark.soak)
+        for dtype, cases in CASES.items()
+        for kind, one in cases
+    ],
 )
 def test_gradients_are_those_of_eager_with_a_dimension_of_size_one(
     dtype: torch.dtype, kind: str, one: str, functions: list[Any]
