@@ -58,8 +58,8 @@ def table(
     """Rows of every contestant on ``world`` processes of this machine.
 
     Args:
-        device: "cpu" (gloo) or "cuda" (NCCL). Processes share GPUs where there are fewer; NCCL 2.30 does that under
-            NCCL_MULTI_RANK_GPU_ENABLE=1.
+        device: "cpu" (gloo) or "cuda" (NCCL). Processes share GPUs where there are fewer; NCCL 2.30 or later
+            allows that with NCCL_MULTI_RANK_GPU_ENABLE=1.
         work: its name in `works.WORKS`; each process takes its share of the same batches.
         world: processes.
         rounds: turns of each contestant.

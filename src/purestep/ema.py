@@ -335,6 +335,7 @@ def _lerp_all(olds: Params, news: Params, weight: Tensor, in_place: bool) -> Par
 
 def _together(leaves: list[Tensor], weight: Tensor) -> bool:
     """True if one call may average all leaves, since the host can read the weight."""
+    # Dynamo of torch 2.11 cannot call bool on a list.
     return len(leaves) > 0 and tracing.may_branch(weight) and tracing.may_overwrite([weight]) and _of_one_kind(leaves)
 
 

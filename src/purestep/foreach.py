@@ -26,7 +26,7 @@ def norm(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A copy of each tensor, as dense in memory as `Tensor.clone` makes it.
+    """A copy of each tensor, in the memory layout of `Tensor.clone`. The tensors are dense (`tensor_layout.is_dense`).
 
     Example:
         >>> clone([torch.ones(1), torch.tensor(2)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import traceback
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -141,6 +141,9 @@ def no_transforms_left() -> Generator[None]:
         while _functorch.get_dynamic_layer_stack_depth() > depth:
             kind = _functorch.peek_interpreter_stack().key().name.lower().replace("functionalize", "func")
             getattr(_functorch, f"_{kind}_decrement_nesting")()
+            if kind == "jvp":
+                with suppress(RuntimeError):  # the error came before this level was entered
+                    _C._exit_dual_level(level=0)
         raise
 
 

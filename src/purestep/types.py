@@ -117,8 +117,8 @@ class Loss(NamedTuple):
     metrics: Mapping[str, Mean] = _NoMetrics()
 
 
-# Dynamo reads defaults here, where Python does not. It cannot read a `MappingProxyType` once a step has written to any
-# dict, and that of torch 2.11 reads no subclass of dict. It creates one dict for each loss.
+# Dynamo builds a loss from `_field_defaults`, Python from the defaults of `__new__`. Dynamo of torch 2.11 cannot read a
+# subclass of dict, so it gets an empty dict, a new one for each loss. Writes to that one are not refused.
 Loss._field_defaults["metrics"] = {}
 
 

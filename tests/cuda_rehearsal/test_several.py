@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +31,21 @@ def two(target: str, *arguments: Any, timeout: float = 200) -> list[Any]:
     common = os.environ | {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(free_port()), "PURESTEP_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "cuda_rehearsal.one_of_several", target, json.dumps(arguments)]
-    started = [
-        subprocess.Popen(command, env=common | {"RANK": str(rank)}, stdout=-1, stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
-    ]
-    try:
-        texts = [process.communicate(timeout=timeout)[0] for process in started]
-    finally:
-        for process in started:
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]  # a full pipe would stop one
+        started = [
+            subprocess.Popen(command, env=common | {"RANK": str(rank)}, stdout=file, stderr=subprocess.STDOUT)
+            for rank, file in enumerate(files)
+        ]
+        end = time.monotonic() + timeout
+        while any(process.poll() is None for process in started) and time.monotonic() < end:
+            time.sleep(0.05)
+        texts = list[str]()
+        for process, file in zip(started, files, strict=True):
             process.kill()
+            process.wait()
+            file.seek(0)
+            texts.append(file.read())
     for process, text in zip(started, texts, strict=True):
         assert process.returncode == 0, text[-6000:]
     lines = [next(line for line in text.splitlines() if line.startswith(RESULT)) for text in texts]

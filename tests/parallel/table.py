@@ -4,7 +4,7 @@
     python -m tests.parallel.table --all              native code in every row
     python -m tests.parallel.table --only units       rows whose name has this word; written to the terminal
 
-With PURESTEP_TEST_DEVICE=cuda (see `processes`) the page is tests/parallel/table_cuda.md.
+With PURESTEP_TEST_DEVICE=cuda (see `processes`) it writes tests/parallel/table_cuda.md.
 
 A number is the largest absolute difference of any number of the whole state after eight batches, in float64.
 """

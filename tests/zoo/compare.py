@@ -187,12 +187,13 @@ def _seeded(at: int) -> None:
 
 @contextlib.contextmanager
 def _noticed(found: list[str]) -> Iterator[None]:
-    """Note where native code, or one function for equal layers, is given up: such steps are slow."""
+    """Note where a step is compiled without native code, or without one function for equal layers."""
 
-    def note(*told: Any) -> None:
-        found.append(f"native code given up: {_told(told[-1])}")
+    def noted(text: str) -> Any:
+        return lambda *given: found.append(f"{text}: {_told(given[-1])}")
 
-    with mock.patch.object(capture, "warn_fallback", note), mock.patch.object(native, "not_outlined", note):
+    slow, longer = noted("native code given up"), noted("equal layers compiled one by one")
+    with mock.patch.object(capture, "warn_fallback", slow), mock.patch.object(native, "not_outlined", longer):
         yield
 
 

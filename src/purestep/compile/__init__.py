@@ -3,7 +3,7 @@
     api               `compile_step` and `compile_program`
     compiled_step     a call: the graph for these inputs, with the state's buffers
     eval_step         the same for an eval_step
-    graph_choice      which graph of a step a call runs: by structure, shapes, torch's settings; one for several sizes
+    graph_choice      the graphs of one step; chooses one by structure, shapes and torch's settings
     guards            the comparison of inputs with those of a graph
     contract          checks of what a step returns
     captured_values   values that a step reads from outside its arguments

@@ -6,8 +6,8 @@ every low-precision operator that the trace has marked. It costs 10 to 40 % of a
 CPU), so it is set only for graphs that cast down and up again with only elementwise operators, views and copies in
 between. In mixed precision the casts feed matrix products.
 
-Inductor of torch 2.11 removes casts whatever this setting. There each rounded value passes through an operator that
-inductor calls (`store_rounded`), so that it is stored in the low precision.
+Before torch 2.13, inductor removes casts even with this setting. There `store_rounded` passes each rounded value
+through an operator that inductor cannot fuse, so that the value is stored in the low precision.
 
 One difference of a unit in the last place remains: in a sum of a bfloat16 tensor and a Python number, eager mode first
 rounds the number to bfloat16, and inductor does not.
@@ -26,6 +26,7 @@ from torch._ops import OpOverload
 from torch.torch_version import TorchVersion
 
 from .. import tracing
+from . import control_flow
 from .control_flow import Mode
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -56,12 +57,12 @@ _MARK = "low_precision_pointwise_barrier"
 
 
 _KEEPS_CASTS = TorchVersion(torch.__version__) >= TorchVersion("2.13")
-"""Whether inductor has a setting that keeps every cast."""
+"""True if inductor's setting keeps every cast."""
 
 
 @library.custom_op("purestep::rounded", mutates_args=(), schema="(Tensor value) -> Tensor")
 def rounded(value: Tensor) -> Tensor:
-    """A copy by torch's kernel: it has no lowering, so that inductor stores its input in memory."""
+    """Return a copy. Inductor has no lowering for this operator, so it stores the argument in memory."""
     return value.clone()
 
 
@@ -82,7 +83,7 @@ def unmark(graph: GraphModule) -> None:
 
 
 def store_rounded(graph: GraphModule, options: Mapping[str, Any] | None, *, rounds: bool) -> None:
-    """With torch 2.11, insert `rounded` after each value that later operators of the graph must read rounded.
+    """Before torch 2.13, insert `rounded` after each value that later operators of the graph must read rounded.
 
     Args:
         graph: changed.
@@ -92,7 +93,12 @@ def store_rounded(graph: GraphModule, options: Mapping[str, Any] | None, *, roun
     wanted = (options or {}).get(OPTION)
     if _KEEPS_CASTS or not (rounds if wanted is None else wanted):
         return
-    casts, nodes = Casts(everywhere=bool(wanted)), list(graph.graph.nodes)
+    for part in (graph, *control_flow.inner(graph)):
+        _store_in(part, Casts(everywhere=bool(wanted)))
+
+
+def _store_in(graph: GraphModule, casts: Casts) -> None:
+    nodes = list(graph.graph.nodes)
     last_read = {_memory(each): at for at, node in enumerate(nodes[:-1]) for each in node.all_input_nodes}
     for at, node in enumerate(nodes):
         if not isinstance(node.target, OpOverload) or not _is_floating(node.meta.get("val")):

@@ -250,7 +250,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
 # --- in inductor ------------------------------------------------------------------------------------------------------
 
 _IN_ORDER = TorchVersion(torch.__version__) >= TorchVersion("2.13")
-"""Inductor of torch 2.11 moves a draw that nobody reads behind later ones."""
+"""True if inductor keeps the order of draws. Before torch 2.13 it moves an unread draw behind later ones."""
 
 
 @functools.cache

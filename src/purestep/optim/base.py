@@ -306,15 +306,16 @@ def known_norm(updates: Params, norm: Tensor) -> Generator[None]:
 
 
 def _leaf_norms(leaves: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    # On a GPU a packed state is that of a compiled step, whose bits are its own: large leaves need no order of theirs.
-    small = [
+    # On the CPU `leaf_norm` reduces a large leaf in memory order, so that plain and packed states get equal bits. On a
+    # GPU packed states are those of compiled steps, whose bits may differ.
+    listed = [
         leaf
         for leaf in leaves
         if type(leaf) is Tensor and leaf.dtype is dtype and (leaf.numel() < _LARGE or leaf.is_cuda)
     ]
-    if len(small) < 2 or not tracing.may_overwrite(small):
+    if len(listed) < 2 or not tracing.may_overwrite(listed):
         return [leaf_norm(leaf, dtype) for leaf in leaves]
-    together = dict(zip(map(id, small), foreach.norm(small), strict=True))
+    together = dict(zip(map(id, listed), foreach.norm(listed), strict=True))
     return [together[id(leaf)] if id(leaf) in together else leaf_norm(leaf, dtype) for leaf in leaves]
 
 

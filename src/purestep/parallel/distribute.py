@@ -126,7 +126,7 @@ def distribute(
     def init(seed: int = 0, device: torch.device | str | None = None) -> TrainState:
         """This process's part of the state before the first step, which every process calls; see `Program`.
 
-        Without ``device`` it is on the device of the mesh: NCCL sends nothing from the CPU.
+        If ``device`` is None, it is on the device of the mesh, since NCCL cannot send tensors of the CPU.
         """
         device = "cuda" if device is None and mesh.device_type == "cuda" else device
         state = cast(Callable[..., TrainState], program.init)(seed, device)

@@ -29,6 +29,7 @@ _WHERE = "parallel.start"
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
 """What launchers set to one value for the processes of one run."""
+_NCCL_GRACE = 30.0  # seconds for the host group's error to arrive first
 _GRACE = 5.0  # seconds in which the process with the store waits for what the others have to say
 
 
@@ -151,7 +152,8 @@ def start(
 
     Args:
         device_mesh: an existing `torch.distributed.DeviceMesh` with dimensions among "data", "shard" and "tensor", in
-            this order, instead of the sizes. Its process groups stay open.
+            this order, instead of the sizes. Its process groups stay open, unless a collective on a GPU fails: all
+            groups of the mesh are aborted then, the default group too.
         data: processes with different examples and the same state; None: all that the other axes leave.
         shard: processes with different examples that hold pieces of one state.
         tensor: processes that share the layers of one model.
@@ -187,7 +189,7 @@ def start(
         else:
             environment = _environment()
             if environment is None:
-                found = Groups(Mesh(), MappingProxyType({}), None, timeout)
+                found = Groups(Mesh(), MappingProxyType({}), None, timeout=timeout)
             else:
                 rank, count = environment
                 sizes["data"] = _fitting(sizes, count, is_free=data is None)
@@ -202,9 +204,10 @@ def start(
         except BaseException as error:
             from .peers import free_device, note_failure
 
-            note_failure(error)
-            if device_mesh is None:  # closing the groups would wait for the others, who wait for this process
-                free_device(found)
+            if not (isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)):
+                note_failure(error)
+                if found.store is not None:  # groups of ours: closing them would wait for the other processes
+                    free_device(found)
             raise
 
 
@@ -284,9 +287,7 @@ def _process_group(rank: int, count: int, timeout: float) -> Generator[Any]:
         )
         _meet(store, rank, count, limit)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        # NCCL's watchdog gives up what waits for a lost peer, and this process raises the error. By torch's default the
-        # watchdog ends the process.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        limit = _device_limit(timeout, _device_type())
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
     try:
         yield store
@@ -419,7 +420,7 @@ def _opened(mesh: Mesh, timeout: float) -> Groups:
 
 
 def _with_groups(mesh: Mesh, timeout: float) -> Groups:
-    limit = timedelta(seconds=timeout)
+    limit = _device_limit(timeout, mesh.device_type)
     by_axis = {axis: mesh.device_mesh.get_group(axis) for axis in AXES if mesh.width(axis) > 1}
     for number in range(mesh.tensor):
         members = [rank for rank in range(mesh.size) if rank % mesh.tensor == number]
@@ -434,8 +435,14 @@ def _with_groups(mesh: Mesh, timeout: float) -> Groups:
     limited: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # pyright: ignore
     for found in by_axis.values():
         limited(limit, found)
-    host = dist.new_group(backend="gloo", timeout=limit) if mesh.size > 1 else None
+    host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if mesh.size > 1 else None
     return Groups(mesh, MappingProxyType(by_axis), host, timeout=timeout)
+
+
+def _device_limit(timeout: float, device_type: str) -> timedelta:
+    """The timeout of collectives on the device. NCCL's watchdog ends the process and names no peer: it waits longer than
+    the host group, whose error does."""
+    return timedelta(seconds=timeout + (_NCCL_GRACE if device_type == "cuda" else 0.0))
 
 
 def _of_device_mesh(device_mesh: Any, timeout: float) -> Groups:

@@ -58,7 +58,7 @@ def lost(call: str, error: Exception) -> RankError:
 
 
 def free_device(groups: meshes.Groups) -> None:
-    """End the collectives that wait on the GPU for a process that is gone or fails: all else would wait behind them."""
+    """Abort the GPU's pending collectives: a peer is gone or this process fails, and later work would wait for them."""
     if groups.mesh.device_type != "cuda":
         return
     for group in {id(group): group for group in groups.by_axis.values()}.values():

@@ -1,4 +1,4 @@
-"""Digests: CRC-32 of a leaf's values, of other bytes, and of a file. They detect every flipped bit."""
+"""Digests: CRC-32 of a leaf's values, of bytes, and of a file. They detect any single flipped bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def of_values(values: np.ndarray[Any, Any]) -> int:
 
 
 def of_bytes(data: bytes | bytearray, before: int = 0) -> int:
-    """The digest of bytes, or of these bytes behind others whose digest is ``before``."""
+    """The digest of bytes; with ``before``, of earlier bytes with that digest followed by these."""
     return zlib.crc32(data, before)
 
 

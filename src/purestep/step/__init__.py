@@ -16,7 +16,7 @@ microbatch   splitting of a batch inside one call
 train_step   `train_step` and `flush`
 accumulation the window: adding a micro-batch, closing a full window
 update       the update of a window or its rollback
-random_draws dropout and all else that draws
+random_draws seeds the generators for a step
 inference    `eval_step` and `bind`
 differentiable  the loss as a function of the parameters, for derivatives of other kinds
 batch_gradient   the gradient of one call alone

@@ -1,4 +1,4 @@
-"""The random numbers of a step: dropout and all else that draws follows the state's key."""
+"""Random numbers of a step: dropout and every other draw are seeded from the state's key."""
 
 from __future__ import annotations
 
