@@ -291,11 +291,15 @@ def test_a_graph_that_fails_leaves_no_transform_behind(kinds: list[str]) -> None
     def entered() -> None:
         for kind in kinds:  # as Dynamo's graphs do
             getattr(torch._C._functorch, f"_{kind}_increment_nesting")(*arguments.get(kind, ()))
+            if kind == "jvp":
+                torch._C._enter_dual_level()
         raise ValueError("inside")
 
     with pytest.raises(ValueError, match="inside"):
         entered()
     assert not tracing.transformed()
+    with torch.autograd.forward_ad.dual_level():  # there can be one
+        pass
 
 
 def _without_metrics(model: Any, batch: Any) -> ps.Loss:

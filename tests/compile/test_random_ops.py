@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import backends, precision_casts, random_ops
+from purestep.compile import backends, control_flow, precision_casts, random_ops
 from purestep.compile.cpu import backend as backend_
 from purestep.compile.cpu import graph_key
 from purestep.model import dropout_masks
@@ -276,6 +276,10 @@ def _overwritten(w: Tensor) -> Tensor:
     return w.bfloat16().mul_(1.7).float()
 
 
+def _branching(w: Tensor) -> Tensor:
+    return torch.cond(w.sum() > 0, lambda x: x.bfloat16().float(), lambda x: (2 * x).bfloat16().float(), (w,))
+
+
 def _averaged(w: Tensor) -> tuple[Tensor, Tensor]:
     new = _new_weight(w)
     return new, w.lerp(new.float(), 0.1)
@@ -288,6 +292,7 @@ def _averaged(w: Tensor) -> tuple[Tensor, Tensor]:
         (_overwritten, None, 2),
         (_averaged, None, 1),
         (_averaged, False, 0),
+        (_branching, True, 2),
         (lambda x: x.bfloat16().sin().float(), True, 2),
     ],
 )
@@ -301,7 +306,8 @@ def test_a_value_that_is_read_rounded_is_stored_where_inductor_removes_casts(
         graph = make_fx(function, tracing_mode="fake")(w)
     options = {} if setting is None else {precision_casts.OPTION: setting}
     precision_casts.store_rounded(graph, options, rounds=casts.seen)
-    assert [node.target for node in graph.graph.nodes].count(torch.ops.purestep.rounded.default) == stored
+    nodes = [node for part in (graph, *control_flow.inner(graph)) for node in part.graph.nodes]
+    assert [node.target for node in nodes].count(torch.ops.purestep.rounded.default) == stored
     torch.testing.assert_close(graph(w), function(w), rtol=0, atol=0)
 
 

@@ -50,7 +50,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a word of a row's name")
     chosen = parser.parse_args()
     lines = [
-        f"torch {torch.__version__}, {BACKEND}, float64, 8 batches of 12 rows, clip + AdamW + EMA, a tied head.",
+        f"torch {torch.__version__}, {BACKEND}, float64, 8 batches of 12 rows, clip + AdamW + EMA, odd sizes, "
+        "a tied head.",
         "Written by `python -m tests.parallel.table" + (" --all`." if chosen.all else "`."),
         "",
         "| state | shares | eager | trace | inductor | collectives a run | numbers at rest |",

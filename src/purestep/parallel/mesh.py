@@ -440,8 +440,8 @@ def _with_groups(mesh: Mesh, timeout: float) -> Groups:
 
 
 def _device_limit(timeout: float, device_type: str) -> timedelta:
-    """The timeout of collectives on the device. NCCL's watchdog ends the process and names no peer: it waits longer than
-    the host group, whose error does."""
+    """The timeout of collectives on the device. NCCL's watchdog ends the process and names no peer, so it waits longer
+    than the host group, whose error does."""
     return timedelta(seconds=timeout + (_NCCL_GRACE if device_type == "cuda" else 0.0))
 
 
