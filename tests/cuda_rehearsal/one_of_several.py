@@ -18,9 +18,9 @@ device.load()
 import torch  # noqa: E402  # after the stand-in
 import torch.distributed as dist  # noqa: E402
 
-from . import emulation  # noqa: E402
+from tests.parallel.processes import RESULT  # noqa: E402
 
-RESULT = "purestep-result "
+from . import emulation  # noqa: E402
 
 
 def main(target: str, arguments: str) -> None:

@@ -12,9 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.parallel.processes import free_port
-
-from .one_of_several import RESULT
+from tests.parallel.processes import Output, free_port
 
 SHARD: dict[str, Any] = {"params": "shard", "mesh": {"shard": 2}}
 CASES: list[dict[str, Any]] = [
@@ -48,8 +46,7 @@ def two(target: str, *arguments: Any, timeout: float = 200) -> list[Any]:
             texts.append(file.read())
     for process, text in zip(started, texts, strict=True):
         assert process.returncode == 0, text[-6000:]
-    lines = [next(line for line in text.splitlines() if line.startswith(RESULT)) for text in texts]
-    return [json.loads(line.removeprefix(RESULT)) for line in lines]
+    return [Output(process.returncode, text).value for process, text in zip(started, texts, strict=True)]
 
 
 def test_steps_equal_one_process():

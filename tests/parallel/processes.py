@@ -34,7 +34,8 @@ PLACE = {
     "cuda": {"LOCAL_RANK": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
 }
 """Variables of each process, by device."""
-_RESULT = "purestep-result "
+RESULT = "purestep-result "
+"""What stands before a function's result, in JSON."""
 _CODE = """
 import importlib, json, os
 os.setsid()
@@ -52,10 +53,10 @@ class Output(NamedTuple):
     @property
     def value(self) -> Any:
         """The function's result."""
-        lines = [line for line in self.text.splitlines() if line.startswith(_RESULT)]
+        lines = [line for line in self.text.splitlines() if line.startswith(RESULT)]
         if not lines:
             raise AssertionError(f"the process returned no result:\n{self.text[-4000:]}")
-        return json.loads(lines[-1].removeprefix(_RESULT))
+        return json.loads(lines[-1].removeprefix(RESULT))
 
 
 def run(
@@ -84,7 +85,7 @@ def run(
     common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(free_port()), "TMPDIR": tempfile.gettempdir(), **(env or {})}  # with inductor's cache
     common |= PLACE[DEVICE]
-    code = _CODE.format(module=module, name=name, args=json.dumps(list(args)), result=_RESULT)
+    code = _CODE.format(module=module, name=name, args=json.dumps(list(args)), result=RESULT)
     server = forkserver.shared()
     server.preload("torch.distributed.tensor.parallel", module)
     started: list[Child] = []

@@ -99,7 +99,7 @@ def _whole(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple[Mic
     """The call of all processes, its verdict, and the parameters without a gradient."""
     stored = form.unreached(micro.unreached)
     if form.exchange is None:
-        # Not finite if one of them is not; a weight of 0 is looked at by itself.
+        # The sum is not finite if the loss or the weight is not. `apply` handles a weight of 0.
         return micro, micro.mean + micro.weight, dict.fromkeys(stored)
     verdict = weight_or_nan(micro)
     found = exchange.joined(spec, form, micro, verdict, checks_gradients=False)
