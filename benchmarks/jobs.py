@@ -95,6 +95,7 @@ def _on_cpu() -> dict[str, Job]:
         "memory": Job("peak memory, GPT of 34 M", "benchmarks.memory:table", {"work": "gpt-medium"}),
         "start": Job("time to the first step, GPT of 0.9 M", "benchmarks.start:table", {"work": "gpt-small"}),
         "ablation": Job("compile/cpu without each of its parts", "benchmarks.ablation:table", {}),
+        "ablation-start": Job("a start without each part of compile/cpu", "benchmarks.ablation:starts", {}),
         "contention": Job("steps beside other work", "benchmarks.contention:table", {}),
         "parallel-1": _parallel(1),
         "parallel-2": _parallel(2),
