@@ -16,7 +16,7 @@ from ..metrics import Gathered
 from ..optim import base, numerics
 from ..pickling import recipe
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
-from . import agreement, calls, collectives, placement, tensorwise
+from . import agreement, collectives, placement, running_pass, tensorwise
 from . import batchnorm as batchnorms
 from . import units as blocks
 from .mesh import Mesh
@@ -383,7 +383,7 @@ class _Processes:
             norm=self.norm if self.pieces else None,
             update=self.update,
             stream=self.stream,
-            call=calls.running,
+            call=running_pass.running,
             seeded=self.is_seeded,
         )
         return Form(expand, collect, inner.unreached, exchange, self.hidden)
