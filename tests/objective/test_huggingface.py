@@ -87,7 +87,9 @@ def clip() -> Made:
 
 
 def distilbert() -> Made:
-    config = hf.DistilBertConfig(vocab_size=64, max_position_embeddings=16, dim=32, n_layers=2, n_heads=2, hidden_dim=64)
+    config = hf.DistilBertConfig(
+        vocab_size=64, max_position_embeddings=16, dim=32, n_layers=2, n_heads=2, hidden_dim=64
+    )
     return hf.DistilBertForMaskedLM(config), tokens()
 
 
