@@ -19,7 +19,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Kernels this small gain nothing from a second thread and wait for it on a busy machine; the same in child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
-# g++ compiles at -O1, also in child processes: at -O3 it takes a quarter of a test that compiles. CXX=g++ undoes this.
+# g++ compiles at -O1, also in child processes: at -O3 it takes a quarter of a test that compiles. Slow tests undo this.
 if sys.platform == "linux":
     os.environ.setdefault("CXX", str(Path(__file__).with_name("g++")))
 # The same examples in every run, which may take any time: a busy machine is no failure. Others are looked for with
@@ -34,6 +34,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def optimized_as_for_users(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Slow tests have g++ itself, at -O3: inductor reads the variable once, and child processes read it again."""
+    if sys.platform != "linux" or not request.node.get_closest_marker("slow"):
+        yield
+        return
+    from torch._inductor import config
+
+    monkeypatch.setenv("CXX", "g++")
+    with config.patch({"cpp.cxx": (None, "g++")}):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -109,9 +122,22 @@ def is_quick(item: pytest.Item) -> bool:
     return item.path.parent == tests or item.path.parent.name in QUICK
 
 
+def soak_names() -> frozenset[str]:
+    """Names of tests, from soak.txt."""
+    lines = Path(__file__).with_name("soak.txt").read_text().splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    soak, known = soak_names(), {name for item in items for name in (item.nodeid, item.nodeid.partition("[")[0])}
+    files = {name.partition("::")[0] for name in known if not any("::" in arg for arg in config.args)}
+    for name in soak:
+        if name not in known and name.partition("::")[0] in files:
+            raise pytest.UsageError(f"tests/soak.txt names a test that is not there: {name}")
     for item in items:
+        if item.nodeid in soak or item.nodeid.partition("[")[0] in soak:
+            item.add_marker(pytest.mark.soak)
         if is_quick(item):
             item.add_marker(pytest.mark.quick)
     if torch.cuda.is_available():

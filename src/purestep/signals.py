@@ -113,7 +113,8 @@ class Signals:
         """Yield the batches, and end at once if a request to end comes during the wait for one.
 
         The loader's work on that batch is abandoned, so the caller must read ``pending`` afterwards. C code that does
-        not return to Python cannot be interrupted.
+        not return to Python cannot be interrupted; nor can a call that blocks, such as `time.sleep`, by a signal in the
+        microseconds before it: Python runs the handler when the call returns.
 
         Args:
             batches: an iterable, which runs in this thread.

@@ -307,7 +307,7 @@ class Static(NamedTuple):
     module: Any = None  # the weightless module in train mode; not to be changed
     rewritten: Callable[[Callable[[Any], None]], Program] | None = None  # the program with its modules' copies changed
     parts: Any = None  # `step.Parts`: the loss as a function of the parameters, for derivatives
-    gradient: Callable[[TrainState, Batch], Params] | None = None  # of a call, in eager mode, without its update
+    gradient: Callable[..., Params] | None = None  # (state, batch) -> of a call, in eager mode, without its update
     statistics: Callable[..., Any] | None = None  # (state, view) -> step.Statistics, for `refresh_batchnorm`
     init_with: Callable[[Any], Callable[..., Any]] | None = None  # module -> `init` with the weights of that module
     members: int = 0  # of `ensemble`: states are stacked; 0 for a program of one model

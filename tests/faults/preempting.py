@@ -14,6 +14,7 @@ from purestep.snapshot import Snapshots
 
 TRIALS = 200
 PAUSE = 0.004  # seconds that each load, step and evaluation batch takes longer
+HANGS = 0.1  # seconds after which a load that hangs is asleep
 MOMENTS = ("step", "eval", "saving", "load", "hang")
 
 
@@ -28,7 +29,8 @@ def trial(number: int, folder: Path, *, off: str = "") -> str | None:
     counts = {"step": 2 * running.BATCHES, "eval": 4, "saving": 2, "load": 2 * running.BATCHES}
     word, count = ("load", hang) if moment == "hang" else (moment, rng.randint(1, counts[moment]))
     wait_for(child, word, count)
-    time.sleep(rng.uniform(0.0, PAUSE))
+    # Python hears a signal in the microseconds before it blocks only when the call returns: here after a minute.
+    time.sleep(rng.uniform(0.0, PAUSE) + (HANGS if moment == "hang" else 0.0))
     child.terminate()
     done = ended(child)
     found = _lost(done, folder)

@@ -326,6 +326,18 @@ def _raised(function: ast.FunctionDef) -> set[str]:
     return found & {name for name, kind in vars(errors).items() if isinstance(kind, type)}
 
 
+def unlisted_modules(sources: Sources) -> list[str]:
+    """Modules that the docstring of their package does not name."""
+    found = []
+    for path in sources:
+        init = sources.get(str(Path(path).parent / "__init__.py"))
+        if init is None or Path(path).stem in ("__init__", "__main__"):
+            continue
+        if Path(path).stem not in re.findall(r"\w+", ast.get_docstring(parsed(init)) or ""):
+            found.append(path)
+    return found
+
+
 def attics(sources: Sources) -> list[str]:
     """Folders and files named for nothing in particular."""
     names = {"utils", "util", "common", "helpers", "misc", "core", "_src", "experimental"}
@@ -397,6 +409,12 @@ def test_files_of_one_name_are_found():
         "config/fit.py",
     ]
     assert names_twice(SOURCES) == []
+
+
+def test_a_module_that_its_package_does_not_name_is_found():
+    package = {"optim/__init__.py": '"""Optimizers.\n\nadam   Adam\n"""'}
+    assert unlisted_modules({**package, "optim/adam.py": "", "optim/sgd.py": ""}) == ["optim/sgd.py"]
+    assert unlisted_modules(SOURCES) == []
 
 
 def test_what_is_allowed_is_not_flagged():

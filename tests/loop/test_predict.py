@@ -162,8 +162,6 @@ def test_wrong_arguments_say_what_to_pass() -> None:
     program, state = made()
     with pytest.raises(StateError, match="a dict, not a TrainState"):
         ps.predict(program, {}, BATCHES["pairs"])  # type: ignore[arg-type]
-    with pytest.raises(StateError, match=r"spread over processes.*ps\.full"):
-        ps.predict(program, state._replace(placement=Pair((), ())), BATCHES["pairs"])
     with pytest.raises(ConfigError, match="no bind"):
         ps.predict(ps.Program(program.train_step), state, BATCHES["pairs"])
     with pytest.raises(DataError, match="empty"):

@@ -228,8 +228,6 @@ def test_other_wrong_arguments_say_what_to_pass() -> None:
         ps.find_learning_rate(program, state, iter(BATCHES))
     with pytest.raises(StateError, match="not a TrainState"):
         ps.find_learning_rate(program, {}, BATCHES)  # type: ignore[arg-type]
-    with pytest.raises(StateError, match=r"ps\.full"):
-        ps.find_learning_rate(program, state._replace(placement=((),)), BATCHES)
     with pytest.raises(StateError, match="halted"):
         ps.find_learning_rate(program, state._replace(halted=state.halted + 1), BATCHES)
     with pytest.raises(StepContractError, match="no loss"):

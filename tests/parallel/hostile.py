@@ -109,6 +109,9 @@ def two(folder: str, ports: list[int]) -> dict[str, Any]:
             wait_for(Path(folder), "given up", 0)
         found["too late"] = outcome()
         (Path(folder) / f"given up-{rank}").touch()
+    with case("early for the next mesh"):
+        outcome(inside=lambda: time.sleep(TIMEOUT / 4 * (1 - rank)))  # process 0 has the store of both
+        found["early for the next mesh"] = outcome()
     with case("never"):
         found["never"] = ["did not start", 0.0] if rank == 0 else outcome()
     for name in ("torch", "purestep"):

@@ -32,6 +32,7 @@ TWO: dict[str, tuple[str, str] | str] = {
     "late": TOGETHER,
     "first late": TOGETHER,
     "too late": (JOIN.format(0) + r".*1/2 clients joined.*within the timeout", JOIN.format(1) + r".*timed out"),
+    "early for the next mesh": TOGETHER,
     "never": ("did not start", JOIN.format(1) + r".*timed out"),
     "torch": (
         r"processes 0 and 1 differ: torch is \S+ and 0\.0\.1 \(cure: install the same versions",

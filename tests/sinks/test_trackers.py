@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import struct
 from collections.abc import Iterator
@@ -35,10 +36,10 @@ def end(error: BaseException | None = None) -> FitEnd:
     return FitEnd(None, "epochs" if error is None else "error", {}, {"epoch": 1, "val_loss": 0.5, "step": 4}, error)
 
 
-def train(sink: Any, directory: Path, epochs: int) -> None:
+def train(sink: Any, directory: Path, epochs: int, **more: Any) -> None:
     program = ps.program(torch.nn.Linear(2, 1), ps.supervised(torch.nn.MSELoss()), ps.optim.sgd(0.1))
     loaders = {"train": [BATCH] * 4, "val": [BATCH]}
-    config: dict[str, Any] = {"epochs": epochs, "log_every": 2, "compile": False}
+    config: dict[str, Any] = {"epochs": epochs, "log_every": 2, "compile": False, **more}
     ps.fit(program.init(), loaders, program, sinks=[sink], snapshots=directory, **config)
 
 
@@ -154,6 +155,23 @@ def test_wandb_says_that_a_run_failed_and_leaves_another_run_as_it_is(tmp_path: 
     mine.finish()
     ids, rows, codes = stored(tmp_path)
     assert (ids, codes, rows[0]["updates"]) == (["abc"], [1], "2")
+
+
+@pytest.mark.slow
+def test_wandb_has_the_histograms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'purestep[wandb]'")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    sink = wandb("digits", mode="offline", dir=str(tmp_path))
+    train(guarded(sink, patience=60), tmp_path / "run", 1, histograms=2)
+    _, rows, _ = stored(tmp_path)
+    for name, numbers in (("weight", 2), ("bias", 1)):
+        for kind in ("weights", "gradients", "updates"):
+            plots = [row for row in rows if f"{kind}/{name}/_type" in row]
+            assert [row["updates"] for row in plots] == ["2", "4"]
+            for row in plots:
+                assert row[f"{kind}/{name}/_type"] == '"histogram"'
+                assert len(json.loads(row[f"{kind}/{name}/bins"])) == 65
+                assert sum(json.loads(row[f"{kind}/{name}/values"])) == numbers
 
 
 # --- both -------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Loaders, batches and devices.
 
 open_feed        chooses the `Feed` for a loader
+shares           feeds of one of several processes
 feed             `Feed`: the batches of an epoch from any start, and the position as JSON
 map_style        the feed of a DataLoader over a dataset with indices
 sampler_order    the order of a user-defined sampler

@@ -1,4 +1,28 @@
-"""The outer loop: `fit`, `run_epoch`, `evaluate`, `predict`; what goes with it before, during and after a run."""
+"""The outer loop: `fit`, `run_epoch`, `evaluate`, `predict`; what goes with it before, during and after a run.
+
+fit               the loop, from the restore to the end
+loop_state        the state of the loop: plain numbers, one value
+transitions       from one state of the run to the next: a call, a signal, a snapshot, a recovery
+inputs            settings, program, state, loaders and sinks, checked and opened
+train_call        the call of the train step, compiled if the settings say so
+window_position   the position in the accumulation window, counted on the host
+resume            the state to go on from, and what is saved
+recovery          back to a good state after an error
+policy            which row is the best, when to stop, when to evaluate
+metric_queue      metrics that arrive late
+progress          metrics of calls as sums of the history, and log lines
+callbacks         events to sinks and callbacks
+environment       torch's switches during a run
+best_state        the state of the best row
+nonfinite_steps   states that stopped at a number that is not finite
+purity_check      a check of the first calls
+recorder          the last batches, to repeat calls
+eager_hint        one line about short eager steps
+histograms  profiling  plateau                       what `fit` records, and a rate that falls
+processes  ranks  joint_replay                       several processes: decisions, checks, the call that halted all
+member_columns                                       ensembles
+evaluate  predict  rate_finder  batch_statistics     functions of their own
+"""
 
 from __future__ import annotations
 

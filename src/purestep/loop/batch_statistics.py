@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import data
 from ..errors import ConfigError, StateError
-from ..types import Empty, Program, TrainState
+from ..types import Program, TrainState
 from . import ranks
 
 
@@ -20,12 +20,15 @@ def refresh_batchnorm(
     variances of the batches with equal shares. The result is for evaluation and export: training on it would go on with
     these statistics. The given state does not change.
 
+    With a distributed program every process calls this with the whole loader, as `evaluate`. With ``batchnorm="sync"``
+    the statistics are those of the whole batches; otherwise those of the processes' rows, averaged as in training.
+
     Layers that `keep_eval` holds in eval mode, and buffers of other layers, keep their values. Without BatchNorm the
     state is returned as it is, and the loader is not read.
 
     Args:
         program: from `program`.
-        state: of this program, whole and on one device; batches move to this device.
+        state: of this program; batches move to its device.
         loader: of training batches, as for `fit`; one epoch is read.
         view: "params" or "ema". None: "ema" if the state has an average. Of a state whose average has buffers
             (``buffers="average"``) these get the statistics, else ``state.buffers`` do.
@@ -34,8 +37,9 @@ def refresh_batchnorm(
     Raises:
         ConfigError: the program is not from `program`; or ``view`` has another value.
         DataError: an empty loader, or a batch that the objective cannot read.
-        RankError: several processes, or a loader of a part of the data.
-        StateError: the state is no TrainState, is spread over processes, or has no average for the view "ema".
+        RankError: several processes without a distributed state and program; a loader that cannot be divided among
+            them.
+        StateError: the state is no TrainState, or has no average for the view "ema".
 
     Example:
         >>> import torch, purestep as ps
@@ -48,9 +52,7 @@ def refresh_batchnorm(
     where = "refresh_batchnorm"
     if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
         raise StateError(f"the state is a {type(state).__name__}, not a TrainState", where=where, hint="program.init()")
-    if not isinstance(state.placement, Empty):
-        raise StateError("the state is spread over processes", where=where, hint="pass ps.full(state)")
-    ranks.mesh_of(state, where=where)
+    mesh = ranks.mesh_of(state, where=where, program=program)
     ranks.check_loader(loader, where=name)
     if program.static is None or program.static.statistics is None:
         raise ConfigError(
@@ -59,7 +61,7 @@ def refresh_batchnorm(
     found = program.static.statistics(state, view)
     if not found.names:
         return state
-    feed = data.open_feed(loader, name=name, seed=int(state.key[0]), repeats=True)
+    feed = data.open_feed(loader, name=name, seed=int(state.key[0]), repeats=True, mesh=mesh)
     try:
         for index, batch in enumerate(data.prefetch(feed.epoch(0), data.device_of(state), name=name)):
             try:

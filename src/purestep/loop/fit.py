@@ -313,7 +313,7 @@ def _restore(run: Run, opened: Opened) -> Services:
             updates=run.loop.updates,
             rank=0 if mesh is None else mesh.rank,
         ),
-        histograms=histograms.recorder(config.histograms, eager, run.state, mesh),
+        histograms=histograms.recorder(config.histograms, eager, run.state),
         resumed=resumed,
     )
     services.last_good.keep(run.state, run.loop)

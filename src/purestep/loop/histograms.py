@@ -8,31 +8,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import parallel, tree
+from .. import tree
 from ..errors import ConfigError
 from ..events import Histogram, Histograms
+from ..parallel import placement
 from ..types import Params, Program, TrainState, Tree
 
 _log = logging.getLogger("purestep")
 _BINS = 64
 
 
-def recorder(every: int, program: Program, state: Tree, mesh: parallel.Mesh | None) -> Recorder | None:
+def recorder(every: int, program: Program, state: Tree) -> Recorder | None:
     """Return the recorder of a run; None if ``every`` is 0.
 
     Args:
         every: updates between two recorded ones.
         program: not compiled.
         state: of the run.
-        mesh: of several processes.
 
     Raises:
-        ConfigError: the state is no TrainState of a program, or is spread over processes.
+        ConfigError: the state is no TrainState of a program.
     """
     if not every:
         return None
-    if mesh is not None:
-        raise ConfigError("each process holds a part of the state", where="histograms", hint="histograms=0")
     if not isinstance(state, TrainState) or program.static is None:
         hint = "histograms=0, or a callback that computes them"
         raise ConfigError("the step is not that of a program", where="histograms", hint=hint)
@@ -40,7 +38,8 @@ def recorder(every: int, program: Program, state: Tree, mesh: parallel.Mesh | No
 
 
 class Recorder:
-    """Compares the state before and after every n-th update.
+    """Compares the state before and after every n-th update. Of several processes all make the same calls, and hold
+    the whole weights and gradients of a recorded update.
 
     Args:
         every: n >= 1.
@@ -63,14 +62,14 @@ class Recorder:
         """
         self._before = None
         if closes and (updates + 1) % self._every == 0:
-            self._before = _Before(tree.clone(dict(state.params)), self._gradients(state, batch))
+            self._before = _Before(tree.clone(_weights(state)), self._gradients(state, batch))
 
     def after_update(self, state: TrainState, *, updates: int) -> Histograms | None:
         """Return the histograms of this update, if it is recorded. Waits for the device."""
         before, self._before = self._before, None
         if before is None:
             return None
-        params = dict(state.params)
+        params = _weights(state)
         changes = {name: value - before.params[name] for name, value in params.items()}
         groups = {"weights": params, "gradients": before.gradients, "updates": changes}
         found = {
@@ -85,9 +84,16 @@ class Recorder:
         try:
             return self._gradient(state, batch)
         except Exception as error:
+            if isinstance(state.placement, placement.Placement):  # the other processes wait for this one
+                raise
             self._gradient = None
             _log.warning("histograms have no gradients: %s: %s", type(error).__name__, error)
             return {}
+
+
+def _weights(state: TrainState) -> Params:
+    """The whole parameters: a collective where several processes hold pieces."""
+    return dict(placement.weights(state).params)
 
 
 class _Before(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import data, rng, stacked, tree
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..objective import call_model, split_batch
-from ..types import Empty, Program, TrainState
+from ..types import Program, Share, TrainState
 from . import ranks
 
 _CURE = (
@@ -37,9 +37,12 @@ def predict(
     order. Other loaders keep their own order. Random numbers depend on the seed of the state and on the number of the
     batch, so a second call returns the same values. The state is only read.
 
+    With a distributed program every process calls this with the whole loader, runs the model on its rows, and gets the
+    outputs of all rows.
+
     Args:
         program: has a ``bind``, as the programs of `program` and `compile_program`.
-        state: of this program, whole and on one device; batches move to this device.
+        state: of this program; batches move to its device.
         loader: as for `evaluate`, with or without targets.
         view: "params" or "ema". None: "ema" for a state with an average, as in `evaluate`.
         prepare: batch -> (inputs, targets), as in `supervised`. Default: a pair is (inputs, targets); in a mapping
@@ -47,19 +50,21 @@ def predict(
         forward: (model, inputs) -> outputs, as in `supervised`. Default: a mapping is passed as keyword arguments, a
             tuple as arguments.
         callback: called as ``callback(outputs, batch, index)`` for every batch, with the outputs on the device of the
-            state. Nothing is collected, and the result is None: for outputs that do not fit into memory.
+            state. Nothing is collected, and the result is None: for outputs that do not fit into memory. Of several
+            processes each gets its rows; one without rows is not called.
         name: of the loader, for messages.
 
     Returns:
         The structure of one batch's outputs (a tensor, or tensors in dicts and tuples) on the CPU. Tensors are
-        concatenated along dimension 0, for an `ensemble` along dimension 1; a 0-d tensor becomes one number per batch.
-        None with a ``callback``.
+        concatenated along dimension 0, for an `ensemble` along dimension 1; a 0-d tensor becomes one number per batch
+        (of several processes: one for each one's rows). None with a ``callback``.
 
     Raises:
         ConfigError: the program has no ``bind``; or ``view`` has another value.
         DataError: an empty loader, or a batch whose inputs are unknown.
-        RankError: several processes, or a loader of a part of the data.
-        StateError: the state is no TrainState, is spread over processes, or has no average for the view "ema".
+        RankError: several processes without a distributed state and program; a loader that cannot be divided among
+            them.
+        StateError: the state is no TrainState, or has no average for the view "ema".
         StepContractError: outputs that cannot be concatenated: a list, a leaf that is no tensor, or batches that differ
             in structure or in a dimension other than 0.
 
@@ -71,7 +76,7 @@ def predict(
         torch.Size([5, 3])
     """
     _check_state(state)
-    ranks.mesh_of(state, where="predict")
+    mesh = ranks.mesh_of(state, where="predict", program=program)
     ranks.check_loader(loader, where=name)
     if program.bind is None:
         raise ConfigError(
@@ -80,21 +85,22 @@ def predict(
     model, seed = program.bind(state, view=view), int(state.key.flatten()[0])
     split, run = prepare or _inputs_of, forward or call_model
     collected = _Outputs(name, rows=1 if stacked.size(state) else 0)
-    opened = data.open_feed(loader, name=name, repeats=True)
+    opened = data.open_feed(loader, name=name, repeats=True, mesh=mesh)
     feed = data.in_order(opened)
     try:
         for index, batch in enumerate(data.prefetch(feed.epoch(0), data.device_of(state), name=name)):
+            rows, counts = (batch.rows, bool(batch.counts > 0)) if isinstance(batch, Share) else (batch, True)
             try:
-                inputs = split(batch)[0]
+                inputs = split(rows)[0]
                 with torch.no_grad(), rng.scoped(rng.mix(seed, "eval", index), data.device_of(state)):
                     outputs = run(model, inputs)
             except Exception as error:
                 error.add_note(f"in predict, {name}, batch {index + 1}")
                 raise
-            if callback is not None:
-                callback(outputs, batch, index)
-            else:
-                collected.add(outputs)
+            if callback is None:
+                collected.add(outputs, index, counts=counts)
+            elif counts:
+                callback(outputs, rows, index)
     finally:
         for one in {id(feed): feed, id(opened): opened}.values():
             if one is not loader:
@@ -107,8 +113,6 @@ def _check_state(state: Any) -> None:
         raise StateError(
             f"the state is a {type(state).__name__}, not a TrainState", where="predict", hint="program.init()"
         )
-    if not isinstance(state.placement, Empty):
-        raise StateError("the state is spread over processes", where="predict", hint="pass ps.full(state)")
 
 
 def _inputs_of(batch: Any) -> tuple[Any, Any]:
@@ -134,47 +138,53 @@ def _without(shape: list[int], dim: int) -> list[int]:
 
 
 class _Outputs:
-    """The outputs of all batches, on the CPU, leaf by leaf."""
+    """The outputs of all batches, on the CPU."""
 
     def __init__(self, name: str, *, rows: int) -> None:
         self._name = name
         self._rows = rows  # the dimension of the examples; before it, members of an ensemble
         self._treedef: tree.TreeDef | None = None
-        self._paths: list[str] = []
-        self._leaves: list[list[Tensor]] = []
+        self._shapes: list[list[int]] = []  # of the first outputs, without the rows
+        self._parts: list[tuple[int, list[Tensor]]] = []
         self._count = 0
 
-    def add(self, outputs: Any) -> None:
-        """Copy the outputs of the next batch to the CPU."""
-        self._count += 1
+    def add(self, outputs: Any, index: int, *, counts: bool) -> None:
+        """Copy the outputs of a batch to the CPU, unless its row only stands in for an empty share."""
+        self._count = index + 1
         outputs = tree.dicts(outputs)
         self._check_nodes(outputs, "")
         named = tree.with_paths(outputs)
         treedef = tree.flatten(outputs)[1]
         if self._treedef is None:
-            self._treedef, self._paths = treedef, [path for path, _ in named]
-            self._leaves = [[] for _ in named]
+            self._treedef = treedef
         elif treedef != self._treedef:
             self._fail("", "the outputs have another structure than those of batch 1")
-        for (path, leaf), column in zip(named, self._leaves, strict=True):
+        copies: list[Tensor] = []
+        for place, (path, leaf) in enumerate(named):
             if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
                 kind = type(leaf).__name__ if not isinstance(leaf, Tensor) else f"{leaf.layout} tensor"
                 self._fail(path, f"the output is a {kind}, not a dense tensor")
             shape = [*leaf.shape] if leaf.dim() > self._rows else [*leaf.shape, 1]
-            if column and _without(shape, self._rows) != _without([*column[0].shape], self._rows):
-                self._fail(path, f"the shape is {list(leaf.shape)}, and {list(column[0].shape)} in batch 1")
+            if place == len(self._shapes):
+                self._shapes.append(shape)
+            first = self._shapes[place]
+            if _without(shape, self._rows) != _without(first, self._rows):
+                self._fail(path, f"the shape is {list(leaf.shape)}, and {first} in batch 1")
             # A copy on the CPU too: the loader may use its memory again.
-            column.append(leaf.detach().to("cpu", copy=True).reshape(shape))
+            copies.append(leaf.detach().to("cpu", copy=True).reshape(shape))
+        if counts:
+            self._parts.append((index, copies))
 
     def joined(self) -> Any:
-        """Concatenate each leaf, one after another, and free its parts."""
-        columns, self._leaves = self._leaves, []
-        treedef = cast(tree.TreeDef, self._treedef)
+        """Concatenate the outputs of all processes leaf by leaf, and free the parts of each leaf."""
+        parts, self._parts = ranks.in_order(self._parts), []
+        columns = [list(column) for column in zip(*parts, strict=True)]
+        del parts
         whole: list[Tensor] = []
         for column in columns:
             whole.append(torch.cat(column, dim=self._rows))
             column.clear()
-        return tree.unflatten(treedef, whole)
+        return tree.unflatten(cast(tree.TreeDef, self._treedef), whole)
 
     def _check_nodes(self, node: Any, path: str) -> None:
         """Raise for a list: its entries may be examples or columns."""

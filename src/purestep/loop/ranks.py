@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -16,17 +16,24 @@ from ..errors import RankError
 from ..metrics import Gathered
 from ..parallel import agreement, placement
 from ..parallel import mesh as meshes
-from ..types import Metrics, Share, Tree
+from ..types import Metrics, Program, Share, Tree
+
+_T = TypeVar("_T")
 
 _LINES = "`with ps.parallel.start() as mesh:` and `program = ps.distribute(program, mesh)`, around init and fit"
 
 
-def mesh_of(state: Tree, *, where: str) -> parallel.Mesh | None:
+def mesh_of(state: Tree, *, where: str, program: Program | None = None) -> parallel.Mesh | None:
     """Return the mesh of the processes that hold parts of this state; None for one process.
 
+    Args:
+        state: of any program.
+        where: for messages.
+        program: must be distributed if the state is.
+
     Raises:
-        RankError: there are several processes, and the state is no part; it is one, and no mesh is open; or it is a
-            part for another mesh.
+        RankError: there are several processes, and the state or the program is not distributed; the state is one
+            process's part, and no mesh is open; or it is a part for another mesh.
     """
     mesh = meshes.current_mesh()
     layouts = [part.placement.layout for part in states(state) if isinstance(part.placement, placement.Placement)]
@@ -50,6 +57,12 @@ def mesh_of(state: Tree, *, where: str) -> parallel.Mesh | None:
             f"this is process {mesh.rank} of {mesh.size}, and the state and its program are not distributed",
             where=where,
             hint=_LINES,
+        )
+    if program is not None and program.static is not None and not program.static.stream:
+        raise RankError(
+            "the state is distributed, and the program is not",
+            where=where,
+            hint="pass the program that ps.distribute returned",
         )
     for layout in layouts:
         if (layout.width, layout.data) != (mesh.shard, mesh.data):
@@ -123,11 +136,21 @@ class Outputs:
         """Return the metrics of all outputs: a collective if a mesh is open."""
         if not self._kinds:
             return {}
-        mesh = meshes.current_mesh()
-        own = self._parts if mesh is None or mesh.coordinate("tensor") == 0 else []
-        found = sorted(
-            ((index, rank, parts) for rank, given in enumerate(agreement.gathered(own)) for index, parts in given),
-            key=lambda entry: entry[:2],
-        )
-        joined = {name: tuple(part for _, _, parts in found for part in parts[name]) for name in self._kinds}
+        found = in_order(self._parts)
+        joined = {name: tuple(part for parts in found for part in parts[name]) for name in self._kinds}
         return cast(Metrics, {name: kind(joined[name]) for name, kind in self._kinds.items()})
+
+
+def in_order(parts: list[tuple[int, _T]]) -> list[_T]:
+    """The values of all processes, by the number of the batch and then by process: a collective if a mesh is open.
+
+    Args:
+        parts: this process's (number of the batch, value) pairs, on the host.
+    """
+    mesh = meshes.current_mesh()
+    own = parts if mesh is None or mesh.coordinate("tensor") == 0 else []  # processes of one model have the same rows
+    found = sorted(
+        ((index, rank, value) for rank, given in enumerate(agreement.gathered(own)) for index, value in given),
+        key=lambda entry: entry[:2],
+    )
+    return [value for _, _, value in found]

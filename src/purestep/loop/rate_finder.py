@@ -9,7 +9,7 @@ from contextlib import closing
 from os import PathLike
 from typing import Any, NamedTuple
 
-from .. import data, optim, stacked, tree
+from .. import data, optim, parallel, stacked, tree
 from .. import metrics as metrics_
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..types import Device, Empty, Metrics, Program, TrainState
@@ -88,7 +88,8 @@ def find_learning_rate(
     Args:
         program: its transform has the learning rate as a leaf, by `optim.inject`; with accumulation, each learning
             rate lasts for one window.
-        state: of this program, whole and on one device; batches move to this device.
+        state: of this program; batches move to its device. With a distributed program every process calls this with
+            the whole loader, and gets the same result.
         loader: as for `fit`, but no iterator.
         low: the first learning rate, > 0.
         high: the last one, > low.
@@ -103,8 +104,9 @@ def find_learning_rate(
     Raises:
         ConfigError: a number is out of range; or the learning rate is no leaf, or follows a schedule.
         DataError: the loader is empty, or an iterator.
-        RankError: several processes, or a loader of a part of the data.
-        StateError: the state is no TrainState, is spread over processes, or halted.
+        RankError: several processes without a distributed state and program; a loader that cannot be divided among
+            them.
+        StateError: the state is no TrainState, or halted.
         StepContractError: the step returns no ``loss``.
 
     References:
@@ -121,18 +123,20 @@ def find_learning_rate(
     """
     _check_numbers(low, high, steps, smoothing, divergence)
     stacked.check_single(state, where="find_learning_rate")
+    mesh = ranks.mesh_of(state, where="find_learning_rate", program=program)
     state = _checked(state, leaf, low)
-    ranks.mesh_of(state, where="find_learning_rate")
     ranks.check_loader(loader, where=name)
-    if isinstance(loader, Iterator):
+    source = loader.loader if isinstance(loader, parallel.Sharded) else loader
+    if isinstance(source, Iterator):
         raise DataError(
-            f"a {type(loader).__name__} cannot go back to where it was",
+            f"a {type(source).__name__} cannot go back to where it was",
             where=name,
             hint="pass the loader itself instead of iter(loader), or list(batches)",
         )
     window = program.static.accumulate if program.static is not None else 1
     rates, losses, smooth = list[float](), list[float](), 0.0
-    before, feed = data.Attributes(loader), data.open_feed(loader, name=name, seed=int(state.key[0]), repeats=True)
+    before = data.Attributes(source)
+    feed = data.open_feed(loader, name=name, seed=int(state.key[0]), repeats=True, mesh=mesh)
     try:
         with closing(_endless(feed, data.device_of(state), name)) as batches:
             for index in range(steps):
@@ -170,8 +174,6 @@ def _checked(state: Any, leaf: str, rate: float) -> TrainState:
     where = "find_learning_rate"
     if not isinstance(state, TrainState):
         raise StateError(f"the state is a {type(state).__name__}, not a TrainState", where=where, hint="program.init()")
-    if not isinstance(state.placement, Empty):
-        raise StateError("the state is spread over processes", where=where, hint="pass ps.full(state)")
     if _is_halted(state):
         raise StateError("the state halted, so a step would do nothing", where=where, hint="program.init()")
     try:

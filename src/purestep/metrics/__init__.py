@@ -10,6 +10,12 @@ wrong. A metric by class is a `Mean` of vectors: ``compute()`` returns one value
 classes with a weight > 0.
 
 An object of torchmetrics, or a collection of them, is a metric as it is: ``metrics={"auroc": MulticlassAUROC(10)}``.
+
+mean             empty, merge, compute, JSON
+classification   accuracy, precision, recall, F1
+regression       absolute and squared errors
+gathered         metrics that need all outputs of an evaluation
+torchmetrics     objects of torchmetrics as pure functions
 """
 
 from __future__ import annotations

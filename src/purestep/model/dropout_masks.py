@@ -2,7 +2,7 @@
 
 Torch's dropout allocates its mask in the input's layout and fills it in memory order. Under a transform of `torch.func`
 the mask is contiguous, so for a transposed input other elements are dropped, and the gradient of `torch.func.grad`
-differs from that of `torch.autograd.grad`.
+differs from that of `torch.autograd.grad`. The seed of the masks is the step's: see `step.random_draws`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Objectives: functions of model and batch that return a loss, its weight, and metrics."""
+"""Objectives: functions of model and batch that return a loss, its weight, and metrics.
+
+supervised           a criterion of outputs and targets
+huggingface          the losses that Hugging Face models compute
+masked_autoencoder   reconstruction of masked elements
+loss_inputs          checks of outputs and targets before a loss of torch
+measure              the result of a metric as a `Mean`
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,18 @@ A user's own transform that counts updates counts them for all parameters.
 ``init`` of each transform raises a ConfigError if a ``mask`` does not fit the parameters (see `masked`). ``update``
 raises a StateError if the state belongs to another chain or, with a mask, to other parameters. Without a mask, a
 parameter missing from the state raises a KeyError with its name.
+
+base              `Transform`, `chain`, checks of arguments
+numerics          arithmetic that keeps dtypes
+scale             the learning rate, weight decay
+clip              gradient clipping
+wrappers          masks, parameter groups, freezing
+hyperparameters   hyperparameters as leaves of the state
+unused_parameters parameters without a gradient
+kernels           torch's fused kernels, for eager steps
+from_torch        any optimizer of torch as a transform
+sgd  adam  lamb  lion  rmsprop  adagrad  adadelta  adafactor  muon  soap  ademamix  prodigy  schedule_free  lookahead
+                  an algorithm each
 """
 
 from __future__ import annotations

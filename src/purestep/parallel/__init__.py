@@ -7,7 +7,11 @@ distribute   the steps of a program with these collectives
 units        blocks that gather their own parameters, in the forward and in the backward pass
 batchnorm    batch normalization by the statistics of all rows
 tensorwise   tensor parallel by torch's styles
-calls        the forward and backward pass that runs, for layers that communicate
+running_pass the forward and backward pass that runs, for layers that communicate
+loaders      how the batches of a loader without indices are divided
+agreement    numbers that all hosts exchange once a call, and checks that processes are the same
+host         one process decides, or the error of one is raised by all
+peers        processes that are gone
 """
 
 from __future__ import annotations

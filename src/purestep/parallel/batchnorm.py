@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from . import calls, collectives
+from . import collectives, running_pass
 
 _FORWARDS = {kind.forward for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)}
 
@@ -44,7 +44,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     """`F.batch_norm` in train mode, over the rows of all processes that count. (N, C, ...) -> the same."""
     if x.dim() < 2:
         raise ValueError(f"{type(layer).__name__} expects (N, C, ...), not {list(x.shape)}")
-    call = calls.current()
+    call = running_pass.current()
     values = x.double() if x.dtype == torch.float64 else x.float()
     mean, variance, count = _statistics(values, call)
     _track(layer, mean.detach(), variance.detach(), count)
@@ -57,7 +57,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
     return _of_counted(result.to(x.dtype), call)
 
 
-def _statistics(x: Tensor, call: calls.Call) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(x: Tensor, call: running_pass.Call) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance of each channel, (C,), and the number of values of a channel, (): one small collective."""
     dims = [0, *range(2, x.dim())]
     size = x.numel() // max(x.shape[1], 1)
@@ -88,7 +88,7 @@ def _track(layer: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         running.copy_((1 - factor) * running + factor * found.to(running.dtype))
 
 
-def _of_counted(value: Tensor, call: calls.Call) -> Tensor:
+def _of_counted(value: Tensor, call: running_pass.Call) -> Tensor:
     """The value. A loss of weight 0 is 0/0: its gradient, which would reach all processes, is dropped."""
 
     class Counted(torch.autograd.Function):

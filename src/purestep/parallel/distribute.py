@@ -16,7 +16,7 @@ from ..metrics import Gathered
 from ..optim import base, numerics
 from ..pickling import recipe
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
-from . import agreement, calls, collectives, placement, tensorwise
+from . import agreement, collectives, placement, running_pass, tensorwise
 from . import batchnorm as batchnorms
 from . import units as blocks
 from .mesh import Mesh
@@ -105,6 +105,7 @@ def distribute(
     inner, spreads = static, dict[str, tensorwise.Spread]()
     if is_synced and mesh.batch_size > 1:
         inner = _rewritten(inner, batchnorms.synchronize)
+    measured = inner  # takes whole weights
     if tensor is not None:
         inner = _rewritten(inner, tensorwise.parallelized(tensor, mesh.device_mesh["tensor"]))
         spreads = tensorwise.spreads(inner.module, mesh.tensor)
@@ -121,7 +122,8 @@ def distribute(
     if by_unit:
         inner = _rewritten(inner, blocks.gathering(_units(by_unit, layout, spreads, mesh)))
     processes = _Processes(mesh, layout, inner, spreads, hidden, is_seeded=is_synced or bool(by_unit))
-    steps = inner.steps(processes.form(Form(lambda stored: stored, lambda named: named)))
+    form = processes.form(Form(lambda stored: stored, lambda named: named))
+    steps = inner.steps(form)
 
     def init(seed: int = 0, device: torch.device | str | None = None) -> TrainState:
         """This process's part of the state before the first step, which every process calls; see `Program`.
@@ -149,7 +151,16 @@ def distribute(
         chosen = placement.weights(ema_.view(state, "params" if train and view is None else view))
         return cast(Callable[..., Any], program.bind)(chosen, train=train)
 
+    def gradient(state: TrainState, batch: Batch) -> Params:
+        """The whole gradient of all processes' rows; see `Static`."""
+        return processes.whole(cast(Callable[..., Params], inner.gradient)(state, batch, form))
+
+    def statistics(state: TrainState, view: str | None) -> Any:
+        return cast(Callable[..., Any], measured.statistics)(state, view, form.exchange, placement.weights)
+
     fixed = static._replace(
+        gradient=gradient,
+        statistics=statistics,
         labels=None if static.labels is None else processes.labels,
         steps=lambda form: inner.steps(processes.form(form)),
         stream=processes.stream,
@@ -372,7 +383,7 @@ class _Processes:
             norm=self.norm if self.pieces else None,
             update=self.update,
             stream=self.stream,
-            call=calls.running,
+            call=running_pass.running,
             seeded=self.is_seeded,
         )
         return Form(expand, collect, inner.unreached, exchange, self.hidden)
@@ -395,7 +406,8 @@ class _Processes:
         wholes = placement.gathered([(leaf, named[leaf.name]) for leaf in cuts], self.layout.width)
         return named | placement.by_name(cuts, wholes)
 
-    def _whole(self, named: Params) -> Params:
+    def whole(self, named: Params) -> Params:
+        """Whole tensors of what this process holds: a collective."""
         pieces = [leaf for leaf in self.pieces if leaf.name in named]
         wholes = placement.wholes(self.layout, [(leaf, named[leaf.name]) for leaf in pieces])
         return named | placement.by_name(pieces, wholes)
@@ -459,7 +471,7 @@ class _Processes:
         if self.static.tx.elementwise:
             with base.norm_of_pieces(lambda updates: norm if updates is grads else self.norm(updates)):
                 return update(grads, state, params)
-        found, whole_state = update(self._whole(grads), self._whole_state(state), self._whole(params))
+        found, whole_state = update(self.whole(grads), self._whole_state(state), self.whole(params))
         if not isinstance(found, dict):
             return found, whole_state  # the step names what is wrong
         named = cast(Params, found)

@@ -318,8 +318,12 @@ def _joining(rank: int, count: int) -> Generator[None]:
         ) from error
 
 
+_stores: dict[tuple[Any, ...], Any] = {}
+
+
 def _rendezvous(limit: timedelta) -> Any:
-    """The store of torchrun's address.
+    """The store of torchrun's address, one for all meshes of a process: one that leaves a mesh before the others would
+    reach the store that process 0 is about to close.
 
     torch waits without end where another program takes the connection and says nothing. It waits in a thread here,
     which is left behind then.
@@ -328,6 +332,9 @@ def _rendezvous(limit: timedelta) -> Any:
         TimeoutError: nothing answered in time.
         Exception: torch's own.
     """
+    key = (os.getpid(), *(os.environ.get(name) for name in (*_VARIABLES, *_RUN)))
+    if key in _stores:
+        return _stores[key]
     found: list[Any] = []
 
     def wait() -> None:
@@ -343,6 +350,7 @@ def _rendezvous(limit: timedelta) -> Any:
         raise TimeoutError(f"the program at this port did not answer within {limit.total_seconds():g} s")
     if isinstance(found[0], BaseException):
         raise found[0]
+    _stores[key] = found[0]
     return found[0]
 
 

@@ -6,6 +6,11 @@ and a 0-d tensor does not promote the tensors that it multiplies. Argument names
 that optax does not have, of `torch.optim.lr_scheduler`.
 
 A schedule reads no value back to the host, so one graph contains the whole warm-up and decay.
+
+decay         along a curve: linear, polynomial, cosine, exponential, warm-up and decay
+steps         constant or interpolated values between given counts
+combine       a sequence of schedules, schedules by epoch, torch's schedulers
+interpolate   between two values
 """
 
 from __future__ import annotations

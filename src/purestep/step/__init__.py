@@ -14,6 +14,7 @@ gradient     forward and backward pass: the only place that differentiates
 sharpness    sharpness-aware minimization: a second gradient
 microbatch   splitting of a batch inside one call
 train_step   `train_step` and `flush`
+exchange     a call's contributions of several processes
 accumulation the window: adding a micro-batch, closing a full window
 update       the update of a window or its rollback
 random_draws seeds the generators for a step

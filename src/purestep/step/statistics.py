@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -11,7 +13,8 @@ from .. import ema as ema_
 from .. import precision as precision_
 from .. import rng, tree
 from ..model import functional
-from ..types import Batch, Empty, Params, TrainState
+from ..types import Batch, Empty, Exchange, Params, TrainState
+from .gradient import rows_of
 from .random_draws import drawn
 from .spec import Spec
 
@@ -23,13 +26,23 @@ class Statistics:
         spec: of a program.
         state: of this program; its weights of ``view`` are used.
         view: as in `ema.view`.
+        exchange: of a step on several processes, each of which passes its rows; None: one process.
+        whole: (state) -> the state with whole weights.
     """
 
-    def __init__(self, spec: Spec, state: TrainState, view: str | None) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        state: TrainState,
+        view: str | None,
+        exchange: Exchange | None = None,
+        whole: Callable[[TrainState], TrainState] = lambda state: state,
+    ) -> None:
         self._spec = spec
         self._state = state
+        self._exchange = exchange
         self._view = ema_.default_view(state) if view is None else view
-        self._chosen = ema_.view(state, self._view)
+        self._chosen = whole(ema_.view(state, self._view))
         self._template = functional.rewritten(spec.template, _average_equally)
         found = (name for layer in _layers(cast(nn.Module, self._template.train.model)) for name in _buffers(*layer))
         self.names = tuple(name for name in found if name in self._chosen.buffers)
@@ -40,19 +53,25 @@ class Statistics:
 
     def add(self, batch: Batch, index: int) -> None:
         """Run the objective on a batch in train mode, without gradients."""
-        spec, chosen = self._spec, self._chosen
+        spec, chosen, exchange = self._spec, self._chosen, self._exchange
+        rows, counts = rows_of(batch)
 
         def forward() -> Params:
             bound = functional.bind(self._template, chosen.params, chosen.frozen, self.buffers, train=True)
             bound.values = spec.values_at(chosen)
             with precision_.autocast(spec.policy, chosen.step.device):
-                spec.objective(bound, precision_.cast(spec.policy, tree.dicts(batch)))
+                spec.objective(bound, precision_.cast(spec.policy, tree.dicts(rows)))
             return bound.buffers
 
-        number = rng.mix(int(chosen.key[0]), "statistics", index)
-        with torch.no_grad():
-            after = drawn(spec.host, forward, number, chosen.step.device)
-        self.buffers = self.buffers | {name: after[name].detach() for name in self.names}
+        stream = () if exchange is None else exchange.stream
+        number = rng.mix(int(chosen.key[0]), "statistics", index, *stream)
+        with torch.no_grad(), nullcontext() if exchange is None else exchange.call(counts):
+            found = drawn(spec.host, forward, number, chosen.step.device)
+        after = {name: found[name].detach() for name in self.names}
+        if exchange is not None:
+            held = torch.ones((), device=chosen.step.device) if counts is None else counts.to(chosen.step.device)
+            after = exchange.buffers(after, held > 0)
+        self.buffers = self.buffers | after
 
     def state(self) -> TrainState:
         """Return the state with the statistics in the buffers of its view."""

@@ -1,0 +1,85 @@
+"""`predict`, histograms, `refresh_batchnorm` and `find_learning_rate` in several processes: equal to one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .processes import once, run
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    def compute() -> list[dict[str, Any]]:
+        return [output.value for output in run("tests.parallel.tool_cases:everything", 2, timeout=120)]
+
+    return once(tmp_path_factory, "tools", compute)
+
+
+def test_predictions_are_those_of_one_process_in_the_order_of_the_dataset(found: list[dict[str, Any]]):
+    for one in (each for both in found for each in both["predict"]):
+        assert one["far"] < 1e-14
+        assert one["rows"] == [list(range(37)), list(range(5))]
+
+
+def test_a_callback_gets_the_rows_of_its_process(found: list[dict[str, Any]]):
+    for one in (each for both in found for each in both["predict"]):
+        nothing, rows, order = one["callback"]
+        assert nothing is None
+        assert rows == [0, 1, 2, 3, 4]
+        assert order == [[[0, [0, 1]]], [[0, [2, 3]], [1, [4]]]]  # process 0 has no row of the last batch
+
+
+def test_separate_loaders_are_joined_by_batch_and_then_by_process(found: list[dict[str, Any]]):
+    rows = [row for start in range(0, 24, 6) for row in range(start, start + 6)]
+    for one in (each for both in found for each in both["predict"]):
+        assert one["separate"] == [*rows, 30, 31]
+
+
+def test_processes_of_one_model_predict_each_row_once():
+    for output in run("tests.parallel.tool_cases:split_by_tensor", 2, timeout=90):
+        assert output.value["far"] < 1e-12
+
+
+def test_histograms_are_those_of_one_process(found: list[dict[str, Any]]):
+    for one in (each for both in found for each in (*both["histograms"], both["histograms of units"])):
+        assert one["far"] < 1e-12
+        assert one["updates"] == [2, 4]
+        assert one["kinds"] == ["gradients", "updates", "weights"]
+
+
+def test_a_gradient_that_ignores_the_size_of_a_share_is_seen(found: list[dict[str, Any]]):
+    assert all(both["unweighted"]["far"] > 1e-6 for both in found)
+
+
+def test_the_statistics_are_those_of_one_process(found: list[dict[str, Any]]):
+    for both in found:
+        for one in both["statistics"]:
+            assert one["far"] < 1e-9
+            assert one["params"] == 0.0
+            assert one["batches"] == 6
+
+
+def test_a_range_of_learning_rates_is_that_of_one_process(found: list[dict[str, Any]]):
+    for one in (both["rates"] for both in found):
+        assert one["rates"][0] == one["rates"][1]
+        assert one["far"] < 1e-5
+        assert one["diverged"][0] == one["diverged"][1]
+        assert one["unchanged"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("predict", "RankError: predict: the state is distributed, and the program is not"),
+        ("refresh_batchnorm", "RankError: refresh_batchnorm: the state is distributed, and the program is not"),
+        ("find_learning_rate", "RankError: find_learning_rate: the state is distributed, and the program is not"),
+        ("a list", "StepContractError: predict, batch 1: the output is a list"),
+        ("without a mesh", "RankError: predict: the state is one process's part of a distributed state, and no mesh"),
+        ("a stream", "RankError: predict: a loader without indices cannot be divided among 2 processes"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_every_process(found: list[dict[str, Any]], name: str, words: str):
+    for both in found:
+        assert both["refusals"][name].startswith(words), both["refusals"][name]
