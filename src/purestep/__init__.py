@@ -86,6 +86,7 @@ if _typing.TYPE_CHECKING:
     from .compile import compile_step as compile_step
     from .compile import donate as donate
     from .config import FitConfig as FitConfig
+    from .data import open_feed as open_feed
     from .data import to_device as to_device
     from .derivatives import gradient_noise_scale as gradient_noise_scale
     from .derivatives import per_example as per_example
@@ -113,7 +114,7 @@ else:
         "compile": ("compile_program", "compile_step", "donate"),
         "config": ("FitConfig",),
         "curvature": (),
-        "data": ("to_device",),
+        "data": ("open_feed", "to_device"),
         "derivatives": ("gradient_noise_scale", "per_example"),
         "diagnostics": ("summary",),
         "ensembles": ("ensemble", "mean_and_std"),

@@ -187,7 +187,7 @@ class Feed(ABC):
                 "cannot start inside an epoch: the loader has neither indices nor state_dict()",
                 where=self.name,
                 hint="give the loader state_dict() and load_state_dict(), use a map-style dataset, or pass "
-                "purestep.data.open_feed(loader, replay=True), which loads the consumed batches again and drops them",
+                "ps.open_feed(loader, replay=True), which loads the consumed batches again and drops them",
             )
 
     def left(self, epoch: int, consumed: int) -> None:

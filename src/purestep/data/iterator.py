@@ -100,7 +100,7 @@ class OneShotFeed(Feed):
                 f"{given} batches were loaded before batch {start + 1} of epoch {epoch + 1}; it is unknown if an epoch "
                 "continues where the previous one stopped",
                 where=self.name,
-                hint="give the loader state_dict() and load_state_dict(), or pass purestep.data.open_feed(loader, "
+                hint="give the loader state_dict() and load_state_dict(), or pass ps.open_feed(loader, "
                 "replay=True) if it continues",
             )
         self._continues = continues

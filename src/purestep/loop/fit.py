@@ -99,9 +99,9 @@ def fit(
     all draw one order and load their rows of each batch, as `types.Share`. History, monitor and best are those of one
     process, and a run may go on with another number of processes. Callbacks run in every process, with its part of the
     state and its share of a batch; if they return a state, they do so in all. Sinks, the log and the directory belong
-    to the first process. A signal, `Stop`, the end of ``max_time``, a snapshot due by the clock or an error of the
-    writer in one process is acted on by all at one boundary: inside an epoch one call later. An error in one process
-    ends the others with a RankError, without a snapshot, which would take all of them.
+    to the first process. If one process gets a signal or `Stop`, comes to the end of ``max_time`` or to a snapshot due
+    by the clock, or has an error of the writer, all processes act on it together; inside an epoch, one call later. An
+    error in one process ends the others with a RankError, without a snapshot, which would take all of them.
 
     Returns:
         `FitResult`: the last state (with ``restore_best=True`` the best one), the history, the best epoch, the number
@@ -113,9 +113,9 @@ def fit(
         StateError: ``init_state``, or the answer of a callback, is no state to train.
         DataError: an empty, exhausted or failing loader; a batch with another structure than the first.
         NonFiniteError: a loss or gradient that is not finite (``nonfinite="raise"``); ``error.result`` has the state,
-            and `purestep.testing.replay` repeats the call from a file in the directory of the snapshots; of several
-            processes, in one process, with the whole batch and the program before `purestep.distribute`. With
-            ``nonfinite="skip"``: 100 refused updates in a row.
+            and `purestep.testing.replay` repeats the call from a file in the directory of the snapshots. The file of a
+            run on several processes has the whole batch: repeat it in one process, with the program before
+            `purestep.distribute`. With ``nonfinite="skip"``: 100 refused updates in a row.
         StepContractError: the step is not pure (see `FitConfig.check_every`), or returns no state and metrics; a
             callback draws from a global generator while another thread trains.
         SnapshotError: a snapshot does not fit, is damaged or cannot be written; `Locked`: another run's directory.

@@ -37,7 +37,8 @@ def distribute(
     batchnorm: str | None = None,
     tensor: tensorwise.Plan | None = None,
 ) -> Program:
-    """The same program on the processes of a mesh: every step equals one process's step on the whole batch.
+    """Return the program for the processes of a mesh. Every step equals one process's step on the whole batch, up to
+    rounding, dropout, and ``batchnorm="average"``.
 
     Every process calls the same functions in the same order, with its rows of each batch (`fit` cuts them, `share`
     does in a loop of one's own). The objective's weights weigh the processes' gradients, losses and metrics, so shares
@@ -171,7 +172,7 @@ def distribute(
 
 
 def share(batch: Batch, mesh: Mesh) -> Share:
-    """This process's rows of a batch that all processes have.
+    """Return this process's rows of a batch that all processes have.
 
     Process r of W takes the rows from ``n r // W`` to ``n (r + 1) // W``. A process without rows takes the first row,
     which counts nothing.

@@ -73,7 +73,7 @@ def program(
         precision: "32-true", "64-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
         ema: decay of the averaged weights in [0, 1), an `ema.average(...)` or an `ema.swa(...)`; None disables the
             average. Evaluation, ``bind`` and exports then use the averaged weights by default: see `view`.
-        accumulate: number of micro-batches (calls of train_step) for one optimizer update, >= 1.
+        accumulate: number of calls of train_step for one optimizer update, >= 1.
         microbatches: number of parts, >= 1, into which each call splits its batch along the leading dimension: tensors,
             arrays, and lists with one entry for each row (names, tensors of different sizes, a detector's labels with
             one mapping for each image). A list of tensors that all have as many rows as the batch is a list of columns.
@@ -83,9 +83,10 @@ def program(
         engine: "func" (`torch.func.grad_and_value`), "autograd" (torch's backward pass, for activation checkpointing
             and autograd Functions of other libraries; `torch.func` can neither map nor differentiate such a step),
             "auto": func inside a graph or a transform, else autograd. Gradients are the same.
-        nonfinite: for a loss or gradient that is not finite, "raise" freezes the state until the host reads it (`fit`
-            raises), and "skip" skips the update (`fit` raises after 100 skipped in a row). An infinite update from
-            finite gradients (Adam with ``eps=0`` and a gradient of 0) is applied, and detected by the next loss.
+        nonfinite: for a loss or gradient that is not finite, "raise" freezes the state: later calls update nothing, and
+            `fit` raises; `TrainState` says how to go on. "skip" skips the update, and `fit` raises after 100 skipped in
+            a row. An infinite update from finite gradients (Adam with ``eps=0`` and a gradient of 0) is applied, and
+            detected by the next loss.
         keep_eval: glob patterns of submodules that stay in eval mode.
         values: schedules of scalars that the objective reads as ``model.values[name]``, shape=(), float32, such as the
             weight of a term or a temperature. They depend on the count of updates in the state, so they never cause a
