@@ -320,6 +320,7 @@ def _accelerate(work: Work, device: torch.device, mesh: Any) -> Runner:
 
 def _lightning(work: Work, device: torch.device, mesh: Any) -> Runner:
     from lightning import fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
     del mesh
     made: Any = fabric.Fabric(
@@ -327,7 +328,9 @@ def _lightning(work: Work, device: torch.device, mesh: Any) -> Runner:
         devices=dist.get_world_size() if dist.is_initialized() else 1,
         strategy="ddp" if dist.is_initialized() else "auto",
         precision="bf16-mixed" if work.bf16 else "32-true",
+        plugins=[TorchElasticEnvironment()],  # these processes are all there are
     )
+    made.launch()
     plain = works.seeded_model(work, device).train()
     model, optimizer = made.setup(plain, byhand.adamw(plain, work.recipe, fused=True))
     shadow = byhand.Shadow(plain, work.recipe.ema)
