@@ -170,6 +170,18 @@ def test_load_into_casts():
     assert torch.equal(target.weight, source.weight.double())
 
 
+def test_a_module_without_memory_is_refused_and_is_not_needed_after_init():
+    module = nn.Linear(2, 1)
+    program = ps.program(module, ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    state = program.init()
+    module.to("meta")  # frees the first weights
+    new, _ = program.train_step(state, (torch.ones(4, 2), torch.ones(4, 1)))
+    with pytest.raises(errors.StateError, match=r"load_into: weight of the module is on the meta device.*to_empty"):
+        load_into(module, new)
+    load_into(module.to_empty(device="cpu"), new)
+    assert torch.equal(module.weight, new.params["weight"])
+
+
 def test_load_into_another_module_changes_nothing():
     _, state = made(nn.ModuleDict({"first": nn.Linear(2, 2), "last": nn.Linear(2, 3)}))
     target = nn.ModuleDict({"first": nn.Linear(2, 2), "list": nn.Linear(2, 3), "extra": nn.Linear(1, 1)})

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from . import stacked
 from .ema import view as view_of
-from .errors import ConfigError, Mismatch, WriteFailed
+from .errors import ConfigError, Mismatch, StateError, WriteFailed
 from .files import replacing, write_failed
 from .model import OBJECTIVE, copy_with, unwrapped
 from .parallel import host, placement
@@ -161,7 +161,7 @@ def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> 
     Raises:
         Mismatch: names or shapes differ; the message has one line for each.
         ConfigError: the view is unknown.
-        StateError: the view is "ema", and the state has no EMA.
+        StateError: the view is "ema", and the state has no EMA; or the module is on the meta device.
 
     Example:
         >>> import torch
@@ -177,6 +177,12 @@ def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> 
     """
     module = unwrapped(module)  # it has the same tensors
     stored = _stored(module, state, view, "load_into")
+    if empty := [name for name, value in _tensors(module).items() if value.is_meta]:
+        raise StateError(
+            f"{empty[0]} of the module is on the meta device and has no memory",
+            where="load_into",
+            hint='build the module on a device, or call module.to_empty(device="cpu") and tie its weights again',
+        )
     with torch.no_grad():
         for name, value in _tensors(module).items():
             value.copy_(stored[name])

@@ -64,7 +64,7 @@ class Written(Exception):
 
 
 @pytest.fixture
-def in_place(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def in_place(monkeypatch: pytest.MonkeyPatch, cpu_plugin: None) -> list[str]:
     """The large buffers that are computed in the memory of another one."""
     true, found = KernelArgs.make_inplace, list[str]()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,3 +85,13 @@ def test_a_range_of_learning_rates_is_that_of_one_process(found: list[dict[str, 
 def test_what_cannot_be_done_is_said_in_every_process(found: list[dict[str, Any]], name: str, words: str):
     for both in found:
         assert both["refusals"][name].startswith(words), both["refusals"][name]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("hold", [False, True])
+def test_no_thread_of_a_group_outlives_its_mesh(tmp_path: Path, hold: bool):
+    """One that is at work when the interpreter ends aborts the process."""
+    for output in run("tests.parallel.tool_cases:threads_left", 2, args=[str(tmp_path / "run"), hold], timeout=90):
+        inside, after = output.value
+        assert inside > 0
+        assert (after > 0) == hold

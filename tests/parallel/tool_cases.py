@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -43,6 +44,24 @@ def split_by_tensor() -> dict[str, float]:
     with alone():
         plain = cases.perceptrons()
         return {"far": float((found - ps.predict(plain, plain.init(), rows)).abs().max())}
+
+
+def threads_left(folder: str, hold: bool) -> list[int]:
+    """Threads of gloo inside of a mesh in which a run has trained, and after it. With ``hold``, somebody keeps the
+    groups."""
+
+    def count() -> int:
+        tasks = Path("/proc/self/task").iterdir()
+        return sum("gloo" in (task / "comm").read_text() for task in tasks)
+
+    with ps.parallel.start(timeout=60) as mesh:
+        program = ps.distribute(fitting.program(), mesh)
+        fitting.fit(program, epochs=1, snapshots=folder)
+        held = mesh.device_mesh if hold else None
+        inside = count()
+    found = [inside, count()]
+    del held
+    return found
 
 
 def cases_columns() -> dict[str, str]:

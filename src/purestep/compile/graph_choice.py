@@ -330,12 +330,12 @@ def _returning_tree(
 
 def _with_own_error(run: Callable[..., Any], core: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``run``: if it fails, and the eager step breaks its contract, raise that error. A trace cannot see a buffer
-    that a kernel resizes (fake quantization with a scale for each channel)."""
+    that a kernel resizes (fake quantization with a scale for each channel); inductor's code asserts its size."""
 
     def call(tensors: list[Tensor], leaves: list[Any]) -> Any:
         try:
             return run(tensors, leaves)
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             if not isinstance(error, PurestepError | torch.OutOfMemoryError):
                 own = capture.capture_error(error, core, tensors, leaves)
                 if isinstance(own, StepContractError) and not isinstance(own, capture.Uncaptured):

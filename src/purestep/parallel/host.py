@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch.distributed as dist
 
 from .. import errors
-from ..errors import PurestepError
+from ..errors import PurestepError, RankError
 from . import mesh as meshes
 from .peers import answered
 
@@ -27,7 +27,6 @@ class Peers(NamedTuple):
     rank: int = 0
     size: int = 1
     timeout: float = 600.0  # seconds
-    group: Any = None  # of all processes, on the CPU
 
     def first(self, function: Callable[[], T]) -> T:
         """Call the function in process 0, and return its value in all processes, or raise its error in all.
@@ -39,7 +38,7 @@ class Peers(NamedTuple):
             return function()
         value, own = _outcome(function) if self.rank == 0 else (None, None)
         found = [(value, sent(own))]
-        self._call(lambda: dist.broadcast_object_list(found, src=0, group=self.group))
+        self._call(lambda group: dist.broadcast_object_list(found, src=0, group=group))
         value, record = found[0]
         error = own or received(record)
         if error is not None:
@@ -62,7 +61,7 @@ class Peers(NamedTuple):
             return [function()]
         value, own = _outcome(function)
         found: list[Any] = [None] * self.size
-        self._call(lambda: dist.all_gather_object(found, (value, sent(own)), group=self.group))
+        self._call(lambda group: dist.all_gather_object(found, (value, sent(own)), group=group))
         errors_by_rank = [(rank, received(record)) for rank, (_, record) in enumerate(found) if record is not None]
         if errors_by_rank:
             rank, error = min(errors_by_rank, key=lambda entry: (isinstance(entry[1], mild), entry[0]))
@@ -73,9 +72,16 @@ class Peers(NamedTuple):
             raise error
         return [value for value, _ in found]
 
-    def _call(self, collective: Callable[[], Any]) -> None:
+    def _call(self, collective: Callable[[Any], Any]) -> None:
+        groups = meshes.current()
+        if groups is None or groups.host is None:
+            raise RankError(
+                f"the mesh of {self.size} processes is closed",
+                where="parallel",
+                hint="use the object inside the `with ps.parallel.start(...)` block in which it was created",
+            )
         with answered("an agreement of all processes"):
-            collective()
+            collective(groups.host)
 
 
 def peers() -> Peers:
@@ -83,7 +89,7 @@ def peers() -> Peers:
     groups = meshes.current()
     if groups is None or groups.mesh.size == 1:
         return Peers()
-    return Peers(groups.mesh.rank, groups.mesh.size, groups.timeout, groups.host)
+    return Peers(groups.mesh.rank, groups.mesh.size, groups.timeout)
 
 
 def sent(error: BaseException | None) -> tuple[Any, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -42,7 +43,6 @@ class Mesh(NamedTuple):
         tensor: processes that compute parts of the same layers, of the same examples.
         rank: of this process, in [0, size).
         device_type: "cuda" or "cpu".
-        device_mesh: torch's `DeviceMesh` with these three dimensions; None in a mesh of one.
 
     Example:
         >>> import purestep as ps
@@ -56,7 +56,16 @@ class Mesh(NamedTuple):
     tensor: int = 1
     rank: int = 0
     device_type: str = "cpu"
-    device_mesh: Any = None
+
+    @property
+    def device_mesh(self) -> Any:
+        """Torch's `DeviceMesh` of the open mesh, with these three dimensions; None in a mesh of one.
+
+        It holds the process groups, whose threads must end before the interpreter does. So it is None, and held by no
+        `Mesh`, once the ``with`` block of `start` is left.
+        """
+        groups = current()
+        return None if groups is None else groups.device_mesh
 
     @property
     def size(self) -> int:
@@ -93,6 +102,7 @@ class Groups(NamedTuple):
     """The process groups of the mesh that this process has started."""
 
     mesh: Mesh
+    device_mesh: Any  # torch's DeviceMesh; None in a mesh of one
     by_axis: Mapping[str, Any]  # axis -> ProcessGroup, for axes of more than one process
     host: Any  # of all processes, on the CPU: for decisions of the host
     store: Any = None  # of the rendezvous: for notes about failures; None if the user started torch's process group
@@ -189,7 +199,7 @@ def start(
         else:
             environment = _environment()
             if environment is None:
-                found = Groups(Mesh(), MappingProxyType({}), None, timeout=timeout)
+                found = Groups(Mesh(), None, MappingProxyType({}), None, timeout=timeout)
             else:
                 rank, count = environment
                 sizes["data"] = _fitting(sizes, count, is_free=data is None)
@@ -274,6 +284,10 @@ def _process_group(rank: int, count: int, timeout: float) -> Generator[Any]:
     if dist.is_initialized():
         yield None
         return
+    # Its functions have the group of all processes as a default argument. If a compiler imported it later, they would
+    # hold the group until the interpreter ends, and a thread of the group that is at work then aborts the process.
+    importlib.import_module("torch.distributed.nn.functional")
+
     limit = timedelta(seconds=timeout)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % max(torch.cuda.device_count(), 1))))
@@ -424,12 +438,12 @@ def _opened(mesh: Mesh, timeout: float) -> Groups:
     device_mesh = dist.device_mesh.init_device_mesh(
         mesh.device_type, tuple(mesh.width(axis) for axis in AXES), mesh_dim_names=AXES
     )
-    return _with_groups(mesh._replace(device_mesh=device_mesh), timeout)
+    return _with_groups(mesh, device_mesh, timeout)
 
 
-def _with_groups(mesh: Mesh, timeout: float) -> Groups:
+def _with_groups(mesh: Mesh, device_mesh: Any, timeout: float) -> Groups:
     limit = _device_limit(timeout, mesh.device_type)
-    by_axis = {axis: mesh.device_mesh.get_group(axis) for axis in AXES if mesh.width(axis) > 1}
+    by_axis = {axis: device_mesh.get_group(axis) for axis in AXES if mesh.width(axis) > 1}
     for number in range(mesh.tensor):
         members = [rank for rank in range(mesh.size) if rank % mesh.tensor == number]
         batch = dist.new_group(members, timeout=limit) if mesh.data > 1 and mesh.shard > 1 else None
@@ -444,7 +458,7 @@ def _with_groups(mesh: Mesh, timeout: float) -> Groups:
     for found in by_axis.values():
         limited(limit, found)
     host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if mesh.size > 1 else None
-    return Groups(mesh, MappingProxyType(by_axis), host, timeout=timeout)
+    return Groups(mesh, device_mesh, MappingProxyType(by_axis), host, timeout=timeout)
 
 
 def _device_limit(timeout: float, device_type: str) -> timedelta:
