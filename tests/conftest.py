@@ -75,6 +75,12 @@ def cpu_plugin() -> None:
         pytest.skip("compile/cpu is switched off by PURESTEP_CPU=0, or does not know this torch")
 
 
+@pytest.fixture(autouse=True)
+def _tests_of_the_plugin_need_it(request: pytest.FixtureRequest) -> None:
+    if request.path.parent.name == "cpu":
+        request.getfixturevalue("cpu_plugin")
+
+
 @pytest.fixture
 def no_fallback(monkeypatch: pytest.MonkeyPatch, cpu_plugin: None) -> None:
     """A graph that the plug-in for the CPU cannot compile, or whose equal layers it cannot outline, is an error."""

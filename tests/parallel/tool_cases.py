@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 import purestep as ps
 from purestep import errors, optim, tree
 from purestep.events import Histograms
-from purestep.step import exchange
+from purestep.step import batch_gradient, exchange
 
 from . import cases, fitting
 from .fitting import alone, distance, gathered
@@ -27,7 +31,7 @@ def everything() -> dict[str, Any]:
         "predict": [predicted("replicate", {}), predicted("shard", {"shard": 2})],
         "histograms": [recorded("replicate", {}), recorded("shard", {"shard": 2})],
         "histograms of units": recorded("shard", {"shard": 2}, units=["up"]),
-        "unweighted": recorded("replicate", {}, fault=lambda: mock.patch.object(exchange, "times", _unweighted)),
+        "unweighted": recorded("replicate", {}, fault=unweighted),
         "statistics": [refreshed(kind, view) for kind in ("sync", "average") for view in ("params", "ema")],
         "rates": swept(),
         "refusals": refusals(),
@@ -46,20 +50,28 @@ def split_by_tensor() -> dict[str, float]:
         return {"far": float((found - ps.predict(plain, plain.init(), rows)).abs().max())}
 
 
-def threads_left(folder: str, hold: bool) -> list[int]:
-    """Threads of gloo inside of a mesh in which a run has trained, and after it. With ``hold``, somebody keeps the
-    groups."""
+def threads_left(folder: str, kind: str) -> list[int]:
+    """Threads of gloo before a mesh in which a run has trained, inside of it, and after it. "hold": somebody keeps the
+    groups; "user": in the user's process group."""
 
     def count() -> int:
         tasks = Path("/proc/self/task").iterdir()
         return sum("gloo" in (task / "comm").read_text() for task in tasks)
 
-    with ps.parallel.start(timeout=60) as mesh:
+    importlib.import_module("torch.distributed.nn.functional")
+    own = None
+    if kind == "user":
+        dist.init_process_group("gloo")
+        own = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+        dist.barrier()
+        time.sleep(0.3)  # until its threads have their names
+    before = count()
+    with ps.parallel.start(timeout=60, device_mesh=own) as mesh:
         program = ps.distribute(fitting.program(), mesh)
         fitting.fit(program, epochs=1, snapshots=folder)
-        held = mesh.device_mesh if hold else None
+        held = mesh.device_mesh if kind == "hold" else None
         inside = count()
-    found = [inside, count()]
+    found = [before, inside, count()]
     del held
     return found
 
@@ -68,8 +80,14 @@ def cases_columns() -> dict[str, str]:
     return {"*.up": "ColwiseParallel", "*.down": "RowwiseParallel"}
 
 
-def _unweighted(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return grad * (weight > 0)
+def unweighted() -> Any:
+    """The gradient of a recorded update is the mean of the processes', whatever their shares are; steps are right."""
+
+    def mean(form: Any, state: Any, grads: Any, local: Any, weight: Any) -> Any:
+        del local
+        return exchange.mean_gradients(form, state, grads, weight / 2, weight)
+
+    return mock.patch.object(batch_gradient, "exchange", SimpleNamespace(mean_gradients=mean))
 
 
 # --- predict ----------------------------------------------------------------------------------------------------------
@@ -94,6 +112,11 @@ def predicted(mode: str, sizes: dict[str, int]) -> dict[str, Any]:
         state = program.init(seed=3)
         found = [ps.predict(program, state, loader, forward=_forward) for loader in loaders]
         nothing = ps.predict(program, state, loaders[1], forward=_forward, callback=note)
+        by_rows = ps.parallel.sharded(fitting.loader(), rows=True)
+        ordered = [
+            ps.predict(program, state, loader, forward=_forward)["row"].int().tolist()
+            for loader in (by_rows, ps.open_feed(fitting.loader()))
+        ]
         own = DataLoader(fitting.Lines(fitting.own_batches(2, mesh.batch_rank, mesh.batch_size)), None)
         separate = ps.predict(program, state, ps.parallel.sharded(own), forward=_forward)
         order = gathered(called)
@@ -105,6 +128,7 @@ def predicted(mode: str, sizes: dict[str, int]) -> dict[str, Any]:
         "rows": [one["row"].int().tolist() for one in found],
         "callback": [nothing, sorted(row for part in order for _, rows in part for row in rows), order],
         "separate": separate["row"].int().tolist(),
+        "ordered": ordered,
     }
 
 
@@ -112,7 +136,11 @@ def predicted(mode: str, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def recorded(mode: str, sizes: dict[str, int], *, fault: Callable[[], Any] | None = None, **how: Any) -> Any:
-    """The largest difference of the histograms' sums from those of one process, and their updates."""
+    """The largest difference of the histograms' sums from those of one process, and their updates. Of the 5 batches one
+    has 5 rows and one has 1 row, so that a share is larger than the other, and one is empty."""
+    sizes_of_batches = (8, 5, 8, 1, 8)
+    rows = fitting.dataset(sum(sizes_of_batches)).tensors
+    batches = list(zip(*(leaf.split(sizes_of_batches) for leaf in rows), strict=True))
 
     def run(program: ps.Program) -> list[Histograms]:
         events: list[Histograms] = []
@@ -121,7 +149,7 @@ def recorded(mode: str, sizes: dict[str, int], *, fault: Callable[[], Any] | Non
             if isinstance(event, Histograms):
                 events.append(event)
 
-        fitting.fit(program, histograms=2, callbacks=[note], epochs=1, compile=False)
+        fitting.fit(program, batches, histograms=1, callbacks=[note], epochs=1, compile=False)
         return events
 
     with ps.parallel.start(timeout=60, **sizes) as mesh:
@@ -135,12 +163,15 @@ def recorded(mode: str, sizes: dict[str, int], *, fault: Callable[[], Any] | Non
         wanted = run(fitting.program())
     names = [sorted(event.values) for event in found]
     assert names == [sorted(event.values) for event in wanted]
-    pairs = [
-        (one.values[name], other.values[name]) for one, other in zip(found, wanted, strict=True) for name in one.values
-    ]
-    assert all(a.counts.sum() == b.counts.sum() for a, b in pairs)
+    far: dict[str, float] = {}
+    for one, other in zip(found, wanted, strict=True):
+        for name in one.values:
+            a, b = one.values[name], other.values[name]
+            assert a.counts.sum() == b.counts.sum()
+            kind = name.partition("/")[0]
+            far[kind] = max(far.get(kind, 0.0), abs(a.total - b.total), abs(a.squares - b.squares))
     return {
-        "far": max(max(abs(a.total - b.total), abs(a.squares - b.squares)) for a, b in pairs),
+        "far": far,
         "updates": [event.updates for event in found],
         "kinds": sorted({name.partition("/")[0] for name in names[0]}),
     }
@@ -151,8 +182,8 @@ def recorded(mode: str, sizes: dict[str, int], *, fault: Callable[[], Any] | Non
 
 def refreshed(batchnorm: str, view: str) -> dict[str, Any]:
     """The largest difference of the statistics from those of one process, of its whole batches or of each half."""
-    images = cases.images()
-    halves = [tuple(leaf[part] for leaf in batch) for batch in images for part in (slice(5), slice(5, 10))]
+    images = [tuple(leaf[:9] for leaf in batch) for batch in cases.images()]
+    halves = [tuple(leaf[part] for leaf in batch) for batch in images for part in (slice(4), slice(4, 9))]
     with ps.parallel.start(timeout=60, shard=2) as mesh:
         program = ps.distribute(cases.normalized(), mesh, params="shard", batchnorm=batchnorm)
         state = program.init(seed=3)
@@ -216,10 +247,15 @@ def refusals() -> dict[str, str]:
             "refresh_batchnorm": lambda: ps.refresh_batchnorm(plain, state, images),
             "find_learning_rate": lambda: ps.find_learning_rate(plain, state, images),
             "a list": lambda: ps.predict(program, state, images, forward=lambda model, x: [model(x)]),
+            "other widths": lambda: ps.predict(program, state, images, forward=_as_wide_as_its_rank),
             "a stream": lambda: ps.predict(program, state, DataLoader(fitting.Lines([[0, 1]]), None)),
         }
         found = {name: _said(call) for name, call in calls.items()}
     return found | {"without a mesh": _said(lambda: ps.predict(program, state, images))}
+
+
+def _as_wide_as_its_rank(model: Any, inputs: Any) -> Any:
+    return model(inputs)[:, : 2 + dist.get_rank()]
 
 
 def _said(call: Callable[[], Any]) -> str:

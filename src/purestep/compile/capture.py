@@ -479,7 +479,8 @@ def capture_error(error: Exception, core: Callable[..., Any], tensors: list[Tens
     if isinstance(error, PurestepError | MemoryError):
         return error
     copies = [tensor.clone() for tensor in tensors]
-    with tracing.capturing(), torch.no_grad(), rng.scoped(_CAPTURE_SEED, tree.device(tensors)):
+    # Collectives do not communicate: the other processes make no such call.
+    with tracing.capturing(), tracing.rehearsal(), torch.no_grad(), rng.scoped(_CAPTURE_SEED, tree.device(tensors)):
         try:
             core(copies, leaves)
         except Exception as own:

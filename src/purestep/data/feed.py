@@ -61,6 +61,10 @@ class Feed(ABC):
         del epoch
         return self.length if self.exact else None
 
+    def in_order(self) -> Feed:
+        """The same batches in the dataset's order, if a DataLoader shuffles them; else the feed itself."""
+        return self
+
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """The batches of one epoch.
 

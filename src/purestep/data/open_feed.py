@@ -146,11 +146,7 @@ def in_order(feed: Feed) -> Feed:
         >>> [batch.tolist() for batch in feed.epoch(0)]
         [[0, 1, 2], [3, 4, 5]]
     """
-    if not isinstance(feed, IndexedFeed) or not feed.is_shuffled:
-        return feed
-    ordered = feed.unshuffled()
-    ordered.repeats = feed.repeats
-    return ordered
+    return feed.in_order()
 
 
 def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float, mesh: Mesh | None = None) -> Feed:

@@ -78,7 +78,8 @@ class Recorder:
         return Histograms(updates, {name: one for name, one in found.items() if one is not None})
 
     def _gradients(self, state: TrainState, batch: Any) -> Params:
-        """The gradients; none after a failure, such as too little memory for a pass in eager mode."""
+        """The gradients; none after a failure, such as too little memory for a pass in eager mode. Of several processes
+        the failure is raised."""
         if self._gradient is None:
             return {}
         try:

@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import data, rng, stacked, tree
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..objective import call_model, split_batch
+from ..parallel import agreement
 from ..types import Program, Share, TrainState
 from . import ranks
 
@@ -144,7 +145,8 @@ class _Outputs:
         self._name = name
         self._rows = rows  # the dimension of the examples; before it, members of an ensemble
         self._treedef: tree.TreeDef | None = None
-        self._shapes: list[list[int]] = []  # of the first outputs, without the rows
+        self._paths: list[str] = []
+        self._shapes: list[list[int]] = []  # of the first outputs
         self._parts: list[tuple[int, list[Tensor]]] = []
         self._count = 0
 
@@ -156,7 +158,7 @@ class _Outputs:
         named = tree.with_paths(outputs)
         treedef = tree.flatten(outputs)[1]
         if self._treedef is None:
-            self._treedef = treedef
+            self._treedef, self._paths = treedef, [path for path, _ in named]
         elif treedef != self._treedef:
             self._fail("", "the outputs have another structure than those of batch 1")
         copies: list[Tensor] = []
@@ -177,6 +179,15 @@ class _Outputs:
 
     def joined(self) -> Any:
         """Concatenate the outputs of all processes leaf by leaf, and free the parts of each leaf."""
+        kinds = agreement.gathered((self._paths, [_without(shape, self._rows) for shape in self._shapes]))
+        for rank, (paths, shapes) in enumerate(kinds):
+            if paths != kinds[0][0]:
+                self._fail("", f"the outputs have another structure in process {rank} than in process 0")
+            for path, shape, first in zip(paths, shapes, kinds[0][1], strict=True):
+                if shape != first:
+                    self._fail(
+                        path, f"without its rows the shape is {first} in process 0, and {shape} in process {rank}"
+                    )
         parts, self._parts = ranks.in_order(self._parts), []
         columns = [list(column) for column in zip(*parts, strict=True)]
         del parts

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from .. import data, optim, parallel, stacked, tree
 from .. import metrics as metrics_
 from ..errors import ConfigError, DataError, StateError, StepContractError
+from ..parallel import agreement
 from ..types import Device, Empty, Metrics, Program, TrainState
 from ..validation import is_count, is_number
 from . import ranks
@@ -142,6 +143,7 @@ def find_learning_rate(
             for index in range(steps):
                 rate = low * (high / low) ** (index / (steps - 1))
                 state, loss = _update(program, _with_rate(state, leaf, rate), batches, window)
+                loss = agreement.from_process(loss, 0)  # all processes end at one rate
                 if not math.isfinite(loss) or _is_halted(state):
                     return _result(rates, losses, rate)
                 smooth = smoothing * smooth + (1 - smoothing) * loss

@@ -18,6 +18,7 @@ from ..pickling import recipe
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
 from . import agreement, collectives, placement, running_pass, tensorwise
 from . import batchnorm as batchnorms
+from . import mesh as meshes
 from . import units as blocks
 from .mesh import Mesh
 from .placement import Layout, Leaf
@@ -108,7 +109,7 @@ def distribute(
         inner = _rewritten(inner, batchnorms.synchronize)
     measured = inner  # takes whole weights
     if tensor is not None:
-        inner = _rewritten(inner, tensorwise.parallelized(tensor, mesh.device_mesh["tensor"]))
+        inner = _rewritten(inner, tensorwise.parallelized(tensor, meshes.axis_mesh("tensor")))
         spreads = tensorwise.spreads(inner.module, mesh.tensor)
     whole = program.init(device="meta")
     sums_once = not any(map(is_cut, static.trained))
@@ -294,7 +295,7 @@ def _units(
     by_unit: Mapping[str, list[Leaf]], layout: Layout, spreads: Mapping[str, tensorwise.Spread], mesh: Mesh
 ) -> dict[str, blocks.Unit]:
     def wrapped(named: Params) -> Params:
-        return tensorwise.joined(named, spreads, mesh.device_mesh["tensor"]) if spreads else named
+        return tensorwise.joined(named, spreads, meshes.axis_mesh("tensor")) if spreads else named
 
     return {
         name: blocks.Unit(
@@ -364,7 +365,7 @@ class _Processes:
             named = self._gathered(inner.expand(stored))
             if not self.spread_whole:
                 return named
-            return tensorwise.joined(named, self.spread_whole, self.mesh.device_mesh["tensor"])
+            return tensorwise.joined(named, self.spread_whole, meshes.axis_mesh("tensor"))
 
         def collect(named: Params) -> Params:  # reduced later, as a whole
             named = tensorwise.parts(named, self.spreads) if self.spreads else named

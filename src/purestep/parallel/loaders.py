@@ -17,9 +17,10 @@ class Sharded:
 def sharded(loader: Any, *, rows: bool = False) -> Sharded:
     """Say how the batches of a loader are divided among the processes of a run.
 
-    `fit`, `evaluate` and `run_epoch` need it for iterables, which have no indices to divide: a DataLoader over an
-    IterableDataset, a StatefulDataLoader over one, a generator. DataLoaders over datasets with indices and lists of
-    batches need none, since every process draws the same order and loads its rows alone.
+    `fit`, `evaluate`, `run_epoch`, `predict`, `find_learning_rate` and `refresh_batchnorm` need it for iterables, which
+    have no indices to divide: a DataLoader over an IterableDataset, a StatefulDataLoader over one, a generator.
+    DataLoaders over datasets with indices and lists of batches need none, since every process draws the same order and
+    loads its rows alone.
 
     Args:
         loader: any loader.

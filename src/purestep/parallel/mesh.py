@@ -130,6 +130,12 @@ def current_mesh() -> Mesh | None:
     return _started[-1].mesh if _started and _started[-1].mesh.size > 1 else None
 
 
+def axis_mesh(axis: str) -> Any:
+    """Torch's DeviceMesh of one axis of the open mesh. Raises the error of `group`."""
+    group(axis)
+    return _started[-1].device_mesh[axis]
+
+
 def group(axis: str) -> Any:
     """The process group of an axis of the open mesh.
 
@@ -219,6 +225,18 @@ def start(
                 if found.store is not None:  # groups of ours: closing them would wait for the other processes
                     free_device(found)
             raise
+        if device_mesh is not None:
+            _destroy_added(found, device_mesh)
+
+
+def _destroy_added(found: Groups, device_mesh: Any) -> None:
+    """Destroy the groups that a start has made beside those of the user's DeviceMesh."""
+    kept = [dist.group.WORLD, *(device_mesh.get_group(name) for name in device_mesh.mesh_dim_names)]
+    made = [found.host, *found.by_axis.values(), *(found.device_mesh.get_group(axis) for axis in AXES)]
+    for group in {id(group): group for group in made if group is not None}.values():
+        if not any(group is one for one in kept):
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(group)
 
 
 def _device_type() -> str:
@@ -348,6 +366,7 @@ def _rendezvous(limit: timedelta) -> Any:
     """
     key = (os.getpid(), *(os.environ.get(name) for name in (*_VARIABLES, *_RUN)))
     if key in _stores:
+        _stores[key].set_timeout(limit)
         return _stores[key]
     found: list[Any] = []
 
