@@ -203,8 +203,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if torch.cuda.is_initialized():  # the other step may run there, whatever this state's device is
+        torch.cuda.synchronize(device if device.type == "cuda" else None)
     elif device.type == "mps":
         torch.mps.synchronize()
 

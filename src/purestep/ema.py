@@ -274,9 +274,9 @@ def view(state: TrainState, view: str | None = None) -> TrainState:
     """
     value: Any = state
     if not isinstance(value, TrainState):
-        raise StateError(
-            f"the state is a {type(value).__name__}, not a TrainState", where="view", hint="program.init()"
-        )
+        hint = 'result.state; `result.best_state` is None without a "val" loader or monitor'
+        hint = hint if value is None else "program.init()"
+        raise StateError(f"the state is a {type(value).__name__}, not a TrainState", where="view", hint=hint)
     chosen = default_view(state) if view is None else view
     if chosen not in ("params", "ema"):
         raise ConfigError(f"view is {view!r}", where="view", hint='"params" or "ema"')

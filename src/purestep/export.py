@@ -147,10 +147,11 @@ def _copy(value: Tensor) -> Tensor:
 def load_into(module: nn.Module, state: TrainState, view: str | None = None) -> None:
     """Copy the weights and buffers of a state into a module, in place.
 
-    Values are cast to the module's dtypes and moved to its devices. If a name or shape differs, nothing is copied. Call
-    this before ``torch.export.export(model.eval(), (x,))`` or ``torch.onnx.export(model.eval(), (x,), "model.onnx",
-    dynamo=True)``, which export a module (``pip install 'purestep[export]'``). On several processes it is a
-    collective: every process passes its module, which gets the whole weights.
+    Values are cast to the module's dtypes and moved to its devices. The module keeps its mode and device: call
+    ``module.to(device).eval()`` for inference. If a name or shape differs, nothing is copied. Call this before
+    ``torch.export.export(model.eval(), (x,))`` or ``torch.onnx.export(model.eval(), (x,), "model.onnx", dynamo=True)``,
+    which export a module (``pip install 'purestep[export]'``). On several processes it is a collective: every process
+    passes its module, which gets the whole weights.
 
     Args:
         module: a module of the same architecture; tied parameters stay tied.

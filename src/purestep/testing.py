@@ -68,6 +68,9 @@ def _reported() -> Generator[None]:
 def assert_resumes(program: Program, state: Tree, batches: Sequence[Any], *, at: int | None = None) -> None:
     """Assert that a run that stops, copies the state and continues ends in the same bits as an uninterrupted run.
 
+    It writes no snapshot and opens no loader. To test `fit`, end it inside an epoch by a callback that returns `Stop`
+    at an `events.StepEnd`, call it again without the callback, and compare the state with that of a whole run.
+
     Args:
         program: the program whose ``train_step`` is checked.
         state: the initial state.
