@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import shutil
@@ -20,7 +21,7 @@ from faults.running import state
 from saving import assert_same, small
 
 from purestep import errors
-from purestep.snapshot import Snapshots, manifest
+from purestep.snapshot import Snapshots, manifest, writer
 from purestep.snapshot import reader as reader_
 
 
@@ -329,3 +330,20 @@ def test_jax_warns_of_forks_only_where_the_user_imports_it(first: str, is_shown:
     command = [sys.executable, "-W", "always::RuntimeWarning", "-c", WORKERS.format(first=first), str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ("os.fork() was called" in done.stderr) == is_shown, done.stderr
+
+
+def test_what_is_written_while_a_failed_save_is_cleared_goes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where one array fails, threads of orbax may still write others into the directory that is being deleted."""
+    true, late = writer.remove_tree, [errno.ENOTEMPTY] * 2
+
+    def remove(path: Path) -> None:
+        if late and os.path.lexists(path):
+            raise OSError(late.pop(), "Directory not empty", str(path))
+        true(path)
+
+    monkeypatch.setattr(writer, "remove_tree", remove)
+    staging = tmp_path / ".tmp-3-a"
+    (tmp_path / ".tmp-3-a.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    writer._clear(tmp_path, 3, staging)
+    assert not late
+    assert not list(tmp_path.iterdir())

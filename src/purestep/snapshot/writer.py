@@ -26,6 +26,10 @@ from .history_rows import Earlier, RowsFile, Table, placed
 from .manifest import File, Leaf, Manifest, Piece
 from .parts import Report, Spread
 
+_CLEARINGS = 10
+"""Looks at what a failed save has left, each followed by a pause."""
+_PAUSE = 0.02  # seconds
+
 
 class Team(NamedTuple):
     """The processes that write one snapshot. Equal in all of them, but for ``rank``."""
@@ -247,8 +251,12 @@ def _clear(root: Path, step: int, staging: Path) -> None:
     with suppress(OSError):
         directory.restore_replaced(root, step)
     for leftover in (staging, Path(f"{staging}.orbax-checkpoint-tmp")):
-        with suppress(OSError):
-            remove_tree(leftover)
+        for _ in range(_CLEARINGS):  # where one array fails, orbax's threads may still write others
+            with suppress(OSError):
+                remove_tree(leftover)
+            if not os.path.lexists(leftover):
+                break
+            time.sleep(_PAUSE)
 
 
 def _stage(job: Job, staging: Path) -> None:
