@@ -41,8 +41,8 @@ def table(device: str = "cpu", seconds: float = 20.0, only: tuple[str, ...] = WO
 
 
 def starts(device: str = "cpu", only: tuple[str, ...] = STARTED, repeats: int = 1) -> dict[str, Any]:
-    """Time to the first step without a part over that with all parts: from an empty cache (cold), and with what that
-    left (warm). Each start has a process of its own, and imports are not counted.
+    """Time to the first step without a part, divided by the time with all parts. A cold start has an empty cache; the
+    warm start after it finds the cache that the cold one left. Each runs in its own process; imports do not count.
 
     Args:
         device: "cpu".

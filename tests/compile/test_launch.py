@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
@@ -467,7 +467,7 @@ def test_only_operators_of_torch_and_purestep_are_recorded_unasked(function: Any
     assert fx_passes.records(traced) == expected
 
 
-@torch.library.custom_op("launch_tests::own", mutates_args=())
+@library.custom_op("launch_tests::own", mutates_args=())
 def own(value: Tensor) -> Tensor:
     return value.clone()
 

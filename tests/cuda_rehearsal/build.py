@@ -25,7 +25,7 @@ class NotPossibleError(Exception):
     """Why the stand-in cannot be made here."""
 
 
-def library() -> Path:
+def stand_in() -> Path:
     """The library for the installed torch, built unless it is there.
 
     Raises:

@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> None:
     from cuda_rehearsal import build, device
 
     try:
-        library = build.library()
+        library = build.stand_in()
     except build.NotPossibleError as error:
         print(f"no rehearsal of CUDA here: {error}", file=sys.stderr)
         sys.exit(os.EX_UNAVAILABLE)

@@ -165,12 +165,12 @@ class TestTheRehearsal:
     def test_says_why_it_cannot_be(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr(build, "_package", lambda name: tmp_path / name)
         with pytest.raises(build.NotPossibleError, match=r"the torch in .* is built without CUDA"):
-            build.library()
+            build.stand_in()
         (tmp_path / "torch" / "lib").mkdir(parents=True)
         (tmp_path / "torch" / "lib" / "libtorch_cuda.so").touch()
         monkeypatch.setenv("PATH", "")
         with pytest.raises(build.NotPossibleError, match=r"there is no g\+\+ and nm"):
-            build.library()
+            build.stand_in()
 
     def test_a_call_that_the_stand_in_lacks_is_an_error_and_a_product_a_launch(self):
         made = build._entry_points(["cublasSgemm_v2", "cusparseCreate", "ncclGetVersion"])

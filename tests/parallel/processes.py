@@ -35,7 +35,7 @@ PLACE = {
 }
 """Variables of each process, by device."""
 RESULT = "purestep-result "
-"""What stands before a function's result, in JSON."""
+"""The prefix of the line that holds a function's result as JSON."""
 _CODE = """
 import importlib, json, os
 os.setsid()

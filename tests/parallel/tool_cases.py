@@ -1,4 +1,4 @@
-"""What the processes of `test_tools` run: predictions, histograms, statistics, and a range of learning rates."""
+"""Functions that the processes of `test_tools` run: predictions, histograms, BatchNorm statistics, learning rates."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def swept() -> dict[str, Any]:
 
 
 def refusals() -> dict[str, str]:
-    """What the tools say of a program that is not distributed, and of outputs that cannot be joined."""
+    """Return the errors for a program that is not distributed, and for outputs that cannot be joined."""
     with ps.parallel.start(timeout=60, shard=2) as mesh:
         plain = cases.normalized()
         program = ps.distribute(cases.normalized(), mesh, params="shard", batchnorm="sync")

@@ -333,7 +333,7 @@ def test_jax_warns_of_forks_only_where_the_user_imports_it(first: str, is_shown:
 
 
 def test_what_is_written_while_a_failed_save_is_cleared_goes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Where one array fails, threads of orbax may still write others into the directory that is being deleted."""
+    """When one array fails, orbax's threads may still write other arrays while the directory is deleted."""
     true, late = writer.remove_tree, [errno.ENOTEMPTY] * 2
 
     def remove(path: Path) -> None:

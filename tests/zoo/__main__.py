@@ -3,7 +3,7 @@
 Trains each model for three steps by a loop by hand and in three ways of purestep's (eager, compiled, donated), and
 prints a line for it: equal, off by rounding, refused and why, or DIFFERENT. Exits with 1 if a model differs silently,
 if its module or a batch has been written to, or if its exported weights do not load strictly. A model takes some
-seconds in each way, nearly all of them inductor's. Needs `pip install -e '.[zoo]'`; a library that is not there is
+seconds in each way, nearly all of them inductor's. Needs `pip install -e '.[zoo]'`; a package that is not there is
 listed as not installed. Nothing is downloaded: weights are random.
 """
 
@@ -52,9 +52,9 @@ def main() -> int:
         *(families.entries() if _installed("transformers") else ()),
         *libraries.entries(),
     ]
-    entries = [entry for entry in entries if _is_wanted((entry.name, entry.library), chosen.only)]
+    entries = [entry for entry in entries if _is_wanted((entry.name, entry.package), chosen.only)]
     if chosen.list:
-        print("\n".join(f"{entry.library}: {entry.name}" for entry in entries))
+        print("\n".join(f"{entry.package}: {entry.name}" for entry in entries))
         return 0
     started, rows = time.monotonic(), list[compare.Row]()
     versions = {name: _version(name) for name in LIBRARIES}
@@ -62,10 +62,10 @@ def main() -> int:
         ways = tuple(chosen.ways.split(","))
         if time.monotonic() - started > chosen.seconds:
             break
-        if _installed(entry.library):
+        if _installed(entry.package):
             row = _within(chosen.limit, entry, chosen.backend, ways)
         else:
-            row = compare.Row(entry.name, entry.library, 0, dict.fromkeys(ways, "not installed"))
+            row = compare.Row(entry.name, entry.package, 0, dict.fromkeys(ways, "not installed"))
         rows.append(row)
         print(table.line(row), flush=True)
         if chosen.table:
@@ -93,7 +93,7 @@ def _within(seconds: int, entry: Any, backend: str, ways: tuple[str, ...]) -> An
     try:
         return compare.compared(entry, backend=backend, ways=ways)
     except _TooLongError:
-        return compare.Row(entry.name, entry.library, 0, dict.fromkeys(ways, f"given up after {seconds} s"))
+        return compare.Row(entry.name, entry.package, 0, dict.fromkeys(ways, f"given up after {seconds} s"))
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
@@ -103,12 +103,12 @@ def _is_wanted(names: Iterable[str], only: str | None) -> bool:
     return only is None or any(fnmatch.fnmatchcase(name, each) for name in names for each in only.split(","))
 
 
-def _installed(library: str) -> bool:
-    return importlib.util.find_spec(library) is not None
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
-def _version(library: str) -> str:
-    return importlib.metadata.version(library) if _installed(library) else "not installed"
+def _version(package: str) -> str:
+    return importlib.metadata.version(package) if _installed(package) else "not installed"
 
 
 if __name__ == "__main__":

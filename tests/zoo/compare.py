@@ -48,7 +48,7 @@ class Entry(NamedTuple):
     """
 
     name: str
-    library: str
+    package: str
     make: Callable[[], nn.Module]
     batch: Callable[[int, torch.Generator], Any]
     loss: Loss
@@ -59,7 +59,7 @@ class Row(NamedTuple):
     """What one line of the table says."""
 
     name: str
-    library: str
+    package: str
     parameters: int
     ways: dict[str, str]
     notes: tuple[str, ...] = ()
@@ -94,13 +94,13 @@ def compared(entry: Entry, *, backend: str = "inductor", ways: tuple[str, ...] =
     try:
         model = entry.make().train()
     except Exception as error:
-        return Row(entry.name, entry.library, 0, dict.fromkeys(ways, f"not built: {_told(error)}"))
+        return Row(entry.name, entry.package, 0, dict.fromkeys(ways, f"not built: {_told(error)}"))
     size = sum(leaf.numel() for leaf in model.parameters())
     given, last, hand, double, error = _batches_that_train(entry, model)
     if hand is None:
-        return Row(entry.name, entry.library, size, dict.fromkeys(ways, f"not trained by hand: {_told(error)}"))
+        return Row(entry.name, entry.package, size, dict.fromkeys(ways, f"not trained by hand: {_told(error)}"))
     if not all(map(math.isfinite, hand.losses)):
-        return Row(entry.name, entry.library, size, dict.fromkeys(ways, f"not finite by hand: losses {hand.losses}"))
+        return Row(entry.name, entry.package, size, dict.fromkeys(ways, f"not finite by hand: losses {hand.losses}"))
     notes, name = list[str](), entry.name if double else f"{entry.name} (float32)"
     if last > 1:
         name += " (last batch of two)"
@@ -127,7 +127,7 @@ def compared(entry: Entry, *, backend: str = "inductor", ways: tuple[str, ...] =
         notes += [f"{way}: {note}" for note in [*given_up, *_exported(program, state, model, double)]]
         notes += [] if _same(given, kept_batches) else [f"{way}: the batch has been written to"]
         notes += [] if _same(dict(_state(model)), kept) else [f"{way}: the module has been written to"]
-    return Row(name, entry.library, size, told, tuple(notes))
+    return Row(name, entry.package, size, told, tuple(notes))
 
 
 def _batches_that_train(entry: Entry, model: nn.Module) -> tuple[list[Any], int, Any, bool, Any]:

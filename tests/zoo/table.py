@@ -12,7 +12,7 @@ def line(row: Row) -> str:
     ways = [told.replace("|", "\\|") for told in row.ways.values()]
     if len(set(ways)) == 1 and len(ways[0]) > 20:  # said once
         ways[1:] = ["the same"] * (len(ways) - 1)
-    return "| " + " | ".join([row.name, row.library, str(row.parameters), *ways, "; ".join(row.notes) or "-"]) + " |"
+    return "| " + " | ".join([row.name, row.package, str(row.parameters), *ways, "; ".join(row.notes) or "-"]) + " |"
 
 
 def text(rows: Sequence[Row], versions: Mapping[str, str], backend: str) -> str:

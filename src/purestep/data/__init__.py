@@ -25,7 +25,6 @@ from .device import prefetch as prefetch
 from .device import to_device as to_device
 from .feed import Feed as Feed
 from .feed import limit as limit
-from .open_feed import in_order as in_order
 from .open_feed import open_feed as open_feed
 from .open_feed import overfit as overfit
 from .peeking import Ahead as Ahead

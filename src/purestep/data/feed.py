@@ -62,7 +62,24 @@ class Feed(ABC):
         return self.length if self.exact else None
 
     def in_order(self) -> Feed:
-        """The same batches in the dataset's order, if a DataLoader shuffles them; else the feed itself."""
+        """The same batches in the dataset's order, if a DataLoader shuffles them; else the feed itself.
+
+        A sampler of the user, or one that draws with replacement or a part, decides which items there are, so it stays.
+
+        Example:
+            >>> import torch
+            >>> from torch.utils.data import DataLoader
+            >>> from purestep.data import open_feed
+            >>> feed = open_feed(DataLoader(torch.arange(6), batch_size=3, shuffle=True)).in_order()
+            >>> [batch.tolist() for batch in feed.epoch(0)]
+            [[0, 1, 2], [3, 4, 5]]
+        """
+        ordered = self._ordered()
+        ordered.repeats = self.repeats
+        return ordered
+
+    def _ordered(self) -> Feed:
+        """A feed of the same batches in the dataset's order, or this one."""
         return self
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:

@@ -269,12 +269,8 @@ class IndexedFeed(Feed):
         ready = self._shuffle and self._is_ready() and _is_sampler(one, "RandomSampler")
         return bool(ready and not one.replacement and one.num_samples == length_of(self._source.dataset))
 
-    def in_order(self) -> Feed:
-        if not self.is_shuffled:
-            return self
-        ordered = self.unshuffled()
-        ordered.repeats = self.repeats
-        return ordered
+    def _ordered(self) -> Feed:
+        return self.unshuffled() if self.is_shuffled else self
 
     def unshuffled(self) -> IndexedFeed:
         """A feed of the same loader in the dataset's order."""

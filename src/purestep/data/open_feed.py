@@ -132,23 +132,6 @@ def overfit(feed: Feed, count: int) -> Feed:
     return hold(feed.unshuffled() if isinstance(feed, IndexedFeed) else feed, count)
 
 
-def in_order(feed: Feed) -> Feed:
-    """The same batches in the dataset's order, if a DataLoader shuffles them; else the feed itself.
-
-    A sampler of the user, or one that draws with replacement or a part, decides which items there are, so it stays.
-
-    Args:
-        feed: of any loader.
-
-    Example:
-        >>> import torch
-        >>> feed = in_order(open_feed(DataLoader(torch.arange(6), batch_size=3, shuffle=True)))
-        >>> [batch.tolist() for batch in feed.epoch(0)]
-        [[0, 1, 2], [3, 4, 5]]
-    """
-    return feed.in_order()
-
-
 def _opened(loader: Any, *, name: str, seed: int, replay: bool, timeout: float, mesh: Mesh | None = None) -> Feed:
     if isinstance(loader, (str, bytes, Mapping, Tensor, nn.Module)) or not _iterable(loader):
         raise _no_loader(loader, name)

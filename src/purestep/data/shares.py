@@ -36,11 +36,9 @@ class RowsFeed(Feed):
     def count(self, epoch: int) -> int | None:
         return self._feed.count(epoch)
 
-    def in_order(self) -> Feed:
+    def _ordered(self) -> Feed:
         ordered = self._feed.in_order()
-        return (
-            self if ordered is self._feed else _like(self, RowsFeed(ordered, self._mesh, checks_end=self._checks_end))
-        )
+        return self if ordered is self._feed else RowsFeed(ordered, self._mesh, checks_end=self._checks_end)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         self._feed.ends = self.ends
@@ -141,10 +139,10 @@ class OwnFeed(Feed):
             return Share(batch, torch.tensor(_COUNTS))
         return Share(self._last, torch.tensor(_STANDS_IN))
 
-    def in_order(self) -> Feed:
+    def _ordered(self) -> Feed:
         ordered = self._feed.in_order()
         same = agreement.by_process(int(ordered is self._feed))  # the constructor is a collective
-        return self if all(same) else _like(self, OwnFeed(ordered, self._mesh))
+        return self if all(same) else OwnFeed(ordered, self._mesh)
 
     def position(self, epoch: int, consumed: int) -> dict[str, Any]:
         """As `Feed.position`, of all processes: every process calls it."""
@@ -166,8 +164,3 @@ class OwnFeed(Feed):
 
     def close(self) -> None:
         self._feed.close()
-
-
-def _like(feed: Feed, ordered: Feed) -> Feed:
-    ordered.repeats = feed.repeats
-    return ordered

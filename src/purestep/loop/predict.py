@@ -87,10 +87,10 @@ def predict(
     split, run = prepare or _inputs_of, forward or call_model
     collected = _Outputs(name, rows=1 if stacked.size(state) else 0)
     opened = data.open_feed(loader, name=name, repeats=True, mesh=mesh)
-    feed = data.in_order(opened)
+    feed = opened.in_order()
     try:
         for index, batch in enumerate(data.prefetch(feed.epoch(0), data.device_of(state), name=name)):
-            rows, counts = (batch.rows, bool(batch.counts > 0)) if isinstance(batch, Share) else (batch, True)
+            rows, counts = batch.rows if isinstance(batch, Share) else batch, ranks.has_rows(batch)
             try:
                 inputs = split(rows)[0]
                 with torch.no_grad(), rng.scoped(rng.mix(seed, "eval", index), data.device_of(state)):

@@ -119,6 +119,11 @@ def quiet(mesh: parallel.Mesh | None) -> Generator[None]:
         log.removeFilter(is_error)
 
 
+def has_rows(batch: Any) -> bool:
+    """False if the row of a `Share` only stands in for an empty one. Waits for the device of the flag."""
+    return not isinstance(batch, Share) or bool(batch.counts > 0)
+
+
 class Outputs:
     """The gathered outputs of an evaluation; of several processes, those of all rows in the order of one process."""
 
@@ -129,7 +134,7 @@ class Outputs:
     def add(self, index: int, batch: Any, outputs: Mapping[str, Any]) -> None:
         """Add the outputs of a batch, on the host, unless its row only stands in for an empty share."""
         self._kinds |= {name: type(one) for name, one in outputs.items()}
-        if not isinstance(batch, Share) or bool(batch.counts > 0):
+        if has_rows(batch):
             self._parts.append((index, {name: one.parts for name, one in outputs.items()}))
 
     def joined(self) -> Metrics:

@@ -251,7 +251,7 @@ def _clear(root: Path, step: int, staging: Path) -> None:
     with suppress(OSError):
         directory.restore_replaced(root, step)
     for leftover in (staging, Path(f"{staging}.orbax-checkpoint-tmp")):
-        for _ in range(_CLEARINGS):  # where one array fails, orbax's threads may still write others
+        for _ in range(_CLEARINGS):  # orbax's threads may still write other arrays
             with suppress(OSError):
                 remove_tree(leftover)
             if not os.path.lexists(leftover):
