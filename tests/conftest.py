@@ -19,7 +19,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Kernels this small gain nothing from a second thread and wait for it on a busy machine; the same in child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
-# g++ compiles at -O1, also in child processes: at -O3 it takes a quarter of a test that compiles. Slow tests undo this.
+# g++ compiles at -O1, also in child processes: at -O3 it takes a quarter of a test that compiles. Tests that are marked
+# optimized undo this.
 if sys.platform == "linux":
     os.environ.setdefault("CXX", str(Path(__file__).with_name("g++")))
 # The same examples in every run, which may take any time: a busy machine is no failure. Others are looked for with
@@ -38,8 +39,8 @@ def seed() -> None:
 
 @pytest.fixture(autouse=True)
 def optimized_as_for_users(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Slow tests have g++ itself, at -O3: inductor reads the variable once, and child processes read it again."""
-    if sys.platform != "linux" or not request.node.get_closest_marker("slow"):
+    """Those tests have g++ itself, at -O3: inductor reads the variable once, and child processes read it again."""
+    if sys.platform != "linux" or not request.node.get_closest_marker("optimized"):
         yield
         return
     from torch._inductor import config
@@ -120,12 +121,33 @@ NOT_QUICK = {"compile", "slow", "soak", "peer", "cuda"}
 QUICK = ("config", "files", "loop", "metrics", "model", "objective", "optim", "report", "schedules", "sinks", "step")
 """Folders whose other tests are quick, as are those in no folder."""
 
+OF_PROGRAMS = ("test_benchmarks.py", "test_examples.py", "test_huggingface.py")
+"""Files in those folders whose tests run whole programs."""
+
+SLOW = (
+    "compile/cpu",
+    "compile/test_aliasing.py",
+    "compile/test_ensemble_compiled.py",
+    "compile/test_launch.py",
+    "compile/test_random_ops.py",
+    "compile/test_surroundings.py",
+    "parallel/test_failures.py",
+    "test_zoo.py",
+)
+"""Folders and files that wait for inductor or other processes: a quarter of all time for a twentieth of the tests."""
+
 
 def is_quick(item: pytest.Item) -> bool:
     tests = Path(__file__).parent
     if tests not in item.path.parents or any(item.get_closest_marker(name) for name in NOT_QUICK):
         return False
-    return item.path.parent == tests or item.path.parent.name in QUICK
+    return (item.path.parent == tests or item.path.parent.name in QUICK) and item.path.name not in OF_PROGRAMS
+
+
+def is_slow(item: pytest.Item) -> bool:
+    tests = Path(__file__).parent
+    listed = any(tests / name in (item.path, item.path.parent) for name in SLOW)
+    return listed or item.get_closest_marker("optimized") is not None
 
 
 def soak_names() -> frozenset[str]:
@@ -144,6 +166,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid in soak or item.nodeid.partition("[")[0] in soak:
             item.add_marker(pytest.mark.soak)
+        if is_slow(item):
+            item.add_marker(pytest.mark.slow)
         if is_quick(item):
             item.add_marker(pytest.mark.quick)
     if torch.cuda.is_available():

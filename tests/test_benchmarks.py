@@ -374,7 +374,7 @@ def test_a_step_on_paper_sends_what_its_collectives_send():
     assert hybrid.communication == pytest.approx(2 * 4e9 * 7 / 8 / 1e11 + 2 * 5e8 * 1 / 2 / 1e10)
 
 
-@pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.compile
 def test_contestants_on_two_processes_do_the_same_work():
     names = (parallel.DDP, parallel.FSDP, parallel.REPLICATED, parallel.SHARDED)

@@ -128,6 +128,7 @@ def test_squares_of_gradients_are_not_lost_in_float16(name: str):
     assert losses["16-true"] == pytest.approx(losses["32-true"], rel=5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_a_compiled_step_in_float16_is_that_of_eager():
     """The update is never stored in float16, so that what float16 cannot hold has to be told otherwise."""

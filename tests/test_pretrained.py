@@ -124,7 +124,7 @@ def test_a_family_is_saved_as_it_saves_itself_and_loads_without_a_warning(family
     assert files(tmp_path / "ours") == files(tmp_path / "theirs")
 
 
-@pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.compile
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("vit", marks=pytest.mark.soak)])
 def test_a_compiled_family_is_saved_as_well(family: str, tmp_path: Path, logged: Logged):

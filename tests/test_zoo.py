@@ -48,7 +48,7 @@ def test_a_model_trains_as_a_loop_by_hand_and_its_weights_load(name: str) -> Non
             assert row.ways[way].startswith(("equal", "rounding")), row.ways[way]
 
 
-@pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", ["dead draws and asserts", "ConvNeXt"])
 def test_dropout_draws_the_same_through_inductor(name: str) -> None:
     row = compare.compared(known()[name], ways=("compiled", "donated"))
@@ -145,7 +145,7 @@ def test_a_number_that_is_not_finite_by_hand_is_no_row_of_the_comparison() -> No
     assert row.ways["eager"].startswith("not finite by hand")
 
 
-@pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.usefixtures("cpu_plugin")
 def test_native_code_that_is_given_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "compiled", lambda record, options: 1 / 0)

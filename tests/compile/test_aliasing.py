@@ -237,7 +237,7 @@ def test_a_metric_of_the_state_as_it_was_by_inductors_front_door(kind: str) -> N
     assert found == expected
 
 
-@pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("kind", ["a leaf", "one of several"])
 def test_a_metric_of_the_state_as_it_was_with_dynamo(kind: str) -> None:
     found, expected = losses(kind, "dynamo")

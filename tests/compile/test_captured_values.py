@@ -337,7 +337,7 @@ class Experts(nn.Module):
 EAGER = [1.0]
 
 
-@pytest.mark.parametrize("capture", ["trace", "auto", pytest.param("dynamo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("capture", ["trace", "auto", pytest.param("dynamo", marks=pytest.mark.optimized)])
 def test_a_step_knows_that_it_is_compiled(capture: str, monkeypatch: pytest.MonkeyPatch):
     seen: list[bool] = []
     program = ps.program(Experts(), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))

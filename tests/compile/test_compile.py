@@ -1326,7 +1326,7 @@ def test_an_average_that_starts_as_the_very_weights_is_a_tensor_of_its_own(donat
 
 
 @pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.optimized
 def test_inductor_computes_what_eager_does_in_a_donated_packed_step() -> None:
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
     program = mlp(tx, ema=0.9, precision="64-true")
@@ -1340,7 +1340,7 @@ def test_inductor_computes_what_eager_does_in_a_donated_packed_step() -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.optimized
 def test_inductor_behind_dynamo_computes_what_eager_does_with_batch_norm() -> None:
     program = ps.program(tiny_convnet(dropout=0.0), ps.supervised(CRITERION), optim.sgd(0.1))
     step = ps.compile_step(program.train_step, capture="dynamo")

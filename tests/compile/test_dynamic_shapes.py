@@ -68,7 +68,7 @@ def test_attention_has_four_graphs_whatever_sizes_come(donate: bool) -> None:
     assert by_dynamo() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.optimized
 def test_the_graph_for_all_sizes_draws_what_an_eager_step_draws_with_inductor_too() -> None:
     program = ps.program(
         nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1)
@@ -135,7 +135,7 @@ def test_a_size_as_a_number_of_pythons_compiles_each_size_and_says_so_once(monke
     assert step.graphs == 13  # the first size had gone when it came again
 
 
-@pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("rows", [range(2, 12), (3, 2, 1, 4)])
 def test_dynamo_alone_never_stops_at_a_number_of_sizes(rows: Any) -> None:
     with warnings.catch_warnings():

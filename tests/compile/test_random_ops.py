@@ -104,7 +104,7 @@ def unread(x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("function", [dropped, drawn, unread])
 def test_draws_are_those_of_the_eager_step(function: Net, way: str) -> None:
     same_as_eager(Around(function), way)

@@ -283,6 +283,7 @@ def test_row_47_a_compiled_step_returns_its_metrics_on_one_device() -> None:
         train(step, compile=AOT, check_every=None)
 
 
+@pytest.mark.slow
 def test_row_47_memory_is_flat_over_1000_steps() -> None:
     """Tensors that are alive, counted at every 200th step; the control keeps one a step."""
 

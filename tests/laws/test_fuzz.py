@@ -12,7 +12,7 @@ from fuzz import cases, compare
 
 from purestep.compile import random_ops
 
-pytestmark = [pytest.mark.compile, pytest.mark.slow]
+pytestmark = [pytest.mark.compile, pytest.mark.optimized]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -418,7 +418,7 @@ def test_accumulation_takes_two_graphs_and_a_ragged_batch_one_more(donate: bool)
 
 
 @pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.optimized
 def test_batches_of_any_size_take_three_graphs() -> None:
     program = mlp(optim.sgd(0.1))
     step = compiled(program.train_step)
@@ -484,7 +484,7 @@ def test_micro_batches_of_random_sizes_equal_the_whole_batch(sizes: list[int], s
 
 
 @pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.optimized
 def test_compiled_and_donated_micro_batches_of_random_sizes_equal_the_whole_batch() -> None:
     found = adder(3)
 

@@ -112,7 +112,7 @@ def test_a_loss_that_cannot_be_trained_on_is_named_when_compiled_too(loss: str, 
 
 
 @pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.optimized
 def test_a_detached_loss_is_found_before_dynamo_makes_zeros_of_it() -> None:
     kind, message, objective = LOSSES["detached"]
     program = mlp(objective)

@@ -109,7 +109,7 @@ def test_a_compiled_step_skips_what_torch_skips(name: str, accumulate: int, dona
     assert_follows(run(step, program), by_hand(twin, accumulate))
 
 
-@pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.compile
 def test_dynamo_skips_what_torch_skips():
     tx, twin = TWINS["adamw"]

@@ -474,7 +474,7 @@ print((found - torch.sin(torch.tensor(2.0)) * 3.25).abs().max() < 1e-6)
 
 
 @pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.optimized
 def test_a_damaged_library_is_no_trap_for_the_next_process(own_cache: Path):
     """Inductor loads a library that lies where it would put one: cut off, that is a SIGBUS in every process to come."""
     run(3.25)
@@ -497,7 +497,7 @@ print(call([torch.zeros(300)])[0].abs().max())
 
 
 @pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.optimized
 def test_code_of_an_earlier_run_is_loaded_wherever_it_has_been_moved_to(own_cache: Path):
     run(3.75)
     moved = own_cache.rename(own_cache.with_name("moved"))
@@ -527,7 +527,7 @@ kept.keep("name", kept.Made(code, draws=False, threads=1))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.optimized
 def test_a_record_on_a_full_disk_leaves_nothing_behind(own_cache: Path, code: code_cache.Made):
     """A limit on the size of files, which this record is longer than, fails in the middle of a write too."""
     assert printed(_FULL.replace("sys.argv[1]", repr(code.code.file))) == ""
@@ -579,7 +579,7 @@ print(ends)
 
 
 @pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.optimized
 def test_two_threads_that_start_together_do_not_wait_for_one_another(own_cache: Path):
     for _ in range(2):  # made, found
         assert printed(_TWO_THREADS) == "[True, True]"

@@ -108,7 +108,7 @@ OFTEN = [
 @pytest.mark.parametrize(
     ("dtype", "kind", "one"),
     [
-        pytest.param(dtype, kind, one, marks=pytest.mark.slow if (dtype, kind, one) in OFTEN else pytest.mark.soak)
+        pytest.param(dtype, kind, one, marks=pytest.mark.optimized if (dtype, kind, one) in OFTEN else pytest.mark.soak)
         for dtype, cases in CASES.items()
         for kind, one in cases
     ],
