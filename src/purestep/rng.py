@@ -18,6 +18,7 @@ from . import global_rng
 from .errors import ConfigError
 
 _MASK = (1 << 64) - 1
+_ONE_CALL = torch.tensor([0, 1], dtype=torch.int64, device="cpu")
 
 
 def key(seed: int) -> Tensor:
@@ -46,7 +47,7 @@ def advance(key: Tensor, calls: int = 1) -> Tensor:
         >>> advance(key(7), 3).tolist()
         [7, 3]
     """
-    return key.cpu() + torch.tensor([0, calls], dtype=torch.int64, device="cpu")
+    return key.cpu() + (_ONE_CALL if calls == 1 else torch.tensor([0, calls], dtype=torch.int64, device="cpu"))
 
 
 def fold_in(key: Tensor, data: int | str) -> Tensor:

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam as torch_adam
-from torch.optim.sgd import sgd as torch_sgd
 
 from .. import foreach, tensor_layout, tracing
 from ..types import Params, Tree
@@ -34,8 +32,8 @@ class _Moments(NamedTuple):
 
     read: Callable[[Tree], tuple[Params, ...]]  # state of the chain -> trees by parameter
     write: Callable[[Tree, tuple[Params, ...]], Tree]  # the state after one more update, with these trees
-    launch: Callable[..., None]  # (params, updates, *moments as lists; counts, names, lr, weight_decay, found_inf)
-    counts: Callable[[Tree, list[str]], Mapping[str, Tensor]]  # (state, names) -> updates of each parameter, if used
+    launch: Callable[..., None]  # ([params, updates, *moments] as lists, counts; lr, weight_decay, found_inf)
+    counts: Callable[[Tree, list[str]], Mapping[str, Tensor]]  # (state, names) -> updates of each with this one, if used
 
 
 def adam(
@@ -48,7 +46,7 @@ def adam(
     *,
     decoupled: bool,
 ) -> Fast | None:
-    """The kernel of `torch.optim.adam.adam` for adam or adamw; None if a hyperparameter is a tensor.
+    """The kernel of ``torch.optim.Adam(fused=True)`` for adam or adamw; None if a hyperparameter is a tensor.
 
     Args:
         whole: the chain, without an option that the kernel lacks.
@@ -70,44 +68,19 @@ def adam(
         own = state[at]._replace(step=state[at].step + 1, mu=moments[0], nu=moments[1])
         return (own, *state[1:]) if decoupled else (*state[:-2], own, state[-1])
 
-    def launch(
-        params: list[Tensor],
-        updates: list[Tensor],
-        mu: list[Tensor],
-        nu: list[Tensor],
-        *,
-        counts: Mapping[str, Tensor],
-        names: list[str],
-        **options: Any,
-    ) -> None:
-        steps = [counts[name] for name in names]
-        torch_adam(
-            params,
-            updates,
-            mu,
-            nu,
-            [],
-            steps,
-            fused=True,
-            decoupled_weight_decay=decoupled,
-            amsgrad=False,
-            beta1=cast(float, b1),
-            beta2=cast(float, b2),
-            eps=cast(float, eps),
-            maximize=False,
-            **options,
-        )
+    fixed = cast(Any, {"beta1": b1, "beta2": b2, "eps": eps, "decoupled": decoupled})
+
+    def launch(lists: list[list[Tensor]], counts: list[Tensor], **options: Any) -> None:
+        foreach.adam_(*lists, counts, **fixed, **options)
 
     def counted(state: Tree, names: list[str]) -> dict[str, Tensor]:
-        counts = update_count(state[at].step, state[at].missed, names).float()
-        # In memory of their own: the kernel advances them.
-        return by_name(counts if counts.dim() else counts.expand(len(names)).clone(), names)
+        return by_name((update_count(state[at].step, state[at].missed, names) + 1).float(), names)
 
     return _fast(whole, learning_rate, weight_decay, _Moments(read, write, launch, counted))
 
 
 def sgd(whole: Transform, learning_rate: Rate, momentum: Scalar, nesterov: bool, weight_decay: Scalar) -> Fast | None:
-    """The kernel of `torch.optim.sgd.sgd` for sgd without dampening; None if a hyperparameter is a tensor.
+    """The kernel of ``torch.optim.SGD(fused=True)`` for sgd without dampening; None if a hyperparameter is a tensor.
 
     Args:
         whole: the chain.
@@ -125,26 +98,10 @@ def sgd(whole: Transform, learning_rate: Rate, momentum: Scalar, nesterov: bool,
     def write(state: Tree, moments: tuple[Params, ...]) -> Tree:
         return (*state[:-2], state[-2]._replace(trace=moments[0]), state[-1]) if momentum else state
 
-    def launch(
-        params: list[Tensor],
-        updates: list[Tensor],
-        *sums: list[Tensor],
-        counts: Mapping[str, Tensor],
-        names: list[str],
-        **options: Any,
-    ) -> None:
-        del counts, names
-        torch_sgd(
-            params,
-            updates,
-            [*sums[0]] if sums else [None] * len(params),
-            fused=True,
-            momentum=momentum,
-            dampening=0.0,
-            nesterov=nesterov,
-            maximize=False,
-            **options,
-        )
+    def launch(lists: list[list[Tensor]], counts: list[Tensor], **options: Any) -> None:
+        del counts
+        params, updates, *sums = lists
+        foreach.sgd_(params, updates, sums[0] if sums else [], momentum=momentum, nesterov=nesterov, **options)
 
     return _fast(whole, learning_rate, weight_decay, _Moments(read, write, launch, lambda state, names: {}))
 
@@ -170,10 +127,11 @@ def _fast(whole: Transform, learning_rate: Rate, weight_decay: Scalar, moments: 
                 if not owned:
                     new, *written = [copied(tree) for tree in (params, *trees)]
                 refused = None if on_host else (~ready).float()
-                fixed = {"counts": moments.counts(state, list(updates)), "lr": rate, "found_inf": refused}
+                counts = moments.counts(state, list(updates))
                 for names, amount in _groups(updates, state, weight_decay):
                     lists = [[tree[name] for name in names] for tree in (new, updates, *written)]
-                    moments.launch(*lists, names=names, weight_decay=amount, **fixed)
+                    own = [counts[name] for name in names] if counts else []
+                    moments.launch(lists, own, lr=rate, weight_decay=amount, found_inf=refused)
             counted = scaled._replace(step=scaled.step + 1, learning_rate=rate_leaf(rate, scaled.step))
             return new, (*moments.write(state, tuple(written))[:-1], counted)
 
