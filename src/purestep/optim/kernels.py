@@ -33,7 +33,9 @@ class _Moments(NamedTuple):
     read: Callable[[Tree], tuple[Params, ...]]  # state of the chain -> trees by parameter
     write: Callable[[Tree, tuple[Params, ...]], Tree]  # the state after one more update, with these trees
     launch: Callable[..., None]  # ([params, updates, *moments] as lists, counts; lr, weight_decay, found_inf)
-    counts: Callable[[Tree, list[str]], Mapping[str, Tensor]]  # (state, names) -> updates of each with this one, if used
+    counts: Callable[
+        [Tree, list[str]], Mapping[str, Tensor]
+    ]  # (state, names) -> updates of each with this one, if used
 
 
 def adam(
@@ -71,7 +73,8 @@ def adam(
     fixed = cast(Any, {"beta1": b1, "beta2": b2, "eps": eps, "decoupled": decoupled})
 
     def launch(lists: list[list[Tensor]], counts: list[Tensor], **options: Any) -> None:
-        foreach.adam_(*lists, counts, **fixed, **options)
+        params, updates, mu, nu = lists
+        foreach.adam_(params, updates, mu, nu, counts, **fixed, **options)
 
     def counted(state: Tree, names: list[str]) -> dict[str, Tensor]:
         return by_name((update_count(state[at].step, state[at].missed, names) + 1).float(), names)

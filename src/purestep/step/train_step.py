@@ -35,9 +35,9 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         micro = _drawing(spec, form, state, batch, lambda: spec.gradients(spec, form, state, batch, context))
         if isinstance(state.accum, Empty):
             micro, verdict, skipped = _whole(spec, form, state, micro)
-            new, metrics, finite = apply(spec, form, state, micro.grads, micro.weight, verdict, micro.buffers, skipped)
+            new, metrics, counted = apply(spec, form, state, micro.grads, micro.weight, verdict, micro.buffers, skipped)
             if micro.buffers:
-                new = new._replace(buffers=kept_buffers(state.buffers, micro, finite & (micro.weight != 0)))
+                new = new._replace(buffers=kept_buffers(state.buffers, micro, counted))
         else:
             new, micro, metrics = accumulate(spec, form, state, micro)
         return _count_call(state, new), _joined(micro.metrics, metrics)

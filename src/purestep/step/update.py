@@ -40,20 +40,19 @@ def apply(
         skipped: parameters without a gradient: they and their optimizer state do not change.
 
     Returns:
-        The next state, metrics, and True if loss and gradients are finite in a state that has not halted.
+        The next state, metrics, and True if targets count, and loss and gradients are finite, in a state that has not
+        halted.
     """
     scale = spec.scaler.scale(state.scaler)
     if scale is not None:
         grads = unscaled(grads, scale)
-    nothing, goes_on = weight == 0, going(state)
-    may_apply = goes_on & ~nothing
+    goes_on = going(state)
+    may_apply = goes_on & (weight != 0)
     norm = ((form.exchange and form.exchange.norm) or optim.global_norm)(grads)
-    finite = ((norm < torch.inf) & is_finite(verdict)) | nothing
+    finite = (norm < torch.inf) & is_finite(verdict)
     launch = None if skipped else _launch(spec, form, state, grads)
     if launch is not None:
-        ready = finite & may_apply
-        for rate in launch.rates:
-            ready = ready & numerics.usable(rate)
+        ready = functools.reduce(torch.logical_and, map(numerics.usable, launch.rates), finite & may_apply)
         if form.owned is not None:
             form.owned()
         with base.known_norm(grads, norm):
@@ -62,14 +61,14 @@ def apply(
         deltas, opt_state = _updates(spec, form, state, grads, norm)
         opt_state = unused_parameters.skip(skipped, state.params, state.opt_state, opt_state)
         fits = _fits_float16(form, deltas)
-        finite = finite if fits is None else finite & (fits | nothing)
+        finite = finite if fits is None else finite & fits
         params = optim.apply_updates(state.params, deltas)
         params = unused_parameters.skip(skipped, state.params, state.params, params)
     rates = rates_of(opt_state)
-    flags = {name: numerics.usable(rate) for name, rate in rates.items()}
-    # A schedule may return any value, computed on the device.
-    usable = functools.reduce(torch.logical_and, flags.values()) if flags else torch.ones_like(finite)
-    attempted = usable & may_apply
+    # A schedule may return any value, computed on the device. A kernel's other rates are numbers, checked before.
+    flags = {name: numerics.usable(rate) for name, rate in rates.items()} if launch is None or launch.rates else {}
+    usable = functools.reduce(torch.logical_and, flags.values()) if flags else None
+    attempted = may_apply if usable is None else usable & may_apply
     applied = finite & attempted
     kept = _kept(spec, form, state, applied, params, opt_state, buffers, by_kernel=launch is not None)
     scaler = state.scaler
@@ -81,9 +80,9 @@ def apply(
         opt_state=kept[1],
         ema=kept[2],
         scaler=scaler,
-        halted=_halt(spec, state, goes_on, applied, finite, scaler, usable),
+        halted=_halted(spec, state, goes_on, may_apply, applied, finite, scaler, usable),
     )
-    return new, _update_metrics(state, rates, flags, norm, applied), finite & goes_on
+    return new, _update_metrics(state, rates, flags, norm, applied), finite & may_apply
 
 
 def _launch(spec: Spec, form: Form, state: TrainState, grads: Params) -> base.Launch | None:
@@ -201,13 +200,22 @@ def going(state: TrainState) -> Tensor:
     return state.halted == 0
 
 
-def _halt(
-    spec: Spec, state: TrainState, goes_on: Tensor, applied: Tensor, finite: Tensor, scaler: Tree, usable: Tensor
+def _halted(
+    spec: Spec,
+    state: TrainState,
+    goes_on: Tensor,
+    may_apply: Tensor,
+    applied: Tensor,
+    finite: Tensor,
+    scaler: Tree,
+    usable: Tensor | None,
 ) -> Tree:
     if isinstance(state.halted, Empty) or (tracing.may_branch(applied) and applied):
         return state.halted
-    stops = (spec.scaler.exhausted(scaler, finite) | ~usable) & goes_on
-    return torch.where(stops, state.step + 1, state.halted)
+    fails = spec.scaler.exhausted(scaler, finite) & may_apply
+    if usable is not None:
+        fails = fails | (~usable & goes_on)
+    return torch.where(fails, state.step + 1, state.halted)
 
 
 def _update_metrics(
@@ -215,7 +223,7 @@ def _update_metrics(
 ) -> Metrics:
     counted = applied.float()
     one = torch.ones_like(counted)
-    reported = {name: _reported(rate, usable[name], counted) for name, rate in rates.items()}
+    reported = {name: _reported(rate, usable.get(name), counted) for name, rate in rates.items()}
     first = next(iter(reported.values()), None)
     metrics = {
         "lr": Mean(torch.where(applied, torch.nan, counted), counted) if first is None else first,
@@ -229,10 +237,11 @@ def _update_metrics(
     return metrics
 
 
-def _reported(rate: Tensor, usable: Tensor, counted: Tensor) -> Mean:
+def _reported(rate: Tensor, usable: Tensor | None, counted: Tensor) -> Mean:
     """The rate of an applied update. An invalid rate becomes a total with weight 0: no mean counts it, and the host can
     report it."""
-    return Mean(torch.where(usable, rate * counted, rate), counted)
+    total = rate * counted
+    return Mean(total if usable is None else torch.where(usable, total, rate), counted)
 
 
 def group_rates(rates: dict[str, _Rate]) -> dict[str, _Rate]:
