@@ -61,10 +61,23 @@ def test_two_run_in_turns(clock: Clock):
     log: list[str] = []
     ours, theirs = lasting(clock, [1.0], log, "ours"), lasting(clock, [3.0], log, "theirs")
     report = ps.benchmark(ours, ZERO, ONE, against=theirs, calls=2, blocks=2)
-    assert log == ["ours", "ours", "theirs", "theirs"] * 3
+    turns = ["ours", "theirs", "ours", "theirs", "theirs", "ours"]  # the first two are not counted
+    assert log == [name for name in turns for _ in range(3)]
     assert [timing.name for timing in report.timings] == ["ours", "theirs"]
     assert report.ratio == 3.0
     assert "ours is 3.00 times as fast" in str(report)
+
+
+def test_the_first_call_after_the_other_step_is_not_timed(clock: Clock):
+    ours = lasting(clock, [*[9.0, 1.0] * 2, 9.0, 1.0])  # one call a turn, after one that is slow
+    report = ps.benchmark(ours, ZERO, ONE, against=lasting(clock, [2.0]), calls=1, blocks=2)
+    assert [timing.median for timing in report.timings] == [1.0, 2.0]
+
+
+def test_two_of_one_name_are_told_apart(clock: Clock):
+    report = ps.benchmark(lasting(clock, [1.0]), ZERO, ONE, against=lasting(clock, [2.0]), calls=1, blocks=2)
+    assert [timing.name for timing in report.timings] == ["step (step)", "step (against)"]
+    assert "step (step) is 2.00 times as fast" in str(report)
 
 
 def test_each_goes_on_from_its_own_state_and_yours_stays():
@@ -79,7 +92,7 @@ def test_each_goes_on_from_its_own_state_and_yours_stays():
 
     state = torch.zeros(())
     ps.benchmark(step_of("a", 1), state, ONE, against=step_of("b", -1), calls=1, blocks=2)
-    assert states == {"a": [0, 1, 2], "b": [0, -1, -2]}
+    assert states == {"a": [0, 1, 2, 3, 4, 5], "b": [0, -1, -2, -3, -4, -5]}
     assert float(state) == 0
 
 

@@ -61,8 +61,11 @@ def benchmark(
 ) -> Report:
     """Time one step, or two steps in alternation.
 
-    The steps take turns of ``calls`` calls, so that changes in the speed of the machine affect both. Each step
-    continues from its own last state, as in training. The state that is passed in is copied and stays valid.
+    Two steps take turns of ``calls`` calls, so that changes in the speed of the machine affect both. The one that was
+    second begins the next round. Each turn starts with one more call that is not timed, since caches hold the other
+    step's memory; on a CPU with several threads it starts with 20 ms of rest, since the threads of a step spin for
+    some time after it. Each step continues from its own last state, as in training. The state that is passed in is
+    copied and stays valid.
 
     Args:
         step: ``(state, batch) -> (state, metrics)``, compiled or not.
@@ -71,6 +74,10 @@ def benchmark(
         against: another step of the same signature.
         calls: calls per turn, >= 1.
         blocks: turns of each step, >= 2. One more turn runs first and is not counted.
+
+    Returns:
+        The times by the name of each function; with ``against``, equal names are followed by ``(step)`` and
+        ``(against)``.
 
     Raises:
         ConfigError: ``calls`` or ``blocks`` is too small.
@@ -84,22 +91,27 @@ def benchmark(
     if calls < 1 or blocks < 2:
         raise ConfigError(f"calls={calls}, blocks={blocks}", where="benchmark", hint="pass calls >= 1, blocks >= 2")
     device = data.device_of(state)
-    contestants = [_Contestant(step, state, batch)]
-    if against is not None:
-        contestants.append(_Contestant(against, state, batch))
+    contestants = [_Contestant(each, state, batch) for each in (step, against) if each is not None]
+    lead = len(contestants) - 1
+    rest = _REST if lead and device.type == "cpu" and torch.get_num_threads() > 1 else 0.0
     for contestant in contestants:
-        contestant.turn(calls, device)
+        contestant.turn(calls, device, lead, rest)
     graphs = getattr(step, "graphs", None)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    spent: list[list[float]] = [[] for _ in contestants]
-    for _ in range(blocks):
-        for contestant, times in zip(contestants, spent, strict=True):
-            times.append(contestant.turn(calls, device))
-    timings = [_timing(found, times) for found, times in zip(contestants, spent, strict=True)]
+    for block in range(blocks):
+        for contestant in contestants if block % 2 == 0 else contestants[::-1]:
+            contestant.times.append(contestant.turn(calls, device, lead, rest))
+    names = [contestant.name for contestant in contestants]
+    if lead and names[0] == names[1]:
+        names = [f"{names[0]} (step)", f"{names[1]} (against)"]
+    timings = [_timing(name, contestant.times) for name, contestant in zip(names, contestants, strict=True)]
     after = getattr(step, "graphs", None)
     made = None if graphs is None or after is None else after - graphs
     return Report(timings, after, made, _peak(device), str(device))
+
+
+_REST = 0.02  # s: longer than threads of OpenMP spin before they sleep
 
 
 class _Contestant:
@@ -108,9 +120,14 @@ class _Contestant:
         self._step = step
         self._state = tree.clone(state)
         self._batch = batch
+        self.times: list[float] = []
 
-    def turn(self, calls: int, device: torch.device) -> float:
-        """Run ``calls`` calls and return the seconds per call."""
+    def turn(self, calls: int, device: torch.device, lead: int, rest: float) -> float:
+        """Rest, run ``lead`` calls, then ``calls`` calls, and return the seconds per call of these."""
+        if rest:
+            time.sleep(rest)
+        for _ in range(lead):
+            self._state, _ = self._step(self._state, self._batch)
         _synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
@@ -209,9 +226,9 @@ def _synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def _timing(found: _Contestant, times: list[float]) -> Timing:
+def _timing(name: str, times: list[float]) -> Timing:
     deciles = statistics.quantiles(times, n=10, method="inclusive")
-    return Timing(found.name, statistics.median(times), deciles[0], deciles[-1])
+    return Timing(name, statistics.median(times), deciles[0], deciles[-1])
 
 
 def _peak(device: torch.device) -> int:
