@@ -216,6 +216,15 @@ def test_a_wrapped_model_is_saved_without_its_wrapper(tmp_path: Path):
 # --- what cannot be saved ---------------------------------------------------------------------------------------------
 
 
+def test_an_empty_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    model, _ = made("bert")
+    program = ps.program(model, ps.hf_loss(), optim.sgd(0.1))
+    with pytest.raises(errors.ConfigError, match=r"save_pretrained: directory='' is not a path"):
+        ps.save_pretrained("", model, program.init())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_module_without_a_form_of_its_own_is_refused(tmp_path: Path):
     model = nn.Linear(2, 1)
     program = ps.program(model, ps.supervised(nn.MSELoss()), optim.sgd(0.1))

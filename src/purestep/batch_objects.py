@@ -79,7 +79,8 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
 
 def is_named(node: Any) -> bool:
     """True if the children of a node have names: in a mapping, a NamedTuple or a batch object."""
-    return isinstance(node, Mapping) or hasattr(node, "_fields") or attributes(node) is not None
+    # Asked of the class: an object that stands for text in a graph refuses to be read.
+    return isinstance(node, Mapping) or hasattr(type(node), "_fields") or attributes(node) is not None
 
 
 def names(node: Any) -> list[Any]:
@@ -91,7 +92,7 @@ def names(node: Any) -> list[Any]:
     """
     if isinstance(node, Mapping):
         return sorted(cast("Mapping[Any, Any]", node), key=str)
-    return list(node._fields) if hasattr(node, "_fields") else list(attributes(node) or {})
+    return list(node._fields) if hasattr(type(node), "_fields") else list(attributes(node) or {})
 
 
 def children(node: Any) -> list[Any]:

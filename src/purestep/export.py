@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from . import stacked
 from .ema import view as view_of
 from .errors import ConfigError, Mismatch, StateError, WriteFailed
-from .files import replacing, write_failed
+from .files import directory_path, replacing, write_failed
 from .model import OBJECTIVE, copy_with, unwrapped
 from .parallel import host, placement
 from .types import Params, Program, TrainState
@@ -256,7 +256,7 @@ def save_pretrained(
             average, which is also what `fit` evaluates.
 
     Raises:
-        ConfigError: the model has no ``save_pretrained``, or the view is unknown.
+        ConfigError: the directory is empty text, the model has no ``save_pretrained``, or the view is unknown.
         Mismatch: names or shapes differ between the model and the state; the message has one line for each.
         StateError: the view is "ema", and the state has no EMA; or the state is that of an ensemble.
         WriteFailed: the files could not be written; older files are unchanged, unless the disk failed while the new
@@ -273,12 +273,12 @@ def save_pretrained(
         >>> all(torch.equal(value, state.params[name]) for name, value in loaded.named_parameters())
         True
     """
-    module = unwrapped(model)
+    target, module = directory_path("save_pretrained", directory), unwrapped(model)
     if not callable(getattr(module, "save_pretrained", None)):
         hint = "pass a model of transformers, PEFT or diffusers, or call export_weights(path, program, state)"
         raise ConfigError(f"a {type(module).__name__} has no method save_pretrained", where="model", hint=hint)
     stored = _stored(module, state, view, "save_pretrained")
-    host.peers().first(lambda: _save_pretrained(Path(directory), module, stored))
+    host.peers().first(lambda: _save_pretrained(target, module, stored))
 
 
 def _save_pretrained(target: Path, module: nn.Module, stored: Params) -> None:

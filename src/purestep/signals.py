@@ -56,6 +56,16 @@ def interrupted(result: Any = None) -> KeyboardInterrupt:
     return error
 
 
+def is_at_once(error: BaseException) -> bool:
+    """True for the error of a second signal, which ends a run without a snapshot.
+
+    Example:
+        >>> is_at_once(interrupted("so far"))
+        False
+    """
+    return "at_once" in vars(error)
+
+
 class _WaitInterrupted(BaseException):
     """Raised by a handler to interrupt the wait for a loader."""
 
@@ -150,6 +160,8 @@ class Signals:
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
         if again:
-            raise Preempted if meaning == "terminate" else KeyboardInterrupt
+            error = Preempted() if meaning == "terminate" else KeyboardInterrupt()
+            vars(error)["at_once"] = True
+            raise error
         if self._waiting and meaning != "snapshot":
             raise _WaitInterrupted

@@ -1247,6 +1247,17 @@ def test_text_in_a_batch_makes_no_graph_a_text(donate: bool) -> None:
     assert found.graphs == 1
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("capture", ["trace", "dynamo"])
+def test_names_in_a_batch_are_split_into_micro_batches(capture: str) -> None:
+    program = ps.program(
+        nn.Linear(4, 3), lambda m, b: ps.Loss(m(b["x"]).square().mean(), 1), optim.sgd(0.1), microbatches=2
+    )
+    batch, state = {"x": torch.randn(8, 4), "names": ["a"] * 8, "kind": "train"}, program.init()
+    found, _ = compiled(program.train_step, capture=capture)(state, batch)
+    assert_trees_close(found.params, program.train_step(state, batch)[0].params)
+
+
 READ_TEXT: dict[str, Callable[[Any], Any]] = {
     "equal": lambda text: text == "train",
     "not equal": lambda text: text != "train",

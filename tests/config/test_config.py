@@ -97,7 +97,15 @@ BAD = [
         {"epochs": 1, "early_stopping": {"patience": 1, "delta": 1}},
         r"has no setting 'delta'; the settings are patience",
     ),
-    ({"epochs": 1, "early_stopping": {"min_delta": 1.0}}, r"needs a patience"),
+    (
+        {"epochs": 1, "early_stopping": {"patience": 3, "mindelta": 2}},
+        r"cure: early_stopping=\{'patience': 3, 'min_delta': 2\}\)",
+    ),
+    ({"epochs": 1, "early_stopping": {"x": 2}}, r"no setting 'x'; .*cure: early_stopping=\{'patience': 10\}\)"),
+    (
+        {"epochs": 1, "early_stopping": {"min_delta": 1.0}},
+        r"needs a patience \(cure: early_stopping=\{'patience': 10, 'min_delta': 1\.0\}\)",
+    ),
     ({"epochs": 1, "early_stopping": {"patience": 1, "min_delta": -1}}, r"min_delta=-1 is outside"),
     ({"epochs": 1, "log_every": -1}, r"log_every=-1: must be a whole number of at least 0"),
     ({"epochs": 1, "resume": 3}, r"resume=3: must be \"auto\", the path"),

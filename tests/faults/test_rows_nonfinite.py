@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -323,6 +323,41 @@ def halted(program: Program, train: Any, **fields: Any) -> NonFiniteError:
     return caught.value
 
 
+def weighted(weight: Callable[[Any], Any], **options: Any) -> Program:
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        return ps.Loss(CRITERION(model(batch[0]), batch[1]), weight(batch), {})
+
+    module = tiny_mlp()
+    module.register_buffer("mask", torch.full((2,), -torch.inf))
+    return ps.program(module, objective, optim.sgd(0.1), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"microbatches": 2}])
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_weight_that_is_not_finite_is_named(weight: float, options: Any, tmp_path: Path) -> None:
+    """Of the second batch only: loss and gradients are finite in all of them."""
+    second = batches(4)[1][0][0, 0]
+    program = weighted(lambda batch: torch.where(batch[0][0, 0] == second, weight, 8.0), **options)
+    message = (
+        rf"^epoch 1, batch 2: the weight of the loss is not finite at call 2: weight of the loss \({weight}\); loss 1"
+    )
+    error = halted(program, batches(4), snapshots=tmp_path)
+    assert re.search(message, str(error)), error
+    assert "return the count that `mean` was divided by" in error.hint
+    assert "learning rate" not in error.hint
+    assert error.leaves == ("weight of the loss",)
+    assert replay.read(error.path, program.init()).notes["leaves"] == ["weight of the loss"]
+
+
+def test_weights_whose_sum_overflows_are_named() -> None:
+    program = weighted(lambda batch: 3e38, accumulate=2)
+    message = r"the sum of gradient x weight overflows float32 at call 2: weight of the loss \(up to 3e\+38\); loss 1"
+    with pytest.raises(NonFiniteError, match=message) as caught:
+        fit(program.init(), batches(4), program, epochs=1)
+    assert caught.value.leaves == ("weight of the loss",)
+    assert "ps.Loss" in caught.value.hint
+
+
 WEIGHTS = ("last.0.weight", "last.0.bias", "last.2.weight", "last.2.bias", "body.0.weight", "body.0.bias")
 SAID: dict[str, tuple[str, str, str]] = {
     # fault -> in the message, module and operation of the replay
@@ -375,8 +410,13 @@ def test_row_36_finite_gradients_with_a_norm_that_is_not_are_named_by_size() -> 
     def objective(model: Any, batch: Any) -> ps.Loss:
         return ps.Loss(model(batch[0]).sum() * 1e30, 8, {})
 
-    error = halted(ps.program(tiny_mlp(), objective, optim.sgd(0.1)), batches(2))
-    assert re.search(r"at call 1: gradient of \d\.\w+ \(up to \d\.\d+e\+3\d\), ", str(error))
+    program = ps.program(tiny_mlp(), objective, optim.sgd(0.1))
+    message = r"the norm of finite gradients overflows at call 1: gradient of \d\.\w+ \(up to \de\+3\d\), "
+    with pytest.raises(NonFiniteError, match=message) as caught:
+        fit(program.init(), batches(2), program, epochs=1)
+    assert caught.value.leaves[0] == "gradient of 2.bias"
+    assert "divide the inputs or the loss by a constant" in caught.value.hint
+    assert "is no cure, since it needs this norm" in caught.value.hint
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 4, 6])

@@ -132,7 +132,7 @@ def test_a_member_that_halts_is_named_and_the_others_go_on(accumulate: int, capl
     told = [record.getMessage() for record in caplog.records]
     call = 3 if accumulate == 1 else 4
     assert [text for text in told if "halted" in text] == [
-        f"member 1 of the ensemble has halted: its loss or a gradient is not finite at call {call} "
+        f"member 1 of the ensemble has halted: its loss, its weight or a gradient is not finite at call {call} "
         f"(epoch 1, batch {call}); the others go on"
     ]
     assert result.state.updates.tolist() == ([8, 2, 8] if accumulate == 1 else [4, 1, 4])

@@ -170,6 +170,14 @@ def test_evaluate_takes_a_step_without_an_index_and_watches() -> None:
     assert seen == [0, 1]
 
 
+def test_a_program_in_place_of_its_step_is_refused() -> None:
+    program = mlp()
+    with pytest.raises(ConfigError, match=r"^evaluate: the step is a Program.*cure: pass program\.eval_step\)"):
+        ps.evaluate(program.init(), [vector_batch()], program)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"^run_epoch: the step is a Program.*cure: pass program\.train_step\)"):
+        ps.run_epoch(program.init(), [vector_batch()], program)  # pyright: ignore[reportArgumentType]
+
+
 def test_evaluating_twice_gives_the_same_numbers_and_leaves_the_training_stream_alone() -> None:
     """A model that draws while it is evaluated (random masks), dropout in training, a shuffled loader."""
 

@@ -813,6 +813,44 @@ def test_a_second_interrupt_does_not_wait() -> None:
     assert not hasattr(caught.value, "result")
 
 
+class Left(BaseException):
+    """Of a callback, and no Exception."""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, Left])
+def test_an_interrupt_that_a_callback_raises_is_saved_like_an_error(error: Any, tmp_path: Path) -> None:
+    program = mlp()
+
+    def leave(event: Any) -> None:
+        raise error
+
+    with pytest.raises(error) as caught:
+        fit(program.init(), batches(3), program, epochs=2, snapshots=tmp_path, callbacks=[at(events.StepEnd, 2, leave)])
+    saved = ps.Snapshots(tmp_path, writer=False).restore(program.init())
+    assert int(saved.state.updates) == 2
+    if error is not Left:
+        result = vars(caught.value)["result"]
+        assert (int(result.state.updates), result.stop_reason) == (2, "error")
+    whole = fit(program.init(), batches(3), program, epochs=2)
+    resumed = fit(program.init(), batches(3), program, epochs=2, snapshots=tmp_path)
+    assert_trees_close(resumed.state, whole.state, exact=True)
+
+
+def test_a_run_whose_callback_runs_another_one_is_saved_when_a_signal_ends_that(tmp_path: Path) -> None:
+    program = mlp()
+
+    def another(event: Any) -> None:
+        callbacks = [at(events.StepEnd, 1, raising(signal.SIGINT))]
+        fit(program.init(), batches(3), program, epochs=1, callbacks=callbacks)
+
+    def run() -> None:
+        callbacks = [at(events.StepEnd, 2, another)]
+        fit(program.init(), batches(3), program, epochs=2, snapshots=tmp_path, callbacks=callbacks)
+
+    assert int(keyboard_interrupt(run).state.updates) == 2
+    assert ps.Snapshots(tmp_path, writer=False).latest() == 2
+
+
 def test_a_termination_exits_with_143_after_a_snapshot(tmp_path: Path) -> None:
     program, sink = mlp(), Told()
     with pytest.raises(Preempted) as caught:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -284,6 +287,33 @@ def test_two_runs_do_not_share_a_directory(tmp_path: Path) -> None:
     with ps.Snapshots(tmp_path):
         refused(Locked, str(tmp_path), lambda: fit(program.init(), batches(1), program, epochs=1, snapshots=tmp_path))
     fit(program.init(), batches(1), program, epochs=1, snapshots=tmp_path)
+
+
+def test_a_run_that_an_error_ended_holds_neither_its_state_nor_the_directory(tmp_path: Path) -> None:
+    """Reference counts alone free both: the error and the frame of the loop do not hold each other."""
+
+    def fails(event: Any) -> None:
+        if isinstance(event, ps.events.StepEnd):
+            raise ValueError("of a callback")
+
+    program = mlp()
+    gc.collect()
+    gc.disable()
+    try:
+        for callbacks in ([fails], []):
+            state = program.init()
+            last = weakref.ref(state.params["0.weight"])
+            with suppress(ValueError):
+                fit(state, batches(2), program, epochs=1, callbacks=callbacks, snapshots=ps.Snapshots(tmp_path))
+            del state
+            assert last() is None
+    finally:
+        gc.enable()
+
+
+def test_a_second_object_of_one_process_is_told_how_to_end_the_first(tmp_path: Path) -> None:
+    with ps.Snapshots(tmp_path), pytest.raises(Locked, match=r"another object of this process .*call close\(\)"):
+        ps.Snapshots(tmp_path).open()
 
 
 def test_a_fresh_start_in_a_used_directory_takes_nothing_away(tmp_path: Path) -> None:

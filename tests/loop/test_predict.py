@@ -176,6 +176,14 @@ def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         ps.predict(*made(), BATCHES["pairs"])
 
 
+def test_a_model_that_writes_its_input_leaves_the_batches_as_they_are() -> None:
+    program, state = made(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 3)))
+    batches = [(X[:5].clone(), Y[:5]), (X[5:].clone(), Y[5:])]
+    first, second = (ps.predict(program, state, batches) for _ in range(2))
+    assert torch.equal(torch.cat([x for x, _ in batches]), X)
+    assert torch.equal(first, second)
+
+
 def test_an_error_of_the_model_names_the_batch() -> None:
     program, state = made()
     with pytest.raises(RuntimeError) as caught:

@@ -56,6 +56,21 @@ def test_a_directory_can_be_named(window: Any, tmp_path: Path, monkeypatch: pyte
     assert marks(tmp_path / "named" / "trace_0-1.json.gz") == 2
 
 
+@pytest.mark.parametrize("window", [(0, 2), (0, 2, "named")])
+def test_a_callback_that_changes_the_working_directory_does_not_move_the_trace(
+    window: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def move(event: Any) -> None:
+        if isinstance(event, ps.events.StepEnd) and event.updates == 1:
+            monkeypatch.chdir(tmp_path / "other")
+
+    fitted(profile=window, check_every=None, callbacks=[move])
+    assert marks(Path(tmp_path, *window[2:], "trace_0-1.json.gz")) == 2
+
+
 def test_a_resumed_run_has_a_window_of_its_own_under_its_own_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,7 +245,13 @@ def test_a_program_with_bare_objects_can_be_pickled():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (cl.MulticlassF1Score(3), r'cure: metrics=\{"name": MulticlassF1Score\}'),
+        (cl.MulticlassF1Score(3), r'cure: metrics=\{"MulticlassF1Score": MulticlassF1Score\(\.\.\.\)\}'),
+        (metrics.accuracy, r'metrics is a function, not a dict \(cure: metrics=\{"accuracy": accuracy\}'),
+        ([metrics.accuracy, metrics.f1], r'is a list, not a dict \(cure: metrics=\{"accuracy": accuracy, "f1": f1\}'),
+        ([partial(metrics.accuracy, k=5)], r'cure: metrics=\{"accuracy": partial\(accuracy, \.\.\.\)\}'),
+        ([lambda outputs, targets: 0], r'cure: metrics=\{"name": f\}'),
+        (["accuracy"], r'cure: metrics=\{"accuracy": ps\.metrics\.accuracy\}'),
+        ([3], r'cure: metrics=\{"accuracy": ps\.metrics\.accuracy\}'),
         ({"f1": cl.MulticlassF1Score}, r"metrics/f1: is a MulticlassF1Score.*cure: MulticlassF1Score\(\)"),
         ({"f1": 3}, "metrics/f1: is a int"),
         ([cl.MulticlassF1Score(3)], "metrics is a list"),

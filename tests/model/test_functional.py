@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from helpers import assert_trees_close, image_batch, tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import prune
 
 import purestep as ps
 from purestep import optim, tree
@@ -359,6 +361,14 @@ def in_place() -> nn.Module:
     net = tiny_convnet()
     net.compile(backend="aot_eager")
     return net
+
+
+class Holder(nn.Linear):
+    """Has an attribute that is no tensor of its own."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(2, 2)
+        self.held = held
 
 
 class UsedTwice(nn.Module):
@@ -795,11 +805,15 @@ class TestBound:
             ("scale", "model.module.scale"),
             ("weight", r"model.params\['weight'\]"),
             ("forward", r"call model.call\('forward'"),
+            ("parameters", "model.params, a dict"),
+            ("named_buffers", "model.buffers, a dict"),
         ):
             with pytest.raises(AttributeError, match=f"no attribute '{name}' .cure: {cure}"):
                 getattr(bound, name)
         with pytest.raises(StepContractError, match="aux: is a Tensor, not a method .cure: add a method"):
             bound.call("aux")
+        with pytest.raises(StepContractError, match="parameters: returned a generator .cure: model.params"):
+            bound.call("parameters")
 
     def test_it_shows_weights_mode_and_the_hollow_module(self):
         net = tiny_mlp()
@@ -886,12 +900,86 @@ class TestWhatCannotBeTrained:
         with pytest.raises(StateError, match=r"Sequential: the module has no parameter with requires_grad=True"):
             program(tiny_mlp().requires_grad_(False))
 
-    def test_old_weight_norm_is_refused_with_the_new_one_as_cure(self):
+    @pytest.mark.parametrize(
+        ("utility", "cure"),
+        [
+            (nn.utils.weight_norm, r"use torch\.nn\.utils\.parametrizations\.weight_norm instead"),
+            (nn.utils.spectral_norm, r"use torch\.nn\.utils\.parametrizations\.spectral_norm instead"),
+            (functools.partial(prune.l1_unstructured, name="weight", amount=0.5), r"prune\.remove\(layer, 'weight'\)"),
+        ],
+        ids=["weight_norm", "spectral_norm", "prune"],
+    )
+    def test_old_utilities_are_refused_with_the_cure_of_each(self, utility: Any, cure: str):
         with warnings.catch_warnings(action="ignore"):
-            net = nn.utils.weight_norm(nn.Linear(4, 3))
-        with pytest.raises(StateError, match=r"cannot be copied.*parametrizations\.weight_norm instead") as caught:
-            program(net)
+            layer = utility(nn.Linear(4, 3))
+        layer(torch.ones(1, 4))  # spectral_norm replaces the weight here
+        with pytest.raises(
+            StateError, match=rf"^1\.weight: .* of Linear that cannot be copied: .*cure: .*{cure}"
+        ) as caught:
+            program(nn.Sequential(nn.Linear(4, 4), layer))
         assert caught.value.__cause__ is not None
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (
+                threading.Lock,
+                r"cannot pickle '_thread\.lock' object \(cure: keep it outside of .* Holder\.__deepcopy__",
+            ),
+            (lambda: [threading.Lock()], r"cannot pickle '_thread\.lock' object"),
+            (Path(__file__).open, r"cannot pickle '_io\.TextIOWrapper' object"),
+            (lambda: (number for number in range(3)), r"cannot pickle 'generator' object"),
+            (lambda: torch.ones(1, requires_grad=True) * 2, r"autograd computed it.*cure: .*store value\.detach\(\)"),
+            (lambda: [torch.ones(1, requires_grad=True) * 2], r"autograd computed it.*cure: .*store value\.detach\(\)"),
+        ],
+        ids=["a lock", "a list with a lock", "a file", "a generator", "a result", "a list with a result"],
+    )
+    def test_an_attribute_that_cannot_be_copied_is_named(self, make: Any, message: str):
+        holder = Holder(make())
+        net = nn.Sequential(nn.Linear(2, 2), holder)
+        net.blocks = [holder]  # which is not at fault
+        with pytest.raises(StateError, match=rf"^1\.held: is an attribute of Holder that cannot be copied: {message}"):
+            functional_.template(net)
+        with pytest.raises(StateError, match=r"^held: is an attribute of Holder"):
+            functional_.template(holder)
+        if hasattr(holder.held, "close"):
+            holder.held.close()
+
+    def test_the_cure_for_an_attribute_that_cannot_be_copied_works(self):
+        class Copied(Holder):
+            def __deepcopy__(self, memo: dict[int, Any]) -> Copied:
+                made = copy.copy(self)
+                made.__dict__ = {k: v if k == "held" else copy.deepcopy(v, memo) for k, v in vars(self).items()}
+                return made
+
+        net = Copied(threading.Lock())
+        made = functional_.template(net).train
+        assert made.model.held is net.held
+        assert made.model.weight.is_meta
+
+    def test_a_submodule_whose_copy_fails_is_named(self):
+        class Single(nn.Dropout):
+            def __deepcopy__(self, memo: Any) -> Single:
+                raise RuntimeError("only one may exist")
+
+        with pytest.raises(StateError, match=r"^1: cannot be copied: only one may exist"):
+            functional_.template(nn.Sequential(nn.Linear(2, 2), Single()))
+
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+    def test_a_scripted_module_is_refused(self):
+        class Scale(nn.Linear):
+            def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+                return (torch.nn.functional.linear(outputs, self.weight) - targets).square().mean()
+
+        message = r"^{}: is a module of torch\.jit\.script.*\(cure: pass the plain nn\.Module"
+        with pytest.raises(StateError, match=message.format("model")):
+            program(torch.jit.script(nn.Linear(2, 2)))
+        with pytest.raises(StateError, match=message.format("objective")):
+            functional_.template(nn.Linear(2, 2), objective=torch.jit.script(Scale(2, 2)))
+        # Its submodules and functions may be scripted.
+        net = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+        net.objective = torch.jit.script(nn.CrossEntropyLoss())
+        functional_.template(net)
 
     def test_a_module_that_copies_to_itself_is_named(self):
         """Its mode would be that of the last of the two copies, and the user's module would change."""

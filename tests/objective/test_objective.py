@@ -118,6 +118,14 @@ def test_no_reduction_is_no_objective():
         ps.supervised(partial(functional.mse_loss, reduction="none"))
 
 
+class Tagger(nn.Embedding):
+    """Returns its loss, as models of transformers do."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(ids)
+        return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+
 class Rows(nn.Module):
     """A criterion that takes row losses inside, and may or may not reduce them."""
 
@@ -279,13 +287,25 @@ class TestMetrics:
         found = run(identity, (draw(6, 3), classes(6))).metrics["m"]
         assert (float(found.total), float(found.weight)) == (total, weight)
 
-    @pytest.mark.parametrize("value", [1.0, None, torch.ones(2), "0.5", (1.0, 2.0, 3.0)])
-    def test_others_are_refused(self, value: Any):
-        run = ps.supervised(nn.CrossEntropyLoss(), metrics={"m": lambda o, t: value})
-        with pytest.raises(
-            StepContractError, match=r"metrics: a metric returned .*cure: return a Mean, a \(total, weight"
-        ):
-            run(identity, (draw(6, 3), classes(6)))
+    @pytest.mark.parametrize(
+        ("value", "found"),
+        [
+            (1.0, "a float"),
+            (None, "a NoneType"),
+            (torch.ones(2), r"a tensor of shape \[2\]"),
+            ("0.5", "a str"),
+            ((1.0, 2.0, 3.0), "a tuple of a float, a float, a float"),
+            ((None, 3), "a tuple of a NoneType, a int"),
+            ((torch.ones(2), "3"), r"a tuple of a tensor of shape \[2\], a str"),
+        ],
+    )
+    def test_others_are_refused_by_the_name_of_the_metric(self, value: Any, found: str):
+        metrics = {"right": lambda o, t: (1, 2), "wrong": lambda o, t: value}
+        message = rf"metrics/wrong: the metric returned {found} \(cure: return a Mean, a \(total, weight"
+        with pytest.raises(StepContractError, match=message):
+            ps.supervised(nn.CrossEntropyLoss(), metrics=metrics)(identity, (draw(6, 3), classes(6)))
+        with pytest.raises(StepContractError, match=message):
+            ps.hf_loss(weight=lambda batch: 6, metrics=metrics)(Tagger(3, 3), {"ids": classes(6), "labels": classes(6)})
 
     def test_they_carry_no_graph(self):
         x = draw(6, 3).requires_grad_()

@@ -544,6 +544,16 @@ def test_set_hyperparams_refuses_what_is_no_leaf() -> None:
         optim.set_hyperparams(adam_like().init(W), b2=0.5)
 
 
+def test_set_hyperparams_of_a_train_state_says_which_part_to_pass() -> None:
+    tx = optim.inject(optim.adamw)(learning_rate=0.5)
+    state = ps.program(nn.Linear(2, 1), ps.supervised(nn.MSELoss()), tx).init()
+    cure = r"cure: pass state\.opt_state: .*set_hyperparams\(state\.opt_state, learning_rate=\.\.\., b1=\.\.\.\)\)"
+    with pytest.raises(ConfigError, match=rf"set_hyperparams: opt_state is a TrainState \({cure}"):
+        optim.set_hyperparams(state, learning_rate=0.25, b1=0.5)
+    state = state._replace(opt_state=optim.set_hyperparams(state.opt_state, learning_rate=0.25))
+    assert optim.hyperparams(state)["learning_rate"].item() == 0.25
+
+
 def test_set_hyperparams_refuses_what_a_schedule_fills() -> None:
     tx = optim.inject(optim.scale_by_learning_rate)(learning_rate=lambda count: 0.1 + 0.0 * count)
     number = optim.inject(optim.scale_by_learning_rate)(learning_rate=0.5)

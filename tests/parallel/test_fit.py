@@ -76,11 +76,12 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_at_one_call(found: l
     first, second = (each["troubles"] for each in found)
     assert first == second
     places = {"raise 0": ("batch 3: ", 3), "window": ("batch 4: ", 4), "flushed": (": ", 6)}
+    not_finite = "the loss, its weight or a gradient is not finite at call"
     for name, (text, *values) in ((name, end) for name, end in first.items() if name != "files"):
-        assert (": the loss or a gradient is not finite at call" in text) == (name in places), (name, text)
+        assert (f": {not_finite}" in text) == (name in places), (name, text)
         if name in places:
             place, call = places[name]
-            assert re.search(rf"^epoch 1,? ?{place}the loss or a gradient is not finite at call {call};", text), text
+            assert re.search(rf"^epoch 1,? ?{place}{not_finite} {call};", text), text
             assert "not finite in process 1: batch/rows/0 (3 of 24 not finite)" in text
             assert f"state and batch are in {name}/nonfinite/{call}.safetensors" in text
         step, updates, total, *alone = values

@@ -720,6 +720,23 @@ def test_a_run_that_goes_back_has_no_line_twice(tmp_path: Path, make: Callable[.
 # TensorBoard.
 
 
+@pytest.mark.parametrize("make", [csv, jsonl, history_json, tensorboard])
+def test_a_relative_path_stays_where_it_was_when_the_working_directory_changes(
+    make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if make is tensorboard:
+        pytest.importorskip("tensorboard")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    sink = make("out")
+    monkeypatch.chdir("other")
+    for event in (start(), logged(4), epoch_end(1)):
+        sink(event)
+    sink.close()
+    assert list((tmp_path / "other").iterdir()) == []
+    assert (tmp_path / "out").exists()
+
+
 def test_tensorboard_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from purestep.errors import ConfigError
 

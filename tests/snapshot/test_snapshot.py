@@ -16,8 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from saving import assert_same, bits, golden_state, small
-from torch import Tensor
+from torch import Tensor, nn
 
+import purestep as ps
 from purestep import errors, tree
 from purestep.snapshot import Snapshots, digest, manifest, orbax_io, reader, save_policy, staging, state_copy
 
@@ -318,6 +319,21 @@ def test_steps_that_are_no_counts(tmp_path, step):
 def test_settings_that_make_no_sense(tmp_path, kwargs, text):
     with pytest.raises(errors.ConfigError, match=text):
         Snapshots(tmp_path, **kwargs)
+
+
+@pytest.mark.parametrize("path", ["", None, 3])
+def test_a_directory_that_is_no_path(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(errors.ConfigError, match=r"Snapshots: directory=.* is not a path \(cure: pass .*runs/name"):
+        Snapshots(path)
+
+
+def test_fit_with_an_empty_path_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = ps.program(nn.Linear(2, 1), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    with pytest.raises(errors.ConfigError, match=r"Snapshots: directory='' is not a path"):
+        ps.fit(program.init(), [(torch.ones(2, 2), torch.ones(2, 1))], program, epochs=1, snapshots="", progress=False)
+    assert not list(tmp_path.iterdir())
 
 
 # --- when ---------------------------------------------------------------------------------------------------------

@@ -248,6 +248,27 @@ def test_what_cannot_be_looked_into_runs_in_eager_alone() -> None:
         fit(given, compile=COMPILED)
 
 
+@pytest.mark.parametrize(
+    ("array", "cure"),
+    [
+        (np.array(["a", "b"]), r"dtype <U1, which no .*cure: call array\.tolist\(\) in the loader"),
+        (np.array([torch.ones(1), "b"], dtype=object), r"dtype object, which no .*cure: call array\.tolist\(\)"),
+        (np.ones(2), r"dtype float64, which no .*cure: pass tensors: torch\.as_tensor\(array\)"),
+    ],
+    ids=["text", "objects", "numbers"],
+)
+def test_an_array_in_a_compiled_batch_is_named(array: Any, cure: str) -> None:
+    program = linear(objective=lambda model, batch, *context: objective(model, batch))
+    x, y = batches(Moved)[0].x, batches(Moved)[0].y
+    for step in (ps.compile_step(program.train_step, **COMPILED), ps.compile_step(program.eval_step, **COMPILED)):
+        with pytest.raises(StepContractError, match=rf"^batch/info/0: is an array of {cure}"):
+            step(program.init(), {"x": x, "y": y, "info": [array]})
+    step = ps.compile_step(program.train_step, **COMPILED)
+    with pytest.raises(StepContractError, match=rf"^context/0/w: is an array of {cure}"):
+        step(program.init(), {"x": x, "y": y}, {"w": array})
+    step(program.init(), {"x": x, "y": y, "info": ["a", "b"]})  # the cure for text
+
+
 def test_an_object_without_a_tensor_is_refused() -> None:
     with pytest.raises(DataError, match="without a tensor"):
         fit([types.SimpleNamespace(x=1, y="text")])

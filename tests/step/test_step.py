@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ import purestep as ps
 from purestep import optim, rng, schedules, tracing, tree
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
 from purestep.scaler import ScalerState
-from purestep.step import Accum, Adding, Closing
+from purestep.step import IDENTITY, Accum, Adding, Closing
 from purestep.step.gradient import check_loss
 from purestep.types import Empty
 
@@ -217,6 +217,18 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
+class Reentrant(nn.Module):
+    """As a model with frozen embeddings after ``enable_input_require_grads``."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.block = nn.Linear(4, 4)
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.block, x.detach().requires_grad_(), use_reentrant=True))
+
+
 class Foreign(torch.autograd.Function):
     """Written before torch.func: one ``forward`` with ctx, no ``setup_context``."""
 
@@ -251,6 +263,12 @@ class TestEngines:
             assert_trees_close({name.removeprefix("inner."): value for name, value in ours.items()}, theirs)
         # What runs again in the backward pass is not another forward pass: torch alone would count 4.
         assert int(found.buffers["inner.1.num_batches_tracked"]) == 2
+
+    @pytest.mark.parametrize("head", [nn.Linear(4, 3), nn.Identity()], ids=["some", "all"])
+    def test_checkpointing_that_gives_no_gradient_is_refused(self, head: nn.Module):
+        """Autograd does not enter a reentrant block if no wanted weight lies before it."""
+        with pytest.raises(StepContractError, match="use_reentrant=True gives .* no gradient .*use_reentrant=False"):
+            run(program(Reentrant(head)), [vector_batch()])
 
     @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo itself
     def test_functions_without_setup_context_go_through_autograd(self):
@@ -989,6 +1007,7 @@ BROKEN = {
     "tuple": (loss_of(lambda y: (y.sum(), 1, {})), "returned a tuple, not a Loss"),
     "nothing": (loss_of(lambda y: None), "returned a NoneType, not a Loss"),
     "weight vector": (loss_of(lambda y: L(y.sum(), torch.ones(3), {})), r"the weight of the loss is of shape \[3\]"),
+    "weight negative": (loss_of(lambda y: L(y.sum(), -1.0, {})), "the weight of the loss is -1.0 .*multiply `mean`"),
     "weight None": (loss_of(lambda y: L(y.sum(), None, {})), "the weight of the loss is a NoneType; a scalar is"),
     "weight complex": (loss_of(lambda y: L(y.sum(), torch.ones(()) * 1j, {})), "the weight of the loss is"),
     "metrics None": (loss_of(lambda y: L(y.sum(), 1, None)), r"metrics: is a NoneType, not a Mean .cure: pass ps"),
@@ -1477,3 +1496,22 @@ def test_a_derivative_goes_through_frozen_weights_too():
     found = torch.autograd.grad(after(leaves), list(leaves.values()))
     expected = torch.func.grad(after)(state.frozen)
     assert_trees_close(dict(zip(leaves, found, strict=True)), expected, rtol=1e-9, atol=1e-12)
+
+
+SUMS = [
+    ps.supervised(nn.MSELoss(reduction="sum")),
+    ps.supervised(partial(functional.mse_loss, reduction="sum")),
+    ps.masked_reconstruction("sse", reduction="sum"),
+]
+
+
+@pytest.mark.parametrize("objective", SUMS)
+@pytest.mark.parametrize("parts", ["accumulate", "microbatches"])
+def test_a_sum_of_errors_is_not_divided_into_parts(objective: Any, parts: str):
+    """Every part would count as one, so that the step trains on the mean of their sums."""
+    with pytest.raises(ConfigError, match=rf'reduction="sum", and the program {parts}=2: .*cure: reduction="mean"'):
+        ps.program(tiny_mlp(), objective, optim.sgd(LR), **{parts: 2})
+    whole = ps.program(tiny_mlp(), objective, optim.sgd(LR)).static
+    assert whole is not None
+    with pytest.raises(ConfigError, match='reduction="sum", and the program several processes'):
+        whole.steps(IDENTITY._replace(exchange=object()))  # pyright: ignore[reportArgumentType]  # as `distribute` does

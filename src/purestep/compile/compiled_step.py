@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -365,7 +366,22 @@ def batch_leaves(batch: tuple[Any, ...]) -> tuple[list[Any], tree.TreeDef]:
     if all(type(leaf) is Tensor for leaf in leaves):
         return [resolved(leaf) for leaf in leaves], treedef
     leaves, treedef = tree.flatten(tree.dicts(batch))
+    if any(isinstance(leaf, np.ndarray) for leaf in leaves):
+        raise _holds_array(batch)
     return without_text([resolved(leaf) for leaf in leaves]), treedef
+
+
+def _holds_array(batch: tuple[Any, ...]) -> capture.Uncaptured:
+    path, array = next(
+        (path, leaf) for path, leaf in tree.with_paths(tree.dicts(batch)) if isinstance(leaf, np.ndarray)
+    )
+    first, _, rest = path.partition("/")
+    where = "/".join(filter(None, ("batch" if first == "0" else f"context/{int(first) - 1}", rest)))
+    hint = "pass tensors: torch.as_tensor(array), or ps.to_device(batch, state)"
+    if array.dtype.kind not in "biufc":
+        hint = "call array.tolist() in the loader, or convert the array to numbers if the step reads it"
+    what = f"is an array of dtype {array.dtype}, which no compiled graph can hold"
+    return capture.Uncaptured(what, where=where, hint=hint)
 
 
 def _copied(metrics: Metrics | Stacked) -> Metrics | Stacked:

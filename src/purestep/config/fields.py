@@ -19,6 +19,7 @@ import torch
 from pydantic import PlainSerializer, PlainValidator
 
 from .. import stopping
+from ..errors import ConfigError
 from ..validation import is_count, is_number
 
 _WORDS: dict[str, Any] = {"none": None, "null": None, "true": True, "false": False}
@@ -213,9 +214,12 @@ def _early_stopping(value: Any) -> stopping.EarlyStopping | None:
     known = ("patience", "min_delta", "start_ratio")
     for name in value:
         if name not in known:
-            raise ValueError(f"has no setting {name!r}; the settings are {', '.join(known)}")
+            near = nearest(str(name), known)
+            cure = {near if key == name else key: each for key, each in value.items()} if near else {"patience": 10}
+            what = f"has no setting {name!r}; the settings are {', '.join(known)}"
+            raise ConfigError(what, hint=f"early_stopping={cure}")
     if "patience" not in value:
-        raise ValueError("needs a patience")
+        raise ConfigError("needs a patience", hint=f"early_stopping={ {'patience': 10} | dict(value) }")
     return stopping.EarlyStopping(**value)
 
 

@@ -17,9 +17,10 @@ from . import fields, messages
 class FitConfig(BaseModel):
     """Settings of `fit`.
 
-    A step is an optimizer update, whatever its number of micro-batches. (`TrainState.step`, which names snapshots,
-    counts calls.) Every field accepts text too (``"1"`` is an int, ``"1.0"`` a float). At least one limit is required:
-    ``epochs``, ``steps`` or ``max_time``; -1 means no limit.
+    A step is an optimizer update, whatever its number of micro-batches. (The name of a snapshot counts the calls of
+    the step in this run, resumed parts included. `TrainState.step` counts the calls of earlier runs too.) Every field
+    accepts text too (``"1"`` is an int, ``"1.0"`` a float). At least one limit is required: ``epochs``, ``steps`` or
+    ``max_time``; -1 means no limit.
 
     Raises:
         ConfigError: a field does not exist (the message has the nearest name), a value is out of its range, or two

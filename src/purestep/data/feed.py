@@ -226,10 +226,11 @@ class Feed(ABC):
             more = f", ... ({len(found)} in all)" if len(found) > _SHOWN else ""
             items = f", items [{', '.join(str(i) for i in found[:_SHOWN])}{more}]"
         # The message of a worker's error is its whole traceback; it stays visible as the cause of this error.
-        lines = str(error).strip().splitlines()[-1:] or [""]
+        last = next(reversed(str(error).strip().splitlines()), "")
+        kind = type(error).__name__
         notes = [f"; {note}" for note in getattr(error, "__notes__", ())]
         return DataError(
-            f"{type(error).__name__}: {lines[0]}{''.join(notes)}",
+            f"{last if last.startswith(f'{kind}: ') else f'{kind}: {last}'}{''.join(notes)}",
             where=f"{self.name}, epoch {epoch + 1}, batch {number + 1}{items}",
             hint=_cure(f"{error}{notes}"),
         )
@@ -243,7 +244,8 @@ class Feed(ABC):
 
 
 def _cure(message: str) -> str:
-    if "DataLoader worker" in message or "ended by SIG" in message:
+    # torch's text where a worker dies; an exception in a worker is "Caught ... in DataLoader worker process".
+    if "DataLoader worker (pid" in message or "ended by SIG" in message:
         return "a worker died, usually for lack of memory or /dev/shm: use fewer workers, smaller batches or more shm"
     if "timed out" in message:
         return "an item took longer than the timeout, or a worker hangs: pass DataLoader(..., timeout=seconds)"

@@ -29,7 +29,10 @@ class Ahead(Iterator[T]):
         if self._held:
             return self._held.pop()
         if self._failed is not None:
-            raise self._failed
+            try:
+                raise self._failed
+            finally:
+                self._failed = None  # its traceback holds this object
         return next(self._source)
 
     def more(self) -> bool:

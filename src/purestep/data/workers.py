@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -103,7 +104,7 @@ class Engine:
             num_workers=like.num_workers,
             pin_memory=like.pin_memory and torch.accelerator.is_available(),
             timeout=(like.timeout or self._timeout) if like.num_workers else 0,
-            worker_init_fn=_WorkerStart(like.worker_init_fn),
+            worker_init_fn=_WorkerStart(like.worker_init_fn, like.multiprocessing_context),
             multiprocessing_context=like.multiprocessing_context,
             generator=self._generator,
             prefetch_factor=like.prefetch_factor,
@@ -187,15 +188,19 @@ class _WorkerStart:
     not. So a scheduler may signal the whole process group.
     """
 
-    def __init__(self, then: Callable[[int], None] | None) -> None:
+    def __init__(self, then: Callable[[int], None] | None, context: Any) -> None:
         self.then = then
+        self.of_a_server = (context or multiprocessing).get_start_method() == "forkserver"
 
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGTERM, _leave)
         for name in ("SIGINT", "SIGUSR1"):
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
-        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+        # Not `getppid`, where this process was told its parent: that one may have been killed already.
+        told = None if self.of_a_server else multiprocessing.parent_process()
+        parent = os.getppid() if told is None or told.pid is None else told.pid
+        threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
         if self.then is not None:
             self.then(worker)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
-from .. import tensor_layout
+from .. import tensor_layout, tracing
 
 # These operations write infinities on purpose, for masks.
 _MASKING = frozenset(
@@ -127,5 +127,5 @@ def _forward_line(caught: list[warnings.WarningMessage]) -> str:
     """The last line of the user's code in the traceback of torch's warning."""
     text = "".join(str(warning.message) for warning in caught if "Traceback of forward call" in str(warning.message))
     frames = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s+(.*)', text)
-    own = [frame for frame in frames if "/torch/" not in frame[0] and "/purestep/" not in frame[0]]
+    own = [frame for frame in frames if not frame[0].startswith(tracing.LIBRARIES)]
     return f"{own[-1][2]} ({own[-1][0]}:{own[-1][1]})" if own else "an operation of torch's own"

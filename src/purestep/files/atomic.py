@@ -10,9 +10,9 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from ..errors import WriteFailed
+from ..errors import ConfigError, WriteFailed
 from .failpoints import failpoint
 
 try:
@@ -21,6 +21,18 @@ except ImportError:  # Windows
     fcntl = None
 
 _serial = count()
+
+
+def directory_path(where: str, directory: Any) -> Path:
+    """Convert the path of a directory to a `Path`.
+
+    Raises:
+        ConfigError: the value is not a path, or is empty; ``Path("")`` would be the working directory.
+    """
+    if isinstance(directory, str | os.PathLike) and os.fspath(cast("str | os.PathLike[str]", directory)):
+        return Path(cast("str | os.PathLike[str]", directory))
+    hint = 'pass a path such as "runs/name", or "." for the working directory'
+    raise ConfigError(f"directory={directory!r} is not a path", where=where, hint=hint)
 
 
 def write_failed(path: Path | str, error: BaseException, *, size: int | None = None) -> WriteFailed:

@@ -25,6 +25,9 @@ except ImportError:  # Windows has no flock: directories are not locked there
 _log = logging.getLogger("purestep")
 
 
+_MINE = ", this very process"
+
+
 class DirectoryLock:
     """A lock for writing into a directory. One object on this machine holds it at a time; on NFS, one of all machines.
 
@@ -94,8 +97,13 @@ class DirectoryLock:
                     raise
             if time.monotonic() > deadline:
                 holder = self._holder(descriptor)
-                hint = "end that run, use another directory, or read with Snapshots(directory, writer=False)"
-                raise Locked(f"another run writes here: {holder}", where=str(self.path.parent), hint=hint)
+                others = "use another directory, or read with Snapshots(directory, writer=False)"
+                if holder.endswith(_MINE):
+                    message = f"another object of this process writes here: {holder}"
+                    first = "call close() of the earlier Snapshots, or pass fit the path, which it closes itself"
+                else:
+                    message, first = f"another run writes here: {holder}", "end that run"
+                raise Locked(message, where=str(self.path.parent), hint=f"{first}; {others}")
             time.sleep(0.01)
 
     def _sign(self, descriptor: int) -> None:
@@ -112,7 +120,7 @@ class DirectoryLock:
     def _holder(descriptor: int) -> str:
         try:
             found = json.loads(_read(descriptor))
-            mine = ", this very process" if found["pid"] == os.getpid() else ""
+            mine = _MINE if found["pid"] == os.getpid() else ""
             return f"pid {found['pid']} on {found['host']} since {found['since']}{mine}"
         except (ValueError, TypeError, KeyError):
             return "it has not written its pid yet"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import batch_objects, data, ema, tree
 from .. import metrics as metrics_
-from ..errors import StepContractError
+from ..errors import ConfigError, StepContractError
 from ..metrics import Gathered
 from ..types import EvalStep, Mean, Metrics, TrainStep, Tree
 from . import metric_queue, ranks
@@ -40,6 +40,7 @@ def run_epoch(
         The last state and the merged metrics, on the host.
 
     Raises:
+        ConfigError: the step is not callable.
         DataError: an empty loader.
         NonFiniteError: the state halted at a loss or gradient that is not finite; ``error.state`` is the one before.
         RankError: several processes without a distributed state; a loader that cannot be divided among them.
@@ -52,6 +53,7 @@ def run_epoch(
         >>> state.item(), float(metrics["loss"])
         (4.0, 2.0)
     """
+    _check_callable(train_step=step, where="run_epoch")
     mesh = ranks.mesh_of(state, where="run_epoch")
     ranks.check_loader(loader, where="train")
     feed = data.open_feed(loader, name="train", seed=seed, mesh=mesh)
@@ -98,6 +100,7 @@ def evaluate(
         name -> mean, without a prefix (``loss``).
 
     Raises:
+        ConfigError: the eval_step is not callable.
         DataError: an empty loader.
         RankError: several processes without a distributed state; a loader that cannot be divided among them.
         StateError: the view is "ema", and the state has no average.
@@ -109,6 +112,7 @@ def evaluate(
         >>> evaluate(torch.tensor(2.0), [torch.ones(3), torch.zeros(1)], step)
         {'loss': 1.5}
     """
+    _check_callable(eval_step=eval_step, where="evaluate")
     mesh = ranks.mesh_of(state, where="evaluate")
     ranks.check_loader(loader, where=name)
     feed = data.open_feed(loader, name=name, repeats=True, mesh=mesh)
@@ -119,6 +123,13 @@ def evaluate(
     finally:
         if feed is not loader:
             feed.close()
+
+
+def _check_callable(*, where: str, **steps: Any) -> None:
+    for name, step in steps.items():
+        if not callable(step):
+            hint = f"pass program.{name}"
+            raise ConfigError(f"the step is a {type(step).__name__}, not a function", where=where, hint=hint)
 
 
 def eval_means(

@@ -121,7 +121,8 @@ def fit(
         SnapshotError: a snapshot does not fit, is damaged or cannot be written; `Locked`: another run's directory.
         RankError: several processes without `purestep.distribute`; processes with different programs, settings, data
             or snapshots; a loader that cannot be divided among them; a process that ended or does not answer.
-        KeyboardInterrupt, SystemExit: Ctrl-C, SIGTERM (status 143); the state is saved, and ``error.result`` has it.
+        KeyboardInterrupt, SystemExit: Ctrl-C, SIGTERM (status 143), or raised by a callback; the state is saved, and
+            ``error.result`` has it. A second Ctrl-C or SIGTERM ends the run at once, without either.
 
     Example:
         >>> import torch, purestep as ps
@@ -260,11 +261,15 @@ def _train(run: Run, opened: Opened) -> FitResult:
         save(run, wait=True)
     except BaseException as caught:
         error = caught
-        if not (services.call.broke_donation and replace_broken(run, caught)) and run.loop.calls:
+        is_whole = not (services.call.broke_donation and replace_broken(run, caught))
+        if is_whole and run.loop.calls and not run.heeded:
             save_on_error(caught, lambda: save_last(run), processes=services.processes.size)
         raise
     finally:
-        end_run(run, error)
+        try:
+            end_run(run, error)
+        finally:
+            error = None  # its traceback holds this frame, and would keep the state and the lock of the snapshots
     return result_of(run)
 
 

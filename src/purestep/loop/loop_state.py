@@ -93,8 +93,8 @@ class FitResult(NamedTuple):
         state: the last one, or the best one with ``restore_best=True``. The module that the program was built from
             stays what it was: ``ps.load_into(model, result.state)`` writes into it.
         history: ``"epoch"``, ``"step"`` (updates), ``"train_loss"``, ``"val_loss"``, ``"lr"``, ...: one entry per row.
-        best: ``{"epoch", <monitor>, "step"}``. "step" is the name of the snapshot, which counts calls: more than
-            updates if batches are accumulated. None without a monitor.
+        best: ``{"epoch", <monitor>, "step"}``. "step" is the name of the snapshot, which counts the calls of this run:
+            more than updates if batches are accumulated. None without a monitor.
         epochs: completed.
         stop_reason: "epochs", "steps", "max_time", "early_stopping", "fast_dev_run", or a callback's. The ``result`` of
             an exception also has "interrupted" and "error".

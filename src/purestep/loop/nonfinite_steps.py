@@ -15,15 +15,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .. import data, stacked, tree
+from .. import data, optim, stacked, tree
 from ..compile import is_state, states
 from ..diagnostics import differentiates, not_finite, replay
 from ..errors import NonFiniteError, PurestepError
 from ..snapshot import Snapshots
+from ..step import microbatch
 from ..types import Empty, Form, Params, Program, TrainState, Tree
 from .loop_state import Call
 
+FOUND = "the loss, its weight or a gradient is not finite"
+"""What a halted state says of its reason."""
 CURE = 'a smaller learning rate, optim.clip_by_global_norm(1.0), or ps.program(..., nonfinite="skip")'
+_WEIGHT, _GRADIENT = "weight of the loss", "gradient of "  # paths of numbers that no tree contains
 _SHOWN = 4  # leaves in a message
 _ITEMS = 16  # items in a message
 _log = logging.getLogger("purestep")
@@ -60,7 +64,7 @@ def halt_error(state: Tree, place: Callable[[int], str] = _nowhere) -> NonFinite
     if not call:
         return None
     error = NonFiniteError(
-        f"the loss or a gradient is not finite at call {call}; the state is the one before that call",
+        f"{FOUND} at call {call}; the state is the one before that call",
         where=path or place(call),
         hint=CURE,
     )
@@ -78,7 +82,7 @@ def check_windows(state: Tree) -> None:
     if part is not None:
         call = int(part.step.max())
         error = NonFiniteError(
-            f"the loss or a gradient is not finite in the accumulation window that is open at call {call}",
+            f"{FOUND} in the accumulation window that is open at call {call}",
             where="accum",
             hint=CURE,
         )
@@ -164,11 +168,13 @@ def explain(
         if batch is not None
     )
     last: _Probe | None = None
+    weighed: list[tuple[float, float]] = []
     for last in probes:
-        if last.leaves and not math.isfinite(last.total):
+        weighed.append((abs(last.weight or 0.0), last.norm))
+        if last.halts:
             break
     assert last is not None
-    return _explained(error, last, feed.indices(last.call.epoch, last.call.batch))
+    return _explained(error, last, _reason(last, weighed), feed.indices(last.call.epoch, last.call.batch))
 
 
 def explain_from(error: NonFiniteError, bad: list[tuple[str, ...]], where: str) -> NonFiniteError:
@@ -202,8 +208,56 @@ class _Probe(NamedTuple):
     state: TrainState
     batch: Any
     loss: float | None
-    total: float  # norm of the gradient, 0 if there is none; the loss if that is not finite
-    leaves: list[tuple[str, str]]  # (path, problem) of the worst leaves
+    weight: float | None  # of the loss; None for a step of the user's own
+    norm: float  # of the gradients, 0 if there are none
+    bad: list[tuple[str, str]]  # (path, problem) of the leaves that are not finite, causes before effects
+    largest: list[tuple[str, str]]  # (path, size) of the largest gradients
+
+    @property
+    def halts(self) -> bool:
+        """True if this call alone halts the state."""
+        return not all(math.isfinite(value or 0.0) for value in (self.loss, self.weight, self.norm))
+
+    @property
+    def is_finite(self) -> bool:
+        """True if loss and gradients are finite. Buffers need not be: a mask has infinities."""
+        return math.isfinite(self.loss or 0.0) and not any(path.startswith(_GRADIENT) for path, _ in self.bad)
+
+
+class _Reason(NamedTuple):
+    """Why the state halted."""
+
+    found: str
+    leaves: list[tuple[str, str]]  # (path, problem)
+    cure: str
+
+
+_WEIGHT_CURE = (
+    'return the count that `mean` was divided by as the weight of ps.Loss, or ps.program(..., nonfinite="skip")'
+)
+_NORM_CURE = (
+    'divide the inputs or the loss by a constant, or ps.program(..., nonfinite="skip"); optim.clip_by_global_norm is '
+    "no cure, since it needs this norm"
+)
+
+
+def _reason(last: _Probe, weighed: list[tuple[float, float]]) -> _Reason:
+    """Return the reason that a window halted its state.
+
+    Args:
+        last: the call that halts it alone, or else the last one of the window.
+        weighed: (weight of the loss, norm of the gradients) of the calls up to that one.
+    """
+    if not last.is_finite:
+        return _Reason("the loss or a gradient is not finite", last.bad or last.largest, CURE)
+    if not math.isfinite(last.weight or 0.0):
+        return _Reason("the weight of the loss is not finite", [(_WEIGHT, f"{last.weight:g}")], _WEIGHT_CURE)
+    if not math.isfinite(last.norm):
+        return _Reason("the norm of finite gradients overflows", last.largest, _NORM_CURE)
+    if sum(weight * max(1.0, norm) for weight, norm in weighed) > torch.finfo(torch.float32).max:
+        leaves = [(_WEIGHT, f"up to {max(weighed)[0]:.3g}")]
+        return _Reason("the sum of gradient x weight overflows float32", leaves, _WEIGHT_CURE)
+    return _Reason(FOUND, last.bad or last.largest, CURE)
 
 
 def state_before(frozen: TrainState, window: list[tuple[Call, Any]], index: int, accumulate: int) -> TrainState:
@@ -236,7 +290,8 @@ def _probe(program: Program, state: TrainState, call: Call, batch: Any) -> _Prob
         return found
 
     static, step = program.static, program.train_step
-    if static is not None and getattr(step, "static", None) is static:
+    is_own = static is not None and getattr(step, "static", None) is static
+    if static is not None and is_own:
         step = static.steps(Form(lambda stored: stored, collect)).train_step
     recorder = _LossRecorder()
     try:
@@ -246,9 +301,24 @@ def _probe(program: Program, state: TrainState, call: Call, batch: Any) -> _Prob
         _log.info("the step that halted fails in eager mode, so it is not explained: %s", error)
     scale = 1.0 if isinstance(state.scaler, Empty) else float(state.scaler.scale)
     loss = None if recorder.value is None else recorder.value / scale
-    norm = math.sqrt(sum(_square(grad) for grad in grads.values()))
-    total = norm if loss is None or math.isfinite(loss) else loss
-    return _Probe(call, state, batch, loss, total, _worst(state, batch, grads))
+    bad = _bad(state, batch, grads)
+    weight = _weight(static.parts, state, batch) if is_own and static is not None else None
+    return _Probe(call, state, batch, loss, weight, float(optim.global_norm(grads)), bad, _largest(grads))
+
+
+def _weight(parts: Any, state: TrainState, batch: Any) -> float | None:
+    """Return the weight of the loss; None if the objective fails. The gradients do not show a weight."""
+
+    def summed() -> float:
+        split = microbatch.split(tree.dicts(batch), parts.microbatches) if parts.microbatches > 1 else [batch]
+        return sum(float(parts.loss(state.params, state, part, (), train=True)[0].weight) for part in split)
+
+    try:
+        with torch.no_grad():
+            return parts.draw(state, summed)
+    except Exception as error:
+        _log.info("the objective fails in eager mode, so its weight is unknown: %s", error)
+        return None
 
 
 class _LossRecorder(TorchFunctionMode):
@@ -265,20 +335,17 @@ class _LossRecorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _square(grad: Tensor) -> float:
-    # In float32, as in the step: it may overflow although every element is finite.
-    return float(grad.detach().float().square().sum())
-
-
-def _worst(state: TrainState, batch: Any, grads: Params) -> list[tuple[str, str]]:
-    """Return the leaves that are not finite, causes before effects; without any, the largest gradients."""
+def _bad(state: TrainState, batch: Any, grads: Params) -> list[tuple[str, str]]:
+    """Return the leaves that are not finite, causes before effects."""
     named = [*_named("batch", batch), *_named("params", state.params), *_named("frozen", state.frozen)]
-    named += [*_named("buffers", state.buffers), *((f"gradient of {name}", grad) for name, grad in grads.items())]
-    bad = [(path, text) for path, leaf in named if (text := _problem(leaf))]
-    if bad:
-        return bad
-    largest = sorted(grads.items(), key=lambda pair: -_square(pair[1]))
-    return [(f"gradient of {name}", f"up to {float(grad.abs().max()):.3g}") for name, grad in largest[:_SHOWN]]
+    named += [*_named("buffers", state.buffers), *((f"{_GRADIENT}{name}", grad) for name, grad in grads.items())]
+    return [(path, text) for path, leaf in named if (text := _problem(leaf))]
+
+
+def _largest(grads: Params) -> list[tuple[str, str]]:
+    sizes = {name: float(grad.abs().max()) for name, grad in grads.items() if grad.numel()}
+    largest = sorted(sizes.items(), key=lambda pair: -pair[1])
+    return [(f"{_GRADIENT}{name}", f"up to {size:.3g}") for name, size in largest[:_SHOWN]]
 
 
 def _named(root: str, part: Tree) -> Iterator[tuple[str, Any]]:
@@ -292,20 +359,19 @@ def _problem(leaf: Any) -> str:
     return f"{count} of {leaf.numel()} not finite" if count else ""
 
 
-def _explained(error: NonFiniteError, probe: _Probe, items: list[Any] | None) -> NonFiniteError:
-    call = probe.call
-    shown = ", ".join(f"{path} ({text})" for path, text in probe.leaves[:_SHOWN])
-    more = f" and {len(probe.leaves) - _SHOWN} more" if len(probe.leaves) > _SHOWN else ""
+def _explained(error: NonFiniteError, probe: _Probe, reason: _Reason, items: list[Any] | None) -> NonFiniteError:
+    call, leaves = probe.call, reason.leaves
+    shown = ", ".join(f"{path} ({text})" for path, text in leaves[:_SHOWN])
+    more = f" and {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
     loss = "" if probe.loss is None else f"; loss {probe.loss:.6g}"
     listed = "" if items is None else f", items {_listed(items)}"
     explained = NonFiniteError(
-        f"the loss or a gradient is not finite at call {error.step}: {shown}{more}{loss}; the state is the one before "
-        "that call",
+        f"{reason.found} at call {error.step}: {shown}{more}{loss}; the state is the one before that call",
         where=f"epoch {call.epoch + 1}, batch {call.batch + 1}{listed}",
-        hint=CURE,
+        hint=reason.cure,
     )
     explained.step, explained.loss, explained.items = error.step, probe.loss, items
-    explained.leaves = tuple(path for path, _ in probe.leaves)
+    explained.leaves = tuple(path for path, _ in leaves)
     explained.state, explained.batch = probe.state, probe.batch
     return explained
 

@@ -218,7 +218,7 @@ _TOO_MUCH = 0.05  # share of the first weights in the average, above which it is
 def warn_of_short_average(program: Program, config: FitConfig, feed: data.Feed) -> None:
     """Warn of a run whose average would still hold much of its first weights at the end: once for a program."""
     static, updates = program.static, planned_updates(program, config, feed)
-    if static is None or static.first_share is None or updates is None or config.fast_dev_run:
+    if static is None or static.first_share is None or not updates or config.fast_dev_run:
         return
     if static.steps in _WARNED:
         return
@@ -237,9 +237,15 @@ def planned_updates(program: Program, config: FitConfig, feed: data.Feed) -> int
     found = [] if config.steps in (None, -1) else [config.steps]
     batches = feed.count(0) or feed.length
     if config.epochs not in (None, -1) and batches:
-        window = program.static.accumulate if program.static else 1
-        found.append(config.epochs * math.ceil(batches / window))
+        found.append(_updates_of(config.epochs, batches, program))
     return min(found, default=None)
+
+
+def _updates_of(epochs: int, batches: int, program: Program) -> int:
+    window, tail = (program.static.accumulate, program.static.tail) if program.static else (1, "step")
+    if tail == "carry":  # a window goes on in the next epoch
+        return epochs * batches // window
+    return epochs * (batches // window if tail == "drop" else math.ceil(batches / window))
 
 
 # --- when to evaluate -------------------------------------------------------------------------------------------------

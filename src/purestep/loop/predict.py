@@ -12,6 +12,7 @@ from .. import data, rng, stacked, tree
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..objective import call_model, split_batch
 from ..parallel import agreement
+from ..step import untouched
 from ..types import Program, Share, TrainState
 from . import ranks
 
@@ -85,6 +86,7 @@ def predict(
         )
     model, seed = program.bind(state, view=view), int(state.key.flatten()[0])
     split, run = prepare or _inputs_of, forward or call_model
+    outputs_of: Callable[..., Any] = untouched(lambda model, rows: run(model, split(rows)[0]))
     collected = _Outputs(name, rows=1 if stacked.size(state) else 0)
     opened = data.open_feed(loader, name=name, repeats=True, mesh=mesh)
     feed = opened.in_order()
@@ -92,9 +94,8 @@ def predict(
         for index, batch in enumerate(data.prefetch(feed.epoch(0), data.device_of(state), name=name)):
             rows, counts = batch.rows if isinstance(batch, Share) else batch, ranks.has_rows(batch)
             try:
-                inputs = split(rows)[0]
                 with torch.no_grad(), rng.scoped(rng.mix(seed, "eval", index), data.device_of(state)):
-                    outputs = run(model, inputs)
+                    outputs = outputs_of(model, rows)
             except Exception as error:
                 error.add_note(f"in predict, {name}, batch {index + 1}")
                 raise

@@ -47,7 +47,7 @@ class Profiler:
         self._warmup = min(first, 1)
         self._begin, self._end = first - self._warmup, end
         self._count = end - first
-        self._path = path
+        self._path = path.absolute()  # a callback may call os.chdir
         self._updates = 0  # closed windows of accumulation
         self._torchs: Any = None
 

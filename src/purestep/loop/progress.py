@@ -169,8 +169,8 @@ class Progress:
                 self._stopped.add(at)
                 place = self._place(halted[at])
                 _log.warning(
-                    "member %d of the ensemble has halted: its loss or a gradient is not finite at call %d%s; the "
-                    "others go on",
+                    "member %d of the ensemble has halted: its loss, its weight or a gradient is not finite at call "
+                    "%d%s; the others go on",
                     *(at, halted[at], place and f" ({place})"),
                 )
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .. import rng, tree
 from ..compile import LiveState, is_state, states
 from ..errors import NonFiniteError, PurestepError, SnapshotError, StateError, StepContractError
-from ..signals import Preempted
+from ..signals import is_at_once
 from ..snapshot import Snapshots
 from ..types import TrainState, Tree
 from .loop_state import LoopState, from_json
@@ -19,7 +19,8 @@ _log = logging.getLogger("purestep")
 
 
 def save_on_error(error: BaseException, save: Callable[[], None], *, processes: int) -> None:
-    """Call ``save``, unless the error says that the state or the directory cannot be trusted.
+    """Call ``save``, unless the error says that the state or the directory cannot be trusted, or that a second signal
+    ends the run at once.
 
     Of several processes one alone may have failed, or be gone: nothing is saved, since that takes all of them.
 
@@ -30,8 +31,7 @@ def save_on_error(error: BaseException, save: Callable[[], None], *, processes: 
         save: writes a snapshot of the last whole state, and returns when it is committed.
         processes: of the run.
     """
-    by_signal = isinstance(error, Preempted) or not isinstance(error, Exception | SystemExit)  # saved already
-    if by_signal or isinstance(error, _OF_THE_STATE):
+    if is_at_once(error) or isinstance(error, _OF_THE_STATE):
         return
     if processes > 1:
         error.add_note("one process alone cannot save the state of several: the run goes on from the last snapshot")

@@ -22,7 +22,7 @@ from ..types import EvalStep, Metrics, Program, TrainStep, Tree
 from .eager_hint import EagerHint
 from .evaluate import BatchCheck, check_pair, takes_index
 from .loop_state import LoopState
-from .nonfinite_steps import can_halt, halts
+from .nonfinite_steps import FOUND, can_halt, halts
 from .purity_check import PurityCheck
 from .window_position import counting
 
@@ -113,7 +113,7 @@ class TrainCall:
                 error.add_note(mixed)
             raise
         if self._anomalies and halts(new):
-            raise _anomaly("the loss or a gradient is not finite", state, batch, loop)
+            raise _anomaly(FOUND, state, batch, loop)
         return new, metrics
 
     def flush(self, flush: Callable[[Tree], tuple[Tree, Metrics]], state: Tree) -> tuple[Tree, Metrics]:

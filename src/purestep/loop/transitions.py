@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import data, ema, events, files
 from ..compile import Stacked, released, unstacked
 from ..errors import NonFiniteError, StepContractError
-from ..signals import Preempted, interrupted
+from ..signals import Preempted, interrupted, is_at_once
 from ..types import Metrics, Program, Tree
 from . import environment, inputs, nonfinite_steps, policy, recovery
 from .best_state import BestState
@@ -72,13 +72,14 @@ class Run:
     `fit` holds no other reference to a state that it moved, so its memory is free after the first step.
     """
 
-    __slots__ = ("before", "loop", "services", "state")
+    __slots__ = ("before", "heeded", "loop", "services", "state")
     services: Services
 
     def __init__(self, state: Tree) -> None:
         self.state = state
         self.loop = LoopState()
         self.before: tuple[Tree, LoopState] | None = None  # to return to if the present boundary is interrupted
+        self.heeded = False  # a signal ends the run: the state is saved, and the error has the result
 
 
 # --- batches and calls ------------------------------------------------------------------------------------------------
@@ -286,6 +287,7 @@ def _heed_signal(run: Run) -> None:
     if pending == "snapshot":
         return
     run.loop = run.loop._replace(stop="interrupted")
+    run.heeded = True
     raise Preempted(result_of(run)) if pending == "terminate" else interrupted(result_of(run))
 
 
@@ -394,6 +396,8 @@ def end_run(run: Run, error: BaseException | None) -> None:
         vars(error)["result"] = result_of(run)
         if run.services.processes.size == 1:
             nonfinite_steps.write_replay_file(error, run.services.checkpointer.snapshots)
+    if isinstance(error, KeyboardInterrupt | SystemExit) and not run.heeded and not is_at_once(error):
+        vars(error)["result"] = result_of(run)  # it may have that of a run inside a callback
     if error is not None:
         run.services.recorder.write(error, run.services.checkpointer.snapshots)
     result = result_of(run)

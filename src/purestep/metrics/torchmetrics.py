@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -91,8 +92,9 @@ def functions(metrics: Any) -> dict[str, Metric]:
     if _is_of(metrics, "MetricCollection"):
         return {str(name): from_torchmetrics(one) for name, one in metrics.items(copy_state=False)}
     if not isinstance(metrics, Mapping):
-        one = getattr(metrics, "__name__", type(metrics).__name__)
-        raise ConfigError(f"metrics is a {type(metrics).__name__}", where="metrics", hint=f'metrics={{"name": {one}}}')
+        hint = _by_name(metrics) or '"accuracy": ps.metrics.accuracy'
+        what = f"metrics is a {type(metrics).__name__}, not a dict"
+        raise ConfigError(what, where="metrics", hint=f"metrics={{{hint}}}")
     found: dict[str, Metric] = {}
     for name, metric in cast(Mapping[str, Any], metrics).items():
         if _is_of(metric, "MetricCollection"):
@@ -109,6 +111,26 @@ def functions(metrics: Any) -> dict[str, Metric]:
             raise ConfigError("two metrics have this name", where=f"metrics/{min(both)}", hint="rename one of them")
         found |= named
     return found
+
+
+def _by_name(given: Any) -> str:
+    """Write a metric, or a list of metrics, as the items of a dict."""
+    found: list[str] = []
+    for one in cast("list[Any]", [*given] if isinstance(given, list | tuple | set) else [given]):
+        function = one.func if isinstance(one, partial) else one
+        name = getattr(function, "__name__", type(function).__name__)
+        if isinstance(one, str):
+            shown = f"ps.metrics.{(name := one)}"
+        elif not callable(function):
+            continue
+        elif name == "<lambda>":
+            name, shown = "name", "f"
+        elif isinstance(one, partial):
+            shown = f"partial({name}, ...)"
+        else:
+            shown = name if hasattr(function, "__name__") else f"{name}(...)"
+        found.append(f'"{name}": {shown}')
+    return ", ".join(found)
 
 
 def _is_of(value: Any, name: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -86,6 +86,15 @@ class Template(NamedTuple):
     names: Names
 
 
+_LISTS = {
+    **dict.fromkeys(("parameters", "named_parameters"), "model.params, a dict from name to weight"),
+    "named_buffers": "model.buffers, a dict from name to buffer",
+    "state_dict": "model.params, model.frozen and model.buffers, dicts from name to tensor",
+    **dict.fromkeys(("modules", "named_modules", "children", "named_children"), "model.module, without weights"),
+}
+"""What to write in place of the module's own lists, by method."""
+
+
 class Bound:
     """The pure call of a module: ``model(...)``, ``model.call("encode", x)``, ``model.params``, ``model.training``.
 
@@ -142,6 +151,8 @@ class Bound:
         if name in self._names.params or name in self._names.frozen or name in self._names.buffers:
             group = next(each for each in ("params", "frozen", "buffers") if name in getattr(self._names, each))
             return f"model.{group}[{name!r}]"
+        if name in _LISTS:
+            return _LISTS[name]
         if callable(found):
             return f"call model.call({name!r}, ...), which has the weights; model.module.{name} has none"
         if any(isinstance(leaf, Tensor) for leaf in tree.leaves(found)):
@@ -200,6 +211,9 @@ class Bound:
                 cure = f"add a method that returns it: def read_{method.rpartition('.')[2]}(self, ...)"
                 raise StepContractError(f"is a {type(found).__name__}, not a method", where=method, hint=cure)
             output = found(*args, **kwargs)
+            if isinstance(output, Generator | nn.Module):  # they would be read when the module has no weights
+                cure = _LISTS.get(method, f"add a method that computes with what {method} gives")
+                raise StepContractError(f"returned a {type(output).__name__}", where=f"model.{method}", hint=cure)
             # Read them before functional_call restores the module: the forward pass may have assigned new buffers.
             written: Params = {name: getattr(*at) for name, at in _places(self._module, self._names.buffers).items()}
             write_check.check_aliased_buffers(shared, self.buffers, written)

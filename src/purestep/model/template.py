@@ -52,15 +52,65 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _copied(module: Any, memo: dict[int, Any]) -> Any:
+    kept = dict(memo)  # deepcopy leaves incomplete copies in its memo when it fails
     try:
         return copy.deepcopy(module, memo)
-    except (RuntimeError, TypeError) as error:
-        raise StateError(
-            f"the module cannot be copied: {error}",
-            where=type(module).__name__,
-            hint="keep only parameters, buffers and plain values as attributes "
-            "(torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm)",
-        ) from error
+    except _COPY_ERRORS as error:
+        raise _not_copied(module, kept, error) from error
+
+
+_COPY_ERRORS = (RuntimeError, TypeError)
+
+
+def _not_copied(module: nn.Module, memo: dict[int, Any], error: Exception) -> StateError:
+    """Build the error for a failed copy, which names the attribute or the submodule that cannot be copied."""
+    known = memo | {id(part): part for part in module.modules()}  # copies of a part do not copy the others
+    for name, part in module.named_modules():
+        failed = _copy_error(part, {key: value for key, value in known.items() if key != id(part)})
+        if failed is None:
+            continue
+        for attribute, value in vars(part).items():
+            found = None if attribute in _REGISTERED else _copy_error(value, known)
+            if found is not None:
+                what, cure = _cause(part, attribute, value, found)
+                return StateError(what, where=f"{name}.{attribute}" if name else attribute, hint=cure)
+        return StateError(f"cannot be copied: {failed}", where=name or type(part).__name__, hint=_PLAIN_ATTRIBUTES)
+    return StateError(f"the module cannot be copied: {error}", where=type(module).__name__, hint=_PLAIN_ATTRIBUTES)
+
+
+_PLAIN_ATTRIBUTES = "keep only parameters, buffers and plain values as attributes"
+
+
+def _copy_error(value: Any, memo: dict[int, Any]) -> Exception | None:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except _COPY_ERRORS as error:
+        return error
+    return None
+
+
+_OLD_UTILITIES = (
+    ("_g", "use torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm"),
+    ("_u", "use torch.nn.utils.parametrizations.spectral_norm instead of torch.nn.utils.spectral_norm"),
+    (
+        "_mask",
+        "call torch.nn.utils.prune.remove(layer, {name!r}), and use torch.nn.utils.parametrize to keep the zeros zero",
+    ),
+)
+"""(suffix, cure): torch's utilities that compute an attribute from a tensor named with this suffix."""
+
+
+def _cause(module: nn.Module, attribute: str, value: Any, error: Exception) -> tuple[str, str]:
+    """Say why an attribute cannot be copied, and the cure."""
+    kind = type(module).__name__
+    if not any(isinstance(each, Tensor) and each.grad_fn is not None for each in (value, *_contents(value))):
+        what = f"is an attribute of {kind} that cannot be copied: {error}"
+        return what, f"keep it outside of the module, or define {kind}.__deepcopy__"
+    what = f"is an attribute of {kind} that cannot be copied: autograd computed it from other tensors"
+    for suffix, cure in _OLD_UTILITIES:
+        if hasattr(module, attribute + suffix):
+            return what, cure.format(name=attribute)
+    return what, "compute it in forward, or store value.detach()"
 
 
 def weightless_copy(module: nn.Module) -> nn.Module:
@@ -192,6 +242,8 @@ def check(modules: Iterable[tuple[str, nn.Module]], parameters: Named, buffers: 
         _check_tensor(name, value)
     _check_memory(dict(parameters), dict(buffers))
     for name, part in modules:
+        if name in ("", "objective"):
+            _check_scripted(name or "model", part)
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             _check_embedding(name or type(part).__name__, part)
 
@@ -280,6 +332,13 @@ def _address(value: Tensor) -> int:
 
 def _length(value: Tensor) -> int:
     return tensor_layout.extent(value) * value.element_size()
+
+
+def _check_scripted(name: str, part: nn.Module) -> None:
+    is_scripted = isinstance(part, torch.jit.RecursiveScriptModule)  # pyright: ignore[reportPrivateImportUsage]  # public
+    if is_scripted and any(True for _ in (*part.parameters(), *part.buffers())):
+        hint = "pass the plain nn.Module; ps.fit(..., compile=True) and ps.compile_step compile the whole step"
+        raise StateError("is a module of torch.jit.script, which has no get_submodule", where=name, hint=hint)
 
 
 def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:

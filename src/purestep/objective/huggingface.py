@@ -124,7 +124,7 @@ def hf_loss(
             total = _weight(model, named, sized.shape[0], mean, causal=causal, ignore_index=ignore_index)
         else:
             total = torch.as_tensor(weight(named), device=mean.device)
-        values = {name: mean_of(metric(outputs, targets), sized) for name, metric in measured.items()}
+        values = {name: mean_of(name, metric(outputs, targets), sized) for name, metric in measured.items()}
         return Loss(mean, total.to(torch.float32), values)
 
     return objective

@@ -25,7 +25,8 @@ def masked_reconstruction(
     Args:
         loss: "mse" or "sse"; they differ only in the default reduction, "mean" and "batch_mean".
         reduction: "mean" over masked elements, "sum", or "batch_mean": the sum divided by the batch size, which keeps
-            the weight of an example if masks differ in size.
+            the weight of an example if masks differ in size. "sum" goes with neither ``accumulate`` nor
+            ``microbatches`` nor several processes.
 
     Raises:
         ConfigError: the loss or reduction is unknown.
@@ -58,6 +59,7 @@ def masked_reconstruction(
         weight = {"mean": masked, "sum": torch.ones_like(masked), "batch_mean": torch.full_like(masked, len(x))}
         return Loss(mean, weight[chosen], {})
 
+    objective.is_sum = chosen == "sum"  # pyright: ignore[reportFunctionMemberAccess]  # as of `supervised`
     return objective
 
 

@@ -13,7 +13,7 @@ from ..metrics import Gathered
 from ..types import Mean
 
 
-def mean_of(value: Any, targets: Any, inputs: Any = None) -> Any:
+def mean_of(name: str, value: Any, targets: Any, inputs: Any = None) -> Any:
     """Convert a metric's result to a Mean. A bare tensor is a mean over the examples that `leading` counts; a
     `metrics.Gathered` is returned unchanged.
 
@@ -25,14 +25,15 @@ def mean_of(value: Any, targets: Any, inputs: Any = None) -> Any:
         return value
     if isinstance(value, Mean) and all(isinstance(part, Tensor) for part in cast(tuple[Any, ...], value)):
         return value._replace(total=value.total.detach(), weight=value.weight.detach())
-    if isinstance(value, tuple) and len(cast(tuple[Any, ...], value)) == 2:
-        total, weight = cast(tuple[Any, Any], value)
+    parts = cast(tuple[Any, ...], value) if isinstance(value, tuple) else ()
+    if len(parts) == 2 and not any(part is None or isinstance(part, str | dict) for part in parts):
+        total, weight = parts
         like = total if isinstance(total, Tensor) else torch.as_tensor(total, dtype=torch.float32)
         return Mean(like.detach().float(), torch.as_tensor(weight, dtype=torch.float32, device=like.device).detach())
     if not isinstance(value, Tensor) or value.dim() != 0:
         raise StepContractError(
-            f"a metric returned {describe(value)}",
-            where="metrics",
+            f"the metric returned {'a tuple of ' * bool(parts)}{', '.join(map(describe, parts or (value,)))}",
+            where=f"metrics/{name}",
             hint="return a Mean, a (total, weight) pair or a 0-d tensor",
         )
     size = leading(targets, inputs)
@@ -93,7 +94,7 @@ def _sizes(inputs: Any, *, lists: bool = False) -> set[int]:
         return set()
     entries = cast("tuple[Any, ...] | list[Any]", inputs)
     rows = _rows(entries)
-    sizes = {rows} if rows is not None and _are_columns(entries) else set[int]()
+    sizes: set[int] = {rows} if rows is not None and _are_columns(entries) else set()
     return sizes | {len(entries)} if lists else sizes
 
 

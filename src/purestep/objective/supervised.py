@@ -32,7 +32,8 @@ def supervised(
 
     The weight is the count that the criterion's mean divides by: for cross entropy the summed class weights of the
     targets that are not ignored, for elementwise losses the number of elements, for any other callable the number of
-    examples; 1 for ``reduction="sum"``. A `functools.partial` of one of torch's losses counts as that loss, with the
+    examples. It is 1 for ``reduction="sum"``, which goes with neither ``accumulate`` nor ``microbatches`` nor several
+    processes. A `functools.partial` of one of torch's losses counts as that loss, with the
     settings in the partial. A criterion with parameters trains with the model, under names that begin with
     ``objective.``.
 
@@ -86,10 +87,12 @@ def supervised(
                 f"the criterion returned a {type(mean).__name__}", where="criterion", hint="return a 0-d tensor"
             )
         weight = _weight(criterion, _bound_weight(model, module), outputs, targets, inputs, mean)
-        values = {name: mean_of(metric(outputs, targets), targets, inputs) for name, metric in measured.items()}
+        values = {name: mean_of(name, metric(outputs, targets), targets, inputs) for name, metric in measured.items()}
         return Loss(mean, weight, values)
 
     objective.module = module  # pyright: ignore[reportFunctionMemberAccess]  # `program` reads its parameters
+    # Nor can a step be made of parts of a batch then.
+    objective.is_sum = _setting(criterion, "reduction", "mean") == "sum"  # pyright: ignore[reportFunctionMemberAccess]
     return objective
 
 

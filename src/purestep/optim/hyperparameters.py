@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import tree
 from ..errors import ConfigError
 from ..pickling import recipe
-from ..types import Empty, Labels, Params, Tree
+from ..types import Empty, Labels, Params, TrainState, Tree
 from .base import Fast, Launch, Transform, fast_of
 from .numerics import Schedule, rate_at, zero_count
 from .wrappers import PartitionState
@@ -200,7 +200,7 @@ def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
             group; ``**{"head/learning_rate": 0.1}`` sets one, and takes precedence.
 
     Raises:
-        ConfigError: a name is not a leaf, or follows a schedule.
+        ConfigError: the state is a TrainState, or a name is not a leaf, or follows a schedule.
 
     Example:
         >>> from purestep.optim import scale
@@ -208,6 +208,10 @@ def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
         >>> set_hyperparams(state, factor=3.0).hyperparams["factor"].item()
         3.0
     """
+    if isinstance(opt_state, TrainState):
+        given = ", ".join(f"{name}=..." for name in values)
+        hint = f"pass state.opt_state: state._replace(opt_state=optim.set_hyperparams(state.opt_state, {given}))"
+        raise ConfigError("opt_state is a TrainState", where="set_hyperparams", hint=hint)
     leaves: dict[str, bool] = {}
     for name, scheduled in _leaves(opt_state, ""):  # Two parts of a chain may have leaves of the same name.
         leaves[name] = scheduled or leaves.get(name, False)

@@ -27,7 +27,7 @@ class History:
     wants = (FitStart, EpochEnd, FitEnd)
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path.absolute()  # a callback may call os.chdir
         self._rows: list[Row] = []
         self._size: int | None = None  # bytes of the file without the last row; None if there is no such file
         self._synced = -math.inf  # time.monotonic() at the last flush

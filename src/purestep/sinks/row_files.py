@@ -32,7 +32,7 @@ class Rows(ABC):
     wants = (FitStart, Logged, EpochEnd, FitEnd)
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path.absolute()  # a callback may call os.chdir
         self._file: TextIO | None = None
         self._last: dict[str, int] = {}  # kind -> step of its last row in this run
         self._whole = True  # False after a failed write, which may leave part of a row

@@ -17,7 +17,7 @@ class TensorBoard:
     wants = (FitStart, Logged, Histograms, EpochEnd, FitEnd)
 
     def __init__(self, directory: Path, writer: Any) -> None:
-        self.directory = directory
+        self.directory = directory.absolute()  # a callback may call os.chdir
         self._make = writer
         self._writer: Any = None
         self._second = 0  # time of the last event file, in seconds

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .. import tree
 from ..errors import ConfigError, Corrupt, Locked, NotFound, RankError, SnapshotError, WriteFailed
-from ..files import DirectoryLock, is_locked
+from ..files import DirectoryLock, directory_path, is_locked
 from ..parallel import host
 from ..types import Tree
 from . import directory, orbax_io, parts, reader, save_policy, staging, state_copy, writer
@@ -71,7 +71,7 @@ class Snapshots:
             JAX unchanged, for programs that use JAX on the GPU.
 
     Raises:
-        ConfigError: a value is out of its range.
+        ConfigError: a value is out of its range, or the directory is empty text.
 
     Example:
         >>> import tempfile, torch
@@ -100,7 +100,7 @@ class Snapshots:
         jax_platforms: str | None = "cpu",
     ) -> None:
         save_policy.check_policy(keep, keep_best, on_save_error)
-        self.directory = Path(directory).absolute()
+        self.directory = directory_path("Snapshots", directory).absolute()
         self.keep = keep
         self.keep_best = keep_best
         self.strict = strict

@@ -26,6 +26,7 @@ batch_copy   copies of batch leaves that a model writes in place
 recurrent    recurrent layers under `torch.func.vmap` without gradients
 """
 
+from .batch_copy import untouched as untouched
 from .differentiable import Parts as Parts
 from .differentiable import check_state as check_state
 from .differentiable import parts_for as parts_for

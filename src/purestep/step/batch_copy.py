@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from .. import tracing, tree
 from ..model import write_check
-from ..types import Batch, Loss, Objective
+from ..types import Batch
+
+_Objective = TypeVar("_Objective", bound=Callable[..., Any])
 
 
-def untouched(objective: Objective) -> Objective:
-    """Wrap an objective whose model may write its batch in place, as a first layer ``nn.ReLU(inplace=True)`` does.
+def untouched(objective: _Objective) -> _Objective:
+    """Wrap an objective, or another function of a model and a batch. The model may write its batch in place, as a first
+    layer ``nn.ReLU(inplace=True)`` does.
 
     The first call for each batch structure runs on copies and records which of them the model writes; later calls copy
     only those leaves. Inside a graph nothing is copied here: `compile.graph_choice` passes a copy of the batch.
     """
     known = _Written()
 
-    def on_copies(model: Any, batch: Batch, *context: Any) -> Loss:
+    def on_copies(model: Any, batch: Batch, *context: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # the compiler removes copies that are not written
             return objective(model, tree.map(_copy, batch), *context)
         if tracing.in_graph():
@@ -39,7 +43,8 @@ def untouched(objective: Objective) -> Objective:
             known.leaves[treedef] = tuple(int(index) for index, mark in before.items() if after[index] != mark)
         return loss
 
-    return on_copies
+    on_copies.is_sum = getattr(objective, "is_sum", False)  # pyright: ignore[reportFunctionMemberAccess]
+    return cast(_Objective, on_copies)
 
 
 class _Written:

@@ -106,6 +106,12 @@ def _weight(given: Any, device: torch.device) -> Tensor:
             where="objective",
             hint="pass the count that `mean` was divided by, as a number or a 0-d tensor",
         )
+    if isinstance(given, int | float) and given < 0:  # a tensor is not read here
+        raise StepContractError(
+            f"the weight of the loss is {given}",
+            where="objective",
+            hint="pass the count that `mean` was divided by; to change a sign, multiply `mean`",
+        )
     return _to_device(weight.to(torch.float32), device)
 
 
@@ -235,14 +241,45 @@ def _value_and_grad(
             found[0].backward(inputs=tensors)  # adds to what a reversible layer has put there
             return [leaf.grad for leaf in tensors], found[1]  # nobody else has these: the update may write into them
 
-        found, (loss, buffers) = bound.hold(lambda: forward(bound), backward)
-    if all(grad is None for grad in found):
-        raise _not_connected()
+        roots: list[Any] = []
+
+        def run() -> tuple[Tensor, Any]:
+            scaled, extra = forward(bound)
+            roots.append(scaled.grad_fn)
+            return scaled, extra
+
+        found, (loss, buffers) = bound.hold(run, backward)
     pairs = list(zip(leaves.items(), found, strict=True))
     grads = {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}
     unreached = frozenset(name for (name, _), grad in pairs if grad is None)
+    is_new = not unreached <= spec.reach.ever and not torch.compiler.is_dynamo_compiling()
+    if is_new and "CheckpointFunctionBackward" in _nodes(roots[0]):
+        raise _reentrant()
+    if len(unreached) == len(leaves):
+        raise _not_connected()
     spec.reach.remember(unreached)
     return grads, (loss, buffers if through else tree.detach(buffers)), unreached
+
+
+def _nodes(root: Any) -> set[str]:
+    """Names of the nodes of autograd's graph."""
+    waiting, seen = [root], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(below for below, _ in node.next_functions)
+    return {node.name() for node in seen}
+
+
+def _reentrant() -> StepContractError:
+    # Autograd skips such a block if none of the wanted parameters lies before it; torch raises an error if one does.
+    return StepContractError(
+        "activation checkpointing with use_reentrant=True gives the parameters inside no gradient",
+        where="objective",
+        hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for a Hugging Face model "
+        'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})',
+    )
 
 
 class NoSetupContext(StepContractError):
@@ -325,7 +362,8 @@ def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: 
     batch = tree.dicts(batch)
     if spec.microbatches == 1:
         return _micro(spec, form, state, batch, context)
-    total, dtypes = None, dict[str, torch.dtype]()
+    total: Micro | None = None
+    dtypes: dict[str, torch.dtype] = {}
     for part in _parts(batch, spec.microbatches):
         micro = _micro(spec, form, state, part, context)
         # A part of weight 0 may be padding only: its buffers are dropped.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import rng, tracing, tree
-from ..errors import DataError, StateError, StepContractError
+from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..optim import unused_parameters
 from ..types import Batch, Empty, Form, Metrics, Steps, TrainState
 from . import exchange
@@ -21,7 +21,12 @@ from .update import apply, going, weight_or_nan
 
 
 def steps_of(spec: Spec, form: Form) -> Steps:
-    """Build a program's ``train_step`` and ``flush`` for one form of its state."""
+    """Build a program's ``train_step`` and ``flush`` for one form of its state.
+
+    Raises:
+        ConfigError: the objective is a sum, and a step has several parts of a batch.
+    """
+    _check_divisible(spec, form)
 
     def train_step(state: TrainState, batch: Batch, *context: Any) -> tuple[TrainState, Metrics]:
         """``(state, batch, *context) -> (state, metrics)``; the input state does not change.
@@ -52,6 +57,20 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         return _count_call(state, new), metrics
 
     return Steps(train_step, flush)
+
+
+def _check_divisible(spec: Spec, form: Form) -> None:
+    if not getattr(spec.objective, "is_sum", False):
+        return
+    counts = {"accumulate": spec.accumulate, "microbatches": spec.microbatches}
+    parts = [f"{name}={count}" for name, count in counts.items() if count > 1]
+    parts += [] if form.exchange is None else ["several processes"]
+    if parts:
+        raise ConfigError(
+            f'the loss has reduction="sum", and the program {" and ".join(parts)}: steps would follow means of sums',
+            where="program",
+            hint='reduction="mean", with a learning rate larger by the number of elements',
+        )
 
 
 def _joined(measured: Metrics, own: Metrics) -> Metrics:
