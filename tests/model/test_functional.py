@@ -965,7 +965,7 @@ class TestWhatCannotBeTrained:
         with pytest.raises(StateError, match=r"^1: cannot be copied: only one may exist"):
             functional_.template(nn.Sequential(nn.Linear(2, 2), Single()))
 
-    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
     def test_a_scripted_module_is_refused(self):
         class Scale(nn.Linear):
             def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
