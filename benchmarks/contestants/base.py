@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,9 +127,13 @@ class Gate:
             self.wait()
 
     def wait(self) -> None:
-        """Until the next turn."""
+        """Until the next turn. Others may seed the global generators meanwhile; each trainer finds its own again."""
+        mine = torch.get_rng_state(), np.random.get_state(), random.getstate()
         self._go.wait()
         self._go.clear()
+        torch.set_rng_state(mine[0])
+        np.random.set_state(mine[1])
+        random.setstate(mine[2])
         settle(self._device)
         self._begun = time.perf_counter()
 
