@@ -134,7 +134,7 @@ SLOW = (
     "parallel/test_failures.py",
     "test_zoo.py",
 )
-"""Folders and files that wait for inductor or other processes: a quarter of all time for a twentieth of the tests."""
+"""Folders and files whose tests wait for inductor or other processes."""
 
 
 def is_quick(item: pytest.Item) -> bool:

@@ -335,7 +335,7 @@ def weighted(weight: Callable[[Any], Any], **options: Any) -> Program:
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"microbatches": 2}])
 @pytest.mark.parametrize("weight", [math.nan, math.inf])
 def test_a_weight_that_is_not_finite_is_named(weight: float, options: Any, tmp_path: Path) -> None:
-    """Of the second batch only: loss and gradients are finite in all of them."""
+    """The weight of the second batch is not finite; the loss and the gradients of every batch are."""
     second = batches(4)[1][0][0, 0]
     program = weighted(lambda batch: torch.where(batch[0][0, 0] == second, weight, 8.0), **options)
     message = (

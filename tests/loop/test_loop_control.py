@@ -814,7 +814,7 @@ def test_a_second_interrupt_does_not_wait() -> None:
 
 
 class Left(BaseException):
-    """Of a callback, and no Exception."""
+    """A callback raises it; it is a BaseException and no Exception."""
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, Left])

@@ -364,7 +364,7 @@ def in_place() -> nn.Module:
 
 
 class Holder(nn.Linear):
-    """Has an attribute that is no tensor of its own."""
+    """A module with an attribute that is neither a parameter nor a buffer."""
 
     def __init__(self, held: Any) -> None:
         super().__init__(2, 2)

@@ -22,7 +22,7 @@ from purestep.diagnostics import purity
 from purestep.errors import DataError, NonFiniteError, StepContractError
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The PyTorch API of nested", "ignore:Sparse CSR", "ignore:Sparse invariant"
+    "ignore:The PyTorch API of nested", r"ignore:Sparse \w+ tensor support is in beta", "ignore:Sparse invariant"
 )
 
 

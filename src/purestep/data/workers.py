@@ -197,7 +197,8 @@ class _WorkerStart:
         for name in ("SIGINT", "SIGUSR1"):
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
-        # Not `getppid`, where this process was told its parent: that one may have been killed already.
+        # If the trainer was killed before this line, `getppid` returns another process. `parent_process` is the one
+        # that started this worker; for the worker of a fork server it is not the parent.
         told = None if self.of_a_server else multiprocessing.parent_process()
         parent = os.getppid() if told is None or told.pid is None else told.pid
         threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()

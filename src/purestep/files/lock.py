@@ -25,9 +25,6 @@ except ImportError:  # Windows has no flock: directories are not locked there
 _log = logging.getLogger("purestep")
 
 
-_MINE = ", this very process"
-
-
 class DirectoryLock:
     """A lock for writing into a directory. One object on this machine holds it at a time; on NFS, one of all machines.
 
@@ -96,9 +93,9 @@ class DirectoryLock:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
             if time.monotonic() > deadline:
-                holder = self._holder(descriptor)
+                holder, is_mine = self._holder(descriptor)
                 others = "use another directory, or read with Snapshots(directory, writer=False)"
-                if holder.endswith(_MINE):
+                if is_mine:
                     message = f"another object of this process writes here: {holder}"
                     first = "call close() of the earlier Snapshots, or pass fit the path, which it closes itself"
                 else:
@@ -109,7 +106,7 @@ class DirectoryLock:
     def _sign(self, descriptor: int) -> None:
         last = _read(descriptor)
         if last.strip(b"\0 \n"):
-            _log.warning("%s: the previous run did not end normally: %s", self.path, self._holder(descriptor))
+            _log.warning("%s: the previous run did not end normally: %s", self.path, self._holder(descriptor)[0])
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now})
         os.ftruncate(descriptor, 0)
@@ -117,13 +114,15 @@ class DirectoryLock:
         os.write(descriptor, text.encode())
 
     @staticmethod
-    def _holder(descriptor: int) -> str:
+    def _holder(descriptor: int) -> tuple[str, bool]:
+        """Who has signed the file, and whether it is this process."""
         try:
             found = json.loads(_read(descriptor))
-            mine = _MINE if found["pid"] == os.getpid() else ""
-            return f"pid {found['pid']} on {found['host']} since {found['since']}{mine}"
+            is_mine = found["pid"] == os.getpid()
+            mine = ", this very process" if is_mine else ""
+            return f"pid {found['pid']} on {found['host']} since {found['since']}{mine}", is_mine
         except (ValueError, TypeError, KeyError):
-            return "it has not written its pid yet"
+            return "it has not written its pid yet", False
 
     def release(self) -> None:
         """Release the lock. Does nothing if it is not held."""

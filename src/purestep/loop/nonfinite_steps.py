@@ -25,7 +25,7 @@ from ..types import Empty, Form, Params, Program, TrainState, Tree
 from .loop_state import Call
 
 FOUND = "the loss, its weight or a gradient is not finite"
-"""What a halted state says of its reason."""
+"""The reason, in messages that do not know which of the three it is."""
 CURE = 'a smaller learning rate, optim.clip_by_global_norm(1.0), or ps.program(..., nonfinite="skip")'
 _WEIGHT, _GRADIENT = "weight of the loss", "gradient of "  # paths of numbers that no tree contains
 _SHOWN = 4  # leaves in a message
@@ -289,10 +289,10 @@ def _probe(program: Program, state: TrainState, call: Call, batch: Any) -> _Prob
         grads.update(found)
         return found
 
-    static, step = program.static, program.train_step
-    is_own = static is not None and getattr(step, "static", None) is static
-    if static is not None and is_own:
-        step = static.steps(Form(lambda stored: stored, collect)).train_step
+    step = program.train_step
+    own = program.static if getattr(step, "static", None) is program.static else None
+    if own is not None:
+        step = own.steps(Form(lambda stored: stored, collect)).train_step
     recorder = _LossRecorder()
     try:
         with recorder:
@@ -302,7 +302,7 @@ def _probe(program: Program, state: TrainState, call: Call, batch: Any) -> _Prob
     scale = 1.0 if isinstance(state.scaler, Empty) else float(state.scaler.scale)
     loss = None if recorder.value is None else recorder.value / scale
     bad = _bad(state, batch, grads)
-    weight = _weight(static.parts, state, batch) if is_own and static is not None else None
+    weight = None if own is None else _weight(own.parts, state, batch)
     return _Probe(call, state, batch, loss, weight, float(optim.global_norm(grads)), bad, _largest(grads))
 
 

@@ -92,7 +92,7 @@ _LISTS = {
     "state_dict": "model.params, model.frozen and model.buffers, dicts from name to tensor",
     **dict.fromkeys(("modules", "named_modules", "children", "named_children"), "model.module, without weights"),
 }
-"""What to write in place of the module's own lists, by method."""
+"""A module's method -> what an objective reads in its place."""
 
 
 class Bound:

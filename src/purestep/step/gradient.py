@@ -233,27 +233,22 @@ def _value_and_grad(
         }
         bound = bind(leaves)
 
-        def backward(found: tuple[Tensor, Any]) -> tuple[Any, Any]:
+        def backward(found: tuple[Tensor, Any]) -> tuple[Any, Any, Any]:
             tensors = list(leaves.values())
             if through or tracing.in_graph():
                 found_ = torch.autograd.grad(found[0], tensors, create_graph=through, allow_unused=True)
-                return [_with_accumulated(grad, leaf) for grad, leaf in zip(found_, tensors, strict=True)], found[1]
+                grads = [_with_accumulated(grad, leaf) for grad, leaf in zip(found_, tensors, strict=True)]
+                return grads, found[1], found[0].grad_fn
             found[0].backward(inputs=tensors)  # adds to what a reversible layer has put there
-            return [leaf.grad for leaf in tensors], found[1]  # nobody else has these: the update may write into them
+            # Nobody else has these: the update may write into them.
+            return [leaf.grad for leaf in tensors], found[1], found[0].grad_fn
 
-        roots: list[Any] = []
-
-        def run() -> tuple[Tensor, Any]:
-            scaled, extra = forward(bound)
-            roots.append(scaled.grad_fn)
-            return scaled, extra
-
-        found, (loss, buffers) = bound.hold(run, backward)
+        found, (loss, buffers), root = bound.hold(lambda: forward(bound), backward)
     pairs = list(zip(leaves.items(), found, strict=True))
     grads = {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}
     unreached = frozenset(name for (name, _), grad in pairs if grad is None)
     is_new = not unreached <= spec.reach.ever and not torch.compiler.is_dynamo_compiling()
-    if is_new and "CheckpointFunctionBackward" in _nodes(roots[0]):
+    if is_new and any(node.name() == "CheckpointFunctionBackward" for node in _nodes(root)):
         raise _reentrant()
     if len(unreached) == len(leaves):
         raise _not_connected()
@@ -261,15 +256,16 @@ def _value_and_grad(
     return grads, (loss, buffers if through else tree.detach(buffers)), unreached
 
 
-def _nodes(root: Any) -> set[str]:
-    """Names of the nodes of autograd's graph."""
+def _nodes(root: Any) -> Iterator[Any]:
+    """The nodes of autograd's graph below this one, each once."""
     waiting, seen = [root], set[Any]()
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting.extend(below for below, _ in node.next_functions)
-    return {node.name() for node in seen}
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting.extend(below for below, _ in node.next_functions)
 
 
 def _reentrant() -> StepContractError:
@@ -306,14 +302,10 @@ def _unreached(mean: Tensor, params: Params) -> frozenset[str]:
     """The parameters that are not in autograd's graph of the loss."""
     edge = torch.autograd.graph.get_gradient_edge
     wanted: dict[Any, str] = {edge(leaf).node: name for name, leaf in params.items()}
-    waiting, seen = [mean.grad_fn], set[Any]()
-    while waiting and wanted:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in _nodes(mean.grad_fn):
         wanted.pop(node, None)
-        waiting.extend(below for below, _ in node.next_functions)
+        if not wanted:
+            break
     return frozenset(wanted.values())
 
 
