@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,26 +90,41 @@ def _unrecorded(work: Work, device: torch.device) -> Contestant:
     return stepping(UNRECORDED, work, device, made, ps.compile_step(made.train_step, donate=True, cuda_graph=False))
 
 
+class _Endless(Sequence[works.Batch]):
+    """The batches in turn, again and again: a sequence, for which `fit` seeds no generators, as a loop by hand."""
+
+    def __init__(self, batches: Sequence[works.Batch]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._batches[index % len(self._batches)]
+
+
 def fitted(name: str, work: Work, device: torch.device, **options: Any) -> Gated:
     """`fit`, held at the end of each step by a callback; ``options`` are fit's."""
     made = program(work)
     assert made.init is not None
     state = made.init(seed=0, device=device)
     last: dict[str, ps.TrainState] = {"state": state}
+    batches = works.batches(work, device)
 
     def fit(gate: Gate) -> None:
-        def on(event: Any) -> None:
+        def on(event: Any) -> Any:
             if isinstance(event, ps.events.StepEnd):
                 last["state"] = event.state
                 gate.passed(event.metrics)
+            return ps.events.Stop("closed") if gate.closed else None
 
         quiet = {"epochs": 1, "compile": True, "callbacks": [on], "sinks": [], "progress": False}
-        ps.fit(state, {"train": gate}, made, **quiet | options)
+        ps.fit(state, {"train": _Endless(batches)}, made, **quiet | options)
 
     return Gated(
         name,
         fit,
-        Gate(works.batches(work, device), device),
+        Gate(batches, device),
         weights=lambda: dict(last["state"].params),
         shadow=lambda: dict(last["state"].ema.params),
         read=read,

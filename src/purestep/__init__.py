@@ -13,6 +13,7 @@ keeps its code in the compiler's cache directory.
     global_rng  host_generators                       the process's generators: torch's, numpy's, Python's
     tree  rng  tracing  validation  pickling          trees (optree), keys, traces and transforms, checks of arguments
     foreach                                           one call for many tensors
+    flags                                             decisions: by the host, or in tensors
     model  stacked  member_draws                      a module as a pure function of its tensors; several models as one
     optim  schedules  ema  scaler  precision          optimizers and their algebra, ...
     metrics  stopping  objective                      objective imports metrics

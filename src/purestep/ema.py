@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import foreach, tracing
 from .errors import ConfigError, StateError
+from .flags import Value, read
 from .pickling import recipe
 from .types import Empty, Params, TrainState, Tree
 from .validation import is_count
@@ -156,7 +157,7 @@ def swa(start: int, *, every: int = 1, buffers: Literal["copy", "average"] = "co
 
 
 def _averaging(
-    weight: Callable[[Tensor], Tensor], average_buffers: bool, first: Callable[[int], float] | None
+    weight: Callable[[Tensor], Value], average_buffers: bool, first: Callable[[int], float] | None
 ) -> Average:
     """The average to which new weights contribute by ``weight(updates before this one)``, shape=(), in [0, 1]."""
 
@@ -167,6 +168,7 @@ def _averaging(
 
     def update(state: EmaState, params: Params, buffers: Params, updates: Tensor, in_place: bool = False) -> EmaState:
         share = weight(updates)
+        share = read(share) if isinstance(share, Tensor) else share
         shadow = _lerp_all(state.params, params, share, in_place)
         if isinstance(state.buffers, Empty):
             return EmaState(shadow, state.buffers)
@@ -307,8 +309,10 @@ def _upcast(value: Tensor) -> Tensor:
     return value.detach().float() if narrow else value.detach()
 
 
-def _weight(updates: Tensor, decay: float, warmup: bool) -> Tensor:
+def _weight(updates: Tensor, decay: float, warmup: bool) -> Value:
     """Return 1 - d_t, shape=(); 1 at the first update."""
+    if not warmup and not isinstance(count := read(updates), Tensor):
+        return 1 - decay if count else 1.0
     least = (updates == 0).to(_widest(updates)).clamp(min=1 - decay)
     if not warmup:
         return least
@@ -320,23 +324,17 @@ def _widest(updates: Tensor) -> torch.dtype:
     return torch.float32 if updates.device.type == "mps" else torch.float64
 
 
-def _lerp_all(olds: Params, news: Params, weight: Tensor, in_place: bool) -> Params:
+def _lerp_all(olds: Params, news: Params, weight: Value, in_place: bool) -> Params:
     old, new = list(olds.values()), [news[name] for name in olds]
-    if _together(old + new, weight):
-        share = float(weight)
+    if len(old) > 0 and not isinstance(weight, Tensor) and _of_one_kind(old + new):  # torch 2.11: no bool of a list
         if not in_place:
-            return dict(zip(olds, foreach.lerp(old, new, share), strict=True))
-        foreach.lerp_(old, new, share)
+            return dict(zip(olds, foreach.lerp(old, new, weight), strict=True))
+        foreach.lerp_(old, new, weight)
         return dict(olds)
     dtypes = dict.fromkeys(leaf.dtype for leaf in old if leaf.is_floating_point())
-    weights = {dtype: weight.to(dtype) for dtype in dtypes}  # Once per dtype, not once per leaf.
+    # Once per dtype, not once per leaf.
+    weights = {dtype: weight.to(dtype) if isinstance(weight, Tensor) else weight for dtype in dtypes}
     return {name: _lerp(old, news[name], weights) for name, old in olds.items()}
-
-
-def _together(leaves: list[Tensor], weight: Tensor) -> bool:
-    """True if one call may average all leaves, since the host can read the weight."""
-    # Dynamo of torch 2.11 cannot call bool on a list.
-    return len(leaves) > 0 and tracing.may_branch(weight) and tracing.may_overwrite([weight]) and _of_one_kind(leaves)
 
 
 def _average_all(olds: Params, news: Params, weight: Tensor, in_place: bool) -> Params:
@@ -358,7 +356,7 @@ def _of_one_kind(leaves: list[Tensor]) -> bool:
     return of_one_kind and {type(leaf) for leaf in leaves} == {Tensor}
 
 
-def _lerp(old: Tensor, new: Tensor, weights: Mapping[torch.dtype, Tensor]) -> Tensor:
+def _lerp(old: Tensor, new: Tensor, weights: Mapping[torch.dtype, Value]) -> Tensor:
     if not old.is_floating_point():
         return new.clone()
     return torch.lerp(old, new.to(old.dtype), weights[old.dtype])

@@ -32,7 +32,7 @@ LEVEL = {
         (
             "errors types tensor_layout batch_objects global_rng host_generators",
             "tree rng tracing validation pickling foreach",
-            "model stacked member_draws",
+            "flags model stacked member_draws",
             "optim schedules ema scaler precision metrics stopping",
             "objective",
             "step packed",

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
-from purestep import schedules, tracing
+from purestep import flags, schedules, tracing
 from purestep.loop import nonfinite_steps as halted
 from purestep.loop.purity_check import PurityCheck
 from purestep.loop.window_position import counting
@@ -76,7 +76,7 @@ class Branches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = self.closed = 0
         shut = SimpleNamespace(**{**vars(tracing), "may_read": lambda value: False, "may_branch": lambda value: False})
-        for module in (accumulation, update):
+        for module in (accumulation, update, flags):
             monkeypatch.setattr(module, "tracing", shut)
         keep_open, close = accumulation._keep_open, accumulation.close
         monkeypatch.setattr(accumulation, "_keep_open", lambda *given: self._count(keep_open, given, opened=1))

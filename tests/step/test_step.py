@@ -15,9 +15,10 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import purestep as ps
-from purestep import optim, rng, schedules, tracing, tree
+from purestep import flags, optim, rng, schedules, tracing, tree
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
 from purestep.scaler import ScalerState
 from purestep.step import IDENTITY, Accum, Adding, Closing
@@ -1364,18 +1365,25 @@ def test_what_is_no_tensor_in_a_state_is_no_error():
 
 
 def test_an_eager_step_on_the_cpu_copies_nothing_to_choose(monkeypatch: pytest.MonkeyPatch):
-    chosen = program(tx=optim.adamw(1e-2), ema=0.9)
-    state, sizes, true = init(chosen), list[int](), torch.where
+    chosen = program(tx=optim.lion(1e-2), ema=0.9)  # without a kernel
+    state, sizes = init(chosen), list[int]()
 
-    def where(condition: Tensor, new: Any, old: Any) -> Tensor:
-        found = true(condition, new, old)
-        sizes.append(found.dim())
-        return found
+    def watched(where: Any) -> Any:
+        def call(condition: Any, new: Any, old: Any) -> Tensor:
+            found = where(condition, new, old)
+            sizes.append(found.dim())
+            return found
 
-    monkeypatch.setattr(torch, "where", where)
+        return call
+
+    for owner in (torch, flags):
+        monkeypatch.setattr(owner, "where", watched(owner.where))
     chosen.train_step(state, vector_batch())
     assert sizes
     assert not any(sizes)  # scalars alone
+    with FlopCounterMode(display=False):  # under which no value is read
+        chosen.train_step(state, vector_batch())
+    assert any(sizes)
 
 
 class Assigning(nn.Linear):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import foreach, tracing
 from ..errors import ConfigError, StateError
+from ..flags import Flag
 from ..pickling import recipe
 from ..types import Empty, Labels, Params, Tree
 from ..validation import is_number
@@ -37,12 +38,12 @@ class Launch(NamedTuple):
     Args:
         rates: the learning rates of this update that are tensors, shape=() each.
         run: ``(updates, ready, owned) -> (params, state)``. It may write into the updates, and into the old params and
-            state if they are ``owned``; else it copies them. Where ``ready`` (shape=(), bool) is False, tensors with
+            state if they are ``owned``; else it copies them. Where ``ready`` is False, tensors with
             dimensions keep their values; the caller keeps the old scalars.
     """
 
     rates: list[Tensor]
-    run: Callable[[Params, Tensor, bool], tuple[Params, Tree]]
+    run: Callable[[Params, Flag, bool], tuple[Params, Tree]]
 
 
 Kernel: TypeAlias = Callable[[Params, Tree, Params], Launch | None]
@@ -205,7 +206,7 @@ def _kernel_of_chain(transforms: tuple[Transform, ...]) -> Kernel | None:
         if launch is None:
             return None
 
-        def run(updates: Params, ready: Tensor, owned: bool) -> tuple[Params, tuple[Tree, ...]]:
+        def run(updates: Params, ready: Flag, owned: bool) -> tuple[Params, tuple[Tree, ...]]:
             for change in first:
                 updates = change(updates, params)
             new, part = launch.run(updates, ready, owned)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import ConfigError
+from ..flags import Flag
 from ..pickling import recipe
 from ..types import Empty, Labels, Params, TrainState, Tree
 from .base import Fast, Launch, Transform, fast_of
@@ -123,7 +124,7 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], injected
         if launch is None:
             return None
 
-        def run(updates: Params, ready: Tensor, owned: bool) -> tuple[Params, InjectState]:
+        def run(updates: Params, ready: Flag, owned: bool) -> tuple[Params, InjectState]:
             new, part = launch.run(updates, ready, owned)
             return new, InjectState(state.step + 1, values, state.scheduled, part)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import foreach, tensor_layout, tracing
+from ..flags import Flag
 from ..types import Params, Tree
 from .base import Fast, Launch, Transform
 from .numerics import Rate, Scalar, by_name, rate_at, update_count
@@ -123,13 +124,12 @@ def _fast(whole: Transform, learning_rate: Rate, weight_decay: Scalar, moments: 
             rate = rate.detach().to(scaled.step.device)
             rate = rate if rate.device.type == "cpu" else rate.float()  # the kernels on a GPU read a float32
 
-        def run(updates: Params, ready: Tensor, owned: bool) -> tuple[Params, Tree]:
+        def run(updates: Params, ready: Flag, owned: bool) -> tuple[Params, Tree]:
             new, written = params, trees
-            on_host = tracing.may_branch(ready)
-            if not on_host or ready:
+            if ready is not False:
                 if not owned:
                     new, *written = [copied(tree) for tree in (params, *trees)]
-                refused = None if on_host else (~ready).float()
+                refused = (~ready).float() if isinstance(ready, Tensor) else None
                 counts = moments.counts(state, list(updates))
                 for names, amount in _groups(updates, state, weight_decay):
                     lists = [[tree[name] for name in names] for tree in (new, updates, *written)]

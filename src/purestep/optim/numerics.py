@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import foreach, tracing
 from ..errors import PurestepError, StepContractError
+from ..flags import Flag, read
 from ..types import Empty, Missed, Params, Tree
 
 Scalar: TypeAlias = float | Tensor
@@ -124,7 +125,7 @@ def update_count(step: Tensor, missed: Tree, names: Collection[str]) -> Tensor:
     if not isinstance(missed, Missed) or not names:
         return step
     counts = missed.counts
-    if tracing.may_branch(counts) and not bool(counts.any()):
+    if tracing.may_branch(counts) and not any(counts.tolist()):
         return step  # One scalar for all parameters is cheaper.
     if len(names) < len(missed.names):
         index = {name: position for position, name in enumerate(sorted(missed.names))}
@@ -214,9 +215,11 @@ def _schedule_error(schedule: Schedule, step: Tensor, problem: str) -> StepContr
     )
 
 
-def usable(rate: Tensor) -> Tensor:
-    """True if a learning rate is in [0, inf): the square root of a negative number is nan, and nan < inf is False."""
-    return rate.sqrt() < torch.inf
+def usable(rate: Tensor) -> Flag:
+    """True if a learning rate is in [0, inf)."""
+    value = read(rate)
+    # The square root of a negative number is nan, and nan < inf is False.
+    return value.sqrt() < torch.inf if isinstance(value, Tensor) else 0 <= value < torch.inf
 
 
 def scale_in_place(leaves: Params, factor: Scalar) -> Params:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
-from torch import Tensor
 
 from ..errors import ConfigError, StateError
+from ..flags import Flag
 from ..model import unwrapped
 from ..pickling import recipe
 from ..types import Empty, Labels, Params, Tree
@@ -190,7 +190,7 @@ def _kernel_of_groups(kernels: Mapping[str, Kernel | None]) -> Kernel | None:
                     return None
                 launches[label] = launch
 
-        def run(updates: Params, ready: Tensor, owned: bool) -> tuple[Params, PartitionState]:
+        def run(updates: Params, ready: Flag, owned: bool) -> tuple[Params, PartitionState]:
             changed: Params = {}
             groups = dict(state.groups)
             for label, launch in launches.items():

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import optim, tracing, tree
+from ..flags import Flag, is_finite, read
 from ..types import Empty, Form, Mean, Metrics, Params, TrainState
 from . import exchange
 from .gradient import kept_buffers
-from .spec import Accum, Adding, Closing, Micro, Spec, is_finite
+from .spec import Accum, Adding, Closing, Micro, Spec
 from .update import apply, either, going, group_rates, rates_of, weight_or_nan
 
 
@@ -21,7 +22,7 @@ def accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple
     form.unreached(unreached)  # the same check for every micro-batch
     verdict = weight_or_nan(micro)
     added = exchange.weighted(micro.grads, micro.grad_weight)
-    finite = is_finite(optim.global_norm(micro.grads)) if micro.buffers and form.exchange is None else None
+    finite = is_finite(read(optim.global_norm(micro.grads))) if micro.buffers and form.exchange is None else None
     if form.exchange is not None:
         micro, verdict, _, finite = exchange.joined(spec, form, micro, verdict, checks_gradients=bool(micro.buffers))
         added = added if form.exchange.once else exchange.reduced(form, added)
@@ -41,11 +42,11 @@ def accumulate(spec: Spec, form: Form, state: TrainState, micro: Micro) -> tuple
     return tree.where(last, closed, opened), micro, tree.where(last, close_metrics, open_metrics)
 
 
-def _with_buffers(state: TrainState, micro: Micro, finite: Tensor | None) -> TrainState:
+def _with_buffers(state: TrainState, micro: Micro, finite: Flag | None) -> TrainState:
     """Set this micro-batch's buffers, unless its loss or gradients are not finite or its weight is 0."""
     if not micro.buffers or finite is None:
         return state
-    counted = finite & is_finite(micro.mean) & (micro.weight != 0) & going(state)
+    counted = finite & is_finite(read(micro.mean)) & (read(micro.weight) != 0) & going(state)
     return state._replace(buffers=kept_buffers(state.buffers, micro, counted))
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import optim, tree
+from ..flags import is_finite
 from ..types import Exchange, Form, Metrics, Params, TrainState
 from .gradient import times
-from .spec import Micro, Spec, is_finite, wide
+from .spec import Micro, Spec, wide
 
 
 class Joined(NamedTuple):

@@ -9,15 +9,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import foreach, tracing, tree
+from .. import flags, foreach, tracing, tree
 from .. import precision as precision_
 from ..errors import StepContractError
+from ..flags import Flag, is_finite, read
 from ..metrics import Gathered, merge
 from ..metrics import mean as means
 from ..model import dropout_masks, functional, write_check
 from ..types import Batch, Form, Loss, Mean, Metrics, Params, Share, TrainState
 from . import microbatch
-from .spec import Micro, Spec, is_finite, last_unreached, wide
+from .spec import Micro, Spec, last_unreached, wide
 
 OWN_METRICS = frozenset(("loss", "lr", "grad_norm", "applied", "scale"))
 """Names of the step's own metrics."""
@@ -345,8 +346,8 @@ def _own(grad: Tensor, weight: Tensor) -> Tensor:
 def finite_mean(total: Tensor, weight: Tensor) -> Mean:
     """Return a Mean without entries that are not finite or have no weight: one nan must not spoil an epoch's mean."""
     total = total.float()
-    counted, zero = is_finite(total) & (weight > 0), torch.zeros_like(total)
-    return Mean(torch.where(counted, total, zero), torch.where(counted, weight.float(), zero))
+    counted, zero = is_finite(read(total)) & (read(weight) > 0), torch.zeros_like(total)
+    return Mean(flags.where(counted, total, zero), flags.where(counted, weight.float(), zero))
 
 
 def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
@@ -359,7 +360,7 @@ def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: 
     for part in _parts(batch, spec.microbatches):
         micro = _micro(spec, form, state, part, context)
         # A part of weight 0 may be padding only: its buffers are dropped.
-        micro = micro._replace(buffers=kept_buffers(state.buffers, micro, micro.weight != 0))
+        micro = micro._replace(buffers=kept_buffers(state.buffers, micro, read(micro.weight) != 0))
         state = state._replace(buffers=micro.buffers)
         dtypes = {name: grad.dtype for name, grad in micro.grads.items()}
         weighted = tree.map(lambda g, w=micro.grad_weight: times(g.to(wide(g.dtype)), w), micro.grads)
@@ -386,13 +387,14 @@ def _parts(batch: Batch, count: int) -> Iterator[Batch]:
     yield from (Share(parts[0], torch.zeros_like(batch.counts)) for _ in range(count - filled))
 
 
-def kept_buffers(old: Params, micro: Micro, counted: Tensor) -> Params:
+def kept_buffers(old: Params, micro: Micro, counted: Flag) -> Params:
     """The buffers after a forward pass if ``counted``, else the old ones."""
     # Always copy: a forward pass may have assigned the batch, or a view of a weight, to a buffer.
     new, before = list(micro.buffers.values()), [old[name] for name in micro.buffers]
-    if counted.device.type != "cpu" and tracing.may_overwrite([counted, *new, *before]) and _plain_pairs(new, before):
-        return dict(zip(micro.buffers, foreach.where(counted, new, before), strict=True))
-    return {name: torch.where(counted, new, old[name]) for name, new in micro.buffers.items()}
+    if isinstance(counted, Tensor) and counted.device.type != "cpu" and _plain_pairs(new, before):
+        if tracing.may_overwrite([counted, *new, *before]):
+            return dict(zip(micro.buffers, foreach.where(counted, new, before), strict=True))
+    return {name: flags.where(counted, new, old[name]) for name, new in micro.buffers.items()}
 
 
 def _plain_pairs(new: list[Tensor], old: list[Tensor]) -> bool:

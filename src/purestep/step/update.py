@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .. import optim, tracing, tree
+from .. import flags, optim, tracing, tree
 from ..errors import StepContractError
+from ..flags import Flag, is_finite, read
 from ..optim import base, numerics, unused_parameters
 from ..types import Empty, Form, Mean, Metrics, Params, TrainState, Tree
-from .spec import Micro, Spec, is_finite, wide
+from .spec import Micro, Spec, wide
 
 _Rate = TypeVar("_Rate")
 
@@ -26,7 +28,7 @@ def apply(
     verdict: Tensor,
     buffers: Params,
     skipped: unused_parameters.Reached,
-) -> tuple[TrainState, Metrics, Tensor]:
+) -> tuple[TrainState, Metrics, Flag]:
     """Compute the optimizer update of one window, and apply all of it or nothing.
 
     Args:
@@ -47,12 +49,12 @@ def apply(
     if scale is not None:
         grads = unscaled(grads, scale)
     goes_on = going(state)
-    may_apply = goes_on & (weight != 0)
+    may_apply = goes_on & (read(weight) != 0)
     norm = ((form.exchange and form.exchange.norm) or optim.global_norm)(grads)
-    finite = (norm < torch.inf) & is_finite(verdict)
+    finite = (read(norm) < torch.inf) & is_finite(read(verdict))
     launch = None if skipped else _launch(spec, form, state, grads)
     if launch is not None:
-        ready = functools.reduce(torch.logical_and, map(numerics.usable, launch.rates), finite & may_apply)
+        ready = functools.reduce(operator.and_, map(numerics.usable, launch.rates), finite & may_apply)
         if form.owned is not None:
             form.owned()
         with base.known_norm(grads, norm):
@@ -66,14 +68,15 @@ def apply(
         params = unused_parameters.skip(skipped, state.params, state.params, params)
     rates = rates_of(opt_state)
     # A schedule may return any value, computed on the device. A kernel's other rates are numbers, checked before.
-    flags = {name: numerics.usable(rate) for name, rate in rates.items()} if launch is None or launch.rates else {}
-    usable = functools.reduce(torch.logical_and, flags.values()) if flags else None
+    valid = {name: numerics.usable(rate) for name, rate in rates.items()} if launch is None or launch.rates else {}
+    usable = functools.reduce(operator.and_, valid.values()) if valid else None
     attempted = may_apply if usable is None else usable & may_apply
     applied = finite & attempted
     kept = _kept(spec, form, state, applied, params, opt_state, buffers, by_kernel=launch is not None)
     scaler = state.scaler
     if not isinstance(scaler, Empty):
-        scaler = tree.where(attempted, spec.scaler.update(scaler, finite), scaler)
+        changed = spec.scaler.update(scaler, flags.tensor(finite, norm.device))
+        scaler = tree.map(lambda new, old: flags.where(attempted, new, old), changed, scaler)
     new = state._replace(
         updates=state.updates + applied,
         params=kept[0],
@@ -82,7 +85,7 @@ def apply(
         scaler=scaler,
         halted=_halted(spec, state, goes_on, may_apply, applied, finite, scaler, usable),
     )
-    return new, _update_metrics(state, rates, flags, norm, applied), finite & may_apply
+    return new, _update_metrics(state, rates, valid, norm, applied), finite & may_apply
 
 
 def _launch(spec: Spec, form: Form, state: TrainState, grads: Params) -> base.Launch | None:
@@ -97,7 +100,7 @@ def _kept(
     spec: Spec,
     form: Form,
     state: TrainState,
-    applied: Tensor,
+    applied: Flag,
     params: Params,
     opt_state: Tree,
     buffers: Params,
@@ -109,7 +112,7 @@ def _kept(
     In eager mode on the CPU the host reads the flag, which waits for nothing there, and one of the two is not computed.
     """
     old, new = (state.params, state.opt_state, state.ema), (params, buffers)
-    if not tracing.may_branch(applied):
+    if isinstance(applied, Tensor):
         if by_kernel:  # which has kept the tensors with dimensions
             return params, _where_scalars(applied, opt_state, old[1]), _averaged(spec, form, state, applied, *new)
         average = spec.average.update(state.ema, params, buffers, state.updates)
@@ -193,42 +196,40 @@ def _fits_float16(form: Form, deltas: Params) -> Tensor | None:
     return form.exchange.total((~fits).float()) == 0
 
 
-def going(state: TrainState) -> Tensor:
+def going(state: TrainState) -> Flag:
     """True unless the state has halted."""
-    if isinstance(state.halted, Empty):
-        return torch.ones((), dtype=torch.bool, device=state.step.device)
-    return state.halted == 0
+    return True if isinstance(state.halted, Empty) else read(state.halted) == 0
 
 
 def _halted(
     spec: Spec,
     state: TrainState,
-    goes_on: Tensor,
-    may_apply: Tensor,
-    applied: Tensor,
-    finite: Tensor,
+    goes_on: Flag,
+    may_apply: Flag,
+    applied: Flag,
+    finite: Flag,
     scaler: Tree,
-    usable: Tensor | None,
+    usable: Flag | None,
 ) -> Tree:
-    if isinstance(state.halted, Empty) or (tracing.may_branch(applied) and applied):
+    if isinstance(state.halted, Empty) or applied is True:
         return state.halted
-    fails = spec.scaler.exhausted(scaler, finite) & may_apply
+    fails = spec.scaler.exhausted(scaler, flags.tensor(finite, state.halted.device)) & may_apply
     if usable is not None:
-        fails = fails | (~usable & goes_on)
+        fails = fails | (flags.negated(usable) & goes_on)
     return torch.where(fails, state.step + 1, state.halted)
 
 
 def _update_metrics(
-    state: TrainState, rates: dict[str, Tensor], usable: dict[str, Tensor], norm: Tensor, applied: Tensor
+    state: TrainState, rates: dict[str, Tensor], valid: dict[str, Flag], norm: Tensor, applied: Flag
 ) -> Metrics:
-    counted = applied.float()
+    counted = flags.tensor(applied, norm.device).float()
     one = torch.ones_like(counted)
-    reported = {name: _reported(rate, usable.get(name), counted) for name, rate in rates.items()}
+    reported = {name: _reported(rate, valid.get(name, True), counted) for name, rate in rates.items()}
     first = next(iter(reported.values()), None)
     metrics = {
-        "lr": Mean(torch.where(applied, torch.nan, counted), counted) if first is None else first,
+        "lr": Mean(torch.where(counted > 0, torch.nan, counted), counted) if first is None else first,
         # The norm of an update that is applied is finite.
-        "grad_norm": Mean(torch.where(applied, norm.float(), counted), counted),
+        "grad_norm": Mean(flags.where(applied, norm.float(), counted), counted),
         "applied": Mean(counted, one),
     }
     metrics |= group_rates(reported)
@@ -237,11 +238,10 @@ def _update_metrics(
     return metrics
 
 
-def _reported(rate: Tensor, usable: Tensor | None, counted: Tensor) -> Mean:
+def _reported(rate: Tensor, usable: Flag, counted: Tensor) -> Mean:
     """The rate of an applied update. An invalid rate becomes a total with weight 0: no mean counts it, and the host can
     report it."""
-    total = rate * counted
-    return Mean(total if usable is None else torch.where(usable, total, rate), counted)
+    return Mean(rate * counted if usable is True else flags.where(usable, rate * counted, rate), counted)
 
 
 def group_rates(rates: dict[str, _Rate]) -> dict[str, _Rate]:
@@ -265,14 +265,17 @@ def rate_names(state: TrainState) -> frozenset[str]:
 
 def weight_or_nan(micro: Micro) -> Tensor:
     """The weight, or nan if the loss is not finite: the sum over a window is then nan at its end."""
-    bad = ~is_finite(micro.mean) & (micro.weight != 0)
-    return torch.where(bad, torch.full_like(micro.weight, torch.nan), micro.weight)
+    bad = flags.negated(is_finite(read(micro.mean))) & (read(micro.weight) != 0)
+    return flags.where(bad, torch.full_like(micro.weight, torch.nan), micro.weight)
 
 
-def either(condition: Tensor, new: Tree, old: Tree, *, state: TrainState) -> Tree:
-    """Select leaves like `tree.where`; where the host may branch, without copies of what is selected."""
-    if not tracing.may_branch(condition):
+def either(condition: Flag, new: Tree, old: Tree, *, state: TrainState) -> Tree:
+    """Select leaves like `tree.where`; where the host may branch, without copies of what is selected. The new leaves
+    are of this call."""
+    if isinstance(condition, Tensor):
         return tree.where(condition, new, old)
+    if not tracing.may_branch(state.step):
+        return new  # of a state that cannot halt
     return _separate(new, old, state) if condition else tree.clone(old)
 
 
