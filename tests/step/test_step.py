@@ -1034,6 +1034,12 @@ class TestContract:
         assert_trees_close(state, kept, exact=True)
         assert torch.equal(before, torch.get_rng_state())
 
+    def test_a_tensor_is_no_negative_weight_either_where_the_host_may_read_it(self):
+        objective = loss_of(lambda y: ps.Loss(y.sum(), -y.detach().abs().sum()))
+        for call in (program(objective=objective).train_step, program(objective=objective).eval_step):
+            with pytest.raises(StepContractError, match="the weight of the loss is -.*multiply `mean`"):
+                call(init(program()), vector_batch())
+
     @pytest.mark.parametrize("fault", [name for name in BROKEN if name not in ("detached", "constant")])
     def test_evaluation_asks_the_same(self, fault: str):
         objective, message = BROKEN[fault]

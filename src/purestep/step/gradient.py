@@ -107,9 +107,10 @@ def _weight(given: Any, device: torch.device) -> Tensor:
             where="objective",
             hint="pass the count that `mean` was divided by, as a number or a 0-d tensor",
         )
-    if isinstance(given, int | float) and given < 0:  # a tensor is not read here
+    known = given if isinstance(given, int | float) else read(weight)
+    if not isinstance(known, Tensor) and known < 0:
         raise StepContractError(
-            f"the weight of the loss is {given}",
+            f"the weight of the loss is {known}",
             where="objective",
             hint="pass the count that `mean` was divided by; to change a sign, multiply `mean`",
         )
@@ -391,9 +392,13 @@ def kept_buffers(old: Params, micro: Micro, counted: Flag) -> Params:
     """The buffers after a forward pass if ``counted``, else the old ones."""
     # Always copy: a forward pass may have assigned the batch, or a view of a weight, to a buffer.
     new, before = list(micro.buffers.values()), [old[name] for name in micro.buffers]
-    if isinstance(counted, Tensor) and counted.device.type != "cpu" and _plain_pairs(new, before):
-        if tracing.may_overwrite([counted, *new, *before]):
-            return dict(zip(micro.buffers, foreach.where(counted, new, before), strict=True))
+    if (
+        isinstance(counted, Tensor)
+        and counted.device.type != "cpu"
+        and tracing.may_overwrite([counted, *new, *before])
+        and _plain_pairs(new, before)
+    ):
+        return dict(zip(micro.buffers, foreach.where(counted, new, before), strict=True))
     return {name: flags.where(counted, new, old[name]) for name, new in micro.buffers.items()}
 
 
