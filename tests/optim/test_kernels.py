@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from helpers import assert_trees_close
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
-from purestep import optim, schedules, tree
+from purestep import foreach, optim, schedules, tree
 from purestep.types import Empty
 
 Make = Callable[[], optim.Transform]
@@ -218,7 +220,8 @@ def test_layouts(strided: str) -> None:
         assert states[0].params["0.weight"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_an_unused_layer_is_left_alone_and_its_own_count_goes_on() -> None:
+@pytest.mark.parametrize("read", [True, False])
+def test_an_unused_layer_is_left_alone_and_its_own_count_goes_on(read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -226,19 +229,31 @@ def test_an_unused_layer_is_left_alone_and_its_own_count_goes_on() -> None:
             self.double()
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.other(x) if x[0, 0] > 100 else self.used(x)
+            return self.other(x) if torch.nan_to_num(x[1, 0]) > 100 else self.used(x)
 
+    class Blind(TorchDispatchMode):
+        """Under a mode the host does not read, as on a GPU."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    calls, adam_ = [], foreach.adam_
+    monkeypatch.setattr(foreach, "adam_", lambda *given, **named: calls.append(len(given[0])) or adam_(*given, **named))
     states = []
     for tx in (optim.adamw(1e-2), no_kernel(optim.adamw(1e-2))):
         torch.manual_seed(0)
-        program = ps.program(Two(), ps.supervised(nn.CrossEntropyLoss()), tx)
+        program = ps.program(Two(), ps.supervised(nn.CrossEntropyLoss()), tx, nonfinite="skip")
         step, state = ps.donate(program).train_step, program.init()
-        for index in range(4):
+        for index in range(6):
             x, y = batch(index)
-            x[0, 0] = 1000.0 if index % 2 else 0.0
-            state, _ = step(state, (x, y))
+            x[1, 0] = 1000.0 if index % 2 else 0.0
+            if index == 3:
+                x[0, 0] = torch.nan  # neither layer changes, nor does what the first one has missed
+            with nullcontext() if read else Blind():
+                state, _ = step(state, (x, y))
         states.append(ps.clone(state))
     assert_trees_close(states[0], states[1], rtol=1e-7, atol=1e-10)
+    assert calls == [2] * (5 if read else 6)  # of one layer; where the host does not read, the kernel skips
 
 
 def test_dtypes_that_the_kernel_does_not_have_take_the_formula() -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import purestep as ps
-from purestep import optim, tree
+from purestep import foreach, optim, tree
 from purestep.parallel import collectives
 from purestep.step import exchange
 from purestep.types import Share
@@ -306,6 +306,7 @@ def steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if fault is not None:
                 stack.enter_context(FAULTS[fault]())
             counts = stack.enter_context(counted())
+            kernel = stack.enter_context(mock.patch.object(foreach, "adam_", wraps=foreach.adam_))
             state, metrics = trained(program, [share(batch, mesh, kind) for batch in examples], compiled=compiled)
             counts = dict(counts)
             far, path = difference(ps.full(state), expected)
@@ -317,6 +318,7 @@ def steps(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                         abs(one[name] - other[name]) for one, other in zip(metrics, wanted, strict=True) for name in one
                     ),
                     "collectives": counts,
+                    "kernels": kernel.call_count,
                     "rest": sum(leaf.numel() for leaf in tree.leaves(state.params)),
                     "total": sum(leaf.numel() for leaf in tree.leaves(expected.params)),
                     "updates": int(expected.updates),

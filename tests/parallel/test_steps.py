@@ -69,6 +69,12 @@ def test_collectives_of_a_step(results: list[dict[str, Any]]) -> None:
     assert sharded["collectives"]["all_reduce"] <= 4 * 8
 
 
+def test_a_process_that_holds_all_numbers_updates_them_by_one_kernel(results: list[dict[str, Any]]) -> None:
+    decaying = 2  # the parameters with weight decay, and those without
+    assert results[0]["kernels"] == 8 * decaying
+    assert results[3]["kernels"] == 0  # of pieces
+
+
 def test_pieces_hold_their_share(results: list[dict[str, Any]]) -> None:
     assert results[0]["rest"] == results[0]["total"]
     padding = 2 * 13 * 6

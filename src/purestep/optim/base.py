@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from threading import local
 from typing import Any, NamedTuple, TypeAlias
@@ -37,13 +37,14 @@ class Launch(NamedTuple):
 
     Args:
         rates: the learning rates of this update that are tensors, shape=() each.
-        run: ``(updates, ready, owned) -> (params, state)``. It may write into the updates, and into the old params and
-            state if they are ``owned``; else it copies them. Where ``ready`` is False, tensors with
-            dimensions keep their values; the caller keeps the old scalars.
+        run: ``(updates, ready, owned, unused) -> (params, state)``. It may write into the updates, and into the old
+            params and state if they are ``owned``; else it copies them. Where ``ready`` is False, floating tensors with
+            dimensions keep their values; the caller keeps the old ones of others. Parameters in ``unused`` and their
+            moments keep theirs too.
     """
 
     rates: list[Tensor]
-    run: Callable[[Params, Flag, bool], tuple[Params, Tree]]
+    run: Callable[[Params, Flag, bool, Collection[str]], tuple[Params, Tree]]
 
 
 Kernel: TypeAlias = Callable[[Params, Tree, Params], Launch | None]
@@ -206,10 +207,10 @@ def _kernel_of_chain(transforms: tuple[Transform, ...]) -> Kernel | None:
         if launch is None:
             return None
 
-        def run(updates: Params, ready: Flag, owned: bool) -> tuple[Params, tuple[Tree, ...]]:
+        def run(updates: Params, ready: Flag, owned: bool, unused: Collection[str]) -> tuple[Params, tuple[Tree, ...]]:
             for change in first:
                 updates = change(updates, params)
-            new, part = launch.run(updates, ready, owned)
+            new, part = launch.run(updates, ready, owned, unused)
             return new, (*state[:-1], part)
 
         return Launch(launch.rates, run)

@@ -46,9 +46,9 @@ def clip_by_global_norm(max_norm: Scalar) -> Transform:
 
     def in_place(updates: Params, params: Params) -> Params:
         del params
-        is_small = read(global_norm(updates)) < 0.999 * max_norm
-        if is_small is True:  # not a tensor: the factor is 1
-            return updates
+        norm = read(global_norm(updates))
+        if not isinstance(norm, Tensor) and norm < 0.999 * max_norm:
+            return updates  # the factor is 1
         return scale_in_place(updates, factor(updates))
 
     tx = stateless(clip, elementwise=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -124,8 +124,8 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], injected
         if launch is None:
             return None
 
-        def run(updates: Params, ready: Flag, owned: bool) -> tuple[Params, InjectState]:
-            new, part = launch.run(updates, ready, owned)
+        def run(updates: Params, ready: Flag, owned: bool, unused: Collection[str]) -> tuple[Params, InjectState]:
+            new, part = launch.run(updates, ready, owned, unused)
             return new, InjectState(state.step + 1, values, state.scheduled, part)
 
         return Launch(launch.rates, run)

@@ -6,7 +6,7 @@ A kernel writes into the memory of weights and moments. So it serves eager steps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -124,14 +124,17 @@ def _fast(whole: Transform, learning_rate: Rate, weight_decay: Scalar, moments: 
             rate = rate.detach().to(scaled.step.device)
             rate = rate if rate.device.type == "cpu" else rate.float()  # the kernels on a GPU read a float32
 
-        def run(updates: Params, ready: Flag, owned: bool) -> tuple[Params, Tree]:
+        def run(updates: Params, ready: Flag, owned: bool, unused: Collection[str]) -> tuple[Params, Tree]:
             new, written = params, trees
             if ready is not False:
                 if not owned:
                     new, *written = [copied(tree) for tree in (params, *trees)]
                 refused = (~ready).float() if isinstance(ready, Tensor) else None
                 counts = moments.counts(state, list(updates))
-                for names, amount in _groups(updates, state, weight_decay):
+                for group, amount in _groups(updates, state, weight_decay):
+                    names = [name for name in group if name not in unused]
+                    if not names:
+                        continue
                     lists = [[tree[name] for name in names] for tree in (new, updates, *written)]
                     own = [counts[name] for name in names] if counts else []
                     moments.launch(lists, own, lr=rate, weight_decay=amount, found_inf=refused)

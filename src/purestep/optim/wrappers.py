@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -190,11 +190,11 @@ def _kernel_of_groups(kernels: Mapping[str, Kernel | None]) -> Kernel | None:
                     return None
                 launches[label] = launch
 
-        def run(updates: Params, ready: Flag, owned: bool) -> tuple[Params, PartitionState]:
+        def run(updates: Params, ready: Flag, owned: bool, unused: Collection[str]) -> tuple[Params, PartitionState]:
             changed: Params = {}
             groups = dict(state.groups)
             for label, launch in launches.items():
-                new, inner = launch.run(_chosen(updates, groups[label]), ready, owned)
+                new, inner = launch.run(_chosen(updates, groups[label]), ready, owned, unused)
                 changed.update(new)
                 groups[label] = MaskedState(groups[label].selected, inner)
             return {name: changed[name] for name in params}, PartitionState(groups)

@@ -52,13 +52,15 @@ def apply(
     may_apply = goes_on & (read(weight) != 0)
     norm = ((form.exchange and form.exchange.norm) or optim.global_norm)(grads)
     finite = (read(norm) < torch.inf) & is_finite(read(verdict))
-    launch = None if skipped else _launch(spec, form, state, grads)
-    if launch is not None:
+    unused = _unused(skipped)
+    launch = None if unused is None else _launch(spec, form, state, grads)
+    if launch is not None and unused is not None:
         ready = functools.reduce(operator.and_, map(numerics.usable, launch.rates), finite & may_apply)
         if form.owned is not None:
             form.owned()
         with base.known_norm(grads, norm):
-            params, opt_state = launch.run(grads, ready, form.owned is not None)
+            params, opt_state = launch.run(grads, ready, form.owned is not None, unused)
+        opt_state = unused_parameters.skip(dict.fromkeys(unused), state.params, state.opt_state, opt_state)
     else:
         deltas, opt_state = _updates(spec, form, state, grads, norm)
         opt_state = unused_parameters.skip(skipped, state.params, state.opt_state, opt_state)
@@ -88,10 +90,19 @@ def apply(
     return new, _update_metrics(state, rates, valid, norm, applied), finite & may_apply
 
 
+def _unused(skipped: unused_parameters.Reached) -> set[str] | None:
+    """The parameters without a gradient; None if the host may not read which."""
+    reached = {name: flag if flag is None else read(flag) for name, flag in skipped.items()}
+    if any(isinstance(flag, Tensor) for flag in reached.values()):
+        return None
+    return {name for name, flag in reached.items() if not flag}
+
+
 def _launch(spec: Spec, form: Form, state: TrainState, grads: Params) -> base.Launch | None:
-    """The transform's kernel for these tensors, if it has one and no other process or graph takes part."""
-    kernel = base.fast_of(spec.tx).kernel
-    if kernel is None or form.exchange is not None or tracing.in_graph():
+    """The transform's kernel for these tensors, if it has one, no graph is captured, and this process holds all
+    numbers."""
+    kernel, exchange = base.fast_of(spec.tx).kernel, form.exchange
+    if kernel is None or tracing.in_graph() or (exchange is not None and exchange.norm is not None):
         return None
     return kernel(grads, state.opt_state, state.params)
 
@@ -113,8 +124,8 @@ def _kept(
     """
     old, new = (state.params, state.opt_state, state.ema), (params, buffers)
     if isinstance(applied, Tensor):
-        if by_kernel:  # which has kept the tensors with dimensions
-            return params, _where_scalars(applied, opt_state, old[1]), _averaged(spec, form, state, applied, *new)
+        if by_kernel:
+            return params, _where_not_by_kernel(applied, opt_state, old[1]), _averaged(spec, form, state, applied, *new)
         average = spec.average.update(state.ema, params, buffers, state.updates)
         return tree.where(applied, (params, opt_state, average), old)
     if not applied:
@@ -138,8 +149,13 @@ def _averaged(spec: Spec, form: Form, state: TrainState, applied: Tensor, params
     return tree.where(applied, spec.average.update(state.ema, params, buffers, state.updates), state.ema)
 
 
-def _where_scalars(condition: Tensor, new: Tree, old: Tree) -> Tree:
-    return tree.map(lambda n, o: n if n is o or n.dim() else torch.where(condition, n, o), new, old)
+def _where_not_by_kernel(condition: Tensor, new: Tree, old: Tree) -> Tree:
+    """`tree.where` of counts and scalars; a kernel has kept the other tensors."""
+
+    def chosen(n: Tensor, o: Tensor) -> Tensor:
+        return n if n is o or (n.dim() and n.is_floating_point()) else torch.where(condition, n, o)
+
+    return tree.map(chosen, new, old)
 
 
 def _updates(spec: Spec, form: Form, state: TrainState, grads: Params, norm: Tensor) -> tuple[Params, Tree]:
