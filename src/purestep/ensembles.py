@@ -22,7 +22,7 @@ from . import member_draws, optim, rng, stacked, tracing, tree
 from .derivatives import plain_attention
 from .errors import ConfigError, DataError, PurestepError, StateError, StepContractError
 from .metrics import Gathered
-from .model import EagerMasks
+from .model import EagerMasks, functional
 from .pickling import recipe
 from .step import Adding, Closing, decomposed, static_of
 from .types import Batch, Empty, Mean, Metrics, Program, Static, Steps, TrainState, Tree
@@ -239,8 +239,9 @@ def _state_of(base: Program, module: Any, seed: int, device: Any, index: int) ->
     if not isinstance(module, nn.Module):
         hint = "pass modules of the class that the program was built from"
         raise ConfigError(f"model {index} is a {type(module).__name__}", where="init", hint=hint)
-    state = base.static.init_with(module)(seed, device)
-    wrong = {*state.params} ^ {*base.static.trained} | {*state.frozen} ^ {*base.static.frozen}
+    params, frozen, _ = functional.tensors(module)
+    other = {*params} ^ {*base.static.trained} | {*frozen} ^ {*base.static.frozen}
+    wrong = [name for name in other if not name.startswith(functional.OBJECTIVE)]  # whose tensors all members share
     if wrong:
         raise ConfigError(
             f"model {index} is no model of the program: {', '.join(sorted(wrong)[:3])} is trained or frozen in one of "
@@ -248,7 +249,7 @@ def _state_of(base: Program, module: Any, seed: int, device: Any, index: int) ->
             where="init",
             hint="build every model like the one that the program was built from",
         )
-    return state
+    return base.static.init_with(module)(seed, device)
 
 
 # --- the mapped call --------------------------------------------------------------------------------------------------
@@ -389,9 +390,11 @@ def _explained(error: RuntimeError, where: str) -> Exception:
     text = str(error).strip()
     if "randomness error mode" in text:
         return _DrawsError()
-    if "vmap" not in text and not text.startswith("Batching rule"):
-        return error
     found = text.partition("\n")[0]
+    if "doesn't have storage" in text:  # said of a mapped tensor
+        found = "an operation needs a tensor's own memory (as of packed sequences)"
+    elif "vmap" not in text and not text.startswith("Batching rule"):
+        return error
     if ".item()" in found:
         found = "it reads the value of a tensor (.item(), or a branch), which differs between the members"
     return StepContractError(

@@ -552,3 +552,10 @@ def test_the_map_lists_the_target_keys_in_their_order():
         assert target == expected
         assert len(rest) == len(batch) - 1
         batch = rest
+
+
+def test_a_packed_sequence_is_one_argument():
+    net = nn.GRU(4, 3)
+    x = nn.utils.rnn.pack_sequence([draw(3, 4), draw(2, 4)])
+    outputs, _ = objective.call_model(net, x)
+    assert torch.equal(outputs.data, net(x)[0].data)

@@ -306,6 +306,17 @@ def test_what_torch_cannot_map_is_named(name: str):
         several.train_step(several.init(), (x.float(), y))
 
 
+def test_packed_sequences_cannot_be_mapped():
+    class Last(nn.LSTM):
+        def forward(self, x: Any) -> Tensor:
+            return super().forward(x)[1][0][-1]
+
+    several = ps.ensemble(ps.program(Last(4, 3), CROSS_ENTROPY, optim.sgd(0.1)), 2)
+    x = nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)])
+    with pytest.raises(StepContractError, match="vmap cannot map the step: .*own memory"):
+        several.train_step(several.init(), (x, torch.tensor([0, 1])))
+
+
 def test_settings_that_do_not_fit():
     program, batch, factory = made("mlp")
     several = ps.ensemble(program, 2)

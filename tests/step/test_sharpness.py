@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import optim
-from purestep.errors import ConfigError, NonFiniteError
+from purestep.errors import ConfigError, NonFiniteError, StepContractError
 
 GENERATOR = torch.Generator().manual_seed(0)
 BATCHES = [tuple(torch.randn(8, n, generator=GENERATOR, dtype=torch.float64) for n in (3, 2)) for _ in range(6)]
@@ -170,6 +170,16 @@ def test_a_step_can_be_mapped_over_states() -> None:
 def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         made(**options)
+
+
+def test_a_scheduled_value_that_there_is_not_is_named() -> None:
+    def objective(model: Any, batch: Tensor) -> ps.Loss:
+        return ps.Loss(model(batch).square().mean() * model.values["lk"], 1)
+
+    for values, known in ({"kl": ps.schedules.constant(1.0)}, "kl"), ({}, "none"):
+        program = ps.program(nn.Linear(2, 1), objective, optim.sgd(0.1), values=values)
+        with pytest.raises(StepContractError, match=rf"model.values/lk: .* it has {known} \(cure: ps.program"):
+            program.train_step(program.init(), torch.ones(4, 2))
 
 
 def test_values_of_a_schedule_are_in_both_passes() -> None:

@@ -141,6 +141,17 @@ class TestInit:
         ):
             program(net).init()
 
+    def test_a_module_that_has_changed_since_needs_a_new_program(self):
+        more, less, tied = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3))
+        programs = [program(net) for net in (more, less, tied)]
+        more.append(nn.Linear(4, 3))
+        del less[1], less[0]
+        tied[1].weight = tied[0].weight
+        told = ("2.bias is new, 2.weight is new", "0.bias is gone, .* and 1 more", "1.weight is gone")
+        for chosen, message in zip(programs, told, strict=True):
+            with pytest.raises(StateError, match=rf"other tensors than ps.program .*: {message} \(cure: call ps.pr"):
+                chosen.init()
+
     def test_a_clone_is_independent(self):
         state = init(program(tiny_convnet(), ema=0.9, accumulate=2))
         copy = ps.clone(state)

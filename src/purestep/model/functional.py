@@ -78,6 +78,18 @@ class Shown(dict[str, Tensor]):
         return [(name, self[name]) for name in self]
 
 
+class Scheduled(dict[str, Tensor]):
+    """The scheduled scalars of a program by name; shape=() each."""
+
+    def __missing__(self, name: str) -> Tensor:
+        known = f"it has {', '.join(self)}" if self else "it has none"
+        raise StepContractError(
+            f"the program has no scheduled value of this name; {known}",
+            where=f"model.values/{name}",
+            hint=f"ps.program(..., values={{{name!r}: schedule}})",
+        )
+
+
 class Template(NamedTuple):
     """Weightless modules in train and eval mode, and the names of their tensors."""
 
@@ -111,7 +123,7 @@ class Bound:
         self.frozen = frozen
         self.buffers = buffers
         self.training = train
-        self.values: dict[str, Tensor] = {}  # scheduled scalars of the program; shape=()
+        self.values: dict[str, Tensor] = Scheduled()
         self._held = False
         self._tensors = {_inner(name): tensor for name, tensor in {**params, **frozen}.items()}
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import ConfigError, DataError, StepContractError
 from ..metrics import functions
@@ -123,10 +124,11 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
 
 
 def call_model(model: Any, inputs: Any) -> Any:
-    """Call ``model(**inputs)`` for a mapping, ``model(*inputs)`` for a tuple or list, else ``model(inputs)``."""
+    """Call ``model(**inputs)`` for a mapping, ``model(*inputs)`` for a tuple or list, else ``model(inputs)``, also for
+    a `PackedSequence`."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
-    if isinstance(inputs, tuple | list):
+    if isinstance(inputs, tuple | list) and not isinstance(inputs, PackedSequence):
         return model(*inputs)
     return model(inputs)
 

@@ -27,13 +27,14 @@ def init_of(spec: Spec, module: nn.Module, own: nn.Module | None) -> Callable[..
 
         Raises:
             ConfigError: an invalid seed or device, or the device does not support the program's precision.
+            StateError: the module has got or lost tensors since the program was built.
         """
+        found = functional.tensors(module, objective=own)
+        _check_names(spec.template.names, {name for named in found for name in named})
         target = _target(module, device)
         if target.type != "meta":
             precision_.check(spec.policy, target)
-        params, frozen, buffers = (
-            _place(named, target, spec.policy.weights) for named in functional.tensors(module, objective=own)
-        )
+        params, frozen, buffers = (_place(named, target, spec.policy.weights) for named in found)
         return TrainState(
             step=_count(target),
             updates=_count(target),
@@ -49,6 +50,18 @@ def init_of(spec: Spec, module: nn.Module, own: nn.Module | None) -> Callable[..
         )
 
     return init
+
+
+def _check_names(names: functional.Names, found: set[str]) -> None:
+    known = {*names.params, *names.frozen, *names.buffers}
+    changes = [f"{name} is {what}" for what, some in (("new", found - known), ("gone", known - found)) for name in some]
+    if changes:
+        raise StateError(
+            f"the module has other tensors than ps.program has seen: {', '.join(sorted(changes)[:3])}"
+            + (f" and {len(changes) - 3} more" if len(changes) > 3 else ""),
+            where="program.init",
+            hint="call ps.program(model, ...) when the model has all of its layers, ties and buffers",
+        )
 
 
 def _target(module: nn.Module, device: torch.device | str | None) -> torch.device:

@@ -120,7 +120,8 @@ class Spec(NamedTuple):
 
     def values_at(self, state: TrainState) -> dict[str, Tensor]:
         """The scheduled scalars of this state, shape=() each."""
-        return {name: numerics.on_count(schedule, state.updates) for name, schedule in self.values.items()}
+        found = {name: numerics.on_count(schedule, state.updates) for name, schedule in self.values.items()}
+        return functional.Scheduled(found)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
