@@ -7,6 +7,7 @@ follows is Python's. On a GPU, in a graph and under a transform of `torch.func` 
 
 from __future__ import annotations
 
+import functools
 from typing import TypeAlias, overload
 
 import torch
@@ -30,6 +31,17 @@ def read(value: Tensor) -> Value:
     return value.item() if value.dim() == 0 and tracing.may_branch(value) else value
 
 
+def known(flag: Tensor) -> Flag:
+    """As `read` of a bool.
+
+    Example:
+        >>> known(torch.tensor(True))
+        True
+    """
+    value = read(flag)
+    return value if isinstance(value, Tensor) else bool(value)
+
+
 @overload
 def is_finite(value: Tensor) -> Tensor: ...
 @overload
@@ -42,6 +54,18 @@ def is_finite(value: Value) -> Flag:
         (tensor(False), True)
     """
     return abs(value) < torch.inf
+
+
+def every(*flags: Flag) -> Flag:
+    """True if all are. What the host knows costs no operation.
+
+    Example:
+        >>> every(True, torch.tensor(True)), every(True, False)
+        (tensor(True), False)
+    """
+    unknown = [flag for flag in flags if isinstance(flag, Tensor)]
+    known = all(flag for flag in flags if not isinstance(flag, Tensor))
+    return functools.reduce(torch.logical_and, unknown) if known and unknown else known
 
 
 def negated(flag: Flag) -> Flag:

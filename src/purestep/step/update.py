@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +15,15 @@ from ..types import Empty, Form, Mean, Metrics, Params, TrainState, Tree
 from .spec import Micro, Spec, wide
 
 _Rate = TypeVar("_Rate")
+
+
+class _Decision(NamedTuple):
+    """What is true of one window."""
+
+    goes_on: Flag  # the state has not halted
+    may_apply: Flag  # and the window has targets
+    finite: Flag  # its loss and its gradients, and updates of float16 parameters
+    usable: Flag  # every learning rate is in [0, inf)
 
 
 def apply(
@@ -48,14 +55,14 @@ def apply(
     scale = spec.scaler.scale(state.scaler)
     if scale is not None:
         grads = unscaled(grads, scale)
-    goes_on = going(state)
-    may_apply = goes_on & (read(weight) != 0)
     norm = ((form.exchange and form.exchange.norm) or optim.global_norm)(grads)
-    finite = (read(norm) < torch.inf) & is_finite(read(verdict))
+    finite = flags.every(read(norm) < torch.inf, is_finite(read(verdict)))
+    goes_on = going(state)
+    decided = _Decision(goes_on, flags.every(goes_on, read(weight) != 0), finite, usable=True)
     unused = _unused(skipped)
     launch = None if unused is None else _launch(spec, form, state, grads)
     if launch is not None and unused is not None:
-        ready = functools.reduce(operator.and_, map(numerics.usable, launch.rates), finite & may_apply)
+        ready = flags.every(finite, decided.may_apply, *map(numerics.usable, launch.rates))
         if form.owned is not None:
             form.owned()
         with base.known_norm(grads, norm):
@@ -65,19 +72,19 @@ def apply(
         deltas, opt_state = _updates(spec, form, state, grads, norm)
         opt_state = unused_parameters.skip(skipped, state.params, state.opt_state, opt_state)
         fits = _fits_float16(form, deltas)
-        finite = finite if fits is None else finite & fits
+        decided = decided if fits is None else decided._replace(finite=flags.every(finite, flags.known(fits)))
         params = optim.apply_updates(state.params, deltas)
         params = unused_parameters.skip(skipped, state.params, state.params, params)
     rates = rates_of(opt_state)
     # A schedule may return any value, computed on the device. A kernel's other rates are numbers, checked before.
     valid = {name: numerics.usable(rate) for name, rate in rates.items()} if launch is None or launch.rates else {}
-    usable = functools.reduce(operator.and_, valid.values()) if valid else None
-    attempted = may_apply if usable is None else usable & may_apply
-    applied = finite & attempted
+    decided = decided._replace(usable=flags.every(*valid.values()))
+    attempted = flags.every(decided.usable, decided.may_apply)
+    applied = flags.every(decided.finite, attempted)
     kept = _kept(spec, form, state, applied, params, opt_state, buffers, by_kernel=launch is not None)
     scaler = state.scaler
     if not isinstance(scaler, Empty):
-        changed = spec.scaler.update(scaler, flags.tensor(finite, norm.device))
+        changed = spec.scaler.update(scaler, flags.tensor(decided.finite, norm.device))
         scaler = tree.map(lambda new, old: flags.where(attempted, new, old), changed, scaler)
     new = state._replace(
         updates=state.updates + applied,
@@ -85,9 +92,9 @@ def apply(
         opt_state=kept[1],
         ema=kept[2],
         scaler=scaler,
-        halted=_halted(spec, state, goes_on, may_apply, applied, finite, scaler, usable),
+        halted=_halted(spec, state, scaler, decided, applied),
     )
-    return new, _update_metrics(state, rates, valid, norm, applied), finite & may_apply
+    return new, _update_metrics(state, rates, valid, norm, applied), flags.every(decided.finite, decided.may_apply)
 
 
 def _unused(skipped: unused_parameters.Reached) -> set[str] | None:
@@ -217,22 +224,14 @@ def going(state: TrainState) -> Flag:
     return True if isinstance(state.halted, Empty) else read(state.halted) == 0
 
 
-def _halted(
-    spec: Spec,
-    state: TrainState,
-    goes_on: Flag,
-    may_apply: Flag,
-    applied: Flag,
-    finite: Flag,
-    scaler: Tree,
-    usable: Flag | None,
-) -> Tree:
+def _halted(spec: Spec, state: TrainState, scaler: Tree, decided: _Decision, applied: Flag) -> Tree:
     if isinstance(state.halted, Empty) or applied is True:
         return state.halted
-    fails = spec.scaler.exhausted(scaler, flags.tensor(finite, state.halted.device)) & may_apply
-    if usable is not None:
-        fails = fails | (flags.negated(usable) & goes_on)
-    return torch.where(fails, state.step + 1, state.halted)
+    exhausted = spec.scaler.exhausted(scaler, flags.tensor(decided.finite, state.halted.device))
+    fails = flags.every(exhausted, decided.may_apply)
+    if decided.usable is not True:
+        fails = fails | flags.every(decided.goes_on, flags.negated(decided.usable))
+    return torch.where(flags.tensor(fails, state.halted.device), state.step + 1, state.halted)
 
 
 def _update_metrics(
