@@ -1218,6 +1218,20 @@ def test_a_batch_that_requires_gradients_leaves_no_graph_of_autograd_behind(capt
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_compiled_step_says_that_autograd_cannot_follow_it(donate: bool) -> None:
+    program = mlp()
+    step, state = ps.compile_step(program.train_step, donate=donate, backend="aot_eager"), program.init()
+    leaves = {name: weight.clone().requires_grad_() for name, weight in state.params.items()}
+    for _ in range(2):
+        with pytest.raises(StepContractError, match=r"state/params/.*: requires a gradient, .*cure: call program.tr"):
+            step(state._replace(params=leaves), vector_batch())
+        with torch.no_grad():
+            new, _ = step(state._replace(params=leaves), vector_batch())
+        assert int(new.updates) == 1
+
+
+@pytest.mark.compile
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
 @pytest.mark.parametrize(("capture", "donate"), CAPTURES)
 def test_a_transform_of_a_compiled_step_is_refused_before_anything_is_written(

@@ -286,6 +286,30 @@ def test_a_derivative_through_a_step_takes_the_formula() -> None:
     assert grads["0.weight"].abs().sum() > 0
 
 
+@pytest.mark.parametrize("name", ["rate", "context", "value"])
+@pytest.mark.parametrize("make", [optim.adamw, optim.sgd])
+def test_autograd_follows_what_a_step_is_given_like_torch_func(make: Any, name: str) -> None:
+    def objective(model: Any, data: Any, weight: Any = 1.0) -> ps.Loss:
+        loss = nn.functional.cross_entropy(model(data[0]), data[1], reduction="none")
+        return ps.Loss((loss * weight).mean() * model.values["share"], len(data[0]))
+
+    module, chosen = net(), torch.tensor(0.3, dtype=torch.float64)
+
+    def after(value: Tensor) -> Tensor:
+        given = {**{"rate": torch.tensor(0.1), "context": torch.ones(()), "value": torch.ones(())}, name: value}
+        tx = make(lambda count: given["rate"] / (1 + count))
+        program = ps.program(module, objective, tx, values={"share": lambda count: given["value"]})
+        state = program.init()
+        for index in range(2):
+            state, _ = ps.donate(program).train_step(state, batch(index), given["context"])
+        return nn.functional.cross_entropy(program.bind(state, train=True)(batch(5)[0]), batch(5)[1])
+
+    leaf = chosen.clone().requires_grad_()
+    (found,) = torch.autograd.grad(after(leaf), leaf)
+    assert found.abs() > 1e-8
+    torch.testing.assert_close(found, torch.func.grad(after)(chosen), rtol=1e-6, atol=0)
+
+
 def test_a_sparse_gradient_has_no_kernel() -> None:
     tx = optim.adamw(1e-2)
     params = {"w": torch.ones(3, 2)}

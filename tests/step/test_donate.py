@@ -134,6 +134,19 @@ def test_a_state_of_another_program_or_a_changed_one_is_copied() -> None:
     assert_trees_close(ps.TrainState(*state), before, exact=True)
 
 
+def test_autograd_gets_the_pure_step() -> None:
+    program = ps.program(nn.Linear(4, 3), ps.supervised(nn.CrossEntropyLoss()), optim.adamw(1e-2))
+    state, grads = program.init(), []
+    for step in (program.train_step, ps.donate(program).train_step):
+        leaf = state.params["weight"].clone().requires_grad_()
+        new = state._replace(params={**state.params, "weight": leaf})
+        for _ in range(3):
+            new, _ = step(new, (torch.ones(4, 4), torch.tensor([0, 1, 2, 0])))
+        grads.append(torch.autograd.grad(new.params["bias"].square().sum(), leaf)[0])
+    assert torch.equal(*grads)
+    assert grads[0].abs().sum() > 0
+
+
 def test_inside_a_transform_or_a_graph_it_is_the_pure_step() -> None:
     chosen = program(nn.Linear(3, 2))
     step = ps.donate(chosen).train_step

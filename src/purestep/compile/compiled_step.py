@@ -21,7 +21,7 @@ from .copied_state import CopiedStates
 from .cuda_graph import CudaGraphs
 from .donation import DonatedBuffers, treespec
 from .graph_choice import Graph, Graphs, Options
-from .guards import check_untransformed, kinds, kinds_guard, resolved, without_text
+from .guards import check_unfollowed, check_untransformed, kinds, kinds_guard, resolved, without_text
 from .outputs import Stacked, unstacked
 from .packed_layouts import Layouts
 
@@ -102,6 +102,8 @@ class CompiledStep:
                 shapes, dtypes and devices of the previous one.
         """
         check_untransformed()
+        if self.donate != "init":
+            check_unfollowed(state)
         if self._flush and self._nothing_to_flush():
             return state, {}
         if self.unroll > 1:

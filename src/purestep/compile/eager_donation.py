@@ -80,7 +80,12 @@ class DonatedStep:
         live_state.check_alive(state)
         if not isinstance(state, TrainState):
             return self.eager(state, *batch)  # which raises its own error
-        store = self._store_of(state)
+        store = self._own(state)
+        if store is None:
+            plain = TrainState(*state)
+            if not self.adopts and tracing.followed(plain.params.values()):
+                return self.eager(plain, *batch)  # autograd keeps what it has recorded
+            store = self._taken(state, plain)
         self._writes.begun = False
         store.begin()
         try:
@@ -101,11 +106,15 @@ class DonatedStep:
         so itself."""
         return self._writes.harmed
 
-    def _store_of(self, state: TrainState) -> OwnedState:
+    def _own(self, state: TrainState) -> OwnedState | None:
+        """The memory of a state of these steps; None if it is of others, or has been changed."""
         store = state.live_store if isinstance(state, LiveState) else None
         if isinstance(store, OwnedState) and store.owner is self._writes and store.is_unmodified():
             return store
-        plain = TrainState(*state)
+        return None
+
+    def _taken(self, state: TrainState, plain: TrainState) -> OwnedState:
+        """Take over a state, by a copy or in its own memory."""
         written = plain.params, plain.opt_state, plain.ema
         # A later plain state may be made of tensors of a live one, which would not hear of it.
         adopted = not self._has_adopted and not isinstance(state, LiveState)
@@ -117,7 +126,7 @@ class DonatedStep:
     def kept(self, state: TrainState, new: TrainState) -> TrainState:
         """The result of a pure call, written into the memory of its input state, as this step returns it."""
         live_state.check_alive(state)
-        store = self._store_of(state)
+        store = self._own(state) or self._taken(state, TrainState(*state))
         store.begin()
         old = store.named
         try:

@@ -6,11 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from .. import tensor_layout, tracing
 from ..errors import StepContractError
-from . import capture
+from ..types import TrainState
+from . import capture, live_state
 
 
 def check_untransformed() -> None:
@@ -21,6 +23,19 @@ def check_untransformed() -> None:
             where="compile_step",
             hint="call it outside of the transform; a step that uses transforms internally can be compiled",
         )
+
+
+def check_unfollowed(state: Any) -> None:
+    """Raise StepContractError if autograd follows the parameters: a graph returns no derivatives through the step."""
+    if isinstance(state, TrainState) and not isinstance(state, live_state.LiveState):
+        followed = [name for name, weight in state.params.items() if weight.requires_grad]
+        if followed and torch.is_grad_enabled():
+            raise StepContractError(
+                "requires a gradient, and a compiled step has no derivative",
+                where=f"state/params/{followed[0]}",
+                hint="call program.train_step, the eager step, to differentiate through it; or pass ps.clone(state), "
+                "or call the step inside torch.no_grad()",
+            )
 
 
 class Text:

@@ -121,6 +121,8 @@ def _fast(whole: Transform, learning_rate: Rate, weight_decay: Scalar, moments: 
             return None
         rate = rate_at(learning_rate, scaled.step)
         if isinstance(rate, Tensor):
+            if tracing.followed([rate]):
+                return None
             rate = rate.detach().to(scaled.step.device)
             rate = rate if rate.device.type == "cpu" else rate.float()  # the kernels on a GPU read a float32
 

@@ -27,12 +27,18 @@ Forward = Callable[[functional.Bound], Any]
 
 
 def _forward(
-    spec: Spec, state: TrainState, rows: Batch, counts: Tensor | None, context: tuple[Any, ...], call: Any
+    spec: Spec,
+    state: TrainState,
+    values: dict[str, Tensor],
+    rows: Batch,
+    counts: Tensor | None,
+    context: tuple[Any, ...],
+    call: Any,
 ) -> Forward:
     """Build the function to be differentiated. If ``call`` is not None, it takes the weight of the loss, by which the
     loss is then multiplied."""
     device = state.step.device
-    scale, values = spec.scaler.scale(state.scaler), spec.values_at(state)
+    scale = spec.scaler.scale(state.scaler)
 
     def forward(bound: functional.Bound) -> tuple[Tensor, tuple[Loss, Params]]:
         bound.values = values
@@ -189,10 +195,10 @@ def _not_connected() -> StepContractError:
 
 
 def _value_and_grad(
-    spec: Spec, forward: Forward, state: TrainState, named: Params, hidden: frozenset[str]
+    spec: Spec, forward: Forward, state: TrainState, named: Params, hidden: frozenset[str], read: tuple[Any, ...]
 ) -> tuple[Params, Any, frozenset[str]]:
     """Return the gradients by name, the forward pass's (loss, buffers), and the parameters that the loss does not reach
-    (their gradients are zeros)."""
+    (their gradients are zeros). ``read``: what else of the step's arguments autograd is to follow."""
 
     def bind(params: Params) -> functional.Bound:
         bound = functional.bind(spec.template, params, state.frozen, state.buffers, train=True)
@@ -226,7 +232,8 @@ def _value_and_grad(
             hint='pass ps.program(..., engine="auto"), or "func"',
         )
     # If autograd tracks the state, a derivative through the step includes that of its gradients.
-    through = tracing.followed([*named.values(), *state.frozen.values(), *state.buffers.values()])
+    others = [leaf for leaf in tree.leaves(read) if isinstance(leaf, Tensor)]
+    through = tracing.followed([*named.values(), *state.frozen.values(), *state.buffers.values(), *others])
     with torch.enable_grad():
         # Views: the gradient of this call must not pass through buffers that an earlier call computed from them.
         leaves = {
@@ -317,9 +324,10 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
     exchange = form.exchange
     is_seeded = exchange is not None and exchange.seeded
     with nullcontext() if exchange is None else exchange.call(counts) as call:
-        forward = _forward(spec, state, rows, counts, context, call if is_seeded else None)
+        values = spec.values_at(state)
+        forward = _forward(spec, state, values, rows, counts, context, call if is_seeded else None)
         grads, (loss, buffers), unreached = _value_and_grad(
-            spec, forward, state, form.expand(state.params), form.hidden
+            spec, forward, state, form.expand(state.params), form.hidden, (context, *values.values())
         )
     if is_seeded:
         for name in grads:  # one by one, in place: the memory of one more gradient, not of all
@@ -327,7 +335,7 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
     write_check.check_sizes(state.buffers, buffers)
     metrics = {name: means.with_sums(mean, *finite_mean(*mean)) for name, mean in loss.metrics.items()}
     metrics["loss"] = finite_mean(loss.mean.float() * loss.weight, loss.weight)
-    for name, value in spec.values_at(state).items():
+    for name, value in values.items():
         if name in metrics:
             raise StepContractError(
                 "a scheduled value of the program has the same name",

@@ -31,6 +31,10 @@ def steps_of(spec: Spec, form: Form) -> Steps:
     def train_step(state: TrainState, batch: Batch, *context: Any) -> tuple[TrainState, Metrics]:
         """``(state, batch, *context) -> (state, metrics)``; the input state does not change.
 
+        Autograd follows the state, the context, learning rates and scheduled values, so that a loss of the new state
+        has derivatives by them. A batch is data, also where it requires a gradient (the loss may differentiate by its
+        inputs): for derivatives by a batch take `torch.func.grad`.
+
         It does not wait for the device. With ``accumulate``, `fit`, `run_epoch` and compiled steps count the window's
         position on the host. Any other eager call on a GPU computes both results, for adding and for closing, and
         selects one: about 1.5 times the launches of a step without accumulation.
