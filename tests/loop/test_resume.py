@@ -200,6 +200,29 @@ def test_early_stopping_keeps_its_patience(tmp_path: Path) -> None:
     same(run(tmp_path, **fields), expected)
 
 
+def test_a_run_that_is_stopped_inside_epochs_has_the_rows_of_the_whole_run(tmp_path: Path) -> None:
+    """Each stop evaluates; what it finds is a row of its own result, and no trial of the run that goes on."""
+    data = {"train": [image_batch(4, seed) for seed in range(8)], "val": [image_batch(9, 9)]}
+    objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"accuracy": metrics.accuracy})
+    program = ps.program(tiny_convnet().eval(), objective, optim.sgd(0.002))
+    fields: dict[str, Any] = {"epochs": 8, "monitor": "val_accuracy", "mode": "max", "early_stopping": 3}
+    expected = fit(program.init(), data, program, **fields)
+    assert expected.stop_reason == "early_stopping"
+    for number in range(30):
+        steps = 0
+
+        def stop(event: Any, number: int = number) -> Any:
+            nonlocal steps
+            steps += isinstance(event, events.StepEnd)
+            return ps.Stop("the slot is over") if steps == 3 + number % 3 else None
+
+        found = fit(program.init(), data, program, snapshots=tmp_path, callbacks=[stop], **fields)
+        if found.stop_reason == "early_stopping":
+            break
+        assert found.history["step"][-1] == int(found.state.updates)
+    same(found, expected)
+
+
 def lines(directory: Path | None, after: int | None = None, **fields: Any) -> dict[int, events.Logged]:
     """The lines of the log by their updates, but for the clock, of a run that ends after that many batches."""
     found: dict[int, events.Logged] = {}

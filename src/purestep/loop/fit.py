@@ -183,7 +183,8 @@ def _train(run: Run, opened: Opened) -> FitResult:
             dispatch(run, _fit_start(run))
             while epochs.is_open or run.loop.stop is None:
                 # Batches, up to the next boundary.
-                at_end, due = True, None  # `due`: loaders to evaluate; None: no row here
+                # `due`: loaders to evaluate; None: no row here.
+                at_end, due, is_pause = True, None, False
                 for batch in epochs.batches():
                     if batch is not UNSCORED:
                         call_step(run, batch)
@@ -194,6 +195,11 @@ def _train(run: Run, opened: Opened) -> FitResult:
                             continue
                         settle(run, wait=True)
                         due = list(feeds.evaluation) if run.loop.is_ahead else None
+                        # The time is up, or a callback stops the run: one that goes on from here has no row here, as if
+                        # it had never been stopped.
+                        is_pause = limit_reached(config, run.loop) is None
+                        if is_pause:
+                            save(run)
                     at_end = False
                     break
 
@@ -241,7 +247,8 @@ def _train(run: Run, opened: Opened) -> FitResult:
                     run.before = None
 
                     # Snapshot.
-                    checkpointer.add_row(run.loop, row)
+                    if not is_pause:
+                        checkpointer.add_row(run.loop, row)
                     is_last = run.loop.stop or limit_reached(config, run.loop)
                     if improved:
                         services.best_state.keep(run.state, run.loop)
