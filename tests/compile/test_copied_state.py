@@ -238,7 +238,7 @@ def test_a_frozen_scalar_lies_beside_others() -> None:
 
 
 def as_graph(state: TrainState) -> Any:
-    weight = state.params["0.weight"].requires_grad_()
+    weight = state.params["0.weight"].detach().requires_grad_()
     return (weight * weight).sum()  # keeps the weight for its gradient
 
 
