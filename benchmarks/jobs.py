@@ -63,7 +63,7 @@ def _eager() -> dict[str, Job]:
         "memory-eager": Job(
             "peak memory of eager steps, GPT of 34 M",
             "benchmarks.memory:table",
-            {"work": "gpt-medium", "only": EAGER},
+            {"work": "gpt-medium", "only": [*EAGER, ours.EAGER_FREED]},
         )
     }
 

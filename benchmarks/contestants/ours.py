@@ -17,15 +17,16 @@ from .base import Contestant, Entry, Gate, Gated, Stepping, settle
 EAGER = "purestep, eager"
 EAGER_DONATED = "purestep, eager donated"
 EAGER_FIT = "purestep, fit in eager"
+EAGER_FREED = "purestep, fit in eager, module's weights freed"
 COMPILED = "purestep, compiled"
 DONATED = "purestep, donated"
 UNRECORDED = "purestep, donated, no CUDA graph"
 FIT = "purestep, fit"
 
 
-def program(work: Work, **options: Any) -> ps.Program:
+def program(work: Work, model: torch.nn.Module | None = None, **options: Any) -> ps.Program:
     """The work's recipe as a program."""
-    recipe, model = work.recipe, works.seeded_model(work)  # on the CPU: no second copy on the device
+    recipe, model = work.recipe, model or works.seeded_model(work)  # on the CPU: no second copy on the device
     tx = optim.chain(
         optim.clip_by_global_norm(recipe.clip),
         optim.adamw(
@@ -103,11 +104,15 @@ class _Endless(Sequence[works.Batch]):
         return self._batches[index % len(self._batches)]
 
 
-def fitted(name: str, work: Work, device: torch.device, **options: Any) -> Gated:
-    """`fit`, held at the end of each step by a callback; ``options`` are fit's."""
-    made = program(work)
+def fitted(name: str, work: Work, device: torch.device, *, frees: bool = False, **options: Any) -> Gated:
+    """`fit`, held at the end of each step by a callback; ``options`` are fit's. ``frees``: the module's own weights,
+    which purestep leaves as they were, are given up."""
+    model = works.seeded_model(work)
+    made = program(work, model)
     assert made.init is not None
     state = made.init(seed=0, device=device)
+    if frees:
+        model.to("meta")
     last: dict[str, ps.TrainState] = {"state": state}
     batches = works.batches(work, device)
 
@@ -139,6 +144,10 @@ def _eager_fit(work: Work, device: torch.device) -> Contestant:
     return fitted(EAGER_FIT, work, device, compile=False, donate="init")  # a loop by hand keeps no first state
 
 
+def _eager_freed(work: Work, device: torch.device) -> Contestant:
+    return fitted(EAGER_FREED, work, device, frees=True, compile=False, donate="init")
+
+
 ENTRIES = (
     Entry(EAGER, (), _eager),
     Entry(EAGER_DONATED, (), _eager_donated),
@@ -147,4 +156,5 @@ ENTRIES = (
     Entry(UNRECORDED, (), _unrecorded, lambda work, device: device.type == "cuda"),
     Entry(FIT, (), _fit),
     Entry(EAGER_FIT, (), _eager_fit),
+    Entry(EAGER_FREED, (), _eager_freed, lambda work, device: False),  # for benchmarks.memory alone
 )
