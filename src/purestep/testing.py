@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from . import tree
+from . import tensor_layout, tree
 from .compile import plain
 from .data import device_of
 from .diagnostics import Watch, backward, not_finite, purity, recording
@@ -358,16 +358,45 @@ def _sizes(a: Tree, b: Tree, rtol: float, atol: float) -> dict[str, float]:
 
 
 def _size(a: Any, b: Any, rtol: float, atol: float) -> float:
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return 0.0 if type(a) is type(b) and np.array_equal(a, b) else math.inf
-    if a.shape != b.shape or a.dtype != b.dtype:
+    """The largest absolute difference of two leaves, if it exceeds the tolerance; inf for other types or shapes."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        alike = (a.dtype, a.layout, a.is_nested) == (b.dtype, b.layout, b.is_nested)
+        if not alike or (not a.is_nested and a.shape != b.shape):  # torch gives every jagged tensor another shape
+            return math.inf
+        if tensor_layout.is_dense(a):
+            return _array_size(_array(a), _array(b), rtol, atol)
+        if a.is_quantized:
+            return _size(a.dequantize(), b.dequantize(), rtol, atol)
+        one, two = tensor_layout.dense_parts(a), tensor_layout.dense_parts(b)
+        sizes = [_size(left, right, rtol, atol) for left, right in zip(one, two, strict=False)]
+        return max(sizes, default=0.0) if len(one) == len(two) else math.inf
+    if type(a) is not type(b):
         return math.inf
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    one, two = a.detach().to("cpu", wide), b.detach().to("cpu", wide)
-    if bool(torch.isclose(one, two, rtol=rtol, atol=atol, equal_nan=True).all()):
-        return 0.0
-    gap = torch.where(torch.isnan(one) & torch.isnan(two) | (one == two), 0, one - two).abs()
-    return float(gap.nan_to_num(nan=math.inf).max())
+    if isinstance(a, np.ndarray | np.generic | int | float | complex):
+        one, two = np.asarray(a), np.asarray(b)
+        if one.dtype == two.dtype and one.shape == two.shape and one.dtype.kind in "biufc":
+            return _array_size(one, two, rtol, atol)
+    return 0.0 if np.array_equal(a, b) else math.inf
+
+
+def _array(leaf: torch.Tensor) -> Any:
+    """The numbers as a numpy array, which has fewer dtypes than torch and exact arithmetic for all integers."""
+    wide = torch.complex128 if leaf.is_complex() else torch.float64 if leaf.is_floating_point() else leaf.dtype
+    return leaf.detach().to("cpu", wide).numpy(force=True)
+
+
+def _array_size(one: Any, two: Any, rtol: float, atol: float) -> float:
+    one, two = np.atleast_1d(one, two)
+    left, right = (each.astype(np.result_type(each, np.float64)) for each in (one, two))
+    with np.errstate(invalid="ignore", over="ignore"):
+        if one.dtype.kind in "biu":
+            high, low = (pick(one, two).astype(np.uint64) for pick in (np.maximum, np.minimum))
+            gap = (high - low).astype(np.float64)  # 0 only for equal numbers: float64 would round large ones first
+        else:
+            gap = np.where((left == right) | (np.isnan(left) & np.isnan(right)), 0.0, abs(left - right))
+            gap[np.isnan(gap)] = math.inf
+        differs = (gap > atol + rtol * abs(right)) | np.isinf(gap)
+    return float(gap[differs].max(initial=0.0))
 
 
 def _given(found: replay_.Incident) -> str | None:

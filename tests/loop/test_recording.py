@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_trees_close, tiny_convnet, tiny_mlp, vector_batch
@@ -211,6 +213,54 @@ class TestFirstDifference:
         one, two = testing.Run(chosen, state, loader), testing.Run(small, state, loader)
         assert testing.first_difference(one, two).step == 1
         assert testing.first_difference(one, two, rtol=1e-5) is None
+
+    @pytest.mark.parametrize(
+        ("one", "two", "size"),
+        [
+            (torch.tensor([2**53]), torch.tensor([2**53 + 1]), 1.0),
+            (torch.tensor([-(2**63), 5]), torch.tensor([2**63 - 1, 5]), 2.0**64),
+            (np.array([2**63], np.uint64), np.array([2**63 + 3], np.uint64), 3.0),
+            (torch.tensor([True, False]), torch.tensor([True, True]), 1.0),
+            (torch.tensor([math.inf]), torch.tensor([-math.inf]), math.inf),
+            (np.array([math.nan, 1.0]), np.array([math.nan, 1.0]), 0.0),
+            (np.array([math.nan, 1.0]), np.array([1.0, 1.0]), math.inf),
+            (math.nan, math.nan, 0.0),
+            (2**60, 2**60 + 1, 1.0),
+            (1.0, 1, math.inf),
+            (np.ones(2), np.ones(3), math.inf),
+            ("a", "b", math.inf),
+            (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), 0.0),
+            (torch.eye(2).to_sparse(), torch.eye(2).to_sparse() * 3, 2.0),
+            (torch.eye(2), torch.eye(2).to_sparse(), math.inf),
+            (torch.ones(2, dtype=torch.cfloat).conj(), torch.ones(2, dtype=torch.cfloat), 0.0),
+            (torch.ones(2, dtype=torch.bfloat16), torch.full((2,), 1.5, dtype=torch.bfloat16), 0.5),
+        ],
+    )
+    def test_leaves_of_every_kind_are_compared_exactly(self, one: Any, two: Any, size: float):
+        left, right = (testing.Run(ps.Program(lambda s, b: (s, {})), torch.zeros(()), [{"x": x}]) for x in (one, two))
+        found = testing.first_difference(left, right)
+        assert (0.0 if found is None else found.size) == size
+
+    def test_nested_tensors_are_compared_by_their_parts(self):
+        def run(last: float) -> testing.Run:
+            ragged = torch.nested.nested_tensor([torch.ones(2), torch.full((3,), last)], layout=torch.jagged)
+            return testing.Run(ps.Program(lambda s, b: (s, {})), torch.zeros(()), [ragged])
+
+        assert testing.first_difference(run(1.0), run(1.0)) is None
+        assert testing.first_difference(run(1.0), run(3.0)).size == 2.0
+
+    def test_seeds_that_differ_in_their_last_bit(self):
+        chosen = program()
+        one, two = (testing.Run(chosen, chosen.init(seed=2**60 + k, device="cpu"), []) for k in (0, 1))
+        found = testing.first_difference(one, two)
+        assert (found.step, found.where) == (0, "state/key")
+
+    @pytest.mark.parametrize(("one", "two"), [(1.0, 1.0 + 1e-9), (np.ones(3), np.ones(3) + 1e-9), (100, 101)])
+    def test_the_tolerance_is_for_arrays_and_numbers_too(self, one: Any, two: Any):
+        left, right = (testing.Run(ps.Program(lambda s, b: (s, {})), torch.zeros(()), [{"x": x}]) for x in (one, two))
+        assert testing.first_difference(left, right).where == "batch/x"
+        assert testing.first_difference(left, right, rtol=1e-2) is None
+        assert testing.first_difference(left, right, atol=1.0) is None
 
     def test_runs_of_fit_by_their_recordings(self):
         """The run with a difference is recorded, and compared with the program without it."""
