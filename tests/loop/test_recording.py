@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 import purestep as ps
 from purestep import testing
 from purestep.errors import ConfigError, DataError, Mismatch, NonFiniteError, NotFound
+from purestep.loop import nonfinite_steps
 
 CROSS_ENTROPY = ps.supervised(nn.CrossEntropyLoss())
 
@@ -51,6 +54,22 @@ class Dropping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
+
+
+class Refilled:
+    """A loader that yields one buffer, which it fills for each batch."""
+
+    def __init__(self, found: list[tuple[Tensor, Tensor]]) -> None:
+        self.found, self.buffer = found, [torch.empty_like(leaf) for leaf in found[0]]
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __iter__(self) -> Any:
+        for batch in self.found:
+            for leaf, value in zip(self.buffer, batch, strict=True):
+                leaf.copy_(value)
+            yield tuple(self.buffer)
 
 
 class Failing:
@@ -152,6 +171,51 @@ class TestRecord:
         step = result.recording[-1].steps[-1]
         found = testing.replay(result.recording[-1], chosen, step=step).state
         assert_trees_close(found.params, ps.tree.map(torch.clone, result.state.params), rtol=1e-5, atol=1e-6)
+
+
+class TestRefilledBuffers:
+    def test_recorded_batches_are_copies(self):
+        chosen, loader = program(), batches(6)
+        found = fit(chosen, Refilled(loader), record=3)
+        part = found.recording[-1]
+        for step, batch in zip(part.steps, part.batches, strict=True):
+            assert_trees_close(batch, loader[step - 1], rtol=0, atol=0)
+        again = testing.replay(part, chosen, step=part.steps[-1])
+        assert_trees_close(again.state.params, found.state.params, rtol=0, atol=0)
+
+    def test_copies_keep_their_classes(self):
+        def step(state: Tensor, batch: Any) -> Any:
+            return state + batch.x.sum() + float(batch.more["y"].sum()), {}
+
+        x, y = torch.zeros(2), np.zeros(3)
+
+        def refilled() -> Any:
+            for k in range(4):
+                x.fill_(k)
+                y.fill(k)
+                yield SimpleNamespace(x=x, more=UserDict(y=y))
+
+        found = ps.fit(torch.zeros(()), {"train": refilled()}, ps.Program(step), epochs=1, progress=False, record=4)
+        ((_, kept, _),) = found.recording
+        assert [(type(b).__name__, type(b.more).__name__) for b in kept] == [("SimpleNamespace", "UserDict")] * 4
+        assert [(float(b.x[0]), float(b.more["y"][0])) for b in kept] == [(k, k) for k in range(4)]
+
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_a_halt_is_not_explained_by_another_batch(self, accumulate: int):
+        chosen = program(accumulate=accumulate)
+        with pytest.raises(NonFiniteError, match="the cause is unknown, because the batch was written") as found:
+            fit(chosen, Refilled(batches(8, bad=3)))
+        assert (found.value.step, found.value.batch, found.value.leaves) == (4, None, ())
+        assert "x.clone()" in found.value.hint
+        with pytest.raises(NonFiniteError) as found:
+            fit(chosen, batches(8, bad=3))
+        assert "batch/0" in found.value.leaves
+
+    def test_processes_name_the_one_whose_batch_was_refilled(self):
+        halted = NonFiniteError("halted")
+        assert "the batch of process 1 is unknown" in nonfinite_steps.explain_from(halted, [(), None], "").what
+        assert "not finite in process 0: x" in nonfinite_steps.explain_from(halted, [("x",), None], "").what
+        assert "of all processes are finite" in nonfinite_steps.explain_from(halted, [(), ()], "").what
 
 
 def planted(chosen: ps.Program, at: int, change: Callable[[ps.TrainState], ps.TrainState]) -> ps.Program:
