@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import tree
 from ..errors import ConfigError
 from ..optim import global_norm
-from ..step import Parts, check_state, microbatch, parts_for, wide
+from ..step import Parts, check_divisible, check_state, microbatch, parts_for, wide
 from ..types import Params, Program, TrainState
 from ..validation import check_count
 from . import plain_attention
@@ -51,7 +51,8 @@ def gradient_noise_scale(
         ``(state, *batches, context=()) -> NoiseScale``, without a wait for the device.
 
     Raises:
-        ConfigError: ``parts`` is less than 2, or the program has no objective or is distributed.
+        ConfigError: ``parts`` is less than 2, or the program has no objective or is distributed, or its loss has
+            ``reduction="sum"``.
         StateError, DataError, StepContractError: from the function: as `per_example`; a batch has fewer than 2 rows, or
             fewer than ``parts``.
 
@@ -66,6 +67,7 @@ def gradient_noise_scale(
     """
     where = "gradient_noise_scale"
     program_parts = parts_for(program, where)
+    check_divisible(program_parts, where)
     if parts is not None:
         check_count(where, least=2, parts=parts)
     if chunk_size is not None:
