@@ -19,6 +19,7 @@ from .diagnostics import replay as replay_
 from .errors import ConfigError, Mismatch, NotFound, StepContractError
 from .snapshot import Snapshots
 from .types import Metrics, Program, TrainState, Tree
+from .validation import is_count
 
 Recording = recording.Recording
 """Consecutive calls of a train step: the state before the first, the batches, and the number of the first."""
@@ -75,10 +76,11 @@ def assert_resumes(program: Program, state: Tree, batches: Sequence[Any], *, at:
         program: the program whose ``train_step`` is checked.
         state: the initial state.
         batches: at least two batches.
-        at: the number of batches before the break; by default half of them.
+        at: the number of batches before the break, at most all; by default half of them.
 
     Raises:
         StepContractError: a leaf differs; the message names the first one.
+        ConfigError: there are less than two batches, or ``at`` is out of range.
 
     Example:
         >>> import torch, purestep as ps
@@ -86,6 +88,12 @@ def assert_resumes(program: Program, state: Tree, batches: Sequence[Any], *, at:
         >>> assert_resumes(program, program.init(), [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(4)])
     """
     cut = len(batches) // 2 if at is None else at
+    if len(batches) < 2:
+        hint = "pass at least two batches, for a step before the break and one after it"
+        raise ConfigError(f"the number of batches is {len(batches)}", where="assert_resumes", hint=hint)
+    if not is_count(cut) or cut > len(batches):
+        hint = f"at={len(batches) // 2}"
+        raise ConfigError(f"at={at!r} of {len(batches)} batches", where="assert_resumes", hint=hint)
     whole = _through(program, state, batches)
     half = tree.clone(_through(program, state, batches[:cut]))
     rest = _through(program, half, batches[cut:])
@@ -96,17 +104,20 @@ def assert_resumes(program: Program, state: Tree, batches: Sequence[Any], *, at:
 def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Sequence[Tree], *, rtol: float) -> None:
     """Assert that micro-batches give the same update as their whole batch.
 
+    Use programs with `optim.sgd`: the first update of Adam and its relatives hardly depends on a gradient's size.
+
     Args:
         program: a program with ``accumulate=len(parts)``.
         whole: the same program with ``accumulate=1``.
         batch: the whole batch.
-        parts: its micro-batches, of any sizes.
+        parts: its micro-batches, of any sizes; of different sizes, since a wrong weight may be right for equal ones.
         rtol: relative and absolute tolerance. "64-true" reaches 1e-12 if the weights of the loss are counts, and 1e-8
             if they are sums of class weights, which are float32.
 
     Raises:
         StepContractError: a parameter differs; the message names the one that differs most.
-        ConfigError: a program has no ``init``, or accumulates another number of parts.
+        ConfigError: a program has no ``init``, or accumulates another number of parts; the update of the whole
+            batch is not finite, or changes no parameter, so that there is nothing to compare.
 
     Example:
         >>> import torch, purestep as ps
@@ -116,7 +127,9 @@ def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Seq
         >>> halves = ps.program(net, objective, tx, precision="64-true", accumulate=2)
         >>> assert_accumulates(halves, whole, (x, y), [(x[:4], y[:4]), (x[4:], y[4:])], rtol=1e-12)
     """
-    expected = _through(whole, _started(whole, 1), [batch])
+    start = _started(whole, 1)
+    expected = _through(whole, start, [batch])
+    _check_changed(start, expected)
     found = _through(program, _started(program, len(parts)), parts)
     gaps: dict[str, float] = {}
     for name, value in expected.params.items():
@@ -136,6 +149,22 @@ def _started(program: Program, accumulate: int) -> Tree:
         hint = f"ps.program(..., accumulate={accumulate})"
         raise ConfigError(f"the program does not accumulate {accumulate}", where="assert_accumulates", hint=hint)
     return program.init()
+
+
+def _check_changed(start: Tree, new: Tree) -> None:
+    """Raise ConfigError if the update of the whole batch changes nothing, as any other update without effect."""
+    if int(new.updates) == int(start.updates):
+        raise ConfigError(
+            "the update of the whole batch is refused: it is not finite",
+            where="assert_accumulates",
+            hint="pass a batch with a finite loss and finite gradients",
+        )
+    if all(torch.equal(p, start.params[name]) for name, p in new.params.items()):
+        raise ConfigError(
+            "the update of the whole batch changes no parameter",
+            where="assert_accumulates",
+            hint="pass a learning rate that is not 0 at the first update (no warm-up), and a loss with a gradient",
+        )
 
 
 class Replay(NamedTuple):
