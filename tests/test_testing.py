@@ -154,7 +154,7 @@ class TestAssertAccumulates:
             (
                 optim.sgd(ps.schedules.warmup_cosine(peak=0.1, warmup=10, total=100)),
                 1.0,
-                "halt",
+                "raise",
                 "changes no parameter",
             ),
             (optim.sgd(0.5), math.nan, "raise", "is refused: it is not finite"),
