@@ -36,8 +36,8 @@ def gradient_noise_scale(
     waste examples. The estimates from n gradients :math:`g_i` with the mean :math:`\bar g` are unbiased:
     :math:`tr(\Sigma) \approx (\sum |g_i|^2 - n |\bar g|^2) / (n - 1)` and
     :math:`|G|^2 \approx |\bar g|^2 - tr(\Sigma) / n`. Of several batches, both are averaged over the batches before the
-    division. Weights of the objective count: :math:`\bar g` is the gradient of a train step. Dropout is part of the
-    noise.
+    division. Weights of the objective count: :math:`\bar g` is the gradient of a train step. A batch with fewer than
+    two gradients of positive weight is left out; if all are, the estimates are nan. Dropout is part of the noise.
 
     Args:
         program: from `program`, not distributed.
@@ -79,7 +79,7 @@ def gradient_noise_scale(
         if not batches:
             raise ConfigError("there is no batch", where=where, hint="pass (state, batch)")
 
-        def of_batch(batch: Any) -> tuple[Tensor, Tensor]:
+        def of_batch(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
             least = parts or 2
             rows = microbatch.count_rows(tree.dicts(batch))
             if rows < least:
@@ -93,7 +93,8 @@ def gradient_noise_scale(
 
         def run() -> NoiseScale:
             found = [of_batch(batch) for batch in batches]
-            trace, squared = (torch.stack(column).mean() for column in zip(*found, strict=True))
+            *columns, counts = (torch.stack(column) for column in zip(*found, strict=True))
+            trace, squared = (torch.where(counts, column, 0).sum() / counts.sum() for column in columns)
             return NoiseScale(trace / squared, trace, squared)
 
         return program_parts.draw(state, run)
@@ -110,8 +111,9 @@ class _Sums(NamedTuple):
     number: Tensor  # shape=(): how many have a weight
 
 
-def _estimates(found: Iterator[_Sums], size: float) -> tuple[Tensor, Tensor]:
-    """The trace of the covariance of single examples, and the squared norm of the true gradient.
+def _estimates(found: Iterator[_Sums], size: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The trace of the covariance of single examples, the squared norm of the true gradient, and True if these are
+    defined: at least two gradients have a weight.
 
     Args:
         found: sums over disjoint sets of gradients.
@@ -123,7 +125,7 @@ def _estimates(found: Iterator[_Sums], size: float) -> tuple[Tensor, Tensor]:
     mean = global_norm(total.grads) / total.weights
     squares = total.squares * (total.number / total.weights).square()
     variance = (squares - total.number * mean.square()) / (total.number - 1)
-    return variance * size, mean.square() - variance / total.number
+    return variance * size, mean.square() - variance / total.number, total.number > 1
 
 
 def _examples(
