@@ -157,7 +157,8 @@ def epsilon(
         accountant: "prv" (Gopi et al., 2021), or "rdp" (Mironov, 2017), which is looser and faster.
 
     Raises:
-        ConfigError: an argument is out of range, or Opacus is not installed.
+        ConfigError: an argument is out of range, Opacus is not installed, or its accountant fails: "prv" does for
+            little noise and for a tiny delta.
 
     Example:
         >>> epsilon(steps=1000, sample_rate=0.01, noise_multiplier=0.0, delta=1e-5)
@@ -184,4 +185,11 @@ def epsilon(
         raise ConfigError("Opacus is not installed", where=where, hint="pip install 'purestep[privacy]'") from error
     found: Any = accountants.create_accountant(accountant)
     found.history.append((noise_multiplier, sample_rate, steps))
-    return float(found.get_epsilon(delta))
+    try:
+        return float(found.get_epsilon(delta))
+    except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"noise_multiplier={noise_multiplier}, delta={delta}: the accountant {accountant!r} fails: {error}",
+            where=where,
+            hint='accountant="rdp"' if accountant == "prv" else "a larger noise_multiplier, or a larger delta",
+        ) from error

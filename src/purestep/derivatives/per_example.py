@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import DataError
 from ..step import check_divisible, check_state, parts_for
 from ..types import Params, Program, TrainState
 from ..validation import check_count
@@ -85,6 +86,8 @@ def per_example(
                     parts, state, batch, context, chunk_size=chunk_size, train=train, where="per_example"
                 )
             ]
+            if not found:
+                raise DataError("has no rows", where="batch", hint="pass a batch of at least one row")
             if len(found) == 1:
                 return found[0]
             norms, losses, weights = (torch.cat(column) for column in list(zip(*found, strict=True))[1:])
