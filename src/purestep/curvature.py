@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import rng, tree
-from .derivatives import plain_attention
+from .derivatives import explained, plain_attention
 from .errors import ConfigError, StateError, StepContractError
 from .model import functional
 from .step import check_state, parts_for, wide
@@ -25,6 +25,7 @@ from .types import Params, Program, TrainState
 from .validation import check_count
 
 _vjp: Any = torch.func.vjp  # the length of its result depends on has_aux
+_CURE = "use operations that torch.func differentiates twice"
 Product = Callable[[Params], Params]
 """``vector -> matrix @ vector``, both with the names and shapes of the parameters."""
 
@@ -64,6 +65,7 @@ def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
         ConfigError: the program has no objective or is distributed.
         StateError: from the function: the state is not a TrainState of one process, or the vector has other names or
             shapes than the parameters.
+        StepContractError: from the function: torch.func does not accept the model, as with activation checkpointing.
 
     Example:
         >>> import torch, purestep as ps
@@ -85,7 +87,7 @@ def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
             return parts.loss(params, state, batch, context, train=train)[0].mean
 
         def run() -> Params:
-            with plain_attention.differentiable():
+            with explained("curvature.hessian", _CURE), plain_attention.differentiable():
                 _, multiply = _vjp(torch.func.grad(mean), state.params)
                 return multiply(vector)[0]
 
@@ -114,8 +116,8 @@ def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Param
     Raises:
         ConfigError: the program has no objective or is distributed.
         StateError: from the function: as for `hessian`.
-        StepContractError: from the function: the model computes the loss itself (a scalar output, as for `hf_loss`),
-            so its outputs before the loss are unknown.
+        StepContractError: from the function: as for `hessian`; the model computes the loss itself (a scalar output, as
+            for `hf_loss`), so its outputs before the loss are unknown.
 
     Example:
         >>> import torch, purestep as ps
@@ -150,7 +152,7 @@ def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Param
             return parts.loss(params, state, batch, context, train=train, kind=kind)[0].mean
 
         def run() -> Params:
-            with plain_attention.differentiable():
+            with explained("curvature.gauss_newton", _CURE), plain_attention.differentiable():
                 found, pull, rest = _vjp(outputs, state.params, has_aux=True)
                 # J v is the derivative of the linear function u -> J^T u: one forward pass, one dropout mask.
                 _, push = _vjp(lambda u: pull(u)[0], [torch.zeros_like(z) for z in found])

@@ -10,6 +10,7 @@ import torch
 from derivatives_cases import CROSS_ENTROPY, TinyGPT, program, text_objective, texts
 from helpers import assert_trees_close, tiny_mlp, vector_batch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from purestep.errors import ConfigError, StateError, StepContractError
@@ -228,6 +229,41 @@ def test_errors():
             measure(lambda v: {**v, "2.bias": v["2.bias"][:1]}, state.params)
     with pytest.raises(ConfigError, match="samples=0"):
         ps.curvature.trace(lambda v: v, state.params, samples=0)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(lambda h: self.body(h).tanh(), x, use_reentrant=False))
+
+
+def test_activation_checkpointing_is_named():
+    chosen, batch = program(Checkpointed()), vector_batch(8, dtype=torch.float64)
+    state = chosen.init(device="cpu")
+    chosen.train_step(state, batch)
+    calls: dict[str, Any] = {
+        "curvature.hessian": lambda: ps.curvature.hessian(chosen)(state, batch, state.params),
+        "curvature.gauss_newton": lambda: ps.curvature.gauss_newton(chosen)(state, batch, state.params),
+        "per_example": lambda: ps.per_example(chosen)(state, batch),
+        "gradient_noise_scale": lambda: ps.gradient_noise_scale(chosen, parts=2)(state, batch),
+    }
+    for where, call in calls.items():
+        with pytest.raises(StepContractError, match=f"{where}: torch.func does not accept activation checkpointing"):
+            call()
+
+
+def test_the_models_own_errors_pass():
+    def wrong(model: ps.Model, batch: Any) -> ps.Loss:
+        raise RuntimeError("my own")
+
+    chosen, batch = program(nn.Linear(4, 3), wrong), vector_batch(8, dtype=torch.float64)
+    state = chosen.init(device="cpu")
+    for kind in (ps.curvature.hessian, ps.curvature.gauss_newton):
+        with pytest.raises(RuntimeError, match="^my own$"):
+            kind(chosen)(state, batch, state.params)
 
 
 class Sum(nn.Module):

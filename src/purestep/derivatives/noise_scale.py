@@ -15,7 +15,7 @@ from ..step import Parts, check_divisible, check_state, microbatch, parts_for, w
 from ..types import Params, Program, TrainState
 from ..validation import check_count
 from . import plain_attention
-from .examples import chunks
+from .examples import chunks, explained
 
 
 class NoiseScale(NamedTuple):
@@ -148,7 +148,8 @@ def _gradients(
             loss = parts.loss(params, state, rows, context, train=train)[0]
             return loss.mean, loss.weight
 
-        with plain_attention.differentiable():
+        cure = "use operations that torch.func differentiates"
+        with explained("gradient_noise_scale", cure), plain_attention.differentiable():
             grads, weight = torch.func.grad(mean, has_aux=True)(state.params)
         weighted = {
             name: torch.where(weight > 0, g.to(wide(g.dtype)) * weight.to(wide(g.dtype)), 0)
