@@ -103,6 +103,12 @@ class TestAssertResumes:
         for at in (None, 0, 1, 4):
             testing.assert_resumes(program, program.init(device="cpu"), self.BATCHES, at=at)
 
+    @pytest.mark.parametrize(("count", "at"), [(0, None), (1, None), (1, 0), (4, 5), (4, -1), (4, 1.0), (4, True)])
+    def test_what_tests_nothing_is_refused(self, count: int, at: Any):
+        program = ps.program(tiny_convnet(), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1))
+        with pytest.raises(ConfigError, match=r"cure: (pass at least two batches|at=2)"):
+            testing.assert_resumes(program, program.init(device="cpu"), self.BATCHES[:count], at=at)
+
     def test_what_is_not_in_the_state_is_lost_at_the_break(self):
         """A momentum that is kept on the state's identity: any copy starts it anew."""
         momentum: dict[int, Tensor] = {}
@@ -140,6 +146,29 @@ class TestAssertAccumulates:
         with pytest.raises(
             StepContractError, match=r"params/\S+: differs by \S+ from the update .*cure: return a Loss whose weight"
         ):
+            testing.assert_accumulates(many, one, *self.parts(), rtol=1e-12)
+
+    @pytest.mark.parametrize(
+        ("tx", "factor", "nonfinite", "message"),
+        [
+            (
+                optim.sgd(ps.schedules.warmup_cosine(peak=0.1, warmup=10, total=100)),
+                1.0,
+                "raise",
+                "changes no parameter",
+            ),
+            (optim.sgd(0.5), math.nan, "raise", "is refused: it is not finite"),
+            (optim.sgd(0.5), math.nan, "skip", "is refused: it is not finite"),
+        ],
+    )
+    def test_an_update_that_changes_nothing_is_refused(self, tx: Any, factor: float, nonfinite: Any, message: str):
+        def objective(model: Any, batch: Any) -> ps.Loss:
+            return ps.Loss(nn.functional.cross_entropy(model(batch[0]), batch[1]) * factor, 1, {})
+
+        many, one = (
+            ps.program(tiny_mlp(dtype=torch.float64), objective, tx, accumulate=k, nonfinite=nonfinite) for k in (3, 1)
+        )
+        with pytest.raises(ConfigError, match=message):
             testing.assert_accumulates(many, one, *self.parts(), rtol=1e-12)
 
     def test_the_parameter_that_differs_most_is_named(self):

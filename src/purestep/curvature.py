@@ -12,11 +12,12 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from . import rng, tree
-from .derivatives import plain_attention
+from .derivatives import explained, plain_attention
 from .errors import ConfigError, StateError, StepContractError
 from .model import functional
 from .step import check_state, parts_for, wide
@@ -24,6 +25,7 @@ from .types import Params, Program, TrainState
 from .validation import check_count
 
 _vjp: Any = torch.func.vjp  # the length of its result depends on has_aux
+_CURE = "use operations that torch.func differentiates twice"
 Product = Callable[[Params], Params]
 """``vector -> matrix @ vector``, both with the names and shapes of the parameters."""
 
@@ -63,6 +65,7 @@ def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
         ConfigError: the program has no objective or is distributed.
         StateError: from the function: the state is not a TrainState of one process, or the vector has other names or
             shapes than the parameters.
+        StepContractError: from the function: torch.func does not accept the model, as with activation checkpointing.
 
     Example:
         >>> import torch, purestep as ps
@@ -78,13 +81,13 @@ def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
     def product(state: TrainState, batch: Any, vector: Params, *context: Any) -> Params:
         """``(state, batch, vector, *context) -> product``."""
         state = check_state(state)
-        _check_vector(vector, state.params)
+        vector = _named("vector", vector, state.params, "pass a dict with the names and shapes of state.params")
 
         def mean(params: Params) -> Tensor:
             return parts.loss(params, state, batch, context, train=train)[0].mean
 
         def run() -> Params:
-            with plain_attention.differentiable():
+            with explained("curvature.hessian", _CURE), plain_attention.differentiable():
                 _, multiply = _vjp(torch.func.grad(mean), state.params)
                 return multiply(vector)[0]
 
@@ -113,8 +116,8 @@ def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Param
     Raises:
         ConfigError: the program has no objective or is distributed.
         StateError: from the function: as for `hessian`.
-        StepContractError: from the function: the model computes the loss itself (a scalar output, as for `hf_loss`),
-            so its outputs before the loss are unknown.
+        StepContractError: from the function: as for `hessian`; the model computes the loss itself (a scalar output, as
+            for `hf_loss`), so its outputs before the loss are unknown.
 
     Example:
         >>> import torch, purestep as ps
@@ -130,7 +133,7 @@ def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Param
     def product(state: TrainState, batch: Any, vector: Params, *context: Any) -> Params:
         """``(state, batch, vector, *context) -> product``."""
         state = check_state(state)
-        _check_vector(vector, state.params)
+        vector = _named("vector", vector, state.params, "pass a dict with the names and shapes of state.params")
         structure: list[Any] = []  # the structure of the outputs, and their leaves that are no tensors
 
         def outputs(params: Params) -> tuple[list[Tensor], list[Tensor]]:
@@ -149,7 +152,7 @@ def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Param
             return parts.loss(params, state, batch, context, train=train, kind=kind)[0].mean
 
         def run() -> Params:
-            with plain_attention.differentiable():
+            with explained("curvature.gauss_newton", _CURE), plain_attention.differentiable():
                 found, pull, rest = _vjp(outputs, state.params, has_aux=True)
                 # J v is the derivative of the linear function u -> J^T u: one forward pass, one dropout mask.
                 _, push = _vjp(lambda u: pull(u)[0], [torch.zeros_like(z) for z in found])
@@ -188,16 +191,24 @@ def _check_outputs(floating: list[Tensor]) -> None:
         )
 
 
-def _check_vector(vector: Any, params: Params) -> None:
-    shapes = {name: p.shape for name, p in params.items()}
-    found = {name: getattr(v, "shape", None) for name, v in vector.items()} if isinstance(vector, dict) else {}
-    for name in {**shapes, **found}:
-        if found.get(name) != shapes.get(name):
+def _named(what: str, found: Any, like: Params, hint: str) -> Params:
+    """Return the vectors in the order of ``like``; ``what`` names them in errors.
+
+    Raises:
+        StateError: names or shapes differ.
+    """
+    shapes = {name: p.shape for name, p in like.items()}
+    others = {name: getattr(v, "shape", None) for name, v in found.items()} if isinstance(found, dict) else {}
+    for name in {**shapes, **others}:
+        if others.get(name) != shapes.get(name):
             raise StateError(
-                f"has shape {found.get(name)}, the parameter {shapes.get(name)}",
-                where=f"vector/{name}",
-                hint="pass a dict with the names and shapes of state.params",
+                f"has shape {others.get(name)}, the parameter {shapes.get(name)}", where=f"{what}/{name}", hint=hint
             )
+    return {name: found[name] for name in like}
+
+
+def _product(product: Product, vector: Params, like: Params) -> Params:
+    return _named("product", product(vector), like, "return a dict with the names and shapes of the vector")
 
 
 def eigenvalues(
@@ -226,7 +237,8 @@ def eigenvalues(
 
     Raises:
         ConfigError: ``k`` or ``which`` is out of range; SciPy is not installed; no convergence within
-            ``max_iterations``.
+            ``max_iterations``; a product is not finite.
+        StateError: a product has other names or shapes than ``like``. Their order does not matter.
 
     Example:
         >>> import torch, purestep as ps
@@ -249,7 +261,14 @@ def eigenvalues(
 
     def multiply(flat: Any) -> Any:
         vector = _shaped(torch.as_tensor(flat, dtype=dtype).reshape(-1), like)
-        return _flat(product(vector), dtype).numpy()
+        result = _flat(_product(product, vector, like), dtype)
+        if not bool(result.isfinite().all()):
+            raise ConfigError(
+                "the product has numbers that are not finite",
+                where="curvature.eigenvalues",
+                hint='pass a state and a batch with a finite loss, or a program with precision="64-true"',
+            )
+        return result.numpy()
 
     first = torch.randn(size, generator=rng.generator(rng.key(seed), "lanczos"), dtype=dtype).numpy()
     operator = linalg.LinearOperator((size, size), matvec=multiply, dtype=first.dtype)
@@ -261,6 +280,11 @@ def eigenvalues(
             where="curvature.eigenvalues",
             hint=f"pass max_iterations of more than {max_iterations or 10 * size}, or a larger tol={10 * tol:g}",
         ) from None
+    except linalg.ArpackError as error:
+        if multiply(first).any():
+            text = f"Lanczos' method failed: {error}"
+            raise ConfigError(text, where="curvature.eigenvalues", hint="pass seed=1, or tol=1e-4") from error
+        values, vectors = np.zeros(k, first.dtype), np.eye(size, k, dtype=first.dtype)  # of the matrix 0
     order = values.argsort()[::-1]
     rows = [_shaped(torch.as_tensor(vectors[:, at].copy()), like) for at in order]
     stacked = {name: torch.stack([row[name] for row in rows]) for name in like}
@@ -281,6 +305,7 @@ def trace(product: Product, like: Params, *, samples: int = 10, seed: int = 0) -
 
     Raises:
         ConfigError: ``samples`` is less than 1.
+        StateError: as for `eigenvalues`.
 
     Example:
         >>> import torch, purestep as ps
@@ -295,7 +320,7 @@ def trace(product: Product, like: Params, *, samples: int = 10, seed: int = 0) -
     for _ in range(samples):
         signs = torch.randint(2, (size,), generator=generator).mul_(2).sub_(1).float()
         vector = _shaped(signs, like)
-        result = product(vector)
+        result = _product(product, vector, like)
         terms = [(vector[name].to(wide(p.dtype)) * result[name].to(wide(p.dtype))).sum() for name, p in like.items()]
         found.append(torch.stack(terms).sum())
     values = torch.stack(found)

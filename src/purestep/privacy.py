@@ -14,7 +14,7 @@ from .errors import ConfigError, StepContractError
 from .metrics import mean as means
 from .metrics import merge
 from .pickling import recipe
-from .step import Micro, Parts, finite_mean, parts_for, wide
+from .step import Micro, Parts, check_divisible, finite_mean, parts_for, wide
 from .types import Form, Mean, Metrics, Params, Program, TrainState
 from .validation import check_count, check_finite, check_positive
 
@@ -47,7 +47,8 @@ def dp_sgd(
 
     Args:
         program: from `program`, not distributed, with ``accumulate=1`` and ``microbatches=1`` (``chunk_size`` bounds
-            the memory), without ``sam`` and without loss scaling. BatchNorm raises an error, as in `per_example`.
+            the memory), without ``sam``, loss scaling and ``reduction="sum"``. BatchNorm raises an error, as in
+            `per_example`.
         max_norm: C > 0.
         noise_multiplier: :math:`\sigma` >= 0; 0: no noise and no privacy.
         expected_batch_size: B >= 1. None: the number of rows of each batch.
@@ -68,6 +69,7 @@ def dp_sgd(
     """
     where = "privacy.dp_sgd"
     parts = parts_for(program, where)
+    check_divisible(parts, where)
     check_positive(where, max_norm=max_norm)
     check_finite(where, noise_multiplier=noise_multiplier)
     if noise_multiplier < 0:
@@ -155,7 +157,8 @@ def epsilon(
         accountant: "prv" (Gopi et al., 2021), or "rdp" (Mironov, 2017), which is looser and faster.
 
     Raises:
-        ConfigError: an argument is out of range, or Opacus is not installed.
+        ConfigError: an argument is out of range, Opacus is not installed, or its accountant fails: "prv" does for
+            little noise and for a tiny delta.
 
     Example:
         >>> epsilon(steps=1000, sample_rate=0.01, noise_multiplier=0.0, delta=1e-5)
@@ -182,4 +185,11 @@ def epsilon(
         raise ConfigError("Opacus is not installed", where=where, hint="pip install 'purestep[privacy]'") from error
     found: Any = accountants.create_accountant(accountant)
     found.history.append((noise_multiplier, sample_rate, steps))
-    return float(found.get_epsilon(delta))
+    try:
+        return float(found.get_epsilon(delta))
+    except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"noise_multiplier={noise_multiplier}, delta={delta}: the accountant {accountant!r} fails: {error}",
+            where=where,
+            hint='accountant="rdp"' if accountant == "prv" else "a larger noise_multiplier, or a larger delta",
+        ) from error

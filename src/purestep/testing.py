@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from . import tree
+from . import tensor_layout, tree
 from .compile import plain
 from .data import device_of
 from .diagnostics import Watch, backward, not_finite, purity, recording
@@ -19,6 +19,7 @@ from .diagnostics import replay as replay_
 from .errors import ConfigError, Mismatch, NotFound, StepContractError
 from .snapshot import Snapshots
 from .types import Metrics, Program, TrainState, Tree
+from .validation import is_count
 
 Recording = recording.Recording
 """Consecutive calls of a train step: the state before the first, the batches, and the number of the first."""
@@ -75,10 +76,11 @@ def assert_resumes(program: Program, state: Tree, batches: Sequence[Any], *, at:
         program: the program whose ``train_step`` is checked.
         state: the initial state.
         batches: at least two batches.
-        at: the number of batches before the break; by default half of them.
+        at: the number of batches before the break, at most all; by default half of them.
 
     Raises:
         StepContractError: a leaf differs; the message names the first one.
+        ConfigError: there are less than two batches, or ``at`` is out of range.
 
     Example:
         >>> import torch, purestep as ps
@@ -86,6 +88,12 @@ def assert_resumes(program: Program, state: Tree, batches: Sequence[Any], *, at:
         >>> assert_resumes(program, program.init(), [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(4)])
     """
     cut = len(batches) // 2 if at is None else at
+    if len(batches) < 2:
+        hint = "pass at least two batches, for a step before the break and one after it"
+        raise ConfigError(f"the number of batches is {len(batches)}", where="assert_resumes", hint=hint)
+    if not is_count(cut) or cut > len(batches):
+        hint = f"at={len(batches) // 2}"
+        raise ConfigError(f"at={at!r} of {len(batches)} batches", where="assert_resumes", hint=hint)
     whole = _through(program, state, batches)
     half = tree.clone(_through(program, state, batches[:cut]))
     rest = _through(program, half, batches[cut:])
@@ -96,17 +104,20 @@ def assert_resumes(program: Program, state: Tree, batches: Sequence[Any], *, at:
 def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Sequence[Tree], *, rtol: float) -> None:
     """Assert that micro-batches give the same update as their whole batch.
 
+    Use programs with `optim.sgd`: the first update of Adam and its relatives hardly depends on a gradient's size.
+
     Args:
         program: a program with ``accumulate=len(parts)``.
         whole: the same program with ``accumulate=1``.
         batch: the whole batch.
-        parts: its micro-batches, of any sizes.
+        parts: its micro-batches, of any sizes; of different sizes, since a wrong weight may be right for equal ones.
         rtol: relative and absolute tolerance. "64-true" reaches 1e-12 if the weights of the loss are counts, and 1e-8
             if they are sums of class weights, which are float32.
 
     Raises:
         StepContractError: a parameter differs; the message names the one that differs most.
-        ConfigError: a program has no ``init``, or accumulates another number of parts.
+        ConfigError: a program has no ``init``, or accumulates another number of parts; the update of the whole
+            batch is not finite, or changes no parameter, so that there is nothing to compare.
 
     Example:
         >>> import torch, purestep as ps
@@ -116,7 +127,9 @@ def assert_accumulates(program: Program, whole: Program, batch: Tree, parts: Seq
         >>> halves = ps.program(net, objective, tx, precision="64-true", accumulate=2)
         >>> assert_accumulates(halves, whole, (x, y), [(x[:4], y[:4]), (x[4:], y[4:])], rtol=1e-12)
     """
-    expected = _through(whole, _started(whole, 1), [batch])
+    start = _started(whole, 1)
+    expected = _through(whole, start, [batch])
+    _check_changed(start, expected)
     found = _through(program, _started(program, len(parts)), parts)
     gaps: dict[str, float] = {}
     for name, value in expected.params.items():
@@ -136,6 +149,22 @@ def _started(program: Program, accumulate: int) -> Tree:
         hint = f"ps.program(..., accumulate={accumulate})"
         raise ConfigError(f"the program does not accumulate {accumulate}", where="assert_accumulates", hint=hint)
     return program.init()
+
+
+def _check_changed(start: Tree, new: Tree) -> None:
+    """Raise ConfigError if the update of the whole batch changes nothing, as any other update without effect."""
+    if int(new.updates) == int(start.updates):
+        raise ConfigError(
+            "the update of the whole batch is refused: it is not finite",
+            where="assert_accumulates",
+            hint="pass a batch with a finite loss and finite gradients",
+        )
+    if all(torch.equal(p, start.params[name]) for name, p in new.params.items()):
+        raise ConfigError(
+            "the update of the whole batch changes no parameter",
+            where="assert_accumulates",
+            hint="pass a learning rate that is not 0 at the first update (no warm-up), and a loss with a gradient",
+        )
 
 
 class Replay(NamedTuple):
@@ -358,16 +387,45 @@ def _sizes(a: Tree, b: Tree, rtol: float, atol: float) -> dict[str, float]:
 
 
 def _size(a: Any, b: Any, rtol: float, atol: float) -> float:
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return 0.0 if type(a) is type(b) and np.array_equal(a, b) else math.inf
-    if a.shape != b.shape or a.dtype != b.dtype:
+    """The largest absolute difference of two leaves, if it exceeds the tolerance; inf for other types or shapes."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        alike = (a.dtype, a.layout, a.is_nested) == (b.dtype, b.layout, b.is_nested)
+        if not alike or (not a.is_nested and a.shape != b.shape):  # torch gives every jagged tensor another shape
+            return math.inf
+        if tensor_layout.is_dense(a):
+            return _array_size(_array(a), _array(b), rtol, atol)
+        if a.is_quantized:
+            return _size(a.dequantize(), b.dequantize(), rtol, atol)
+        one, two = tensor_layout.dense_parts(a), tensor_layout.dense_parts(b)
+        sizes = [_size(left, right, rtol, atol) for left, right in zip(one, two, strict=False)]
+        return max(sizes, default=0.0) if len(one) == len(two) else math.inf
+    if type(a) is not type(b):
         return math.inf
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    one, two = a.detach().to("cpu", wide), b.detach().to("cpu", wide)
-    if bool(torch.isclose(one, two, rtol=rtol, atol=atol, equal_nan=True).all()):
-        return 0.0
-    gap = torch.where(torch.isnan(one) & torch.isnan(two) | (one == two), 0, one - two).abs()
-    return float(gap.nan_to_num(nan=math.inf).max())
+    if isinstance(a, np.ndarray | np.generic | int | float | complex):
+        one, two = np.asarray(a), np.asarray(b)
+        if one.dtype == two.dtype and one.shape == two.shape and one.dtype.kind in "biufc":
+            return _array_size(one, two, rtol, atol)
+    return 0.0 if np.array_equal(a, b) else math.inf
+
+
+def _array(leaf: torch.Tensor) -> Any:
+    """The numbers as a numpy array, which has fewer dtypes than torch and exact arithmetic for all integers."""
+    wide = torch.complex128 if leaf.is_complex() else torch.float64 if leaf.is_floating_point() else leaf.dtype
+    return leaf.detach().to("cpu", wide).numpy(force=True)
+
+
+def _array_size(one: Any, two: Any, rtol: float, atol: float) -> float:
+    one, two = np.atleast_1d(one, two)
+    left, right = (each.astype(np.result_type(each, np.float64)) for each in (one, two))
+    with np.errstate(invalid="ignore", over="ignore"):
+        if one.dtype.kind in "biu":
+            high, low = (pick(one, two).astype(np.uint64) for pick in (np.maximum, np.minimum))
+            gap = (high - low).astype(np.float64)  # 0 only for equal numbers: float64 would round large ones first
+        else:
+            gap = np.where((left == right) | (np.isnan(left) & np.isnan(right)), 0.0, abs(left - right))
+            gap[np.isnan(gap)] = math.inf
+        differs = (gap > atol + rtol * abs(right)) | np.isinf(gap)
+    return float(gap[differs].max(initial=0.0))
 
 
 def _given(found: replay_.Incident) -> str | None:

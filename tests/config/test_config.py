@@ -138,6 +138,15 @@ def test_a_bad_value_is_an_error_that_names_the_field_the_value_and_the_cure(fie
     assert "pydantic" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", FitConfig.model_fields)
+def test_the_cure_of_every_setting_is_accepted(name: str):
+    others = {"epochs": 1, "monitor": "val_loss"}
+    with pytest.raises(ConfigError) as found:
+        FitConfig(**{**others, name: object()})
+    cure: dict[str, Any] = eval(f"dict({found.value.hint})")
+    assert getattr(FitConfig(**{**others, **cure}), name) is not None
+
+
 def test_every_finding_is_in_one_message():
     with pytest.raises(ConfigError, match=r"epochs=0: .*; log_every=-1: .*; 'epoch' is not"):
         FitConfig.from_dict({"epochs": 0, "log_every": -1, "epoch": 1})

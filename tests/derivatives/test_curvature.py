@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from derivatives_cases import CROSS_ENTROPY, TinyGPT, program, text_objective, texts
 from helpers import assert_trees_close, tiny_mlp, vector_batch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from purestep.errors import ConfigError, StateError, StepContractError
@@ -157,6 +159,30 @@ def test_eigenvalues_are_those_of_the_full_matrix(which: str):
         assert flat(vector).norm() == pytest.approx(1)
 
 
+def test_names_count_and_their_order_does_not():
+    chosen, batch = program(tiny_mlp()), vector_batch(9, dtype=torch.float64)
+    state = chosen.init(device="cpu")
+
+    def backward(params: dict[str, Tensor]) -> dict[str, Tensor]:
+        return dict(reversed(list(params.items())))
+
+    for kind in (ps.curvature.hessian, ps.curvature.gauss_newton):
+        product = kind(chosen)
+        expected = product(state, batch, state.params)
+        assert_trees_close(product(state, batch, backward(state.params)), expected, rtol=0, atol=0)
+        find = functools.partial(ps.curvature.eigenvalues, like=state.params, k=2)
+        found = find(lambda v, product=product: backward(product(state, batch, v)))
+        assert torch.equal(found.values, find(lambda v, product=product: product(state, batch, v)).values)
+
+
+def test_the_eigenvalues_of_a_matrix_of_zeros_are_0():
+    like = {"a": torch.ones(2, 3), "b": torch.ones(4)}
+    found = ps.curvature.eigenvalues(lambda v: {name: 0 * p for name, p in v.items()}, like, k=3)
+    assert found.values.tolist() == [0, 0, 0]
+    vectors = torch.cat([v.flatten(1) for v in found.vectors.values()], 1)
+    assert torch.equal(vectors @ vectors.T, torch.eye(3))
+
+
 def test_the_trace_is_within_its_error():
     chosen, batch = program(tiny_mlp()), vector_batch(9, dtype=torch.float64)
     state = chosen.init(device="cpu")
@@ -194,8 +220,50 @@ def test_errors():
     product = ps.curvature.hessian(chosen)
     with pytest.raises(ConfigError, match=r"of 5 eigenvalues converged .*max_iterations"):
         ps.curvature.eigenvalues(lambda v: product(state, batch, v), state.params, k=5, tol=0, max_iterations=1)
+    with pytest.raises(ConfigError, match="the product has numbers that are not finite"):
+        ps.curvature.eigenvalues(lambda v: {name: p * torch.nan for name, p in v.items()}, state.params)
+    for measure in (ps.curvature.eigenvalues, ps.curvature.trace):
+        with pytest.raises(StateError, match="product/0.bias: has shape None"):
+            measure(lambda v: {"0.weight": v["0.weight"]}, state.params)
+        with pytest.raises(StateError, match=r"product/2.bias: has shape torch.Size\(\[1\]\)"):
+            measure(lambda v: {**v, "2.bias": v["2.bias"][:1]}, state.params)
     with pytest.raises(ConfigError, match="samples=0"):
         ps.curvature.trace(lambda v: v, state.params, samples=0)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(lambda h: self.body(h).tanh(), x, use_reentrant=False))
+
+
+def test_activation_checkpointing_is_named():
+    chosen, batch = program(Checkpointed()), vector_batch(8, dtype=torch.float64)
+    state = chosen.init(device="cpu")
+    chosen.train_step(state, batch)
+    calls: dict[str, Any] = {
+        "curvature.hessian": lambda: ps.curvature.hessian(chosen)(state, batch, state.params),
+        "curvature.gauss_newton": lambda: ps.curvature.gauss_newton(chosen)(state, batch, state.params),
+        "per_example": lambda: ps.per_example(chosen)(state, batch),
+        "gradient_noise_scale": lambda: ps.gradient_noise_scale(chosen, parts=2)(state, batch),
+    }
+    for where, call in calls.items():
+        with pytest.raises(StepContractError, match=f"{where}: torch.func does not accept activation checkpointing"):
+            call()
+
+
+def test_the_models_own_errors_pass():
+    def wrong(model: ps.Model, batch: Any) -> ps.Loss:
+        raise RuntimeError("my own")
+
+    chosen, batch = program(nn.Linear(4, 3), wrong), vector_batch(8, dtype=torch.float64)
+    state = chosen.init(device="cpu")
+    for kind in (ps.curvature.hessian, ps.curvature.gauss_newton):
+        with pytest.raises(RuntimeError, match="^my own$"):
+            kind(chosen)(state, batch, state.params)
 
 
 class Sum(nn.Module):

@@ -84,6 +84,19 @@ def test_weights_of_the_objective_count():
     torch.testing.assert_close(found.squared_norm, rows.mean(0).square().sum() - variance / 5, rtol=1e-10, atol=0)
 
 
+@pytest.mark.parametrize("parts", [None, 3])
+def test_a_batch_that_counts_less_than_twice_is_left_out(parts: int | None):
+    net = nn.Sequential(nn.Linear(4, 3, dtype=torch.float64))
+    chosen = ps.program(net, ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1), precision="64-true")
+    estimate, state = ps.gradient_noise_scale(chosen, parts=parts), chosen.init(device="cpu")
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    good, once, never = ((x, torch.tensor(y)) for y in ([0, 1, 2], [1, -100, -100], [-100] * 3))
+    found = estimate(state, good)
+    assert found.noise_scale.isfinite()
+    assert estimate(state, once, good, never) == found
+    assert all(value.isnan() for value in estimate(state, once, never))
+
+
 def test_parts_are_for_models_that_cannot_be_mapped():
     with ps.rng.scoped(0):
         chosen = ps.program(tiny_convnet(), ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1))

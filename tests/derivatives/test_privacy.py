@@ -212,3 +212,13 @@ def test_epsilon_is_that_of_opacus(accountant: Any):
     found = ps.privacy.epsilon(steps=50, sample_rate=0.02, noise_multiplier=1.1, delta=1e-5, accountant=accountant)
     assert found == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-9)
     assert 0 < found < 3
+
+
+@pytest.mark.parametrize(("noise", "delta"), [(1e-3, 1e-5), (1.0, 1e-15)])
+@pytest.mark.filterwarnings("ignore:Optimal order is the:UserWarning", "ignore:overflow enc:RuntimeWarning")
+def test_what_an_accountant_cannot_compute_is_an_error(noise: float, delta: float):
+    pytest.importorskip("opacus", reason="needs purestep[privacy]")
+    settings: dict[str, Any] = {"steps": 1000, "sample_rate": 0.01, "noise_multiplier": noise, "delta": delta}
+    with pytest.raises(ConfigError, match=r"""the accountant 'prv' fails: .*cure: accountant="rdp"""):
+        ps.privacy.epsilon(**settings)
+    assert ps.privacy.epsilon(**settings, accountant="rdp") > 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_trees_close, tiny_convnet, tiny_mlp, vector_batch
@@ -14,6 +18,7 @@ from torch import Tensor, nn
 import purestep as ps
 from purestep import testing
 from purestep.errors import ConfigError, DataError, Mismatch, NonFiniteError, NotFound
+from purestep.loop import nonfinite_steps
 
 CROSS_ENTROPY = ps.supervised(nn.CrossEntropyLoss())
 
@@ -49,6 +54,22 @@ class Dropping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
+
+
+class Refilled:
+    """A loader that yields one buffer, which it fills for each batch."""
+
+    def __init__(self, found: list[tuple[Tensor, Tensor]]) -> None:
+        self.found, self.buffer = found, [torch.empty_like(leaf) for leaf in found[0]]
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __iter__(self) -> Any:
+        for batch in self.found:
+            for leaf, value in zip(self.buffer, batch, strict=True):
+                leaf.copy_(value)
+            yield tuple(self.buffer)
 
 
 class Failing:
@@ -152,6 +173,51 @@ class TestRecord:
         assert_trees_close(found.params, ps.tree.map(torch.clone, result.state.params), rtol=1e-5, atol=1e-6)
 
 
+class TestRefilledBuffers:
+    def test_recorded_batches_are_copies(self):
+        chosen, loader = program(), batches(6)
+        found = fit(chosen, Refilled(loader), record=3)
+        part = found.recording[-1]
+        for step, batch in zip(part.steps, part.batches, strict=True):
+            assert_trees_close(batch, loader[step - 1], rtol=0, atol=0)
+        again = testing.replay(part, chosen, step=part.steps[-1])
+        assert_trees_close(again.state.params, found.state.params, rtol=0, atol=0)
+
+    def test_copies_keep_their_classes(self):
+        def step(state: Tensor, batch: Any) -> Any:
+            return state + batch.x.sum() + float(batch.more["y"].sum()), {}
+
+        x, y = torch.zeros(2), np.zeros(3)
+
+        def refilled() -> Any:
+            for k in range(4):
+                x.fill_(k)
+                y.fill(k)
+                yield SimpleNamespace(x=x, more=UserDict(y=y))
+
+        found = ps.fit(torch.zeros(()), {"train": refilled()}, ps.Program(step), epochs=1, progress=False, record=4)
+        ((_, kept, _),) = found.recording
+        assert [(type(b).__name__, type(b.more).__name__) for b in kept] == [("SimpleNamespace", "UserDict")] * 4
+        assert [(float(b.x[0]), float(b.more["y"][0])) for b in kept] == [(k, k) for k in range(4)]
+
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_a_halt_is_not_explained_by_another_batch(self, accumulate: int):
+        chosen = program(accumulate=accumulate)
+        with pytest.raises(NonFiniteError, match="the cause is unknown, because the batch was written") as found:
+            fit(chosen, Refilled(batches(8, bad=3)))
+        assert (found.value.step, found.value.batch, found.value.leaves) == (4, None, ())
+        assert "x.clone()" in found.value.hint
+        with pytest.raises(NonFiniteError) as found:
+            fit(chosen, batches(8, bad=3))
+        assert "batch/0" in found.value.leaves
+
+    def test_processes_name_the_one_whose_batch_was_refilled(self):
+        halted = NonFiniteError("halted")
+        assert "the batch of process 1 is unknown" in nonfinite_steps.explain_from(halted, [(), None], "").what
+        assert "not finite in process 0: x" in nonfinite_steps.explain_from(halted, [("x",), None], "").what
+        assert "of all processes are finite" in nonfinite_steps.explain_from(halted, [(), ()], "").what
+
+
 def planted(chosen: ps.Program, at: int, change: Callable[[ps.TrainState], ps.TrainState]) -> ps.Program:
     """The program with another result of one step."""
 
@@ -211,6 +277,54 @@ class TestFirstDifference:
         one, two = testing.Run(chosen, state, loader), testing.Run(small, state, loader)
         assert testing.first_difference(one, two).step == 1
         assert testing.first_difference(one, two, rtol=1e-5) is None
+
+    @pytest.mark.parametrize(
+        ("one", "two", "size"),
+        [
+            (torch.tensor([2**53]), torch.tensor([2**53 + 1]), 1.0),
+            (torch.tensor([-(2**63), 5]), torch.tensor([2**63 - 1, 5]), 2.0**64),
+            (np.array([2**63], np.uint64), np.array([2**63 + 3], np.uint64), 3.0),
+            (torch.tensor([True, False]), torch.tensor([True, True]), 1.0),
+            (torch.tensor([math.inf]), torch.tensor([-math.inf]), math.inf),
+            (np.array([math.nan, 1.0]), np.array([math.nan, 1.0]), 0.0),
+            (np.array([math.nan, 1.0]), np.array([1.0, 1.0]), math.inf),
+            (math.nan, math.nan, 0.0),
+            (2**60, 2**60 + 1, 1.0),
+            (1.0, 1, math.inf),
+            (np.ones(2), np.ones(3), math.inf),
+            ("a", "b", math.inf),
+            (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), 0.0),
+            (torch.eye(2).to_sparse(), torch.eye(2).to_sparse() * 3, 2.0),
+            (torch.eye(2), torch.eye(2).to_sparse(), math.inf),
+            (torch.ones(2, dtype=torch.cfloat).conj(), torch.ones(2, dtype=torch.cfloat), 0.0),
+            (torch.ones(2, dtype=torch.bfloat16), torch.full((2,), 1.5, dtype=torch.bfloat16), 0.5),
+        ],
+    )
+    def test_leaves_of_every_kind_are_compared_exactly(self, one: Any, two: Any, size: float):
+        left, right = (testing.Run(ps.Program(lambda s, b: (s, {})), torch.zeros(()), [{"x": x}]) for x in (one, two))
+        found = testing.first_difference(left, right)
+        assert (0.0 if found is None else found.size) == size
+
+    def test_nested_tensors_are_compared_by_their_parts(self):
+        def run(last: float) -> testing.Run:
+            ragged = torch.nested.nested_tensor([torch.ones(2), torch.full((3,), last)], layout=torch.jagged)
+            return testing.Run(ps.Program(lambda s, b: (s, {})), torch.zeros(()), [ragged])
+
+        assert testing.first_difference(run(1.0), run(1.0)) is None
+        assert testing.first_difference(run(1.0), run(3.0)).size == 2.0
+
+    def test_seeds_that_differ_in_their_last_bit(self):
+        chosen = program()
+        one, two = (testing.Run(chosen, chosen.init(seed=2**60 + k, device="cpu"), []) for k in (0, 1))
+        found = testing.first_difference(one, two)
+        assert (found.step, found.where) == (0, "state/key")
+
+    @pytest.mark.parametrize(("one", "two"), [(1.0, 1.0 + 1e-9), (np.ones(3), np.ones(3) + 1e-9), (100, 101)])
+    def test_the_tolerance_is_for_arrays_and_numbers_too(self, one: Any, two: Any):
+        left, right = (testing.Run(ps.Program(lambda s, b: (s, {})), torch.zeros(()), [{"x": x}]) for x in (one, two))
+        assert testing.first_difference(left, right).where == "batch/x"
+        assert testing.first_difference(left, right, rtol=1e-2) is None
+        assert testing.first_difference(left, right, atol=1.0) is None
 
     def test_runs_of_fit_by_their_recordings(self):
         """The run with a difference is recorded, and compared with the program without it."""

@@ -257,8 +257,13 @@ def test_a_part_of_the_state(tmp_path):
             errors.Mismatch, match=r"no leaf is under 'parms' \(cure: pass only= some of: opt, params\)"
         ):
             snapshots.restore(new, only="parms")
-        with pytest.raises(errors.Mismatch, match=r"opt: float32 \[4\] in the snapshot"):
+        match = (
+            r"(?s)opt: float32 \[4\] in the snapshot.*cure: pass a template whose leaves fit the saved ones, or only="
+        )
+        with pytest.raises(errors.Mismatch, match=match):
             snapshots.restore(new, only={"opt"})
+        with pytest.raises(errors.Mismatch, match=r'(?s)opt: .*cure: .*call restore\(template, only="params"\)'):
+            snapshots.restore(new)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
@@ -278,6 +283,29 @@ def test_leaves_that_cannot_be_stored(tmp_path, leaf, text):
         with pytest.raises(errors.StateError, match=text):
             snapshots.save(0, {"a": {"x": leaf}})
         assert snapshots.steps() == []
+
+
+@pytest.mark.parametrize("name", ["run[1]", "x[best]/s", "back\\slash"])
+def test_paths_that_orbax_cannot_use(tmp_path, name):
+    with pytest.raises(errors.ConfigError, match=r"orbax cannot use a directory with .* in its path .*cure: pass ano"):
+        Snapshots(tmp_path / name)
+    with Snapshots(tmp_path / "plain") as written:
+        written.save(1, small(1))
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "plain").rename(tmp_path / name)
+    if "\\" not in name:  # a reader finds what a rename has put there
+        assert_same(Snapshots(tmp_path / name, writer=False).restore(small(1)).state, small(1))
+        return
+    with pytest.raises(errors.ConfigError, match="orbax cannot use"):
+        Snapshots(tmp_path / name, writer=False)
+
+
+@pytest.mark.parametrize("name", ["a b", "lr=1e-3", "what?", "star*", "100%", "{brace}", "co:lon", "ü", "'\""])
+def test_other_names_are_fine(tmp_path, name):
+    with Snapshots(tmp_path / name) as written:
+        written.save(1, small(1))
+        written.wait()
+        assert_same(written.restore(small(1)).state, small(1))
 
 
 def test_two_leaves_with_one_path(tmp_path):

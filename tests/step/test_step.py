@@ -1540,3 +1540,11 @@ def test_a_sum_of_errors_is_not_divided_into_parts(objective: Any, parts: str):
     assert whole is not None
     with pytest.raises(ConfigError, match='reduction="sum", and the program several processes'):
         whole.steps(IDENTITY._replace(exchange=object()))  # pyright: ignore[reportArgumentType]  # as `distribute` does
+    chosen = ps.program(tiny_mlp(), objective, optim.sgd(LR))
+    for function in (
+        ps.per_example,
+        ps.gradient_noise_scale,
+        partial(ps.privacy.dp_sgd, max_norm=1.0, noise_multiplier=1.0),
+    ):
+        with pytest.raises(ConfigError, match=r'reduction="sum", and the gradient .*cure: reduction="mean"'):
+            function(chosen)

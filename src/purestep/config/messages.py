@@ -49,6 +49,7 @@ ELSEWHERE = {
 """Settings that belong to other functions. `fit` would ignore their values."""
 
 _EXAMPLES = {
+    "check_every": "check_every=100",
     "compile": "compile=True",
     "deterministic": "deterministic=True",
     "device": 'device="cuda"',
@@ -68,6 +69,7 @@ _EXAMPLES = {
     "monitor": 'monitor="val_loss"',
     "overfit_batches": "overfit_batches=10",
     "profile": "profile=(10, 13)",
+    "record": "record=10",
     "resume": 'resume="auto"',
     "rollback": "rollback=3",
     "steps": "steps=1000",

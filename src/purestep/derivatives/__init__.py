@@ -9,6 +9,7 @@ plain_attention  attention that can be mapped and differentiated twice
 
 from .examples import Chunk as Chunk
 from .examples import chunks as chunks
+from .examples import explained as explained
 from .noise_scale import NoiseScale as NoiseScale
 from .noise_scale import gradient_noise_scale as gradient_noise_scale
 from .per_example import PerExample as PerExample

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,10 @@ from ..step import Parts, wide
 from ..types import Mean, Metrics, Params, TrainState
 from . import plain_attention
 
+_MAPPED = (
+    "use operations that torch.func maps (tests/derivatives/layers.md lists layers), or call program.train_step on "
+    "single rows"
+)
 CHUNK_BYTES = 256 * 2**20
 """Gradients of one chunk take about this much memory if the caller sets no ``chunk_size``."""
 
@@ -87,15 +91,13 @@ def chunks(
             leaf[start : start + chunk_size].unsqueeze(1) if each else leaf
             for leaf, each in zip(leaves, is_mapped, strict=True)
         ]
-        try:
-            # The fused kernel of the CPU has no rule for vmap, which would loop over the examples and warn.
-            with plain_attention.differentiable() if state.step.device.type == "cpu" else nullcontext():
-                params = _expanded(state.params, min(chunk_size, rows - start)) if copied else state.params
-                grads, (losses, weights, sums) = mapped(params, given)
-        except (RuntimeError, NotImplementedError) as error:
-            if not _is_of_torch_func(error):
-                raise
-            raise cannot_map(where, error) from error
+        # The fused kernel of the CPU has no rule for vmap, which would loop over the examples and warn.
+        with (
+            explained(where, _MAPPED),
+            plain_attention.differentiable() if state.step.device.type == "cpu" else nullcontext(),
+        ):
+            params = _expanded(state.params, min(chunk_size, rows - start)) if copied else state.params
+            grads, (losses, weights, sums) = mapped(params, given)
         metrics = {
             name: means.with_sums(kinds[name], total.sum(0), weight.sum(0))
             if name in kinds
@@ -158,16 +160,30 @@ def _check_modules(root: nn.Module, where: str) -> None:
             )
 
 
+@contextmanager
+def explained(where: str, cure: str) -> Generator[None]:
+    """Raise errors of a transform of `torch.func` that does not accept the model as StepContractError."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if not _is_of_torch_func(error):
+            raise
+        raise _refused(where, error, cure) from error
+
+
 def _is_of_torch_func(error: BaseException) -> bool:
     text = str(error)
     return any(word in text for word in ("vmap", "functorch", "batching rule", "setup_context", "torch.func"))
 
 
-def cannot_map(where: str, error: BaseException) -> StepContractError:
+def _refused(where: str, error: BaseException, cure: str) -> StepContractError:
     """The error for a model that a transform of `torch.func` does not accept."""
-    return StepContractError(
-        f"torch.func cannot map this model: {str(error).strip().splitlines()[0][:200]}",
-        where=where,
-        hint="use operations that torch.func maps (tests/derivatives/layers.md lists layers), or call "
-        "program.train_step on single rows",
-    )
+    if "saved tensor hooks" in str(error):
+        return StepContractError(
+            "torch.func does not accept activation checkpointing and other hooks of saved tensors",
+            where=where,
+            hint="pass a program of the model without torch.utils.checkpoint (gradient_checkpointing_disable() of "
+            "Hugging Face's models); its weights have the same names",
+        )
+    text = f"torch.func cannot map this model: {str(error).strip().splitlines()[0][:200]}"
+    return StepContractError(text, where=where, hint=cure)

@@ -11,11 +11,11 @@ from torch import Tensor
 from .. import tree
 from ..errors import ConfigError
 from ..optim import global_norm
-from ..step import Parts, check_state, microbatch, parts_for, wide
+from ..step import Parts, check_divisible, check_state, microbatch, parts_for, wide
 from ..types import Params, Program, TrainState
 from ..validation import check_count
 from . import plain_attention
-from .examples import chunks
+from .examples import chunks, explained
 
 
 class NoiseScale(NamedTuple):
@@ -36,8 +36,8 @@ def gradient_noise_scale(
     waste examples. The estimates from n gradients :math:`g_i` with the mean :math:`\bar g` are unbiased:
     :math:`tr(\Sigma) \approx (\sum |g_i|^2 - n |\bar g|^2) / (n - 1)` and
     :math:`|G|^2 \approx |\bar g|^2 - tr(\Sigma) / n`. Of several batches, both are averaged over the batches before the
-    division. Weights of the objective count: :math:`\bar g` is the gradient of a train step. Dropout is part of the
-    noise.
+    division. Weights of the objective count: :math:`\bar g` is the gradient of a train step. A batch with fewer than
+    two gradients of positive weight is left out; if all are, the estimates are nan. Dropout is part of the noise.
 
     Args:
         program: from `program`, not distributed.
@@ -51,7 +51,8 @@ def gradient_noise_scale(
         ``(state, *batches, context=()) -> NoiseScale``, without a wait for the device.
 
     Raises:
-        ConfigError: ``parts`` is less than 2, or the program has no objective or is distributed.
+        ConfigError: ``parts`` is less than 2, or the program has no objective or is distributed, or its loss has
+            ``reduction="sum"``.
         StateError, DataError, StepContractError: from the function: as `per_example`; a batch has fewer than 2 rows, or
             fewer than ``parts``.
 
@@ -66,6 +67,7 @@ def gradient_noise_scale(
     """
     where = "gradient_noise_scale"
     program_parts = parts_for(program, where)
+    check_divisible(program_parts, where)
     if parts is not None:
         check_count(where, least=2, parts=parts)
     if chunk_size is not None:
@@ -77,7 +79,7 @@ def gradient_noise_scale(
         if not batches:
             raise ConfigError("there is no batch", where=where, hint="pass (state, batch)")
 
-        def of_batch(batch: Any) -> tuple[Tensor, Tensor]:
+        def of_batch(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
             least = parts or 2
             rows = microbatch.count_rows(tree.dicts(batch))
             if rows < least:
@@ -91,7 +93,8 @@ def gradient_noise_scale(
 
         def run() -> NoiseScale:
             found = [of_batch(batch) for batch in batches]
-            trace, squared = (torch.stack(column).mean() for column in zip(*found, strict=True))
+            *columns, counts = (torch.stack(column) for column in zip(*found, strict=True))
+            trace, squared = (torch.where(counts, column, 0).sum() / counts.sum() for column in columns)
             return NoiseScale(trace / squared, trace, squared)
 
         return program_parts.draw(state, run)
@@ -108,8 +111,9 @@ class _Sums(NamedTuple):
     number: Tensor  # shape=(): how many have a weight
 
 
-def _estimates(found: Iterator[_Sums], size: float) -> tuple[Tensor, Tensor]:
-    """The trace of the covariance of single examples, and the squared norm of the true gradient.
+def _estimates(found: Iterator[_Sums], size: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The trace of the covariance of single examples, the squared norm of the true gradient, and True if these are
+    defined: at least two gradients have a weight.
 
     Args:
         found: sums over disjoint sets of gradients.
@@ -121,7 +125,7 @@ def _estimates(found: Iterator[_Sums], size: float) -> tuple[Tensor, Tensor]:
     mean = global_norm(total.grads) / total.weights
     squares = total.squares * (total.number / total.weights).square()
     variance = (squares - total.number * mean.square()) / (total.number - 1)
-    return variance * size, mean.square() - variance / total.number
+    return variance * size, mean.square() - variance / total.number, total.number > 1
 
 
 def _examples(
@@ -144,7 +148,8 @@ def _gradients(
             loss = parts.loss(params, state, rows, context, train=train)[0]
             return loss.mean, loss.weight
 
-        with plain_attention.differentiable():
+        cure = "use operations that torch.func differentiates"
+        with explained("gradient_noise_scale", cure), plain_attention.differentiable():
             grads, weight = torch.func.grad(mean, has_aux=True)(state.params)
         weighted = {
             name: torch.where(weight > 0, g.to(wide(g.dtype)) * weight.to(wide(g.dtype)), 0)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..step import check_state, parts_for
+from ..errors import DataError
+from ..step import check_divisible, check_state, parts_for
 from ..types import Params, Program, TrainState
 from ..validation import check_count
 from .examples import chunks
@@ -56,7 +57,8 @@ def per_example(
         numbers, text and 0-d tensors go to every example, and so does the context.
 
     Raises:
-        ConfigError: ``chunk_size`` is less than 1, or the program has no objective or is distributed.
+        ConfigError: ``chunk_size`` is less than 1, or the program has no objective or is distributed, or its loss has
+            ``reduction="sum"``.
         StateError: from the function: the state is not a TrainState of one process.
         DataError: from the function: the batch has no rows, or different numbers of rows.
         StepContractError: from the function: torch cannot map the model, or a BatchNorm is in train mode.
@@ -69,6 +71,7 @@ def per_example(
         (torch.Size([8, 1, 2]), torch.Size([8]))
     """
     parts = parts_for(program, "per_example")
+    check_divisible(parts, "per_example")
     if chunk_size is not None:
         check_count("per_example", least=1, chunk_size=chunk_size)
 
@@ -83,6 +86,8 @@ def per_example(
                     parts, state, batch, context, chunk_size=chunk_size, train=train, where="per_example"
                 )
             ]
+            if not found:
+                raise DataError("has no rows", where="batch", hint="pass a batch of at least one row")
             if len(found) == 1:
                 return found[0]
             norms, losses, weights = (torch.cat(column) for column in list(zip(*found, strict=True))[1:])

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import data, optim, stacked, tree
 from ..compile import is_state, states
-from ..diagnostics import differentiates, not_finite, replay
+from ..diagnostics import differentiates, not_finite, purity, replay
 from ..errors import NonFiniteError, PurestepError
 from ..snapshot import Snapshots
 from ..step import microbatch
@@ -141,6 +141,22 @@ def before_halt(state: Tree) -> Tree:
 # --- explain ----------------------------------------------------------------------------------------------------------
 
 
+def without_written(
+    error: NonFiniteError, window: list[tuple[Call, Any]]
+) -> tuple[NonFiniteError, list[tuple[Call, Any]]]:
+    """Return the error and the window, without its batches and with a word on it if one was written after its call, as
+    by a loader that refills one buffer. Writes to memory of numpy do not show."""
+    if all(batch is None or purity.versions(batch) == list(call.versions) for call, batch in window):
+        return error, window
+    found = NonFiniteError(
+        f"{error.what}; the cause is unknown, because the batch was written in place after the call",
+        where=error.where,
+        hint=f"yield new tensors from the loader (x.clone()) to find the cause; {error.hint}",
+    )
+    found.step = error.step
+    return found, [(call, None) for call, _ in window]
+
+
 def explain(
     error: NonFiniteError, frozen: Tree, window: list[tuple[Call, Any]], program: Program, feed: data.Feed
 ) -> NonFiniteError:
@@ -177,26 +193,30 @@ def explain(
     return _explained(error, last, _reason(last, weighed), feed.indices(last.call.epoch, last.call.batch))
 
 
-def explain_from(error: NonFiniteError, bad: list[tuple[str, ...]], where: str) -> NonFiniteError:
+def explain_from(error: NonFiniteError, bad: list[tuple[str, ...] | None], where: str) -> NonFiniteError:
     """Return an error that names the leaves of batches that are not finite, by process.
 
     To repeat the call takes all processes, so only what each of them holds is read.
 
     Args:
         error: of a halted state.
-        bad: for each process, its leaves.
+        bad: for each process, its leaves; None if its batches are unknown.
         where: the place in the data, "" if it is unknown.
     """
     texts = [f"process {rank}: {', '.join(leaves[:_SHOWN])}" for rank, leaves in enumerate(bad) if leaves]
     cause = f"; not finite in {'; '.join(texts)}" if texts else "; the batches of all processes are finite"
+    if not texts and None in bad:
+        cause = f"; the batch of process {bad.index(None)} is unknown"
     explained = NonFiniteError(f"{error.what}{cause}", where=where or error.where, hint=error.hint)
     explained.step = error.step
     return explained
 
 
-def bad_leaves(window: list[tuple[Call, Any]]) -> tuple[str, ...]:
-    """Describe the leaves of these calls' batches that are not finite."""
-    batches = (batch for _, batch in window if batch is not None)
+def bad_leaves(window: list[tuple[Call, Any]]) -> tuple[str, ...] | None:
+    """Describe the leaves of these calls' batches that are not finite; None if no batch is held."""
+    batches = [batch for _, batch in window if batch is not None]
+    if not batches:
+        return None
     named = (pair for batch in batches for pair in _named("batch", batch))
     return tuple(f"{path} ({text})" for path, leaf in named if (text := _problem(leaf)))
 

@@ -1,10 +1,15 @@
-"""Keep the last batches of a run, with states from which its calls can be repeated."""
+"""Keep copies of the last batches of a run, with states from which its calls can be repeated."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from .. import tree
 from ..compile import plain
@@ -18,7 +23,7 @@ _NOTHING = object()
 
 
 class BatchRecorder:
-    """Keeps at least the last ``size`` batches, and a copy of the state before every ``size``-th of them.
+    """Keeps copies of at least the last ``size`` batches, and a copy of the state before every ``size``-th of them.
 
     A state that is not the result of the call before (a flush, a rollback, the answer of a callback) is copied too. So
     two copies of the state and less than ``2 * size`` batches are in memory, unless states change between the calls.
@@ -33,14 +38,14 @@ class BatchRecorder:
         self._result: Any = _NOTHING
 
     def add(self, state: Tree, batch: Any, call: int) -> None:
-        """Keep the arguments of a call, before it is made. ``call`` is its number, from 1."""
+        """Copy the arguments of a call, before it is made. ``call`` is its number, from 1."""
         if not self._size:
             return
         if state is not self._result or len(self._parts[-1].batches) == self._size:
             self._parts.append(Recording(tree.clone(plain(state)), [], call))
         batches = self._parts[-1].batches
         assert isinstance(batches, list)
-        batches.append(batch)
+        batches.append(_copy(batch))
         while sum(len(part.batches) for part in self._parts) - len(self._parts[0].batches) >= self._size:
             self._parts.popleft()
         self._result = _NOTHING
@@ -68,3 +73,15 @@ class BatchRecorder:
                 _log.warning("calls %s to %s were not written down: %s", part.steps[0], part.steps[-1], failed)
                 continue
             error.add_note(f"calls {part.steps[0]} to {part.steps[-1]} are in {path} (ps.testing.replay repeats them)")
+
+
+def _copy(batch: Any) -> Any:
+    """Copy tensors and arrays, since a loader may refill its own."""
+    tree.dicts(batch)  # registers the classes of batch objects, which the copy keeps
+    return tree.map(_copied, batch)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    return copy.deepcopy(leaf) if isinstance(leaf, np.ndarray | Mapping) else leaf

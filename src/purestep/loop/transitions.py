@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import data, ema, events, files
 from ..compile import Stacked, released, unstacked
+from ..diagnostics import purity
 from ..errors import NonFiniteError, StepContractError
 from ..signals import Preempted, interrupted, is_at_once
 from ..types import Metrics, Program, Tree
@@ -141,7 +142,8 @@ def call_step(run: Run, batch: Any) -> None:
             raise
         return
     run.loop = loop.stepped()
-    _count(run, Call(loop.calls + 1, loop.epoch, loop.batch, loop.left == 1), metrics, batch)
+    call = Call(loop.calls + 1, loop.epoch, loop.batch, loop.left == 1, purity.versions(batch))
+    _count(run, call, metrics, batch)
 
 
 def call_flush(run: Run) -> None:
@@ -326,7 +328,7 @@ def _go_back(run: Run, error: NonFiniteError) -> None:
     if not _went_back(run, error, run.state, run.loop):
         run.state = nonfinite_steps.halt_spoilt(run.state)
         services = run.services
-        window = services.progress.window(error.step or 0)
+        error, window = nonfinite_steps.without_written(error, services.progress.window(error.step or 0))
         frozen = nonfinite_steps.before_halt(run.state)
         raise services.processes.explained(error, frozen, window, services.eager, services.feeds.train)
 

@@ -133,8 +133,12 @@ def describe(leaves: list[tuple[str, Any]]) -> dict[str, Leaf]:
     return found
 
 
-def compare(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, where: str) -> None:
-    """Compare the stored leaves with those of a template.
+_WHOLE = 'pass a template like the saved state; for its weights alone, call restore(template, only="params")'
+_PART = "pass a template whose leaves fit the saved ones, or only= prefixes of leaves that fit"
+
+
+def compare(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, where: str, is_part: bool) -> None:
+    """Compare the stored leaves with those of a template; ``is_part``: the caller has chosen some of them.
 
     Raises:
         Mismatch: leaves differ; the message has a line for each: stored, expected, the nearest name.
@@ -150,8 +154,8 @@ def compare(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, where: st
     lines += [f"{path}: {stored[path].text()} in the snapshot only{near}" for path, near in _nearest(extra, missing)]
     if lines:
         count = f"{len(lines)} leaves differ" if len(lines) > 1 else "1 leaf differs"
-        hint = 'pass a template like the saved state; for its weights alone, call restore(template, only="params")'
-        raise Mismatch("\n  ".join([f"{count} from the template", *lines]), where=where, hint=hint)
+        text = "\n  ".join([f"{count} from the template", *lines])
+        raise Mismatch(text, where=where, hint=_PART if is_part else _WHOLE)
 
 
 def _nearest(names: list[str], candidates: list[str]) -> list[tuple[str, str]]:

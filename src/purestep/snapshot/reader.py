@@ -86,7 +86,8 @@ def read(
         _warn_of_other_fields(template, chosen, manifest)
     held = {path: manifest.leaves[path] for path in stored}
     held |= {path: manifest.leaves[source] for path, source in sources.items() if source in manifest.leaves}
-    manifests.compare(held, {path: leaf for path, leaf in described.items() if path in chosen}, where=str(folder))
+    wanted = {path: leaf for path, leaf in described.items() if path in chosen}
+    manifests.compare(held, wanted, where=str(folder), is_part=prefixes is not None)
     held_rows = _rows(leaves, spread)
     uses = Counter((source, held_rows.get(path)) for path, source in sources.items())
     values = _held(folder, manifest, uses.keys(), platforms)

@@ -71,7 +71,8 @@ class Snapshots:
             JAX unchanged, for programs that use JAX on the GPU.
 
     Raises:
-        ConfigError: a value is out of its range, or the directory is empty text.
+        ConfigError: a value is out of its range, the directory is empty text, or its path has a backslash or, for a
+            writer, an opening square bracket.
 
     Example:
         >>> import tempfile, torch
@@ -101,6 +102,7 @@ class Snapshots:
     ) -> None:
         save_policy.check_policy(keep, keep_best, on_save_error)
         self.directory = directory_path("Snapshots", directory).absolute()
+        _check_name(self.directory, writer=writer)
         self.keep = keep
         self.keep_best = keep_best
         self.strict = strict
@@ -552,6 +554,19 @@ class Snapshots:
         if is_writer := self._is_writer and not self._closed:
             self.open()
         host.peers().first(lambda: directory.skip_damaged(self.directory, damaged, used, rename=is_writer))
+
+
+def _check_name(directory: Path, *, writer: bool) -> None:
+    """Raise ConfigError for a path that orbax cannot use: it reads a backslash as a slash, and writes into what a path
+    with brackets matches as a pattern."""
+    path = directory.as_posix()
+    for character in ("\\", "[") if writer else ("\\",):
+        if character in path:
+            raise ConfigError(
+                f"orbax cannot use a directory with {character!r} in its path",
+                where=path,
+                hint="pass another directory, or rename this one",
+            )
 
 
 def _lock_name(rank: int) -> str:

@@ -28,6 +28,7 @@ recurrent    recurrent layers under `torch.func.vmap` without gradients
 
 from .batch_copy import untouched as untouched
 from .differentiable import Parts as Parts
+from .differentiable import check_divisible as check_divisible
 from .differentiable import check_state as check_state
 from .differentiable import parts_for as parts_for
 from .gradient import NoSetupContext as NoSetupContext

@@ -16,7 +16,7 @@ from ..model import functional
 from ..types import Empty, Loss, Params, Program, TrainState
 from .gradient import check_loss
 from .random_draws import drawn_in_step
-from .spec import Micro, Spec
+from .spec import Micro, Spec, sum_is_divided
 
 
 class Parts(NamedTuple):
@@ -34,6 +34,7 @@ class Parts(NamedTuple):
         microbatches: of the program.
         is_sharp: True if the program minimizes sharpness (``sam=``).
         is_scaled: True if the program scales its loss.
+        is_sum: True if the loss is a sum over the batch, not a mean.
         module: the weightless module in train mode; not to be changed.
     """
 
@@ -45,6 +46,7 @@ class Parts(NamedTuple):
     microbatches: int
     is_sharp: bool
     is_scaled: bool
+    is_sum: bool
     module: nn.Module
 
 
@@ -85,6 +87,7 @@ def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Progra
         microbatches=spec.microbatches,
         is_sharp=spec.sam is not None,
         is_scaled=not isinstance(spec.scaler.init(torch.device("cpu")), Empty),
+        is_sum=getattr(spec.objective, "is_sum", False),
         module=cast(nn.Module, spec.template.train.model),
     )
 
@@ -113,6 +116,16 @@ def parts_for(program: Program, where: str) -> Parts:
             hint="pass the program that ps.distribute got, and the state of ps.full(state)",
         )
     return static.parts
+
+
+def check_divisible(parts: Parts, where: str) -> None:
+    """Check that the gradient of a batch is the weighted mean of those of its parts.
+
+    Raises:
+        ConfigError: the loss is a sum over the batch.
+    """
+    if parts.is_sum:
+        raise sum_is_divided("the gradient of a batch would not be the mean over its examples", where=where)
 
 
 def check_state(state: Any) -> TrainState:

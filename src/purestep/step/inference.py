@@ -63,7 +63,9 @@ def bind_of(spec: Spec) -> Callable[..., Callable[..., Any]]:
         Args:
             state: of this program.
             view: "params" or "ema". None: "ema" if the state has an average; "params" with ``train``.
-            train: run in train mode with gradients, otherwise in eval mode without.
+            train: run in train mode with gradients, otherwise in eval mode without. The weights leave the module with
+                the call, so ``backward()`` fails for a model with activation checkpointing, which repeats the forward
+                pass: bind a program of the model without it (same names), or compute the loss in an objective.
         """
         chosen = ema_.view(state, "params" if train and view is None else view)
 

@@ -81,7 +81,8 @@ def program(
         tail: ``flush`` applies the window left open at the end of an epoch with its true weight ("step"), carries it
             over ("carry"), or drops it ("drop").
         engine: "func" (`torch.func.grad_and_value`), "autograd" (torch's backward pass, for activation checkpointing
-            and autograd Functions of other libraries; `torch.func` can neither map nor differentiate such a step),
+            and autograd Functions of other libraries; `torch.func` can neither map nor differentiate such a step, and
+            with activation checkpointing autograd cannot differentiate it either),
             "auto": func inside a graph or a transform, else autograd. Gradients are the same.
         nonfinite: for a loss or gradient that is not finite, "raise" freezes the state: later calls update nothing, and
             `fit` raises; `TrainState` says how to go on. "skip" skips the update, and `fit` raises after 100 skipped in

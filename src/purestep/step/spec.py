@@ -14,6 +14,7 @@ from .. import ema as ema_
 from .. import optim
 from .. import precision as precision_
 from .. import scaler as scaler_
+from ..errors import ConfigError
 from ..model import functional
 from ..optim import numerics
 from ..types import Form, Metrics, Objective, Params, TrainState
@@ -21,6 +22,16 @@ from ..types import Form, Metrics, Objective, Params, TrainState
 if TYPE_CHECKING:  # numpy.random, which `import purestep` does not load
     from .. import host_generators
     from .sharpness import Sam
+
+
+def sum_is_divided(how: str, *, where: str) -> ConfigError:
+    """The error for an objective that is a sum, where parts of a batch count as means. ``how`` divides the batch."""
+    return ConfigError(
+        f'the loss has reduction="sum", and {how}',
+        where=where,
+        hint='reduction="mean", with a learning rate larger by the number of elements',
+    )
+
 
 IDENTITY = Form(lambda stored: stored, lambda named: named)
 

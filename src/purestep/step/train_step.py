@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from .. import rng, tracing, tree
-from ..errors import ConfigError, DataError, StateError, StepContractError
+from ..errors import DataError, StateError, StepContractError
 from ..optim import unused_parameters
 from ..types import Batch, Empty, Form, Metrics, Steps, TrainState
 from . import exchange
 from .accumulation import accumulate, close
 from .gradient import kept_buffers
 from .random_draws import drawn_in_step
-from .spec import Accum, Micro, Spec
+from .spec import Accum, Micro, Spec, sum_is_divided
 from .update import apply, going, weight_or_nan
 
 
@@ -70,11 +70,8 @@ def _check_divisible(spec: Spec, form: Form) -> None:
     parts = [f"{name}={count}" for name, count in counts.items() if count > 1]
     parts += [] if form.exchange is None else ["several processes"]
     if parts:
-        raise ConfigError(
-            f'the loss has reduction="sum", and the program {" and ".join(parts)}: steps would follow means of sums',
-            where="program",
-            hint='reduction="mean", with a learning rate larger by the number of elements',
-        )
+        how = f"the program {' and '.join(parts)}: steps would follow means of sums"
+        raise sum_is_divided(how, where="program")
 
 
 def _joined(measured: Metrics, own: Metrics) -> Metrics:
