@@ -186,7 +186,7 @@ def epsilon(
     found: Any = accountants.create_accountant(accountant)
     found.history.append((noise_multiplier, sample_rate, steps))
     try:
-        return float(found.get_epsilon(delta))
+        return max(0.0, float(found.get_epsilon(delta)))
     except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"noise_multiplier={noise_multiplier}, delta={delta}: the accountant {accountant!r} fails: {error}",
