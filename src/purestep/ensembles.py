@@ -185,6 +185,8 @@ def _checked(program: Any, members: Any, batches: Any) -> Program:
 
 
 def _init_of(base: Program, members: int) -> Callable[..., TrainState]:
+    assert base.init is not None
+
     def init(
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -195,12 +197,18 @@ def _init_of(base: Program, members: int) -> Callable[..., TrainState]:
         vary: Mapping[str, Sequence[float]] | None = None,
     ) -> TrainState:
         """Return the stacked state before the first step; see `ensemble`."""
-        own = list(range(seed, seed + members)) if seeds is None else _listed("seeds", seeds, members)
+        first = int(rng.key(seed)[0])
+        given = range(first, first + members) if seeds is None else _listed("seeds", seeds, members)
+        own = [int(rng.key(one)[0]) for one in given]
         modules = _modules(own, models, factory, members)
+        if not isinstance(vary or {}, Mapping):
+            hint = 'vary={"learning_rate": [...]}, a number for each member'
+            raise ConfigError(f"vary is a {type(vary).__name__}", where="init", hint=hint)
         rates = {name: _listed(f"vary[{name!r}]", values, members) for name, values in (vary or {}).items()}
         states: list[TrainState] = []
         for index in range(members):
-            state = _state_of(base, None if modules is None else modules[index], own[index], device, index)
+            made = base.init if modules is None else _init_with(base, modules[index], index)
+            state = made(own[index], device)
             values = {name: numbers[index] for name, numbers in rates.items()}
             states.append(state._replace(opt_state=optim.set_hyperparams(state.opt_state, **values)))
         return stacked.stack(states)
@@ -223,6 +231,9 @@ def _modules(seeds: list[int], models: Any, factory: Any, members: int) -> list[
         return _listed("models", models, members)
     if factory is None:
         return None
+    if isinstance(factory, nn.Module) or not callable(factory):
+        hint = "pass a function that returns a new module: factory=lambda: Net()"
+        raise ConfigError(f"factory is a {type(factory).__name__}", where="init", hint=hint)
     made: list[nn.Module] = []
     for seed in seeds:
         with rng.scoped(seed & ((1 << 63) - 1)):
@@ -230,14 +241,16 @@ def _modules(seeds: list[int], models: Any, factory: Any, members: int) -> list[
     return made
 
 
-def _state_of(base: Program, module: Any, seed: int, device: Any, index: int) -> TrainState:
-    assert base.init is not None
+def _init_with(base: Program, module: Any, index: int) -> Callable[..., TrainState]:
+    """Return ``init`` with the weights of the module of a member.
+
+    Raises:
+        ConfigError: it is no module, or has other weights than the program's.
+    """
     assert base.static is not None
     assert base.static.init_with is not None
-    if module is None:
-        return base.init(seed, device)
     if not isinstance(module, nn.Module):
-        hint = "pass modules of the class that the program was built from"
+        hint = "pass modules of the class that the program was built from; a factory returns one"
         raise ConfigError(f"model {index} is a {type(module).__name__}", where="init", hint=hint)
     params, frozen, _ = functional.tensors(module)
     other = {*params} ^ {*base.static.trained} | {*frozen} ^ {*base.static.frozen}
@@ -249,7 +262,7 @@ def _state_of(base: Program, module: Any, seed: int, device: Any, index: int) ->
             where="init",
             hint="build every model like the one that the program was built from",
         )
-    return base.static.init_with(module)(seed, device)
+    return base.static.init_with(module)
 
 
 # --- the mapped call --------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ vector.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def member(state: Tree, index: int) -> Tree:
 
     Args:
         state: stacked, from `stack`, or of a program of `purestep.ensemble`.
-        index: in [-members, members).
+        index: an int in [-members, members).
 
     Returns:
         A tree of the same structure without the leading dimension, in memory of its own.
@@ -83,6 +83,11 @@ def member(state: Tree, index: int) -> Tree:
     """
     sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in tree.leaves(state)}
     size = next(iter(sizes)) if len(sizes) == 1 else 0
+    if not isinstance(index, SupportsIndex):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
+        raise StateError(
+            f"the index is a {type(index).__name__}", where="member", hint="pass an int: ps.member(state, 0)"
+        )
+    index = index.__index__()
     if not -size <= index < size:
         found = f"has {size} members" if size else "is not stacked: its leaves have no common leading dimension"
         raise StateError(f"has no member {index}: it {found}", where="state", hint="pass a state of ps.ensemble")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def test_metrics_that_compute_themselves_have_a_value_for_each_member():
 
 
 def test_what_takes_one_model_says_so(tmp_path: Path):
-    _, several, state = ready()
+    one, several, state = ready()
     for call in (
         lambda: ps.export_weights(tmp_path / "model.pt", several, state),
         lambda: ps.load_into(net(), state),
@@ -189,3 +190,18 @@ def test_what_takes_one_model_says_so(tmp_path: Path):
     ):
         with pytest.raises(StateError, match="that of an ensemble of 3 members.*ps.member"):
             call()
+    batch = LOADERS["train"][0]
+    derived: list[Callable[[ps.Program], Callable[..., Any]]] = [
+        lambda program: ps.per_example(program),
+        lambda program: ps.gradient_noise_scale(program),
+        lambda program: ps.gradient_noise_scale(program, parts=2),
+        lambda program: lambda state, batch: ps.curvature.hessian(program)(state, batch, state.params),
+        lambda program: lambda state, batch: ps.curvature.gauss_newton(program)(state, batch, state.params),
+        lambda program: ps.privacy.dp_sgd(program, max_norm=1.0, noise_multiplier=0.0).train_step,
+    ]
+    for derive in derived:
+        with pytest.raises(ConfigError, match="an ensemble of 3 members.*the program that ps.ensemble got"):
+            derive(several)(state, batch)
+        with pytest.raises(StateError, match="that of an ensemble of 3 members.*ps.member"):
+            derive(one)(state, batch)
+        derive(one)(ps.member(state, 0), batch)

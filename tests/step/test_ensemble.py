@@ -267,6 +267,18 @@ def test_hyperparameters_and_weights_of_each_member():
     )
 
 
+def test_a_number_sets_the_hyperparameter_of_all_members_and_a_tensor_that_of_each():
+    program, batch, _ = made("mlp")
+    several = ps.ensemble(program, 2)
+    state = several.init()
+    for value, expected in ((0.5, [0.5, 0.5]), (torch.tensor([0.25, 0.5]), [0.25, 0.5])):
+        changed = state._replace(opt_state=optim.set_hyperparams(state.opt_state, learning_rate=value))
+        assert several.train_step(changed, batch(0))[1]["lr"].total.tolist() == expected
+    for model_state, told in ((state, r"a tensor of shape \[2\]"), (program.init(), "pass a number")):
+        with pytest.raises(ConfigError, match=told):
+            optim.set_hyperparams(model_state.opt_state, learning_rate=torch.ones(3))
+
+
 def test_a_step_is_pure_and_reproducible():
     program, batch, factory = made("mlp")
     several, state = started(program, factory)
@@ -332,6 +344,19 @@ def test_settings_that_do_not_fit():
         (ConfigError, r"vary\['learning_rate'\] is 1 values", lambda: several.init(vary={"learning_rate": [1.0]})),
         (ConfigError, "b1 is not a leaf", lambda: several.init(vary={"b1": [0.5, 0.6]})),
         (ConfigError, "model 1 is no model of the program", lambda: several.init(models=[factory(), convnet()])),
+        (ConfigError, "model 0 is a NoneType", lambda: several.init(factory=lambda: None)),  # type: ignore[arg-type]
+        (ConfigError, "model 1 is a NoneType", lambda: several.init(models=[factory(), None])),  # type: ignore[list-item]
+        (ConfigError, "factory is a Sequential", lambda: several.init(factory=factory())),
+        (ConfigError, "seed is None", lambda: several.init(seed=None)),  # type: ignore[arg-type]
+        (ConfigError, "seed is 'a'", lambda: several.init(seed="a")),  # type: ignore[arg-type]
+        (ConfigError, "seed is 1.5", lambda: several.init(seeds=[1, 1.5], factory=factory)),  # type: ignore[list-item]
+        (ConfigError, "vary is a list", lambda: several.init(vary=[1e-3, 1e-2])),  # type: ignore[arg-type]
+        (ConfigError, "learning_rate is a str", lambda: several.init(vary={"learning_rate": ["a", "b"]})),  # type: ignore[list-item]
+        (
+            ConfigError,
+            r"learning_rate is of shape \[3\]",
+            lambda: several.init(vary={"learning_rate": torch.ones(2, 3)}),  # type: ignore[dict-item]
+        ),
         (ConfigError, "both models and factory", lambda: several.init(models=[factory()] * 2, factory=factory)),
         (StateError, "is a TrainState of one model", lambda: several.train_step(plain, batch(0))),
         (
@@ -349,6 +374,17 @@ def test_settings_that_do_not_fit():
         (StateError, "another structure", lambda: ps.stack([plain, plain._replace(halted=Empty())])),
         (StateError, "no member 2: it has 2 members", lambda: ps.member(state, 2)),
         (StateError, "is not stacked", lambda: ps.member(plain, 0)),
+        (StateError, "the index is a float", lambda: ps.member(state, 1.0)),  # type: ignore[arg-type]
+        (StateError, "the index is a slice", lambda: ps.member(state, slice(2))),  # type: ignore[arg-type]
+        (StateError, "train_step: the state is that of an ensemble", lambda: program.train_step(state, batch(0))),
+        (StateError, "flush: the state is that of an ensemble", lambda: program.flush(state)),
+        (StateError, "eval_step: the state is that of an ensemble", lambda: program.eval_step(state, batch(0))),
+        (StateError, "bind: the state is that of an ensemble", lambda: program.bind(state)),
+        (StateError, "that of an ensemble", lambda: ps.predict(program, state, [batch(0)])),
+        (StateError, "that of an ensemble", lambda: ps.evaluate(state, [batch(0)], program.eval_step)),
+        (StateError, "that of an ensemble", lambda: ps.compile_step(program.train_step)(state, batch(0))),
+        (ConfigError, "an ensemble of 2 members", lambda: ps.refresh_batchnorm(several, state, [batch(0)])),
+        (StateError, "that of an ensemble", lambda: ps.refresh_batchnorm(program, state, [batch(0)])),
         (
             DataError,
             "batch/0: is shape .* without a leading",
