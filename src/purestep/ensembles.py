@@ -185,7 +185,7 @@ def _checked(program: Any, members: Any, batches: Any) -> Program:
 
 
 def _init_of(base: Program, members: int) -> Callable[..., TrainState]:
-    assert base.init is not None
+    of_program = cast(Callable[..., TrainState], base.init)
 
     def init(
         seed: int = 0,
@@ -207,7 +207,7 @@ def _init_of(base: Program, members: int) -> Callable[..., TrainState]:
         rates = {name: _listed(f"vary[{name!r}]", values, members) for name, values in (vary or {}).items()}
         states: list[TrainState] = []
         for index in range(members):
-            made = base.init if modules is None else _init_with(base, modules[index], index)
+            made = of_program if modules is None else _init_with(base, modules[index], index)
             state = made(own[index], device)
             values = {name: numbers[index] for name, numbers in rates.items()}
             states.append(state._replace(opt_state=optim.set_hyperparams(state.opt_state, **values)))
@@ -231,10 +231,10 @@ def _modules(seeds: list[int], models: Any, factory: Any, members: int) -> list[
         return _listed("models", models, members)
     if factory is None:
         return None
-    if isinstance(factory, nn.Module) or not callable(factory):
+    if not callable(factory) or isinstance(factory, nn.Module):
         hint = "pass a function that returns a new module: factory=lambda: Net()"
         raise ConfigError(f"factory is a {type(factory).__name__}", where="init", hint=hint)
-    made: list[nn.Module] = []
+    made: list[Any] = []
     for seed in seeds:
         with rng.scoped(seed & ((1 << 63) - 1)):
             made.append(factory())
@@ -439,8 +439,10 @@ def _with_window(state: TrainState) -> TrainState:
     accum: Any = state.accum
     if isinstance(accum, Empty | Adding | Closing) or not tracing.may_branch(accum.left):
         return state
-    kind = Closing if stacked.window_left(state) == 1 else Adding
-    return state._replace(accum=kind(*accum))
+    left = stacked.window_left(state)
+    if left is None:  # every member computes both results and selects its own
+        return state
+    return state._replace(accum=(Closing if left == 1 else Adding)(*accum))
 
 
 def _with_key(new: TrainState, old: TrainState) -> TrainState:

@@ -115,17 +115,20 @@ def check_single(state: TrainState, *, where: str) -> None:
         )
 
 
-def window_left(state: TrainState) -> int:
-    """Return the micro-batches until the accumulation window of a state closes. Waits for the device.
+def window_left(state: TrainState) -> int | None:
+    """Return the micro-batches until the accumulation window of a state closes; None if the members differ in it. Waits
+    for the device.
 
-    The windows of all members close together. A halted member stays where it was, and does not count.
+    The windows of the members of an ensemble close together, unless states of several positions were stacked, or a
+    halted member goes on. A halted member stays where it was, and does not count.
     """
     left: Tensor = state.accum.left
     if not left.dim():
         return int(left)
     lefts = left.tolist()
     halted = [0] * len(lefts) if isinstance(state.halted, Empty) else state.halted.tolist()
-    return next((one for one, call in zip(lefts, halted, strict=True) if not call), lefts[0])
+    going = {one for one, call in zip(lefts, halted, strict=True) if not call} or {lefts[0]}
+    return going.pop() if len(going) == 1 else None
 
 
 def keys(state: TrainState) -> list[tuple[int, int]]:

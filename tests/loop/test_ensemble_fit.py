@@ -146,6 +146,16 @@ def test_a_member_that_halts_is_named_and_the_others_go_on(accumulate: int, capl
     assert caught.value.result.state.updates.tolist() == [0, 0, 0]
 
 
+def test_members_at_different_positions_in_their_windows_are_refused_before_a_run():
+    one = program(accumulate=2)
+    several = ps.ensemble(one, 2)
+    state = ps.stack([one.init(0), one.train_step(one.init(1), data(1)[0])[0]])
+    with pytest.raises(StateError, match=r"different positions in their windows: \[2, 1\].*program.flush"):
+        fitted(several, state)
+    state, _ = several.flush(state)  # the cure
+    assert fitted(several, state).state.updates.tolist() == [6, 7]
+
+
 def test_predictions_and_their_spread():
     one, several, state = ready()
     outputs = ps.predict(several, state, [batch[0] for batch in data(3, 3)] + [torch.zeros(2, 4, dtype=torch.float64)])

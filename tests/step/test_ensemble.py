@@ -243,6 +243,49 @@ def test_a_member_that_is_not_finite_does_not_stop_the_others(nonfinite: Any, ac
         assert state.updates.tolist() == [2, 1, 2]
 
 
+def out_of_step(program: ps.Program, batch: Callable[[int], Any]) -> ps.TrainState:
+    """Stacked states of which the second has a micro-batch more in its window."""
+    first, second, third = (program.init(seed) for seed in range(MEMBERS))
+    return ps.stack([first, program.train_step(second, batch(9))[0], third])
+
+
+@pytest.mark.parametrize("runs", ["alone", "in run_epoch", "donated"])
+def test_members_at_different_positions_in_their_windows_close_their_own(runs: str):
+    program, batch, _ = made(accumulate=2, ema=0.9)
+    several = ps.ensemble(program, MEMBERS)
+    state = out_of_step(program, batch)
+    each = alone(state)
+    batches = [batch(number) for number in range(5)]
+    for one in batches:
+        each = [program.train_step(part, one)[0] for part in each]
+    if runs == "in run_epoch":
+        state, _ = ps.run_epoch(state, batches, several.train_step)
+    step = ps.donate(several).train_step if runs == "donated" else several.train_step
+    for one in batches if runs != "in run_epoch" else ():
+        state, _ = step(state, one)
+    assert_trees_close(ps.clone(state), ps.stack(each), rtol=1e-12, atol=1e-12)
+    assert state.updates.tolist() == [2, 3, 2]
+    closed, _ = several.flush(ps.clone(state))
+    assert closed.accum.left.tolist() == [2, 2, 2]
+
+
+def test_a_member_that_goes_on_after_a_halt_closes_its_own_windows():
+    program, batch, factory = made(accumulate=2)
+    several, state = started(program, factory, batches="own")
+    each = alone(state)
+    for number in range(6):
+        own = [batch(10 * number + index) for index in range(MEMBERS)]
+        if number == 1:
+            own[1][0][0, 0] = torch.inf
+        if number == 3:  # after an odd number of calls without it
+            state = state._replace(halted=torch.zeros_like(state.halted))
+            each = [one._replace(halted=torch.zeros_like(one.halted)) for one in each]
+        state, _ = several.train_step(state, ps.stack(own))
+        each = [program.train_step(one, part)[0] for one, part in zip(each, own, strict=True)]
+    assert_trees_close(state, ps.stack(each), rtol=1e-12, atol=1e-12)
+    assert state.updates.tolist() == [3, 1, 3]
+
+
 def test_hyperparameters_and_weights_of_each_member():
     program, batch, factory = made("mlp")
     several = ps.ensemble(program, 2)

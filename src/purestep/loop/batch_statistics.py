@@ -62,8 +62,8 @@ def refresh_batchnorm(
         raise ConfigError(
             f"the program is an ensemble of {program.static.members} members",
             where=where,
-            hint="call it for each member: ps.stack([ps.refresh_batchnorm(program, ps.member(state, i), loader) for i in "
-            "range(members)]), with the program that ps.ensemble got",
+            hint="call it for each member, with the program that ps.ensemble got: ps.stack([ps.refresh_batchnorm("
+            "program, ps.member(state, i), loader) for i in range(members)])",
         )
     stacked.check_single(state, where=where)
     found = program.static.statistics(state, view)
