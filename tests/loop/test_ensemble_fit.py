@@ -215,3 +215,37 @@ def test_what_takes_one_model_says_so(tmp_path: Path):
         with pytest.raises(StateError, match="that of an ensemble of 3 members.*ps.member"):
             derive(one)(state, batch)
         derive(one)(ps.member(state, 0), batch)
+
+
+def test_a_member_that_skips_every_update_is_named(caplog: pytest.LogCaptureFixture):
+    several = ps.ensemble(program(nonfinite="skip"), 2, batches="own")
+    good = data(1)[0]
+    bad = (good[0] * torch.nan, good[1])
+    with caplog.at_level(logging.WARNING, logger="purestep"):
+        result = ps.fit(several.init(factory=net), [ps.stack([good, bad])] * 110, several, epochs=2, sinks=[])
+    assert result.state.updates.tolist() == [220, 0]
+    told = [record.getMessage() for record in caplog.records if "member" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("member 1 of the ensemble is not trained: 100 of its updates in a row were refused")
+
+
+def test_a_member_that_skips_some_updates_is_not_named(caplog: pytest.LogCaptureFixture):
+    several = ps.ensemble(program(nonfinite="skip"), 2, batches="own")
+    good = data(1)[0]
+    batches = [ps.stack([good, good]), *[ps.stack([good, (good[0] * torch.nan, good[1])])] * 99]
+    with caplog.at_level(logging.WARNING, logger="purestep"):
+        ps.fit(several.init(factory=net), batches, several, epochs=2, sinks=[])
+    assert not [record for record in caplog.records if "member" in record.getMessage()]
+
+
+def test_a_member_that_halts_at_its_learning_rate_is_named_with_it(caplog: pytest.LogCaptureFixture):
+    several = ps.ensemble(program(), MEMBERS)
+    state = several.init(factory=net, vary={"learning_rate": [float("nan"), -1.0, 1e-2]})
+    with caplog.at_level(logging.WARNING, logger="purestep"):
+        result = fitted(several, state)
+    told = [record.getMessage() for record in caplog.records if "halted" in record.getMessage()]
+    assert [text.partition(" at call")[0] for text in told] == [
+        "member 0 of the ensemble has halted: lr[0] is nan",
+        "member 1 of the ensemble has halted: lr[1] is -1",
+    ]
+    assert result.state.updates.tolist() == [0, 0, 12]

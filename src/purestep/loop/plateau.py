@@ -42,7 +42,7 @@ def reduce_on_plateau(
     Rows without a finite value of the metric are ignored: with ``evaluate_every`` not every row has one.
 
     For an `ensemble`, the metric of a member (``val_loss[1]``) lowers the rate of this member, and a metric of all of
-    them (``val_loss``, ``val_loss[best]``) that of all. Pass one callback for each member to lower each rate alone.
+    them (``val_loss``, ``val_loss[best]``) that of all.
 
     Args:
         monitor: a metric by its name in the history.
