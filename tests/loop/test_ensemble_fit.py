@@ -249,3 +249,26 @@ def test_a_member_that_halts_at_its_learning_rate_is_named_with_it(caplog: pytes
         "member 1 of the ensemble has halted: lr[1] is -1",
     ]
     assert result.state.updates.tolist() == [0, 0, 12]
+
+
+class Root(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+def test_a_recorded_call_of_an_ensemble_is_repeated(rate: float, tmp_path: Path):
+    def rooted() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 3), nn.Dropout(rate), Root()).double()
+
+    one = ps.program(rooted(), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1), precision="64-true")
+    several = ps.ensemble(one, MEMBERS)
+    with pytest.raises(NonFiniteError) as caught:
+        ps.fit(several.init(factory=rooted), data(1), several, epochs=1, sinks=[], record=4, snapshots=tmp_path)
+    (path,) = (tmp_path / "recording").iterdir()
+    for recorded in (caught.value.recording[-1], path):
+        found = ps.testing.replay(recorded, several, step=1)
+        assert found.first is not None
+        assert found.first.startswith("sqrt in 2 (Root): ")
+        assert found.first.endswith(" of 72 numbers are not finite")
+        assert found.state.halted.tolist() == [1, 1, 1]

@@ -95,6 +95,7 @@ class Watch(TorchFunctionMode):
 
 def _tensors(found: Any) -> list[Tensor]:
     if isinstance(found, Tensor):
+        found = tracing.unwrapped(found)  # of an ensemble, the numbers of all members
         return [found] if found.is_floating_point() or found.is_complex() else []
     if isinstance(found, list | tuple):
         return [leaf for item in cast("list[Any]", found) for leaf in _tensors(item)]

@@ -178,8 +178,8 @@ class Progress:
                 )
             elif self._member_refusals[at] == _MAX_REFUSALS:
                 _log.warning(
-                    "member %d of the ensemble is not trained: %d of its updates in a row were refused, up to epoch %d, "
-                    "since its gradients are not finite, or no target counts; the others go on",
+                    "member %d of the ensemble is not trained: %d of its updates in a row were refused, up to epoch "
+                    "%d, since its gradients are not finite, or no target counts; the others go on",
                     *(at, _MAX_REFUSALS, call.epoch + 1),
                 )
 
