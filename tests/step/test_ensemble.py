@@ -243,6 +243,33 @@ def test_a_member_that_is_not_finite_does_not_stop_the_others(nonfinite: Any, ac
         assert state.updates.tolist() == [2, 1, 2]
 
 
+class DropsInput(nn.Module):
+    """Dropout on a tensor that all members share, in a layout that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(x.t(), 0.3, self.training).t()
+        x = functional.alpha_dropout(x.reshape(2, 3, 4).permute(2, 0, 1), 0.3, self.training)
+        x = functional.dropout(x[..., :1].expand(4, 2, 3), 0.3, self.training).permute(1, 2, 0)
+        return self.head(nn.functional.dropout1d(x.flatten(0, 1)[:, :, None], 0.3, self.training)[..., 0])
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compile)])
+def test_dropout_on_a_shared_input_has_the_masks_of_each_member(compiled: bool):
+    program, batch, _ = made()
+    program = ps.program(DropsInput(), CROSS_ENTROPY, injected(), precision="64-true")
+    several, state = started(program, DropsInput)
+    each = alone(state)
+    step = ps.compile_step(several.train_step, backend="aot_eager", capture="trace") if compiled else several.train_step
+    for number in range(3):
+        state, _ = step(state, batch(number))
+        each = [program.train_step(one, batch(number))[0] for one in each]
+    assert_trees_close(ps.clone(state), ps.stack(each), rtol=1e-12, atol=1e-12)
+
+
 def out_of_step(program: ps.Program, batch: Callable[[int], Any]) -> ps.TrainState:
     """Stacked states of which the second has a micro-batch more in its window."""
     first, second, third = (program.init(seed) for seed in range(MEMBERS))
