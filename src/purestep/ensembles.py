@@ -58,10 +58,13 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
 
     Dropout uses the same masks as the member alone on the CPU, and in eager mode on other devices if its input is
     contiguous. In a graph, draws other than uniform, normal, Bernoulli and the like (`torch.multinomial`,
-    `torch.poisson`) use numbers of their own. Numbers from numpy's or Python's generator are the same for all members.
-    Attention runs as matrix products, and an LSTM without oneDNN's kernel. Torch maps most layers; it cannot map RReLU,
-    spectral norm, BatchNorm with ``momentum=None``, and code that reads the value of a tensor, such as ``if loss > 1``
-    or `torch.nn.functional.one_hot` of targets that differ between the members.
+    `torch.poisson`, `torch.binomial`, `torch.randperm`) use numbers of their own. Numbers from numpy's or Python's
+    generator are the same for all members. Attention runs as matrix products, and an LSTM without oneDNN's kernel.
+
+    Torch maps most layers. It cannot map RReLU, spectral norm, BatchNorm with ``momentum=None``, activation
+    checkpointing, in-place draws on a new tensor (``torch.zeros(3).uniform_()``: write ``torch.rand(3)``), and code
+    that reads the value of a tensor, such as ``if loss > 1``, `torch.nn.functional.one_hot` without a number of
+    classes, or in a graph `torch.nn.TransformerEncoder` with a ``mask`` and without ``is_causal``.
 
     Args:
         program: from `purestep.program`, not compiled and not distributed, with ``engine="auto"`` or ``"func"``.
@@ -404,7 +407,9 @@ def _explained(error: RuntimeError, where: str) -> Exception:
     if "randomness error mode" in text:
         return _DrawsError()
     found = text.partition("\n")[0]
-    if "doesn't have storage" in text:  # said of a mapped tensor
+    if "saved tensor hooks" in text:
+        found = "activation checkpointing (torch.utils.checkpoint) has no rule for it"
+    elif "doesn't have storage" in text:  # said of a mapped tensor
         found = "an operation needs a tensor's own memory (as of packed sequences)"
     elif "vmap" not in text and not text.startswith("Batching rule"):
         return error

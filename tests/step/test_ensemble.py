@@ -270,6 +270,64 @@ def test_dropout_on_a_shared_input_has_the_masks_of_each_member(compiled: bool):
     assert_trees_close(ps.clone(state), ps.stack(each), rtol=1e-12, atol=1e-12)
 
 
+def brier(model: Any, batch: Any) -> ps.Loss:
+    """A loss with targets as vectors, and a metric of such vectors."""
+    x, y = batch
+    ones = functional.one_hot(y, num_classes=3)
+    loss = (model(x).softmax(-1) - ones).square().mean()
+    return ps.Loss(loss, torch.tensor(6.0), {"by_class": ps.Mean(ones.sum(0).float(), torch.full((3,), 6.0))})
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compile)])
+@pytest.mark.parametrize("batches", ["shared", "own"])
+def test_one_hot_targets(batches: Any, compiled: bool):
+    program, batch, factory = made(objective=brier)
+    several, state = started(program, factory, batches=batches)
+    step = ps.compile_step(several.train_step, backend="aot_eager", capture="trace") if compiled else several.train_step
+    parts = [batch(index if batches == "own" else 0) for index in range(MEMBERS)]
+    new, found = step(state, ps.stack(parts) if batches == "own" else parts[0])
+    each, told = zip(
+        *(program.train_step(one, part) for one, part in zip(alone(state), parts, strict=True)), strict=True
+    )
+    assert_trees_close(ps.clone(new), ps.stack(each), rtol=1e-12, atol=1e-12)
+    assert_trees_close(dict(found), ps.stack(told), rtol=1e-6, atol=1e-6)
+
+
+NORMAL: list[Callable[[Tensor], Tensor]] = [
+    lambda x: torch.normal(x, 0.5),
+    lambda x: torch.normal(x.t(), 0.5).t(),
+    lambda x: torch.normal(0.5, x.abs()),
+    lambda x: torch.normal(x, x.abs()),
+]
+OTHER: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x[torch.randperm(len(x))],
+    lambda x: torch.binomial(torch.full_like(x, 5.0), x.sigmoid()),
+    lambda x: torch.poisson(x.abs()),
+    lambda x: x + torch.multinomial(x.abs(), 2)[:, :1],
+]
+
+
+@pytest.mark.parametrize(
+    ("draws", "compiled"),
+    [(NORMAL, False), (OTHER, False), pytest.param(NORMAL, True, marks=pytest.mark.compile)],
+    ids=["normal", "other", "normal, compiled"],
+)
+@pytest.mark.parametrize("batches", ["shared", "own"])
+def test_draws_are_those_of_the_member_alone(draws: list[Callable[[Tensor], Tensor]], compiled: bool, batches: Any):
+    def noisy(model: Any, batch: Any) -> ps.Loss:
+        x, y = batch
+        found = sum(functional.cross_entropy(model(draw(x)), y) for draw in draws)
+        return ps.Loss(torch.as_tensor(found), torch.tensor(6.0))
+
+    program, batch, factory = made(objective=noisy)
+    several, state = started(program, factory, batches=batches)
+    step = ps.compile_step(several.train_step, backend="aot_eager", capture="trace") if compiled else several.train_step
+    parts = [batch(index if batches == "own" else 0) for index in range(MEMBERS)]
+    new, _ = step(state, ps.stack(parts) if batches == "own" else parts[0])
+    each = [program.train_step(one, part)[0] for one, part in zip(alone(state), parts, strict=True)]
+    assert_trees_close(ps.clone(new), ps.stack(each), rtol=1e-12, atol=1e-12)
+
+
 def out_of_step(program: ps.Program, batch: Callable[[int], Any]) -> ps.TrainState:
     """Stacked states of which the second has a micro-batch more in its window."""
     first, second, third = (program.init(seed) for seed in range(MEMBERS))
