@@ -25,7 +25,7 @@ from .metrics import Gathered
 from .model import EagerMasks, functional
 from .pickling import recipe
 from .step import Adding, Closing, decomposed, static_of
-from .types import Batch, Empty, Mean, Metrics, Program, Static, Steps, TrainState, Tree
+from .types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState, Tree
 from .validation import is_count
 
 
@@ -121,6 +121,13 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
 
         return predict
 
+    def gradient(state: TrainState, batch: Batch) -> Params:
+        """The gradients of all members, with a leading dimension for them."""
+        assert base.static is not None
+        assert base.static.gradient is not None
+        of_member = base.static.gradient
+        return mapped(of_member, mapped.plain(state), batch, name="step", where="train_step")
+
     assert base.static is not None
     of_one, tail = base.static.steps, base.static.tail
     steps = _steps_of(mapped, Steps(base.train_step, base.flush), tail)
@@ -130,6 +137,7 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
         steps=lambda form: _steps_of(mapped, of_one(form), tail),
         rewritten=None,
         init_with=None,
+        gradient=gradient,
     )
     for function in steps:  # read by compile_step
         vars(function)["static"] = static

@@ -272,3 +272,51 @@ def test_a_recorded_call_of_an_ensemble_is_repeated(rate: float, tmp_path: Path)
         assert found.first.startswith("sqrt in 2 (Root): ")
         assert found.first.endswith(" of 72 numbers are not finite")
         assert found.state.halted.tolist() == [1, 1, 1]
+
+
+def test_the_cure_of_a_resumed_run_with_other_rates_is_a_call(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    head = optim.inject(optim.sgd)(learning_rate=0.1)
+    tx = optim.partition(
+        {"body": optim.inject(optim.sgd)(learning_rate=0.1), "head": head}, [("^0", "body"), ("", "head")]
+    )
+    one = ps.program(net(), ps.supervised(nn.CrossEntropyLoss()), tx, precision="64-true")
+    several = ps.ensemble(one, 2)
+    fitted(several, several.init(vary={"head/learning_rate": [0.1, 0.2]}), epochs=1, snapshots=tmp_path)
+    other = several.init(vary={"head/learning_rate": [0.1, 0.5]})
+    with caplog.at_level(logging.WARNING, logger="purestep"):
+        found = fitted(several, other, epochs=2, snapshots=tmp_path).state
+    cure = '**{"head/learning_rate": torch.tensor([0.1, 0.5])}'
+    assert f"optim.set_hyperparams(event.state.opt_state, {cure})" in caplog.text
+    changed = optim.set_hyperparams(found.opt_state, **{"head/learning_rate": torch.tensor([0.1, 0.5])})
+    assert_trees_close(optim.hyperparams(changed), optim.hyperparams(other.opt_state), exact=True)
+
+
+def test_histograms_have_the_gradients_of_all_members(caplog: pytest.LogCaptureFixture):
+    one, several, state = ready()
+    found: list[Any] = []
+    with caplog.at_level(logging.WARNING, logger="purestep"):
+        ps.fit(state, LOADERS["train"][:1], several, epochs=1, sinks=[found.append], histograms=1)
+    assert "no gradients" not in caplog.text
+    (shown,) = (event.values for event in found if isinstance(event, ps.events.Histograms))
+    assert one.static is not None
+    assert one.static.gradient is not None
+    each = [one.static.gradient(ps.member(state, index), LOADERS["train"][0]) for index in range(MEMBERS)]
+    for name in state.params:
+        histogram = shown[f"gradients/{name}"]
+        assert histogram.counts.sum() == state.params[name].numel()
+        squares = sum(float(grads[name].square().sum()) for grads in each)
+        assert histogram.squares == pytest.approx(squares, rel=1e-10)
+
+
+def test_an_ensemble_of_one_member_has_its_columns():
+    several = ps.ensemble(program(), 1)
+    found = fitted(several, several.init(), monitor="val_loss[best]")
+    assert found.best is not None
+    history = found.history
+    for name in ("val_loss", "lr", "train_accuracy", "val_recall[0]"):
+        assert f"{name.partition('[')[0]}[0]" in history
+    assert history["val_loss[0]"] == history["val_loss[best]"] == history["val_loss"]
+    assert history["lr[0]"] == history["lr"]
+    assert "epoch[0]" not in history
+    assert "val_recall[0][2]" in history
+    assert "val_loss[0][0]" not in history
