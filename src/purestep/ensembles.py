@@ -42,8 +42,11 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
     its states. A metric of a step is a vector with one entry for each member. The history has ``val_loss[0]``,
     ``val_loss[1]``, ..., their mean under ``val_loss`` and the best of them under ``val_loss[best]``; ``monitor`` may
     be any of these. A metric that computes its value itself (`metrics.from_torchmetrics`) is called ``val_auroc[0]``
-    and so on. `fit` goes on until all members have halted, and warns of each one that has. The order of a loader that
-    shuffles depends on the seed of the first member.
+    and so on. `fit` goes on until all members have halted, and warns of each one that has, or whose last 100 updates
+    were refused. The order of a loader that shuffles depends on the seed of the first member.
+
+    With ``accumulate=``, members may be at different positions in their windows (`stack` of states, or a halted member
+    that goes on): each closes its own, and a step then computes both results for all. `fit` refuses such a state.
 
     Functions of the result:
 
@@ -74,8 +77,9 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
             ``own._replace(eval_step=shared.eval_step)``.
 
     Raises:
-        ConfigError: an argument is out of range; from ``init``: a list does not have one entry for each member, the
-            models have other weights than the program's, or ``vary`` names a hyperparameter that is not in the state.
+        ConfigError: an argument is out of range; from ``init``: a list does not have one entry for each member, a model
+            is no module (also of a factory that returns none) or has other weights than the program's, or ``vary``
+            names a hyperparameter that is not in the state.
         StateError: from a step: the state is not stacked, or has another number of members.
         DataError: from a step with ``batches="own"``: a leaf of the batch is no tensor with the leading dimension.
         StepContractError: from a step: torch cannot map an operation of the model.
