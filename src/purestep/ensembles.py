@@ -25,7 +25,7 @@ from .metrics import Gathered
 from .model import EagerMasks, functional
 from .pickling import recipe
 from .step import Adding, Closing, decomposed, static_of
-from .types import Batch, Empty, Mean, Metrics, Program, Static, Steps, TrainState, Tree
+from .types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState, Tree
 from .validation import is_count
 
 
@@ -42,8 +42,11 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
     its states. A metric of a step is a vector with one entry for each member. The history has ``val_loss[0]``,
     ``val_loss[1]``, ..., their mean under ``val_loss`` and the best of them under ``val_loss[best]``; ``monitor`` may
     be any of these. A metric that computes its value itself (`metrics.from_torchmetrics`) is called ``val_auroc[0]``
-    and so on. `fit` goes on until all members have halted, and warns of each one that has. The order of a loader that
-    shuffles depends on the seed of the first member.
+    and so on. `fit` goes on until all members have halted, and warns of each one that has, or whose last 100 updates
+    were refused. The order of a loader that shuffles depends on the seed of the first member.
+
+    With ``accumulate=``, members may be at different positions in their windows (`stack` of states, or a halted member
+    that goes on): each closes its own, and a step then computes both results for all. `fit` refuses such a state.
 
     Functions of the result:
 
@@ -58,10 +61,13 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
 
     Dropout uses the same masks as the member alone on the CPU, and in eager mode on other devices if its input is
     contiguous. In a graph, draws other than uniform, normal, Bernoulli and the like (`torch.multinomial`,
-    `torch.poisson`) use numbers of their own. Numbers from numpy's or Python's generator are the same for all members.
-    Attention runs as matrix products, and an LSTM without oneDNN's kernel. Torch maps most layers; it cannot map RReLU,
-    spectral norm, BatchNorm with ``momentum=None``, and code that reads the value of a tensor, such as ``if loss > 1``
-    or `torch.nn.functional.one_hot` of targets that differ between the members.
+    `torch.poisson`, `torch.binomial`, `torch.randperm`) use numbers of their own. Numbers from numpy's or Python's
+    generator are the same for all members. Attention runs as matrix products, and an LSTM without oneDNN's kernel.
+
+    Torch maps most layers. It cannot map RReLU, spectral norm, BatchNorm with ``momentum=None``, activation
+    checkpointing, in-place draws on a new tensor (``torch.zeros(3).uniform_()``: write ``torch.rand(3)``), and code
+    that reads the value of a tensor, such as ``if loss > 1``, `torch.nn.functional.one_hot` without a number of
+    classes, or in a graph `torch.nn.TransformerEncoder` with a ``mask`` and without ``is_causal``.
 
     Args:
         program: from `purestep.program`, not compiled and not distributed, with ``engine="auto"`` or ``"func"``.
@@ -71,8 +77,9 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
             ``own._replace(eval_step=shared.eval_step)``.
 
     Raises:
-        ConfigError: an argument is out of range; from ``init``: a list does not have one entry for each member, the
-            models have other weights than the program's, or ``vary`` names a hyperparameter that is not in the state.
+        ConfigError: an argument is out of range; from ``init``: a list does not have one entry for each member, a model
+            is no module (also of a factory that returns none) or has other weights than the program's, or ``vary``
+            names a hyperparameter that is not in the state.
         StateError: from a step: the state is not stacked, or has another number of members.
         DataError: from a step with ``batches="own"``: a leaf of the batch is no tensor with the leading dimension.
         StepContractError: from a step: torch cannot map an operation of the model.
@@ -118,6 +125,13 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
 
         return predict
 
+    def gradient(state: TrainState, batch: Batch) -> Params:
+        """The gradients of all members, with a leading dimension for them."""
+        assert base.static is not None
+        assert base.static.gradient is not None
+        of_member = base.static.gradient
+        return mapped(of_member, mapped.plain(state), batch, name="step", where="train_step")
+
     assert base.static is not None
     of_one, tail = base.static.steps, base.static.tail
     steps = _steps_of(mapped, Steps(base.train_step, base.flush), tail)
@@ -127,6 +141,7 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
         steps=lambda form: _steps_of(mapped, of_one(form), tail),
         rewritten=None,
         init_with=None,
+        gradient=gradient,
     )
     for function in steps:  # read by compile_step
         vars(function)["static"] = static
@@ -185,6 +200,8 @@ def _checked(program: Any, members: Any, batches: Any) -> Program:
 
 
 def _init_of(base: Program, members: int) -> Callable[..., TrainState]:
+    of_program = cast(Callable[..., TrainState], base.init)
+
     def init(
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -195,12 +212,18 @@ def _init_of(base: Program, members: int) -> Callable[..., TrainState]:
         vary: Mapping[str, Sequence[float]] | None = None,
     ) -> TrainState:
         """Return the stacked state before the first step; see `ensemble`."""
-        own = list(range(seed, seed + members)) if seeds is None else _listed("seeds", seeds, members)
+        first = int(rng.key(seed)[0])
+        given = range(first, first + members) if seeds is None else _listed("seeds", seeds, members)
+        own = [int(rng.key(one)[0]) for one in given]
         modules = _modules(own, models, factory, members)
+        if not isinstance(vary or {}, Mapping):
+            hint = 'vary={"learning_rate": [...]}, a number for each member'
+            raise ConfigError(f"vary is a {type(vary).__name__}", where="init", hint=hint)
         rates = {name: _listed(f"vary[{name!r}]", values, members) for name, values in (vary or {}).items()}
         states: list[TrainState] = []
         for index in range(members):
-            state = _state_of(base, None if modules is None else modules[index], own[index], device, index)
+            made = of_program if modules is None else _init_with(base, modules[index], index)
+            state = made(own[index], device)
             values = {name: numbers[index] for name, numbers in rates.items()}
             states.append(state._replace(opt_state=optim.set_hyperparams(state.opt_state, **values)))
         return stacked.stack(states)
@@ -223,21 +246,26 @@ def _modules(seeds: list[int], models: Any, factory: Any, members: int) -> list[
         return _listed("models", models, members)
     if factory is None:
         return None
-    made: list[nn.Module] = []
+    if not callable(factory) or isinstance(factory, nn.Module):
+        hint = "pass a function that returns a new module: factory=lambda: Net()"
+        raise ConfigError(f"factory is a {type(factory).__name__}", where="init", hint=hint)
+    made: list[Any] = []
     for seed in seeds:
         with rng.scoped(seed & ((1 << 63) - 1)):
             made.append(factory())
     return made
 
 
-def _state_of(base: Program, module: Any, seed: int, device: Any, index: int) -> TrainState:
-    assert base.init is not None
+def _init_with(base: Program, module: Any, index: int) -> Callable[..., TrainState]:
+    """Return ``init`` with the weights of the module of a member.
+
+    Raises:
+        ConfigError: it is no module, or has other weights than the program's.
+    """
     assert base.static is not None
     assert base.static.init_with is not None
-    if module is None:
-        return base.init(seed, device)
     if not isinstance(module, nn.Module):
-        hint = "pass modules of the class that the program was built from"
+        hint = "pass modules of the class that the program was built from; a factory returns one"
         raise ConfigError(f"model {index} is a {type(module).__name__}", where="init", hint=hint)
     params, frozen, _ = functional.tensors(module)
     other = {*params} ^ {*base.static.trained} | {*frozen} ^ {*base.static.frozen}
@@ -249,7 +277,7 @@ def _state_of(base: Program, module: Any, seed: int, device: Any, index: int) ->
             where="init",
             hint="build every model like the one that the program was built from",
         )
-    return base.static.init_with(module)(seed, device)
+    return base.static.init_with(module)
 
 
 # --- the mapped call --------------------------------------------------------------------------------------------------
@@ -391,7 +419,9 @@ def _explained(error: RuntimeError, where: str) -> Exception:
     if "randomness error mode" in text:
         return _DrawsError()
     found = text.partition("\n")[0]
-    if "doesn't have storage" in text:  # said of a mapped tensor
+    if "saved tensor hooks" in text:
+        found = "activation checkpointing (torch.utils.checkpoint) has no rule for it"
+    elif "doesn't have storage" in text:  # said of a mapped tensor
         found = "an operation needs a tensor's own memory (as of packed sequences)"
     elif "vmap" not in text and not text.startswith("Batching rule"):
         return error
@@ -426,8 +456,10 @@ def _with_window(state: TrainState) -> TrainState:
     accum: Any = state.accum
     if isinstance(accum, Empty | Adding | Closing) or not tracing.may_branch(accum.left):
         return state
-    kind = Closing if stacked.window_left(state) == 1 else Adding
-    return state._replace(accum=kind(*accum))
+    left = stacked.window_left(state)
+    if left is None:  # every member computes both results and selects its own
+        return state
+    return state._replace(accum=(Closing if left == 1 else Adding)(*accum))
 
 
 def _with_key(new: TrainState, old: TrainState) -> TrainState:

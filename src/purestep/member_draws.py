@@ -146,7 +146,8 @@ class MemberDraws(TorchDispatchMode):
     """Mode around a mapped call in which every member draws with its own generator.
 
     In eager mode it replaces every random operator that takes a generator. In a graph it replaces fills with numbers
-    and Bernoulli draws on the CPU; other draws use the global generator, and differ from those of the member alone.
+    and normal and Bernoulli draws on the CPU; other draws use the global generator, and differ from those of the member
+    alone.
 
     Args:
         members: the number of members, the leading dimension of the tensors under `vmap`.
@@ -190,20 +191,23 @@ class MemberDraws(TorchDispatchMode):
     def _sampled(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Call an operator once for each member, on its part of the tensors."""
         generators = _generators.get()
+        func = _SEEDABLE.get(func, func)
         if not any(argument.name == "generator" for argument in func._schema.arguments):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
-        rows = {leaf.shape[0] if leaf.dim() else 1 for leaf in tensors}
+        most = max((leaf.dim() for leaf in tensors), default=0)  # a tensor of fewer dimensions is not mapped
+        rows = {leaf.shape[0] if most else 1 for leaf in tensors if leaf.dim() == most}
         if not tensors:  # `randperm`: vmap calls it for one member after another
             self._single += 1
-            return func(*args, **kwargs, generator=generators[(self._single - 1) % self._members])
+            return func(*args, **{**kwargs, "generator": generators[(self._single - 1) % self._members]})
         if len(rows) != 1 or next(iter(rows)) % self._members:
             return func(*args, **kwargs)
         count = next(iter(rows)) // self._members
         made = list[Tensor]()
         for index, generator in enumerate(generators):
-            own = [leaf[index * count : (index + 1) * count] if isinstance(leaf, Tensor) else leaf for leaf in args]
-            made.append(func(*own, **kwargs, generator=generator))
+            part = slice(index * count, (index + 1) * count)
+            own = [leaf[part] if isinstance(leaf, Tensor) and leaf.dim() == most else leaf for leaf in args]
+            made.append(func(*own, **{**kwargs, "generator": generator}))
         return args[0] if func._schema.is_mutable else torch.cat(made)
 
 
@@ -264,10 +268,28 @@ def _coins(members: int, drawn: Any, coins: Any, func: Any, args: Sequence[Any],
     return like.copy_(made) if func is _aten.bernoulli_.Tensor else made
 
 
+def _normal(members: int, drawn: Any, coins: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    mean, std = args[0], args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+    given = [leaf for leaf in (mean, std) if isinstance(leaf, Tensor)]
+    like = max(given, key=Tensor.dim)
+    if torch.broadcast_shapes(*(leaf.shape for leaf in given)) != like.shape:
+        return NotImplemented
+    spread = 1.0 if isinstance(std, Tensor) else std
+    like = torch.empty_like(like, memory_format=torch.contiguous_format)
+    made = _drawn(members, drawn, _aten.normal_.default, like, (0.0, spread))
+    if made is NotImplemented:
+        return made
+    return (made.mul_(std) if isinstance(std, Tensor) else made).add_(mean)
+
+
+_SEEDABLE: dict[Any, Any] = {_aten.randperm.default: _aten.randperm.generator}
+"""Operators without a generator -> their overloads with one."""
+
 _RULES: dict[Any, Any] = {
     **dict.fromkeys(FILLS.values(), _fill),
     _aten.bernoulli.p: _bernoulli,
     _aten.bernoulli.default: _coins,
     _aten.bernoulli_.Tensor: _coins,
+    **dict.fromkeys((_aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor), _normal),
     **{operator: _new(*how) for operator, how in ALLOCATING.items()},
 }

@@ -7,7 +7,7 @@ vector.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def member(state: Tree, index: int) -> Tree:
 
     Args:
         state: stacked, from `stack`, or of a program of `purestep.ensemble`.
-        index: in [-members, members).
+        index: an int in [-members, members).
 
     Returns:
         A tree of the same structure without the leading dimension, in memory of its own.
@@ -83,6 +83,11 @@ def member(state: Tree, index: int) -> Tree:
     """
     sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in tree.leaves(state)}
     size = next(iter(sizes)) if len(sizes) == 1 else 0
+    if not isinstance(index, SupportsIndex):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
+        raise StateError(
+            f"the index is a {type(index).__name__}", where="member", hint="pass an int: ps.member(state, 0)"
+        )
+    index = index.__index__()
     if not -size <= index < size:
         found = f"has {size} members" if size else "is not stacked: its leaves have no common leading dimension"
         raise StateError(f"has no member {index}: it {found}", where="state", hint="pass a state of ps.ensemble")
@@ -110,17 +115,20 @@ def check_single(state: TrainState, *, where: str) -> None:
         )
 
 
-def window_left(state: TrainState) -> int:
-    """Return the micro-batches until the accumulation window of a state closes. Waits for the device.
+def window_left(state: TrainState) -> int | None:
+    """Return the micro-batches until the accumulation window of a state closes; None if the members differ in it. Waits
+    for the device.
 
-    The windows of all members close together. A halted member stays where it was, and does not count.
+    The windows of the members of an ensemble close together, unless states of several positions were stacked, or a
+    halted member goes on. A halted member stays where it was, and does not count.
     """
     left: Tensor = state.accum.left
     if not left.dim():
         return int(left)
     lefts = left.tolist()
     halted = [0] * len(lefts) if isinstance(state.halted, Empty) else state.halted.tolist()
-    return next((one for one, call in zip(lefts, halted, strict=True) if not call), lefts[0])
+    going = {one for one, call in zip(lefts, halted, strict=True) if not call} or {lefts[0]}
+    return going.pop() if len(going) == 1 else None
 
 
 def keys(state: TrainState) -> list[tuple[int, int]]:

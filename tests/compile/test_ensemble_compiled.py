@@ -70,6 +70,22 @@ def test_compiled_members_are_those_of_the_eager_ensemble(
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("donate", [False, True])
+def test_compiled_members_at_different_positions_close_their_own_windows(donate: bool):
+    one = program(accumulate=2)
+    several = ps.ensemble(one, 2)
+    fast = ps.compile_program(several, donate=donate, backend="aot_eager", capture="trace")
+    assert one.init is not None
+    each = [one.init(0), one.train_step(one.init(1), batch(9))[0]]
+    state = ps.stack(each)
+    for number in range(3):
+        state, _ = fast.train_step(state, batch(number))
+        each = [one.train_step(part, batch(number))[0] for part in each]
+    assert_trees_close(ps.clone(state), ps.stack(each), **CLOSE)
+    assert state.updates.tolist() == [1, 2]
+
+
+@pytest.mark.compile
 def test_a_donated_ensemble_is_evaluated_and_trained_on_its_own_batches():
     several = ps.ensemble(program(nonfinite="raise"), MEMBERS, batches="own")
     fast = ps.compile_program(several, donate=True, backend="aot_eager", capture="trace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def data(seed: int, count: int = 4) -> list[tuple[Tensor, Tensor]]:
 def counts(outputs: Tensor, targets: Tensor) -> ps.Mean:
     """One mean for each class."""
     hits = (outputs.argmax(dim=1) == targets).double()
-    each = (targets[:, None] == torch.arange(3)).double()  # `one_hot` reads values, which no vmap can
+    each = nn.functional.one_hot(targets, 3).double()
     return ps.Mean((each * hits[:, None]).sum(0).float(), each.sum(0).float())
 
 
@@ -145,6 +146,16 @@ def test_a_member_that_halts_is_named_and_the_others_go_on(accumulate: int, capl
     assert caught.value.result.state.updates.tolist() == [0, 0, 0]
 
 
+def test_members_at_different_positions_in_their_windows_are_refused_before_a_run():
+    one = program(accumulate=2)
+    several = ps.ensemble(one, 2)
+    state = ps.stack([one.init(0), one.train_step(one.init(1), data(1)[0])[0]])
+    with pytest.raises(StateError, match=r"different positions in their windows: \[2, 1\].*program.flush"):
+        fitted(several, state)
+    state, _ = several.flush(state)  # the cure
+    assert fitted(several, state).state.updates.tolist() == [6, 7]
+
+
 def test_predictions_and_their_spread():
     one, several, state = ready()
     outputs = ps.predict(several, state, [batch[0] for batch in data(3, 3)] + [torch.zeros(2, 4, dtype=torch.float64)])
@@ -180,7 +191,7 @@ def test_metrics_that_compute_themselves_have_a_value_for_each_member():
 
 
 def test_what_takes_one_model_says_so(tmp_path: Path):
-    _, several, state = ready()
+    one, several, state = ready()
     for call in (
         lambda: ps.export_weights(tmp_path / "model.pt", several, state),
         lambda: ps.load_into(net(), state),
@@ -189,3 +200,123 @@ def test_what_takes_one_model_says_so(tmp_path: Path):
     ):
         with pytest.raises(StateError, match="that of an ensemble of 3 members.*ps.member"):
             call()
+    batch = LOADERS["train"][0]
+    derived: list[Callable[[ps.Program], Callable[..., Any]]] = [
+        lambda program: ps.per_example(program),
+        lambda program: ps.gradient_noise_scale(program),
+        lambda program: ps.gradient_noise_scale(program, parts=2),
+        lambda program: lambda state, batch: ps.curvature.hessian(program)(state, batch, state.params),
+        lambda program: lambda state, batch: ps.curvature.gauss_newton(program)(state, batch, state.params),
+        lambda program: ps.privacy.dp_sgd(program, max_norm=1.0, noise_multiplier=0.0).train_step,
+    ]
+    for derive in derived:
+        with pytest.raises(ConfigError, match="an ensemble of 3 members.*the program that ps.ensemble got"):
+            derive(several)(state, batch)
+        with pytest.raises(StateError, match="that of an ensemble of 3 members.*ps.member"):
+            derive(one)(state, batch)
+        derive(one)(ps.member(state, 0), batch)
+
+
+def test_a_member_that_skips_every_update_is_named(caplog: pytest.LogCaptureFixture):
+    several = ps.ensemble(program(nonfinite="skip"), 2, batches="own")
+    good = data(1)[0]
+    bad = (good[0] * torch.nan, good[1])
+    with caplog.at_level(logging.WARNING, logger="purestep"):
+        result = ps.fit(several.init(factory=net), [ps.stack([good, bad])] * 110, several, epochs=2, sinks=[])
+    assert result.state.updates.tolist() == [220, 0]
+    told = [record.getMessage() for record in caplog.records if "member" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("member 1 of the ensemble is not trained: 100 of its updates in a row were refused")
+
+
+def test_a_member_that_skips_some_updates_is_not_named(caplog: pytest.LogCaptureFixture):
+    several = ps.ensemble(program(nonfinite="skip"), 2, batches="own")
+    good = data(1)[0]
+    batches = [ps.stack([good, good]), *[ps.stack([good, (good[0] * torch.nan, good[1])])] * 99]
+    with caplog.at_level(logging.WARNING, logger="purestep"):
+        ps.fit(several.init(factory=net), batches, several, epochs=2, sinks=[])
+    assert not [record for record in caplog.records if "member" in record.getMessage()]
+
+
+def test_a_member_that_halts_at_its_learning_rate_is_named_with_it(caplog: pytest.LogCaptureFixture):
+    several = ps.ensemble(program(), MEMBERS)
+    state = several.init(factory=net, vary={"learning_rate": [float("nan"), -1.0, 1e-2]})
+    with caplog.at_level(logging.WARNING, logger="purestep"):
+        result = fitted(several, state)
+    told = [record.getMessage() for record in caplog.records if "halted" in record.getMessage()]
+    assert [text.partition(" at call")[0] for text in told] == [
+        "member 0 of the ensemble has halted: lr[0] is nan",
+        "member 1 of the ensemble has halted: lr[1] is -1",
+    ]
+    assert result.state.updates.tolist() == [0, 0, 12]
+
+
+class Root(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+def test_a_recorded_call_of_an_ensemble_is_repeated(rate: float, tmp_path: Path):
+    def rooted() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 3), nn.Dropout(rate), Root()).double()
+
+    one = ps.program(rooted(), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1), precision="64-true")
+    several = ps.ensemble(one, MEMBERS)
+    with pytest.raises(NonFiniteError) as caught:
+        ps.fit(several.init(factory=rooted), data(1), several, epochs=1, sinks=[], record=4, snapshots=tmp_path)
+    (path,) = (tmp_path / "recording").iterdir()
+    for recorded in (caught.value.recording[-1], path):
+        found = ps.testing.replay(recorded, several, step=1)
+        assert found.first is not None
+        assert found.first.startswith("sqrt in 2 (Root): ")
+        assert found.first.endswith(" of 72 numbers are not finite")
+        assert found.state.halted.tolist() == [1, 1, 1]
+
+
+def test_the_cure_of_a_resumed_run_with_other_rates_is_a_call(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    head = optim.inject(optim.sgd)(learning_rate=0.1)
+    tx = optim.partition(
+        {"body": optim.inject(optim.sgd)(learning_rate=0.1), "head": head}, [("^0", "body"), ("", "head")]
+    )
+    one = ps.program(net(), ps.supervised(nn.CrossEntropyLoss()), tx, precision="64-true")
+    several = ps.ensemble(one, 2)
+    fitted(several, several.init(vary={"head/learning_rate": [0.1, 0.2]}), epochs=1, snapshots=tmp_path)
+    other = several.init(vary={"head/learning_rate": [0.1, 0.5]})
+    with caplog.at_level(logging.WARNING, logger="purestep"):
+        found = fitted(several, other, epochs=2, snapshots=tmp_path).state
+    cure = '**{"head/learning_rate": torch.tensor([0.1, 0.5])}'
+    assert f"optim.set_hyperparams(event.state.opt_state, {cure})" in caplog.text
+    changed = optim.set_hyperparams(found.opt_state, **{"head/learning_rate": torch.tensor([0.1, 0.5])})
+    assert_trees_close(optim.hyperparams(changed), optim.hyperparams(other.opt_state), exact=True)
+
+
+def test_histograms_have_the_gradients_of_all_members(caplog: pytest.LogCaptureFixture):
+    one, several, state = ready()
+    found: list[Any] = []
+    with caplog.at_level(logging.WARNING, logger="purestep"):
+        ps.fit(state, LOADERS["train"][:1], several, epochs=1, sinks=[found.append], histograms=1)
+    assert "no gradients" not in caplog.text
+    (shown,) = (event.values for event in found if isinstance(event, ps.events.Histograms))
+    assert one.static is not None
+    assert one.static.gradient is not None
+    each = [one.static.gradient(ps.member(state, index), LOADERS["train"][0]) for index in range(MEMBERS)]
+    for name in state.params:
+        histogram = shown[f"gradients/{name}"]
+        assert histogram.counts.sum() == state.params[name].numel()
+        squares = sum(float(grads[name].square().sum()) for grads in each)
+        assert histogram.squares == pytest.approx(squares, rel=1e-10)
+
+
+def test_an_ensemble_of_one_member_has_its_columns():
+    several = ps.ensemble(program(), 1)
+    found = fitted(several, several.init(), monitor="val_loss[best]")
+    assert found.best is not None
+    history = found.history
+    for name in ("val_loss", "lr", "train_accuracy", "val_recall[0]"):
+        assert f"{name.partition('[')[0]}[0]" in history
+    assert history["val_loss[0]"] == history["val_loss[best]"] == history["val_loss"]
+    assert history["lr[0]"] == history["lr"]
+    assert "epoch[0]" not in history
+    assert "val_recall[0][2]" in history
+    assert "val_loss[0][0]" not in history

@@ -144,3 +144,29 @@ def test_errors_name_the_cure(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         trained(made(), ps.reduce_on_plateau("test_loss"), epochs=1)
     assert "test_loss has had no value" in caplog.text
+
+
+@pytest.mark.parametrize("monitor", ["val_loss[1]", "val_loss", "val_loss[best]"])
+def test_the_metric_of_a_member_lowers_its_rate_and_one_of_all_members_those_of_all(monitor: str):
+    several = ps.ensemble(made(), 2)
+    assert several.init is not None
+    columns = torch.tensor([[5.0] * len(VALUES), VALUES])
+
+    def eval_step(state: Any, batch: Any, *, index: int = 0) -> Any:
+        del batch, index
+        return {"loss": ps.Mean(columns[:, int(state.updates[0]) - 1], torch.ones(2))}
+
+    found = ps.fit(
+        several.init(device="cpu", vary={"learning_rate": [0.5, 0.25]}),
+        {"train": BATCHES, "val": BATCHES},
+        several._replace(eval_step=eval_step),
+        epochs=len(VALUES),
+        callbacks=[ps.reduce_on_plateau(monitor, patience=1, cooldown=1)],
+        progress=False,
+        compile=False,
+    ).history
+    told = {"val_loss[1]": VALUES, "val_loss": [(5 + value) / 2 for value in VALUES], "val_loss[best]": VALUES}
+    expected = torchs(told[monitor], patience=1, cooldown=1)
+    assert found["lr[1]"] == pytest.approx([rate / 2 for rate in expected])
+    assert found["lr[0]"] == pytest.approx([0.5] * len(VALUES) if monitor == "val_loss[1]" else expected)
+    assert expected[-1] < 0.01

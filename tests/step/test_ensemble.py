@@ -243,6 +243,134 @@ def test_a_member_that_is_not_finite_does_not_stop_the_others(nonfinite: Any, ac
         assert state.updates.tolist() == [2, 1, 2]
 
 
+class DropsInput(nn.Module):
+    """Dropout on a tensor that all members share, in a layout that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(x.t(), 0.3, self.training).t()
+        x = functional.alpha_dropout(x.reshape(2, 3, 4).permute(2, 0, 1), 0.3, self.training)
+        x = functional.dropout(x[..., :1].expand(4, 2, 3), 0.3, self.training).permute(1, 2, 0)
+        return self.head(nn.functional.dropout1d(x.flatten(0, 1)[:, :, None], 0.3, self.training)[..., 0])
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compile)])
+def test_dropout_on_a_shared_input_has_the_masks_of_each_member(compiled: bool):
+    program, batch, _ = made()
+    program = ps.program(DropsInput(), CROSS_ENTROPY, injected(), precision="64-true")
+    several, state = started(program, DropsInput)
+    each = alone(state)
+    step = ps.compile_step(several.train_step, backend="aot_eager", capture="trace") if compiled else several.train_step
+    for number in range(3):
+        state, _ = step(state, batch(number))
+        each = [program.train_step(one, batch(number))[0] for one in each]
+    assert_trees_close(ps.clone(state), ps.stack(each), rtol=1e-12, atol=1e-12)
+
+
+def brier(model: Any, batch: Any) -> ps.Loss:
+    """A loss with targets as vectors, and a metric of such vectors."""
+    x, y = batch
+    ones = functional.one_hot(y, num_classes=3)
+    loss = (model(x).softmax(-1) - ones).square().mean()
+    return ps.Loss(loss, torch.tensor(6.0), {"by_class": ps.Mean(ones.sum(0).float(), torch.full((3,), 6.0))})
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compile)])
+@pytest.mark.parametrize("batches", ["shared", "own"])
+def test_one_hot_targets(batches: Any, compiled: bool):
+    program, batch, factory = made(objective=brier)
+    several, state = started(program, factory, batches=batches)
+    step = ps.compile_step(several.train_step, backend="aot_eager", capture="trace") if compiled else several.train_step
+    parts = [batch(index if batches == "own" else 0) for index in range(MEMBERS)]
+    new, found = step(state, ps.stack(parts) if batches == "own" else parts[0])
+    each, told = zip(
+        *(program.train_step(one, part) for one, part in zip(alone(state), parts, strict=True)), strict=True
+    )
+    assert_trees_close(ps.clone(new), ps.stack(each), rtol=1e-12, atol=1e-12)
+    assert_trees_close(dict(found), ps.stack(told), rtol=1e-6, atol=1e-6)
+
+
+NORMAL: list[Callable[[Tensor], Tensor]] = [
+    lambda x: torch.normal(x, 0.5),
+    lambda x: torch.normal(x.t(), 0.5).t(),
+    lambda x: torch.normal(0.5, x.abs()),
+    lambda x: torch.normal(x, x.abs()),
+]
+OTHER: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x[torch.randperm(len(x))],
+    lambda x: torch.binomial(torch.full_like(x, 5.0), x.sigmoid()),
+    lambda x: torch.poisson(x.abs()),
+    lambda x: x + torch.multinomial(x.abs(), 2)[:, :1],
+]
+
+
+@pytest.mark.parametrize(
+    ("draws", "compiled"),
+    [(NORMAL, False), (OTHER, False), pytest.param(NORMAL, True, marks=pytest.mark.compile)],
+    ids=["normal", "other", "normal, compiled"],
+)
+@pytest.mark.parametrize("batches", ["shared", "own"])
+def test_draws_are_those_of_the_member_alone(draws: list[Callable[[Tensor], Tensor]], compiled: bool, batches: Any):
+    def noisy(model: Any, batch: Any) -> ps.Loss:
+        x, y = batch
+        found = sum(functional.cross_entropy(model(draw(x)), y) for draw in draws)
+        return ps.Loss(torch.as_tensor(found), torch.tensor(6.0))
+
+    program, batch, factory = made(objective=noisy)
+    several, state = started(program, factory, batches=batches)
+    step = ps.compile_step(several.train_step, backend="aot_eager", capture="trace") if compiled else several.train_step
+    parts = [batch(index if batches == "own" else 0) for index in range(MEMBERS)]
+    new, _ = step(state, ps.stack(parts) if batches == "own" else parts[0])
+    each = [program.train_step(one, part)[0] for one, part in zip(alone(state), parts, strict=True)]
+    assert_trees_close(ps.clone(new), ps.stack(each), rtol=1e-12, atol=1e-12)
+
+
+def out_of_step(program: ps.Program, batch: Callable[[int], Any]) -> ps.TrainState:
+    """Stacked states of which the second has a micro-batch more in its window."""
+    first, second, third = (program.init(seed) for seed in range(MEMBERS))
+    return ps.stack([first, program.train_step(second, batch(9))[0], third])
+
+
+@pytest.mark.parametrize("runs", ["alone", "in run_epoch", "donated"])
+def test_members_at_different_positions_in_their_windows_close_their_own(runs: str):
+    program, batch, _ = made(accumulate=2, ema=0.9)
+    several = ps.ensemble(program, MEMBERS)
+    state = out_of_step(program, batch)
+    each = alone(state)
+    batches = [batch(number) for number in range(5)]
+    for one in batches:
+        each = [program.train_step(part, one)[0] for part in each]
+    if runs == "in run_epoch":
+        state, _ = ps.run_epoch(state, batches, several.train_step)
+    step = ps.donate(several).train_step if runs == "donated" else several.train_step
+    for one in batches if runs != "in run_epoch" else ():
+        state, _ = step(state, one)
+    assert_trees_close(ps.clone(state), ps.stack(each), rtol=1e-12, atol=1e-12)
+    assert state.updates.tolist() == [2, 3, 2]
+    closed, _ = several.flush(ps.clone(state))
+    assert closed.accum.left.tolist() == [2, 2, 2]
+
+
+def test_a_member_that_goes_on_after_a_halt_closes_its_own_windows():
+    program, batch, factory = made(accumulate=2)
+    several, state = started(program, factory, batches="own")
+    each = alone(state)
+    for number in range(6):
+        own = [batch(10 * number + index) for index in range(MEMBERS)]
+        if number == 1:
+            own[1][0][0, 0] = torch.inf
+        if number == 3:  # after an odd number of calls without it
+            state = state._replace(halted=torch.zeros_like(state.halted))
+            each = [one._replace(halted=torch.zeros_like(one.halted)) for one in each]
+        state, _ = several.train_step(state, ps.stack(own))
+        each = [program.train_step(one, part)[0] for one, part in zip(each, own, strict=True)]
+    assert_trees_close(state, ps.stack(each), rtol=1e-12, atol=1e-12)
+    assert state.updates.tolist() == [3, 1, 3]
+
+
 def test_hyperparameters_and_weights_of_each_member():
     program, batch, factory = made("mlp")
     several = ps.ensemble(program, 2)
@@ -265,6 +393,18 @@ def test_hyperparameters_and_weights_of_each_member():
         torch.stack([one[0].weight.detach() for one in models]),
         exact=True,
     )
+
+
+def test_a_number_sets_the_hyperparameter_of_all_members_and_a_tensor_that_of_each():
+    program, batch, _ = made("mlp")
+    several = ps.ensemble(program, 2)
+    state = several.init()
+    for value, expected in ((0.5, [0.5, 0.5]), (torch.tensor([0.25, 0.5]), [0.25, 0.5])):
+        changed = state._replace(opt_state=optim.set_hyperparams(state.opt_state, learning_rate=value))
+        assert several.train_step(changed, batch(0))[1]["lr"].total.tolist() == expected
+    for model_state, told in ((state, r"a tensor of shape \[2\]"), (program.init(), "pass a number")):
+        with pytest.raises(ConfigError, match=told):
+            optim.set_hyperparams(model_state.opt_state, learning_rate=torch.ones(3))
 
 
 def test_a_step_is_pure_and_reproducible():
@@ -332,6 +472,19 @@ def test_settings_that_do_not_fit():
         (ConfigError, r"vary\['learning_rate'\] is 1 values", lambda: several.init(vary={"learning_rate": [1.0]})),
         (ConfigError, "b1 is not a leaf", lambda: several.init(vary={"b1": [0.5, 0.6]})),
         (ConfigError, "model 1 is no model of the program", lambda: several.init(models=[factory(), convnet()])),
+        (ConfigError, "model 0 is a NoneType", lambda: several.init(factory=lambda: None)),  # type: ignore[arg-type]
+        (ConfigError, "model 1 is a NoneType", lambda: several.init(models=[factory(), None])),  # type: ignore[list-item]
+        (ConfigError, "factory is a Sequential", lambda: several.init(factory=factory())),
+        (ConfigError, "seed is None", lambda: several.init(seed=None)),  # type: ignore[arg-type]
+        (ConfigError, "seed is 'a'", lambda: several.init(seed="a")),  # type: ignore[arg-type]
+        (ConfigError, "seed is 1.5", lambda: several.init(seeds=[1, 1.5], factory=factory)),  # type: ignore[list-item]
+        (ConfigError, "vary is a list", lambda: several.init(vary=[1e-3, 1e-2])),  # type: ignore[arg-type]
+        (ConfigError, "learning_rate is a str", lambda: several.init(vary={"learning_rate": ["a", "b"]})),  # type: ignore[list-item]
+        (
+            ConfigError,
+            r"learning_rate is of shape \[3\]",
+            lambda: several.init(vary={"learning_rate": torch.ones(2, 3)}),  # type: ignore[dict-item]
+        ),
         (ConfigError, "both models and factory", lambda: several.init(models=[factory()] * 2, factory=factory)),
         (StateError, "is a TrainState of one model", lambda: several.train_step(plain, batch(0))),
         (
@@ -349,6 +502,17 @@ def test_settings_that_do_not_fit():
         (StateError, "another structure", lambda: ps.stack([plain, plain._replace(halted=Empty())])),
         (StateError, "no member 2: it has 2 members", lambda: ps.member(state, 2)),
         (StateError, "is not stacked", lambda: ps.member(plain, 0)),
+        (StateError, "the index is a float", lambda: ps.member(state, 1.0)),  # type: ignore[arg-type]
+        (StateError, "the index is a slice", lambda: ps.member(state, slice(2))),  # type: ignore[arg-type]
+        (StateError, "train_step: the state is that of an ensemble", lambda: program.train_step(state, batch(0))),
+        (StateError, "flush: the state is that of an ensemble", lambda: program.flush(state)),
+        (StateError, "eval_step: the state is that of an ensemble", lambda: program.eval_step(state, batch(0))),
+        (StateError, "bind: the state is that of an ensemble", lambda: program.bind(state)),
+        (StateError, "that of an ensemble", lambda: ps.predict(program, state, [batch(0)])),
+        (StateError, "that of an ensemble", lambda: ps.evaluate(state, [batch(0)], program.eval_step)),
+        (StateError, "that of an ensemble", lambda: ps.compile_step(program.train_step)(state, batch(0))),
+        (ConfigError, "an ensemble of 2 members", lambda: ps.refresh_batchnorm(several, state, [batch(0)])),
+        (StateError, "that of an ensemble", lambda: ps.refresh_batchnorm(program, state, [batch(0)])),
         (
             DataError,
             "batch/0: is shape .* without a leading",

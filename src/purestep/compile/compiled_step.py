@@ -257,7 +257,7 @@ class CompiledStep:
         if self._flush or (self.static is not None and not self._is_windowed):
             return (Accum,) * len(store.hosts)
         if self.static is not None:
-            return tuple(Accum if host.left is None else _phase_of(host.left) for host in store.hosts)
+            return tuple(_phase_of(host.left) for host in store.hosts)
         if store.device.type != "cpu":
             return (Accum,) * len(store.hosts)
         return self._read_phase(live_state.states(store.named))
@@ -398,8 +398,8 @@ def _seeded(host: donation.HostCounters, device: torch.device, stream: tuple[int
     return member_draws.scoped(numbers, device, together=rng.mix(*itertools.chain(*keys), "step"))
 
 
-def _phase_of(left: int) -> type[Accum]:
-    return Closing if left == 1 else Adding
+def _phase_of(left: int | None) -> type[Accum]:
+    return Accum if left is None else Closing if left == 1 else Adding
 
 
 def _with_phase(state: Any, phase: tuple[type[Accum], ...], *, back: bool = False) -> Any:

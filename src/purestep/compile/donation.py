@@ -30,7 +30,7 @@ class HostCounters:
         self.key = state.key  # its `_version` counts other writes; ours go through numpy and do not count
         self._at, self._numbers = self.key.data_ptr(), self.key.numpy()
         self.seeds: list[int] = self._numbers.reshape(-1, 2)[:, 0].tolist()
-        self.left = left  # calls until the window closes, if known
+        self.left = left  # calls until the window closes; None if it is unknown, or the members differ
         if left is None and not isinstance(state.accum, Empty):
             self.left = stacked.window_left(state)
 

@@ -1,4 +1,5 @@
-"""Attention as plain products: torch's fused kernels lack second derivatives, and on the CPU a rule for vmap.
+"""Attention as plain products: torch's fused kernels lack second derivatives, and on the CPU a rule for vmap. And one
+of torch's functions that reads values only to check them, which no transform of `torch.func` allows: `one_hot`.
 
 ``sdpa_kernel(SDPBackend.MATH)`` alone would fail inside `torch.func.grad` and autocast, where it mixes dtypes. It is
 for `nn.MultiheadAttention`, whose inner call no mode sees: that layer cannot be mapped on the CPU in a ``-mixed``
@@ -18,10 +19,13 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from .. import tracing
+
 
 @contextmanager
 def differentiable() -> Generator[None]:
-    """Inside the block, `scaled_dot_product_attention` has second derivatives and a rule for `torch.func.vmap`.
+    """Inside the block, `scaled_dot_product_attention` has second derivatives and a rule for `torch.func.vmap`, and
+    `one_hot` with a number of classes can be mapped and traced.
 
     Example:
         >>> q, k, v = torch.randn(3, 2, 4, 8)
@@ -39,7 +43,15 @@ class _Plain(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
             return _attention(*args, **(kwargs or {}))
+        if func is functional.one_hot:
+            return _one_hot(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 1 or not (tracing.in_graph() or tracing.is_mapped(tensor)):
+        return functional.one_hot(tensor, num_classes)
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
 
 
 def _attention(

@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from .. import tensor_layout, tracing
 
+# The values of new memory are undefined.
+_UNDEFINED = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())
 # These operations write infinities on purpose, for masks.
 _MASKING = frozenset(
     "full full_like new_full fill_ masked_fill masked_fill_ where tensor as_tensor __setitem__".split()
@@ -81,7 +83,7 @@ class Watch(TorchFunctionMode):
         return result
 
     def _check(self, name: str, inputs: list[Any], result: Any) -> None:
-        counts = [not_finite(leaf) for leaf in _tensors(result)]
+        counts = [] if name in _UNDEFINED else [not_finite(leaf) for leaf in _tensors(result)]
         if not any(counts) or any(not_finite(leaf) for leaf in _tensors(inputs)):
             return
         if name in _MASKING and not any(bool(leaf.isnan().any()) for leaf in _tensors(result)):
@@ -95,6 +97,7 @@ class Watch(TorchFunctionMode):
 
 def _tensors(found: Any) -> list[Tensor]:
     if isinstance(found, Tensor):
+        found = tracing.unwrapped(found)  # of an ensemble, the numbers of all members
         return [found] if found.is_floating_point() or found.is_complex() else []
     if isinstance(found, list | tuple):
         return [leaf for item in cast("list[Any]", found) for leaf in _tensors(item)]

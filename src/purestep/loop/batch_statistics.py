@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import data
+from .. import data, stacked
 from ..errors import ConfigError, StateError
 from ..types import Program, TrainState
 from . import ranks
@@ -35,11 +35,11 @@ def refresh_batchnorm(
         name: of the loader, for messages.
 
     Raises:
-        ConfigError: the program is not from `program`; or ``view`` has another value.
+        ConfigError: the program is not from `program`, or is an ensemble; or ``view`` has another value.
         DataError: an empty loader, or a batch that the objective cannot read.
         RankError: several processes without a distributed state and program; a loader that cannot be divided among
             them.
-        StateError: the state is no TrainState, or has no average for the view "ema".
+        StateError: the state is no TrainState of one model, or has no average for the view "ema".
 
     Example:
         >>> import torch, purestep as ps
@@ -58,6 +58,14 @@ def refresh_batchnorm(
         raise ConfigError(
             "the program has no model", where=where, hint="pass the program that ps.program(...) returned"
         )
+    if program.static.members:
+        raise ConfigError(
+            f"the program is an ensemble of {program.static.members} members",
+            where=where,
+            hint="call it for each member, with the program that ps.ensemble got: ps.stack([ps.refresh_batchnorm("
+            "program, ps.member(state, i), loader) for i in range(members)])",
+        )
+    stacked.check_single(state, where=where)
     found = program.static.statistics(state, view)
     if not found.names:
         return state

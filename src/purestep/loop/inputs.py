@@ -345,10 +345,21 @@ def view_to_evaluate(state: Tree, config: FitConfig) -> str | None:
 
 
 def window_left(state: Tree, window: int) -> int:
-    """Return the micro-batches until the accumulation window closes."""
+    """Return the micro-batches until the accumulation window closes.
+
+    Raises:
+        StateError: the members of an ensemble differ in it, so that a run has no end of a window to evaluate at.
+    """
     if window == 1 or not isinstance(state, TrainState):
         return 1
-    return stacked.window_left(state)
+    left = stacked.window_left(state)
+    if left is None:
+        raise StateError(
+            f"the members are at different positions in their windows: {state.accum.left.tolist()} micro-batches left",
+            where="init_state/accum",
+            hint='close all windows before: state, _ = program.flush(state), of a program with tail="step" or "drop"',
+        )
+    return left
 
 
 def windowed(state: Tree, window: int, before: int) -> Tree:
@@ -363,7 +374,7 @@ def windowed(state: Tree, window: int, before: int) -> Tree:
     """
     if window == 1 or not isinstance(state, TrainState):
         return state
-    left = stacked.window_left(state)
+    left = window_left(state, window)
     before = before or max(left, window)  # more left than a window has: a larger window has just begun
     if before == window:
         return state

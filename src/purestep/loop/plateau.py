@@ -7,12 +7,15 @@ import logging
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from .. import stopping
+from torch import Tensor
+
+from .. import stacked, stopping
 from ..compile import states
 from ..errors import ConfigError, StateError
 from ..events import EpochEnd, Event, FitEnd, FitStart
 from ..optim import hyperparameters
 from ..types import TrainState
+from . import metric_queue
 
 _log = logging.getLogger("purestep")
 _Row = tuple[Any, Any, float | None]  # epoch, step, value
@@ -37,6 +40,9 @@ def reduce_on_plateau(
     rate in the state, and the rest follows from the history. One object is for one run at a time.
 
     Rows without a finite value of the metric are ignored: with ``evaluate_every`` not every row has one.
+
+    For an `ensemble`, the metric of a member (``val_loss[1]``) lowers the rate of this member, and a metric of all of
+    them (``val_loss``, ``val_loss[best]``) that of all.
 
     Args:
         monitor: a metric by its name in the history.
@@ -119,8 +125,13 @@ class ReduceOnPlateau:
 
     def _reduced(self, state: TrainState, ratio: float) -> TrainState:
         found = hyperparameters.injected(state.opt_state)
-        values = {name: float(found[name]) * ratio for name in self._names(state)}
-        _log.info("reduce_on_plateau: %s", ", ".join(f"{name} is now {value:g}" for name, value in values.items()))
+        entry = self.monitor.removeprefix(metric_queue.base_name(self.monitor))
+        member = int(entry[1:].partition("]")[0]) if entry and stacked.size(state) else None
+        values = {name: _scaled(found[name], ratio, member) for name in self._names(state)}
+        told = (
+            f"{name} is now {', '.join(f'{n:g}' for n in new.reshape(-1).tolist())}" for name, new in values.items()
+        )
+        _log.info("reduce_on_plateau: %s", "; ".join(told))
         return state._replace(opt_state=hyperparameters.set_hyperparams(state.opt_state, **values))
 
     def _names(self, state: Any) -> list[str]:
@@ -143,6 +154,15 @@ class ReduceOnPlateau:
                 hint="tx = ps.optim.inject(ps.optim.adamw)(learning_rate=1e-3), with a number",
             )
         return names
+
+
+def _scaled(value: Tensor, ratio: float, member: int | None) -> Tensor:
+    """The hyperparameter times the ratio, for one member of an ensemble or for all."""
+    new = value.detach().cpu().double()
+    if member is None:
+        return new * ratio
+    new[member] *= ratio
+    return new
 
 
 def _rows(event: FitStart, monitor: str) -> list[_Row]:

@@ -61,6 +61,9 @@ class Progress:
         self._warned = False
         self._refusals = 0  # refused updates in a row
         self._stopped = set[int]()  # members of an ensemble that have halted
+        self._member_refusals = dict[
+            int, int
+        ]()  # of a member: its refused updates in a row, while others applied theirs
         self._queue = MetricQueue()
         self._is_fixed = False
         self._held: deque[tuple[Call, Any]] = deque()
@@ -128,7 +131,7 @@ class Progress:
                     self._refused(call, rows.values(index), state)
                     continue
                 self._refusals = 0
-                self._warn_of_halted(rows, index, state)
+                self._warn_of_members(call, rows.values(index), state)
                 updates += 1
                 if self._log_every and updates % self._log_every == 0:
                     _sum(rows.part(begun, index + 1), sums, last, self.rates)
@@ -154,31 +157,43 @@ class Progress:
                 )
                 return
 
-    def _warn_of_halted(self, rows: Rows, index: int, state: Tree) -> None:
-        """Warn of members of an ensemble that have halted while others go on."""
-        many = stacked.size(state) if self._halts else 0
+    def _warn_of_members(self, call: Call, values: Totals, state: Tree) -> None:
+        """Warn of members of an ensemble that have halted, or whose updates are all refused, while others go on."""
+        many = stacked.size(state)
         if many < 2:
             return
-        applied = {name: total for name, (total, _) in rows.values(index).items() if name.startswith("applied[")}
-        refused = {at for at in range(many) if not applied.get(f"applied[{at}]", 1.0)} - self._stopped
+        refused = {at for at in range(many) if not values.get(f"applied[{at}]", (1.0, 1.0))[0]} - self._stopped
+        self._member_refusals = {at: self._member_refusals.get(at, 0) + 1 for at in refused}
         if not refused:
             return
-        halted = state.halted.tolist()
+        halted = state.halted.tolist() if self._halts else [0] * many
         for at in sorted(refused):
             if halted[at]:
                 self._stopped.add(at)
+                reason = self._invalid_rate(values, at) or "its loss, its weight or a gradient is not finite"
                 place = self._place(halted[at])
                 _log.warning(
-                    "member %d of the ensemble has halted: its loss, its weight or a gradient is not finite at call "
-                    "%d%s; the others go on",
-                    *(at, halted[at], place and f" ({place})"),
+                    "member %d of the ensemble has halted: %s at call %d%s; the others go on",
+                    *(at, reason, halted[at], place and f" ({place})"),
                 )
+            elif self._member_refusals[at] == _MAX_REFUSALS:
+                _log.warning(
+                    "member %d of the ensemble is not trained: %d of its updates in a row were refused, up to epoch "
+                    "%d, since its gradients are not finite, or no target counts; the others go on",
+                    *(at, _MAX_REFUSALS, call.epoch + 1),
+                )
+
+    def _invalid_rate(self, values: Totals, member: int) -> str:
+        """Say which learning rate of a member is invalid; "" if none is."""
+        found = _invalid({name: pair for name, pair in values.items() if name in self.rates})
+        return next((f"{name} is {rate:g}" for name, rate in found.items() if name.endswith(f"[{member}]")), "")
 
     def discard(self) -> None:
         """Discard the metrics and batches of calls that are undone."""
         self._queue.rows(wait=True)
         self._held.clear()
         self.pending = self._refusals = 0
+        self._member_refusals.clear()
 
     def window(self, number: int) -> list[tuple[Call, Any]]:
         """Return the calls, with their batches, of the update that halted at this call (as the state counts)."""
@@ -313,12 +328,16 @@ def _calls_to_hold(size: int) -> int:
     return max(1, min(_DEPTH, _MAX_HELD // max(size, 1)))
 
 
+def _invalid(rates: Totals) -> dict[str, float]:
+    """The learning rates that are invalid: the step reports such a rate as a total without weight."""
+    return {name: total for name, (total, weight) in rates.items() if not weight and total}  # nan is true
+
+
 def _check_rates(call: Call, values: Totals) -> None:
-    """Check the learning rates: the step reports an invalid one as a total without weight."""
-    for name, (total, weight) in values.items():
-        if not weight and total:  # nan is true
-            raise StepContractError(
-                f"{name} is {total:g} at call {call.number}; the state is the one before that call",
-                where=f"schedule, epoch {call.epoch + 1}, batch {call.batch + 1}",
-                hint="a schedule that stays in [0, inf), past its end too: schedules.warmup_cosine(...)",
-            )
+    """Check the learning rates."""
+    for name, rate in _invalid(values).items():
+        raise StepContractError(
+            f"{name} is {rate:g} at call {call.number}; the state is the one before that call",
+            where=f"schedule, epoch {call.epoch + 1}, batch {call.batch + 1}",
+            hint="a schedule that stays in [0, inf), past its end too: schedules.warmup_cosine(...)",
+        )

@@ -182,9 +182,17 @@ def _warn_of_other_hyperparams(
             log.warning(
                 "optim.inject is called with %s=%g, and the run that goes on has %s=%g, which it keeps: it is part of "
                 "the state (cure: a callback that at events.FitStart returns event.state._replace(opt_state="
-                "optim.set_hyperparams(event.state.opt_state, %s=%g)))",
-                *(name, value, name, used[key], name, value),
+                "optim.set_hyperparams(event.state.opt_state, %s)))",
+                *(name, value, name, used[key], _argument(key, given)),
             )
+
+
+def _argument(key: str, given: Mapping[str, float]) -> str:
+    """The argument of `set_hyperparams` for a key of `_injected`; for a member of an ensemble, that of all members."""
+    leaf, _, entry = key.partition("[")
+    numbers = ", ".join(f"{value:g}" for name, value in given.items() if name.partition("[")[0] == leaf)
+    value, name = f"torch.tensor([{numbers}])" if entry else numbers, leaf.partition("/")[2]
+    return f"{name}={value}" if name.isidentifier() else f'**{{"{name}": {value}}}'
 
 
 # --- save -------------------------------------------------------------------------------------------------------------

@@ -37,19 +37,20 @@ class _Counting:
         self._step = step
         self._window = window
         self._returned: tuple[Tensor, Tree] | None = None
-        self._left = 0
+        self._left: int | None = 0
 
     def __call__(self, state: Tree, batch: Any) -> tuple[Tree, Metrics]:
         if not isinstance(state, TrainState) or type(state.accum) is not Accum:
             return self._step(state, batch)  # raises the error
         left = self._left_of(state)
-        kind = Closing if left == 1 else Adding
+        kind = Accum if left is None else Closing if left == 1 else Adding
         new, metrics = self._step(TrainState(*state)._replace(accum=kind(*state.accum)), batch)
         # A halted state does not move while this count goes on: the kind of a micro-batch does not matter to it.
-        self._returned, self._left = (new.accum.left, new.halted), self._window if left == 1 else left - 1
+        self._returned = new.accum.left, new.halted
+        self._left = None if left is None else self._window if left == 1 else left - 1
         return new, metrics
 
-    def _left_of(self, state: TrainState) -> int:
+    def _left_of(self, state: TrainState) -> int | None:
         if self._returned and state.accum.left is self._returned[0] and state.halted is self._returned[1]:
             return self._left
         return stacked.window_left(state)

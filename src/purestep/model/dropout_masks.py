@@ -51,7 +51,7 @@ class EagerMasks(TorchFunctionMode):
         return func(*args, **kwargs) if rule is None else rule(func, self._mapped, *args, **kwargs)
 
 
-def _rule(drop: Callable[[Tensor, float], Tensor], training: bool = True, written: bool = False) -> Any:
+def _rule(drop: Callable[[Tensor, Tensor, float], Tensor], training: bool = True, written: bool = False) -> Any:
     """Return a replacement for a dropout function of torch, with the same parameter names."""
 
     def rule(
@@ -67,7 +67,7 @@ def _rule(drop: Callable[[Tensor, float], Tensor], training: bool = True, writte
         if not train or not _is_replaced(input, p, mapped):
             given = {} if func in _PLAIN else {"inplace": inplace}
             return func(input, p, train, **given)
-        dropped = drop(input, p)
+        dropped = drop(input, _kept(input, p, mapped), p)
         return input.copy_(dropped) if inplace else dropped
 
     return rule
@@ -80,14 +80,24 @@ def _is_replaced(value: Any, rate: Any, mapped: bool) -> bool:
     return mapped or torch.compiler.is_compiling() or not tracing.is_mapped(value)  # Dynamo cannot trace `mapped`
 
 
-def _dropped(value: Tensor, rate: float) -> Tensor:
+def _kept(value: Tensor, rate: float, mapped: bool) -> Tensor:
+    """The mask: 1 for what is kept, drawn in the memory order of the value."""
+    mask = torch.empty_like(value)
+    if not mapped or tracing.is_mapped(value):
+        return mask.bernoulli_(1 - rate)
+    # `vmap` cannot fill a tensor that all mapped indices share, such as one of a shared batch.
+    order = sorted(range(mask.dim()), key=mask.stride, reverse=True)
+    drawn = torch.bernoulli(mask.permute(order), 1 - rate)
+    return drawn.permute(sorted(range(mask.dim()), key=order.__getitem__))
+
+
+def _dropped(value: Tensor, kept: Tensor, rate: float) -> Tensor:
     """The formula of `at::dropout`."""
-    return value * torch.empty_like(value).bernoulli_(1 - rate).div_(1 - rate)
+    return value * kept.div_(1 - rate)
 
 
-def _alpha_dropped(value: Tensor, rate: float) -> Tensor:
+def _alpha_dropped(value: Tensor, kept: Tensor, rate: float) -> Tensor:
     """The formula of `at::alpha_dropout`."""
-    kept = torch.empty_like(value).bernoulli_(1 - rate)
     scale = 1 / math.sqrt((_ALPHA**2 * rate + 1) * (1 - rate))
     shift = kept.add(-1).mul_(_ALPHA * scale).add_(_ALPHA * scale * rate)
     return (value * kept.mul_(scale)).add_(shift)

@@ -148,6 +148,19 @@ def _leaf(value: Any, count: Tensor) -> Tensor:
     return torch.tensor(float(value), dtype=torch.float32, device=count.device)
 
 
+def _fitted(name: str, value: Any, old: Tensor) -> Tensor:
+    """A new leaf of the shape of the old one."""
+    try:
+        new = _leaf(value, old)
+    except (TypeError, ValueError):
+        new = None
+    if new is None or new.shape not in ((), old.shape):
+        found = f"a {type(value).__name__}" if new is None else f"of shape {list(new.shape)}"
+        many = f", or a tensor of shape {list(old.shape)}" if old.dim() else ""
+        raise ConfigError(f"{name} is {found}", where="set_hyperparams", hint=f"pass a number{many}")
+    return new if new.shape == old.shape else new.expand(old.shape).clone()
+
+
 def hyperparams(opt_state: Tree) -> dict[str, Tensor]:
     """Return the hyperparameters in a state: the learning rate of the last update, and the leaves of `inject`.
 
@@ -198,10 +211,12 @@ def set_hyperparams(opt_state: Tree, **values: float | Tensor) -> Tree:
     Args:
         opt_state: the state of a transform that contains an `inject`; it is not modified.
         values: name -> number, by the names of `hyperparams`. Inside a `partition`, ``learning_rate=0.1`` sets every
-            group; ``**{"head/learning_rate": 0.1}`` sets one, and takes precedence.
+            group; ``**{"head/learning_rate": 0.1}`` sets one, and takes precedence. In the state of an ensemble a
+            number is that of all members, and a tensor of shape (members,) has one for each.
 
     Raises:
-        ConfigError: the state is a TrainState, or a name is not a leaf, or follows a schedule.
+        ConfigError: the state is a TrainState; a name is not a leaf, or follows a schedule; a value is no number and
+            no tensor of the shape of the leaf.
 
     Example:
         >>> from purestep.optim import scale
@@ -257,7 +272,7 @@ def _replaced(node: Tree, values: Mapping[str, float | Tensor], prefix: str) -> 
         return PartitionState(dict(zip(node.groups, children, strict=True)))
     if isinstance(node, InjectState):
         old = node.hyperparams.items()
-        new = {name: _leaf(values.get(f"{prefix}{name}", value), node.step) for name, value in old}
+        new = {name: _fitted(name, values.get(f"{prefix}{name}", value), value) for name, value in old}
         return node._replace(hyperparams=new, inner=children[0])
     if _has_inner(node):
         return node._replace(inner=children[0])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import precision as precision_
-from .. import tree
+from .. import stacked, tree
 from ..errors import ConfigError, StateError
 from ..model import functional
 from ..types import Empty, Loss, Params, Program, TrainState
@@ -104,11 +104,17 @@ def parts_for(program: Program, where: str) -> Parts:
         where: the function that needs them, for the error.
 
     Raises:
-        ConfigError: the program is a step of the user's own, or runs on several processes.
+        ConfigError: the program is a step of the user's own or an ensemble, or runs on several processes.
     """
     static = program.static
     if static is None or static.parts is None:
         raise ConfigError("the program has no objective to differentiate", where=where, hint="pass a ps.program(...)")
+    if static.members:
+        raise ConfigError(
+            f"the program is an ensemble of {static.members} members",
+            where=where,
+            hint="pass the program that ps.ensemble got, and the state of ps.member(state, 0)",
+        )
     if static.stream:
         raise ConfigError(
             "the program runs on several processes",
@@ -132,10 +138,11 @@ def check_state(state: Any) -> TrainState:
     """Return the state.
 
     Raises:
-        StateError: it is not a whole TrainState.
+        StateError: it is not a whole TrainState of one model.
     """
     if not isinstance(state, TrainState):
         raise StateError(f"is a {type(state).__name__}", where="state", hint="pass a state of program.init()")
     if not isinstance(state.placement, Empty):
         raise StateError("is divided among several processes", where="state", hint="pass ps.full(state)")
+    stacked.check_single(state, where="state")
     return state

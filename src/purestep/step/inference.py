@@ -9,7 +9,7 @@ import torch
 
 from .. import ema as ema_
 from .. import precision as precision_
-from .. import rng, tracing, tree
+from .. import rng, stacked, tracing, tree
 from ..model import functional
 from ..types import Batch, Loss, Mean, Metrics, TrainState
 from .gradient import check_loss, counted, rows_of
@@ -25,6 +25,7 @@ def eval_step_of(spec: Spec) -> Callable[..., Metrics]:
         some (``ps.view(state, "params")`` has the others). Random numbers depend only on seed and index: a second
         evaluation returns the same metrics, and the state's key does not advance."""
 
+        stacked.check_single(state, where="eval_step")
         rows, counts = rows_of(batch)
 
         def evaluate() -> Loss:
@@ -67,6 +68,7 @@ def bind_of(spec: Spec) -> Callable[..., Callable[..., Any]]:
                 the call, so ``backward()`` fails for a model with activation checkpointing, which repeats the forward
                 pass: bind a program of the model without it (same names), or compute the loss in an objective.
         """
+        stacked.check_single(state, where="bind")
         chosen = ema_.view(state, "params" if train and view is None else view)
 
         def predict(*args: Any, **kwargs: Any) -> Any:

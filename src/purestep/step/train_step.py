@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import rng, tracing, tree
+from .. import rng, stacked, tracing, tree
 from ..errors import DataError, StateError, StepContractError
 from ..optim import unused_parameters
 from ..types import Batch, Empty, Form, Metrics, Steps, TrainState
@@ -41,6 +41,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
         """
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
             raise _no_state(state)
+        stacked.check_single(state, where="train_step")
         micro = _drawing(spec, form, state, batch, lambda: spec.gradients(spec, form, state, batch, context))
         if isinstance(state.accum, Empty):
             micro, verdict, skipped = _whole(spec, form, state, micro)
@@ -53,6 +54,7 @@ def steps_of(spec: Spec, form: Form) -> Steps:
 
     def flush(state: TrainState) -> tuple[TrainState, Metrics]:
         """Close an open window according to the program's ``tail``."""
+        stacked.check_single(state, where="flush")
         if isinstance(state.accum, Empty) or spec.tail == "carry":
             return state, {}
         accum = cast(Accum, state.accum)
