@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import rng, tree
-from .derivatives import explained, plain_attention
+from .derivatives import explained, plain_functions
 from .errors import ConfigError, StateError, StepContractError
 from .model import functional
 from .step import check_state, parts_for, wide
@@ -87,7 +87,7 @@ def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
             return parts.loss(params, state, batch, context, train=train)[0].mean
 
         def run() -> Params:
-            with explained("curvature.hessian", _CURE), plain_attention.differentiable():
+            with explained("curvature.hessian", _CURE), plain_functions.differentiable():
                 _, multiply = _vjp(torch.func.grad(mean), state.params)
                 return multiply(vector)[0]
 
@@ -152,7 +152,7 @@ def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Param
             return parts.loss(params, state, batch, context, train=train, kind=kind)[0].mean
 
         def run() -> Params:
-            with explained("curvature.gauss_newton", _CURE), plain_attention.differentiable():
+            with explained("curvature.gauss_newton", _CURE), plain_functions.differentiable():
                 found, pull, rest = _vjp(outputs, state.params, has_aux=True)
                 # J v is the derivative of the linear function u -> J^T u: one forward pass, one dropout mask.
                 _, push = _vjp(lambda u: pull(u)[0], [torch.zeros_like(z) for z in found])

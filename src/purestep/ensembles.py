@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from . import ema as ema_
 from . import member_draws, optim, rng, stacked, tracing, tree
-from .derivatives import plain_attention
+from .derivatives import plain_functions
 from .errors import ConfigError, DataError, PurestepError, StateError, StepContractError
 from .metrics import Gathered
 from .model import EagerMasks, functional
@@ -442,7 +442,7 @@ def _attention_as_products() -> Generator[None]:
     was_on = fused.get_fastpath_enabled()
     fused.set_fastpath_enabled(False)
     try:
-        with plain_attention.differentiable():
+        with plain_functions.differentiable():
             yield
     finally:
         fused.set_fastpath_enabled(was_on)

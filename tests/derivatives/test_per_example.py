@@ -12,7 +12,7 @@ from helpers import assert_trees_close, tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, nn
 
 import purestep as ps
-from purestep.derivatives import plain_attention
+from purestep.derivatives import plain_functions
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -147,7 +147,7 @@ ATTENTION = {
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_plain_attention_is_torchs(name: str):
+def test_plain_functions_is_torchs(name: str):
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -156,7 +156,7 @@ def test_plain_attention_is_torchs(name: str):
     heads = 2 if name == "gqa" else 4
     q, k, v = draw(4, 4, 8), draw(heads, 3, 8), draw(heads, 3, 8)
     expected = nn.functional.scaled_dot_product_attention(q, k, v, **ATTENTION[name])
-    with plain_attention.differentiable():
+    with plain_functions.differentiable():
         found = nn.functional.scaled_dot_product_attention(q, k, v, **ATTENTION[name])
     torch.testing.assert_close(found, expected, **EXACT)
 

@@ -4,7 +4,7 @@
 examples         gradients of single examples, mapped by `torch.func.vmap` in chunks
 per_example      `per_example`: these gradients, or their norms
 noise_scale      `gradient_noise_scale`: the noise of gradients between batches
-plain_attention  attention that can be mapped and differentiated twice
+plain_functions  attention and `one_hot` in operations that can be mapped and differentiated twice
 """
 
 from .examples import Chunk as Chunk

@@ -15,7 +15,7 @@ from ..errors import DataError, StepContractError
 from ..metrics import mean as means
 from ..step import Parts, wide
 from ..types import Mean, Metrics, Params, TrainState
-from . import plain_attention
+from . import plain_functions
 
 _MAPPED = (
     "use operations that torch.func maps (tests/derivatives/layers.md lists layers), or call program.train_step on "
@@ -94,7 +94,7 @@ def chunks(
         # The fused kernel of the CPU has no rule for vmap, which would loop over the examples and warn.
         with (
             explained(where, _MAPPED),
-            plain_attention.differentiable() if state.step.device.type == "cpu" else nullcontext(),
+            plain_functions.differentiable() if state.step.device.type == "cpu" else nullcontext(),
         ):
             params = _expanded(state.params, min(chunk_size, rows - start)) if copied else state.params
             grads, (losses, weights, sums) = mapped(params, given)

@@ -14,7 +14,7 @@ from ..optim import global_norm
 from ..step import Parts, check_divisible, check_state, microbatch, parts_for, wide
 from ..types import Params, Program, TrainState
 from ..validation import check_count
-from . import plain_attention
+from . import plain_functions
 from .examples import chunks, explained
 
 
@@ -149,7 +149,7 @@ def _gradients(
             return loss.mean, loss.weight
 
         cure = "use operations that torch.func differentiates"
-        with explained("gradient_noise_scale", cure), plain_attention.differentiable():
+        with explained("gradient_noise_scale", cure), plain_functions.differentiable():
             grads, weight = torch.func.grad(mean, has_aux=True)(state.params)
         weighted = {
             name: torch.where(weight > 0, g.to(wide(g.dtype)) * weight.to(wide(g.dtype)), 0)

@@ -61,9 +61,7 @@ class Progress:
         self._warned = False
         self._refusals = 0  # refused updates in a row
         self._stopped = set[int]()  # members of an ensemble that have halted
-        self._member_refusals = dict[
-            int, int
-        ]()  # of a member: its refused updates in a row, while others applied theirs
+        self._member_refusals = dict[int, int]()  # member -> refused updates in a row, while others applied theirs
         self._queue = MetricQueue()
         self._is_fixed = False
         self._held: deque[tuple[Call, Any]] = deque()

@@ -1,5 +1,7 @@
-"""Attention as plain products: torch's fused kernels lack second derivatives, and on the CPU a rule for vmap. And one
-of torch's functions that reads values only to check them, which no transform of `torch.func` allows: `one_hot`.
+"""Functions of torch in plain operations, which `torch.func` maps and differentiates twice.
+
+Attention as products: torch's fused kernels lack second derivatives, and on the CPU a rule for vmap. `one_hot` as a
+comparison: torch's reads the values to check them, which no transform allows.
 
 ``sdpa_kernel(SDPBackend.MATH)`` alone would fail inside `torch.func.grad` and autocast, where it mixes dtypes. It is
 for `nn.MultiheadAttention`, whose inner call no mode sees: that layer cannot be mapped on the CPU in a ``-mixed``
