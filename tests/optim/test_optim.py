@@ -782,6 +782,16 @@ def test_from_torch_rounds_options_that_are_tensors_as_torch_does(
     assert state.learning_rate.dtype == torch.float32
 
 
+@pytest.mark.parametrize("cls", [T.ASGD, T.Adafactor, T.RAdam])  # the first two read a value in their first step
+def test_from_torch_has_a_state_on_meta(cls: type[T.Optimizer]) -> None:
+    params = {"w": torch.ones(3, 2), "b": torch.ones(3)}
+    tx = optim.from_torch(cls, lr=1e-2)
+    found = tree.with_paths(tx.init({name: p.to("meta") for name, p in params.items()}))
+    expected = tree.with_paths(tx.init(params))
+    for (path, leaf), (wanted, other) in zip(found, expected, strict=True):
+        assert (path, leaf.shape, leaf.dtype, leaf.is_meta) == (wanted, other.shape, other.dtype, True)
+
+
 def test_from_torch_reports_its_learning_rate() -> None:
     params, grads = problem()
     assert optim.hyperparams(optim.from_torch(T.AdamW).init(params))["learning_rate"].item() == pytest.approx(1e-3)

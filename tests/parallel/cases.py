@@ -432,6 +432,40 @@ def overflow(params: str, sizes: dict[str, int]) -> dict[str, list[Any]]:
     return found
 
 
+def many_elements() -> dict[str, list[float]]:
+    """Updates applied and last loss of a run in float16 whose losses are means of 65,536 numbers: in one process, with
+    units, and with units compiled."""
+    found: dict[str, list[float]] = {}
+    with ps.parallel.start(timeout=60, shard=2) as mesh:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(DEVICE)
+        one = ps.program(layers, ps.supervised(nn.MSELoss()), optim.sgd(0.1), precision="16-mixed", nonfinite="skip")
+        units = ps.distribute(one, mesh, params="shard", units=["0"])
+        compiled = ps.compile_program(units, backend="aot_eager")
+        x = torch.randn(1024, 64, device=DEVICE)
+        for name, program in {"one": one, "units": units, "compiled": compiled}.items():
+            state, applied, loss = program.init(device=DEVICE), 0.0, 0.0
+            for _ in range(4):
+                batch = (x, 2 * x)
+                state, metrics = program.train_step(state, batch if program is one else ps.parallel.share(batch, mesh))
+                applied, loss = applied + float(metrics["applied"]), float(metrics["loss"])
+            found[name] = [applied, loss]
+    return found
+
+
+def frozen_in_a_plan() -> str:
+    """The error of a plan that has a frozen layer."""
+    with ps.parallel.start(timeout=60, tensor=2) as mesh:
+        net = nn.Sequential(Perceptron(), Perceptron()).double().to(DEVICE)
+        net[1].up.requires_grad_(requires_grad=False)
+        program = ps.program(net, ps.supervised(nn.MSELoss()), optim.sgd(0.1))
+        try:
+            ps.distribute(program, mesh, tensor=plan({"*.up": "ColwiseParallel", "*.down": "RowwiseParallel"}))
+        except ps.errors.ConfigError as error:
+            return str(error)
+    return ""
+
+
 LAYERS: dict[str, tuple[str, str, dict[str, int], dict[str, Any]]] = {
     "sync": ("normalized", "images", {}, {"batchnorm": "sync"}),
     "units": ("problem", "batches", {"shard": 2}, {"params": "shard", "units": ["blocks.*"]}),

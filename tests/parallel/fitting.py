@@ -332,6 +332,8 @@ def errors() -> dict[str, str]:
             torch.manual_seed(rank)
             linear = ps.program(nn.Linear(5, CLASSES), ps.supervised(nn.CrossEntropyLoss()), optim.sgd(0.1))
             ps.distribute(linear, mesh).init()
+        with noted("snapshots"):
+            fit(one, snapshots=None if rank else "runs/of-one-process")
         with noted("seed"):
             fit(one, state=one.init(seed=rank))
         with noted("structure"):

@@ -124,6 +124,7 @@ ERRORS = {
     "weights": r"checksum of params/\S+ is -?\d+ in process 0, -?\d+ in process 1.*torch\.manual_seed",
     "drift": r"the state after 5 calls: processes differ: checksum of (params|ema/params|ema)/up\.bias is",
     "models": r"program\.init: processes differ: checksum of weight is -?\d+ in process 0.*cure: torch\.manual_seed",
+    "snapshots": rf"fit: processes differ: snapshots is a directory in process 0, None in process 1 \({SAME}",
     "seed": rf"checksum of key is 0 in process 0, 1 in process 1.*{SAME}",
     "structure": rf"train, first batch: .*a batch is Share\(list\(float64 tensor .* Share\(tuple\(float64.*{SAME}",
     "order": r"train, process \d of 2: processes 0 and 1 differ: order of the data .*cure: the same dataset, sampler",

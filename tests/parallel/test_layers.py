@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -109,6 +110,19 @@ def test_units_equal_one_process() -> None:
 
 
 @pytest.mark.soak
+def test_the_weight_of_a_loss_does_not_overflow_float16() -> None:
+    """With units a loss is multiplied by its share of the weight, not by the number of its elements."""
+    found = processes.run("tests.parallel.cases:many_elements", 2, timeout=150)[0].value
+    assert [applied for applied, _ in found.values()] == [4, 4, 4]
+    for _, loss in found.values():
+        assert loss == pytest.approx(found["one"][1], rel=1e-3)
+
+
+def test_a_plan_with_a_frozen_layer_is_refused() -> None:
+    for each in processes.run("tests.parallel.cases:frozen_in_a_plan", 2):
+        assert re.match(r"distribute: 1\.up\.\w+ is frozen, .*cure: leave the layer out", each.value), each.value
+
+
 def test_units_need_less_memory_than_the_whole_parameters() -> None:
     found = processes.run("tests.parallel.cases:peaks_with_and_without", 2, timeout=240)[0].value
     with_units, without = found

@@ -501,6 +501,17 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _initial_state(spec: _Spec, params: Params, probe: _Probe) -> _InitialState:
+    """The state before the first update. On the meta device, where some optimizers read a value, that of zeros."""
+    try:
+        return _first_step(spec, params, probe)
+    except RuntimeError:
+        if not any(param.is_meta for param in params.values()):
+            raise
+        found = _first_step(spec, {name: torch.zeros_like(p, device="cpu") for name, p in params.items()}, probe)
+        return tree.map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, found)
+
+
+def _first_step(spec: _Spec, params: Params, probe: _Probe) -> _InitialState:
     """Run a first step on copies and record the first value that it stores under each key.
 
     If the step changes types or shapes, the values after it are returned instead, with ``is_whole=False``.

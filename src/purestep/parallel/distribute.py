@@ -110,7 +110,7 @@ def distribute(
     measured = inner  # takes whole weights
     if tensor is not None:
         inner = _rewritten(inner, tensorwise.parallelized(tensor, meshes.axis_mesh("tensor")))
-        spreads = tensorwise.spreads(inner.module, mesh.tensor)
+        spreads = tensorwise.spreads(inner.module, mesh.tensor, static.frozen)
     whole = program.init(device="meta")
     sums_once = not any(map(is_cut, static.trained))
     dims = {name: spread.dim for name, spread in spreads.items() if spread.dim >= 0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -63,15 +63,16 @@ def parallelized(plan: Plan, device_mesh: Any) -> Callable[[nn.Module], None]:
     return change
 
 
-def spreads(module: nn.Module, count: int) -> dict[str, Spread]:
+def spreads(module: nn.Module, count: int, frozen: Collection[str]) -> dict[str, Spread]:
     """The parameters of a parallelized module that are DTensors, by name.
 
     Args:
         module: in which a plan was applied.
         count: processes of the axis "tensor".
+        frozen: parameters that are not trained, which every process holds whole.
 
     Raises:
-        ConfigError: a dimension cannot be divided into ``count`` equal parts.
+        ConfigError: a parameter is frozen, or a dimension cannot be divided into ``count`` equal parts.
     """
     from torch.distributed.tensor import DTensor
 
@@ -79,6 +80,13 @@ def spreads(module: nn.Module, count: int) -> dict[str, Spread]:
     for name, value in module.named_parameters():
         if not isinstance(value, DTensor):
             continue
+        if name in frozen:
+            raise ConfigError(
+                f"{name} is frozen, and a layer of the plan has it",
+                where=_WHERE,
+                hint="leave the layer out of tensor={...}; or train it with updates of 0, by optim.chain(tx, "
+                "optim.freeze(...)), in place of requires_grad_(False)",
+            )
         spread = Spread(value.placements[0], value.shape, tuple(value.stride()))
         if spread.dim >= 0 and value.shape[spread.dim] % count:
             raise ConfigError(

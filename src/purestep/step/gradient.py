@@ -16,7 +16,7 @@ from ..flags import Flag, is_finite, read
 from ..metrics import Gathered, merge
 from ..metrics import mean as means
 from ..model import dropout_masks, functional, write_check
-from ..types import Batch, Form, Loss, Mean, Metrics, Params, Share, TrainState
+from ..types import Batch, Empty, Form, Loss, Mean, Metrics, Params, Share, TrainState
 from . import microbatch
 from .spec import Micro, Spec, last_unreached, wide
 
@@ -33,10 +33,10 @@ def _forward(
     rows: Batch,
     counts: Tensor | None,
     context: tuple[Any, ...],
-    call: Any,
+    weigh: Callable[[Tensor], Tensor] | None,
 ) -> Forward:
-    """Build the function to be differentiated. If ``call`` is not None, it takes the weight of the loss, by which the
-    loss is then multiplied."""
+    """Build the function to be differentiated. If ``weigh`` is not None, it takes the weight of the loss, and returns
+    the factor by which the loss is then multiplied."""
     device = state.step.device
     scale = spec.scaler.scale(state.scaler)
 
@@ -47,9 +47,9 @@ def _forward(
             loss = counted(loss, counts)
         _check_connected(loss.mean)
         scaled = loss.mean if scale is None else loss.mean * scale
-        if call is not None:
-            call.weight = weight = loss.weight.detach()
-            scaled = torch.where(weight > 0, scaled * weight.to(scaled.dtype), torch.zeros_like(scaled))
+        if weigh is not None:
+            weight = loss.weight.detach()
+            scaled = torch.where(weight > 0, scaled * weigh(weight).to(scaled.dtype), torch.zeros_like(scaled))
         return scaled, (tree.detach(loss), bound.buffers)
 
     return forward
@@ -323,9 +323,21 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
     rows, counts = rows_of(batch)
     exchange = form.exchange
     is_seeded = exchange is not None and exchange.seeded
+    divisor: Tensor | None = None  # of the weights, by which losses are multiplied
+
+    def weigh(weight: Tensor) -> Tensor:
+        nonlocal divisor
+        cast(Any, call).weight = weight
+        if exchange is None or isinstance(state.scaler, Empty):
+            return weight
+        # Gradients in float16 would overflow: a weight counts rows, or tokens.
+        (total,) = exchange.sums([weight])
+        divisor = torch.where(total > 0, total, torch.ones_like(total))
+        return weight / divisor
+
     with nullcontext() if exchange is None else exchange.call(counts) as call:
         values = spec.values_at(state)
-        forward = _forward(spec, state, values, rows, counts, context, call if is_seeded else None)
+        forward = _forward(spec, state, values, rows, counts, context, weigh if is_seeded else None)
         grads, (loss, buffers), unreached = _value_and_grad(
             spec, forward, state, form.expand(state.params), form.hidden, (context, *values.values())
         )
@@ -343,7 +355,9 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
                 hint="choose another name",
             )
         metrics[name] = Mean(value, torch.ones_like(value))
-    grad_weight = torch.ones_like(loss.weight) if is_seeded else loss.weight
+    grad_weight = loss.weight
+    if is_seeded:
+        grad_weight = torch.ones_like(loss.weight) if divisor is None else divisor
     return Micro(form.collect(grads), loss.mean, loss.weight, buffers, metrics, unreached, grad_weight)
 
 
