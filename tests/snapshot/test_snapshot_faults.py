@@ -21,7 +21,7 @@ from faults.running import state
 from saving import assert_same, small
 
 from purestep import errors
-from purestep.snapshot import Snapshots, manifest, writer
+from purestep.snapshot import Snapshots, manifest, orbax_io, writer
 from purestep.snapshot import reader as reader_
 
 
@@ -125,6 +125,29 @@ def test_every_way_to_ask_raises_it(tmp_path, monkeypatch, ask):
         getattr(snapshots, ask)()
     snapshots.close()
     Snapshots(tmp_path).open()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_directory_that_orbax_has_lost_is_written_once_more(tmp_path, monkeypatch, times):
+    real, left = orbax_io.write, [times]
+
+    def losing(folder, *args, **kwargs):
+        if left[0]:
+            left[0] -= 1
+            Path(f"{folder}.orbax-checkpoint-tmp").mkdir()  # what a failed attempt leaves
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        real(folder, *args, **kwargs)
+
+    monkeypatch.setattr(orbax_io, "write", losing)
+    with Snapshots(tmp_path) as snapshots:
+        snapshots.save(1, small())
+        if times == 1:
+            snapshots.wait()
+            assert_same(snapshots.restore(small()).state, small())
+        else:
+            with pytest.raises(errors.WriteFailed, match=r"step 1: could not be written .*No such file"):
+                snapshots.wait()
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_a_failed_save_does_not_hide_what_ended_the_run(tmp_path, monkeypatch):

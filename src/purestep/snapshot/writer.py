@@ -223,7 +223,13 @@ def _write_arrays(job: Job, folder: Path) -> dict[str, int]:
     leaves = job.manifest.leaves
     arrays = {path: (leaves[path].dtype, staging_.array(buffer)) for path, buffer in job.buffers.items()}
     if arrays:
-        orbax_io.write(folder, arrays, platforms=job.platforms)
+        try:
+            orbax_io.write(folder, arrays, platforms=job.platforms)
+        except FileNotFoundError:
+            # On a busy machine orbax (0.12.8) may find its new directory there already, remove it, and then miss it. If
+            # it is the run's directory that is gone, this fails again.
+            _remove_written(folder)
+            orbax_io.write(folder, arrays, platforms=job.platforms)
     failpoint("snapshot.digest")
     return {path: digest.of_values(values) for path, (_, values) in arrays.items()}
 
@@ -250,7 +256,12 @@ def _clear(root: Path, step: int, staging: Path) -> None:
     # The disk may fail here too; the next writer removes the rest.
     with suppress(OSError):
         directory.restore_replaced(root, step)
-    for leftover in (staging, Path(f"{staging}.orbax-checkpoint-tmp")):
+    _remove_written(staging)
+
+
+def _remove_written(folder: Path) -> None:
+    """Remove what orbax has written of a folder."""
+    for leftover in (folder, Path(f"{folder}.orbax-checkpoint-tmp")):
         for _ in range(_CLEARINGS):  # orbax's threads may still write other arrays
             with suppress(OSError):
                 remove_tree(leftover)
