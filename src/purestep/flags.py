@@ -25,7 +25,7 @@ def read(value: Tensor) -> Value:
     """The number in a 0-d tensor if the host may branch on it; else, and for other shapes, the tensor.
 
     Example:
-        >>> read(torch.tensor(0.5, device="cpu")), read(torch.ones(2, device="cpu"))
+        >>> float(read(torch.tensor(0.5))), read(torch.ones(2))
         (0.5, tensor([1., 1.]))
     """
     return value.item() if value.dim() == 0 and tracing.may_branch(value) else value
@@ -35,7 +35,7 @@ def known(flag: Tensor) -> Flag:
     """As `read` of a bool.
 
     Example:
-        >>> known(torch.tensor(True, device="cpu"))
+        >>> bool(known(torch.tensor(True)))
         True
     """
     value = read(flag)
