@@ -201,7 +201,7 @@ def test_early_stopping_keeps_its_patience(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_stopped_inside_epochs_has_the_rows_of_the_whole_run(tmp_path: Path) -> None:
-    """Each stop evaluates; what it finds is a row of its own result, and no trial of the run that goes on."""
+    """A stopped call evaluates: its own result has that row, and the run that goes on does not count it."""
     data = {"train": [image_batch(4, seed) for seed in range(8)], "val": [image_batch(9, 9)]}
     objective = ps.supervised(nn.CrossEntropyLoss(), metrics={"accuracy": metrics.accuracy})
     program = ps.program(tiny_convnet().eval(), objective, optim.sgd(0.002))

@@ -221,6 +221,14 @@ def test_attention_is_mapped_in_mixed_precision():
     assert_trees_close(state.params, ps.stack([one.params for one in each]), rtol=2e-2, atol=2e-2)
 
 
+def own_batches(batch: Any, number: int, *, spoilt: int) -> list[Any]:
+    """A batch for each member; that of the second member is not finite in the call ``spoilt``."""
+    own = [batch(10 * number + index) for index in range(MEMBERS)]
+    if number == spoilt:
+        own[1][0][0, 0] = torch.inf
+    return own
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 def test_a_member_that_is_not_finite_does_not_stop_the_others(nonfinite: Any, accumulate: int):
@@ -228,9 +236,7 @@ def test_a_member_that_is_not_finite_does_not_stop_the_others(nonfinite: Any, ac
     several, state = started(program, factory, batches="own")
     each = alone(state)
     for number in range(5):
-        own = [batch(10 * number + index) for index in range(MEMBERS)]
-        if number == 2:
-            own[1][0][0, 0] = torch.inf
+        own = own_batches(batch, number, spoilt=2)
         state, found = several.train_step(state, ps.stack(own))
         each = [program.train_step(one, part)[0] for one, part in zip(each, own, strict=True)]
         assert_trees_close(state, ps.stack(each), rtol=1e-12, atol=1e-12)
@@ -359,9 +365,7 @@ def test_a_member_that_goes_on_after_a_halt_closes_its_own_windows():
     several, state = started(program, factory, batches="own")
     each = alone(state)
     for number in range(6):
-        own = [batch(10 * number + index) for index in range(MEMBERS)]
-        if number == 1:
-            own[1][0][0, 0] = torch.inf
+        own = own_batches(batch, number, spoilt=1)
         if number == 3:  # after an odd number of calls without it
             state = state._replace(halted=torch.zeros_like(state.halted))
             each = [one._replace(halted=torch.zeros_like(one.halted)) for one in each]

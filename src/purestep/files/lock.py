@@ -115,7 +115,7 @@ class DirectoryLock:
 
     @staticmethod
     def _holder(descriptor: int) -> tuple[str, bool]:
-        """Who has signed the file, and whether it is this process."""
+        """Return who has signed the file, and True if it is this process."""
         try:
             found = json.loads(_read(descriptor))
             is_mine = found["pid"] == os.getpid()

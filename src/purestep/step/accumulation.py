@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import optim, tracing, tree
-from ..flags import Flag, is_finite, read
+from ..flags import Flag, every, is_finite, read
 from ..types import Empty, Form, Mean, Metrics, Params, TrainState
 from . import exchange
 from .gradient import kept_buffers
@@ -46,7 +46,7 @@ def _with_buffers(state: TrainState, micro: Micro, finite: Flag | None) -> Train
     """Set this micro-batch's buffers, unless its loss or gradients are not finite or its weight is 0."""
     if not micro.buffers or finite is None:
         return state
-    counted = finite & is_finite(read(micro.mean)) & (read(micro.weight) != 0) & going(state)
+    counted = every(finite, is_finite(read(micro.mean)), read(micro.weight) != 0, going(state))
     return state._replace(buffers=kept_buffers(state.buffers, micro, counted))
 
 

@@ -18,7 +18,7 @@ _Rate = TypeVar("_Rate")
 
 
 class _Decision(NamedTuple):
-    """What is true of one window."""
+    """The facts that decide about the update of a window."""
 
     goes_on: Flag  # the state has not halted
     may_apply: Flag  # and the window has targets
