@@ -8,8 +8,9 @@ from helpers import assert_trees_close, tiny_mlp, vector_batch
 from torch import Tensor, nn
 
 import purestep as ps
-from purestep import bench, optim
+from purestep import optim
 from purestep.errors import ConfigError
+from purestep.tools import bench
 
 
 class Clock:

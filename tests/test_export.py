@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import purestep as ps
 from purestep import errors
 from purestep.ema import EmaState
-from purestep.export import export_weights, load_into, weights
 from purestep.model.functional import template, tensors
+from purestep.tools.export import export_weights, load_into, weights
 from purestep.types import Empty, Program, Static, TrainState
 
 OFF = Empty()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
-from purestep import ema, optim, packed, tree
+from purestep import ema, optim, tree
+from purestep.state import packed
 from purestep.types import Empty
 
 MODEL = tiny_convnet()  # parameters: 0.weight, 1.weight, 1.bias, 6.weight, 6.bias

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import purestep as ps
 from purestep import errors, optim
-from purestep.export import weights
+from purestep.tools.export import weights
 
 hf = pytest.importorskip("transformers", reason="transformers is in the extra purestep[hf]")
 from zoo import families  # noqa: E402

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from purestep import global_rng, host_generators, rng, tracing
+from purestep import rng
 from purestep.data import random_state
 from purestep.errors import ConfigError
+from purestep.torch_ext import global_rng, host_generators, tracing
 
 PARTS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.text(max_size=8))
 

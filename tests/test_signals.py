@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from purestep.data import open_feed
-from purestep.signals import Preempted, Signals, interrupted
+from purestep.loop.signals import Preempted, Signals, interrupted
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no SIGUSR1 on Windows")
 
@@ -238,7 +238,7 @@ def test_off_the_main_thread_nothing_is_set_and_that_is_said(caplog: pytest.LogC
 
 @pytest.mark.parametrize(("error", "status"), [("Preempted(1)", 143), ("interrupted(1)", -signal.SIGINT)])
 def test_the_status_of_a_script(error: str, status: int):
-    code = f"from purestep.signals import Preempted, interrupted\nraise {error}"
+    code = f"from purestep.loop.signals import Preempted, interrupted\nraise {error}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
     assert done.returncode == status  # -2 is what a shell calls 130

@@ -9,8 +9,9 @@ from helpers import assert_trees_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from purestep import tensor_layout, tree
+from purestep import tree
 from purestep.compile import treespec
+from purestep.torch_ext import tensor_layout
 from purestep.types import Empty
 
 

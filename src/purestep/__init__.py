@@ -9,27 +9,26 @@ The map, from the bottom up; imports run only downward. Above the line there is 
 global random generators are touched only inside `rng.scoped`. One exception: `compile` starts the C++ compiler and
 keeps its code in the compiler's cache directory.
 
-    errors  types  tensor_layout  batch_objects       the vocabulary
-    global_rng  host_generators                       the process's generators: torch's, numpy's, Python's
-    tree  rng  tracing  validation  pickling          trees (optree), keys, traces and transforms, checks of arguments
-    foreach                                           one call for many tensors
-    flags                                             decisions: by the host, or in tensors
-    model  stacked  member_draws                      a module as a pure function of its tensors; several models as one
+    errors  types                                     the vocabulary
+    torch_ext                                         what torch hides or lacks: generators, traces, layouts, foreach
+    batch_objects  tree  rng                          trees (optree), keys
+    state                                             other forms of one state; checks of arguments
+    model                                             a module as a pure function of its tensors
     optim  schedules  ema  scaler  precision          optimizers and their algebra, ...
     metrics  stopping  objective                      objective imports metrics
-    step  packed                                      the train step, its flat form
-    derivatives                                       gradients of single examples, their noise
+    step                                              the train step
+    analysis                                          gradients of single examples, their noise
+    ensembles                                         many models in one step
     compile                                           one graph, donation; compile/cpu: a plug-in for x86
     curvature  privacy                                second derivatives; DP-SGD
-    ensembles                                         many models in one step
     --------------------------------------------------------------------------------------------------
     parallel                                          several processes: meshes, placements, collectives
-    files  events  config  signals  data              atomic files, events of fit, settings, loaders
-    snapshot  export  sinks  diagnostics  contrib     orbax, weights, progress, impurity and nan, other libraries
-    loop  testing  bench  report                      fit, checks for unit tests, benchmarks, runs for people
+    files  events  config  data                       atomic files, events of fit, settings, loaders
+    snapshot  sinks  diagnostics  contrib             orbax, progress, impurity and nan, other libraries
+    loop  tools  testing  report                      fit, benchmarks and export, checks for unit tests, runs for people
     __main__                                          python -m purestep
 
-`import purestep` loads the modules above the line down to `packed`; the others load at first use (`ps.fit`), so that
+`import purestep` loads the modules above the line down to `step`; the others load at first use (`ps.fit`), so that
 a script or a worker process waits only for what it uses.
 
 Every public name is listed in README.md beside this file.
@@ -57,8 +56,8 @@ from .objective import masked_reconstruction as masked_reconstruction
 from .objective import masked_sse as masked_sse
 from .objective import supervised as supervised
 from .precision import auto_device as auto_device
-from .stacked import member as member
-from .stacked import stack as stack
+from .state import member as member
+from .state import stack as stack
 from .step import Sam as Sam
 from .step import program as program
 from .stopping import EarlyStopping as EarlyStopping
@@ -81,23 +80,17 @@ if _typing.TYPE_CHECKING:
     from . import privacy as privacy
     from . import sinks as sinks
     from . import testing as testing
-    from .bench import benchmark as benchmark
-    from .bench import find_batch_size as find_batch_size
+    from .analysis import gradient_noise_scale as gradient_noise_scale
+    from .analysis import per_example as per_example
     from .compile import compile_program as compile_program
     from .compile import compile_step as compile_step
     from .compile import donate as donate
     from .config import FitConfig as FitConfig
     from .data import open_feed as open_feed
     from .data import to_device as to_device
-    from .derivatives import gradient_noise_scale as gradient_noise_scale
-    from .derivatives import per_example as per_example
-    from .diagnostics import summary as summary
     from .ensembles import ensemble as ensemble
     from .ensembles import mean_and_std as mean_and_std
     from .events import Stop as Stop
-    from .export import export_weights as export_weights
-    from .export import load_into as load_into
-    from .export import save_pretrained as save_pretrained
     from .loop import FitResult as FitResult
     from .loop import evaluate as evaluate
     from .loop import find_learning_rate as find_learning_rate
@@ -109,18 +102,21 @@ if _typing.TYPE_CHECKING:
     from .parallel import distribute as distribute
     from .parallel import full as full
     from .snapshot import Snapshots as Snapshots
+    from .tools import benchmark as benchmark
+    from .tools import export_weights as export_weights
+    from .tools import find_batch_size as find_batch_size
+    from .tools import load_into as load_into
+    from .tools import save_pretrained as save_pretrained
+    from .tools import summary as summary
 else:
     _LATE = {
-        "bench": ("benchmark", "find_batch_size"),
+        "analysis": ("gradient_noise_scale", "per_example"),
         "compile": ("compile_program", "compile_step", "donate"),
         "config": ("FitConfig",),
         "curvature": (),
         "data": ("open_feed", "to_device"),
-        "derivatives": ("gradient_noise_scale", "per_example"),
-        "diagnostics": ("summary",),
         "ensembles": ("ensemble", "mean_and_std"),
         "events": ("Stop",),
-        "export": ("export_weights", "load_into", "save_pretrained"),
         "loop": (
             *("FitResult", "evaluate", "find_learning_rate", "fit", "predict"),
             *("reduce_on_plateau", "refresh_batchnorm", "run_epoch"),
@@ -130,6 +126,10 @@ else:
         "sinks": (),
         "snapshot": ("Snapshots",),
         "testing": (),
+        "tools": (
+            *("benchmark", "export_weights", "find_batch_size"),
+            *("load_into", "save_pretrained", "summary"),
+        ),
     }
     _HOME = {name: module for module, names in _LATE.items() for name in names}
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from . import rng, tree
-from .derivatives import explained, plain_functions
+from .analysis import explained, plain_functions
 from .errors import ConfigError, StateError, StepContractError
 from .model import functional
+from .state import check_count
 from .step import check_state, parts_for, wide
 from .types import Params, Program, TrainState
-from .validation import check_count
 
 _vjp: Any = torch.func.vjp  # the length of its result depends on has_aux
 _CURE = "use operations that torch.func differentiates twice"

@@ -9,12 +9,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from . import foreach, tracing
 from .errors import ConfigError, StateError
-from .flags import Value, read
-from .pickling import recipe
+from .state import is_count, recipe
+from .torch_ext import Value, foreach, read, tracing
 from .types import Empty, Params, TrainState, Tree
-from .validation import is_count
 
 _EMA = TrainState._fields.index("ema")
 

@@ -9,14 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .derivatives import chunks
+from .analysis import chunks
 from .errors import ConfigError, StepContractError
 from .metrics import mean as means
 from .metrics import merge
-from .pickling import recipe
+from .state import check_count, check_finite, check_positive, recipe
 from .step import Micro, Parts, check_divisible, finite_mean, parts_for, wide
 from .types import Form, Mean, Metrics, Params, Program, TrainState
-from .validation import check_count, check_finite, check_positive
 
 
 @recipe

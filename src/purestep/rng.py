@@ -14,8 +14,8 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from . import global_rng
 from .errors import ConfigError
+from .torch_ext import global_rng
 
 _MASK = (1 << 64) - 1
 _ONE_CALL = torch.tensor([0, 1], dtype=torch.int64, device="cpu")

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError
-from .pickling import recipe
+from .state import is_count, recipe
 from .types import Empty, Tree
-from .validation import is_count
 
 
 class ScalerState(NamedTuple):

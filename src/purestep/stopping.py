@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .errors import ConfigError
-from .validation import check_count, is_number, whole
+from .state import check_count, is_number, whole
 
 Mode: TypeAlias = Literal["min", "max"]
 

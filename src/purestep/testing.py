@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from . import tensor_layout, tree
+from . import tree
 from .compile import plain
 from .data import device_of
 from .diagnostics import Watch, backward, not_finite, purity, recording
 from .diagnostics import replay as replay_
 from .errors import ConfigError, Mismatch, NotFound, StepContractError
 from .snapshot import Snapshots
+from .state import is_count
+from .torch_ext import tensor_layout
 from .types import Metrics, Program, TrainState, Tree
-from .validation import is_count
 
 Recording = recording.Recording
 """Consecutive calls of a train step: the state before the first, the batches, and the number of the first."""

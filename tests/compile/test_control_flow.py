@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
 from purestep import compile as compile_
-from purestep import tracing
+from purestep.torch_ext import tracing
 
 pytestmark = [
     pytest.mark.compile,

@@ -14,10 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import purestep as ps
-from purestep import tracing
 from purestep.compile import aliasing, early_reductions, inplace_reuse
 from purestep.compile.cpu import backend as backend_
 from purestep.compile.cpu import workspace
+from purestep.torch_ext import tracing
 from purestep.types import Loss, Program
 
 pytestmark = pytest.mark.compile

@@ -10,7 +10,8 @@ from helpers import assert_trees_close
 from torch import nn
 
 import purestep as ps
-from purestep import optim, stacked
+from purestep import optim
+from purestep.state import stacked
 
 MEMBERS = 3
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}

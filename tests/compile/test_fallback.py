@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
-from purestep import tracing
 from purestep.compile import first_run
 from purestep.config import FitConfig
 from purestep.errors import StepContractError
 from purestep.loop import train_call
+from purestep.torch_ext import tracing
 from purestep.types import Program
 
 pytestmark = pytest.mark.compile

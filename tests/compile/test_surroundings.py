@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import purestep as ps
-from purestep import global_rng
 from purestep.compile.cpu import graph_key
 from purestep.errors import StepContractError
+from purestep.torch_ext import global_rng
 
 pytestmark = pytest.mark.compile
 

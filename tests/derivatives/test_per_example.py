@@ -12,7 +12,7 @@ from helpers import assert_trees_close, tiny_convnet, tiny_mlp, vector_batch
 from torch import Tensor, nn
 
 import purestep as ps
-from purestep.derivatives import plain_functions
+from purestep.analysis import plain_functions
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}

@@ -9,7 +9,7 @@ import forkserver
 from faults import running
 from faults.trials import ended, finished, seeded, wait_for, whole_run
 
-from purestep.signals import TERMINATED
+from purestep.loop.signals import TERMINATED
 from purestep.snapshot import Snapshots
 
 TRIALS = 200

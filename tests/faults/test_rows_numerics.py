@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
-from purestep import global_rng, optim, rng, scaler
+from purestep import optim, rng, scaler
 from purestep.errors import NonFiniteError, StateError, StepContractError
 from purestep.model import template
 from purestep.step import gradient, update
+from purestep.torch_ext import global_rng
 
 # --- row 37 -----------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import purestep as ps
 from purestep import events
-from purestep.signals import Preempted
+from purestep.loop.signals import Preempted
 from purestep.snapshot import Snapshots
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no SIGUSR1 on Windows")
@@ -95,7 +95,7 @@ def test_row_23_an_evaluation_ends_at_the_next_batch(tmp_path: Path) -> None:
         assert sum(isinstance(event, events.EvalStepEnd) for event in heard) <= 3
 
     check(tmp_path / "on")
-    with fails_without("purestep.signals.Signals.watch", lambda self, batches: iter(batches)):
+    with fails_without("purestep.loop.signals.Signals.watch", lambda self, batches: iter(batches)):
         check(tmp_path / "off")
 
 
@@ -119,7 +119,7 @@ def test_row_23_a_loader_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
         assert not loader.woke
 
     check(tmp_path / "on")
-    with fails_without("purestep.signals.Signals.watch", lambda self, batches: iter(batches)):
+    with fails_without("purestep.loop.signals.Signals.watch", lambda self, batches: iter(batches)):
         check(tmp_path / "off")
 
 
@@ -149,7 +149,7 @@ def test_row_23_terminated_in_the_first_compile(tmp_path: Path) -> None:
     ids=["in a callback", "in the first compile"],
 )
 def test_row_23_fails_where_nobody_heeds_the_signal(test: Callable[[Path], None], tmp_path: Path) -> None:
-    with fails_without("purestep.signals.Signals._handle"):
+    with fails_without("purestep.loop.signals.Signals._handle"):
         test(tmp_path)
 
 
@@ -187,7 +187,7 @@ def test_row_24_the_second_signal_stops_now(number: int, error: type[BaseExcepti
 
     check(tmp_path / "on")
     assert equal(fit(tmp_path / "on"), fit(None))
-    with fails_without("purestep.signals.Signals._handle", only_a_flag):
+    with fails_without("purestep.loop.signals.Signals._handle", only_a_flag):
         check(tmp_path / "off")
 
 
@@ -251,7 +251,7 @@ def test_row_26_a_users_handler_is_called_too_and_put_back(tmp_path: Path) -> No
     before = [signal.signal(number, mine) for number in ALL]
     try:
         check(tmp_path / "on")
-        with fails_without("purestep.signals.Signals.__exit__"):
+        with fails_without("purestep.loop.signals.Signals.__exit__"):
             check(tmp_path / "off")
     finally:
         for number, handler in zip(ALL, before, strict=True):

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import purestep as ps
-from purestep import ema, metrics, optim, scaler, schedules, tracing, tree
+from purestep import ema, metrics, optim, scaler, schedules, tree
 from purestep.errors import StepContractError
 from purestep.optim import Transform
-from purestep.packed import layout, pack, unpack
+from purestep.state.packed import layout, pack, unpack
+from purestep.torch_ext import tracing
 from purestep.types import Mean, Params, Program, TrainState
 
 CRITERION = nn.CrossEntropyLoss()

@@ -30,18 +30,21 @@ LEVEL = {
     name: level
     for level, names in enumerate(
         (
-            "errors types tensor_layout batch_objects global_rng host_generators",
-            "tree rng tracing validation pickling foreach",
-            "flags model stacked member_draws",
+            "errors types",
+            "torch_ext batch_objects",
+            "tree rng",
+            "state",
+            "model",
             "optim schedules ema scaler precision metrics stopping",
             "objective",
-            "step packed",
-            "derivatives",
-            "compile curvature privacy ensembles",
+            "step",
+            "analysis",
+            "ensembles",
+            "compile curvature privacy",
             "parallel",
-            "files events config signals data",
-            "snapshot export sinks diagnostics contrib",
-            "loop testing bench report",
+            "files events config data",
+            "snapshot sinks diagnostics contrib",
+            "loop tools testing report",
             "__main__",
         )
     )
@@ -148,9 +151,9 @@ IMPURE_CALLS = {"breakpoint", "exec", "input", "open", "print"}
 AT_THE_COMPILER = ("compile/cpu/code_cache.py", "compile/cpu/csrc/__init__.py")
 """They read and write the compiler's files: its settings, its cache directory, our C++."""
 ALLOWED = (
-    ("host_generators.py", "random"),
-    ("global_rng.py", "random"),
-    ("global_rng.py", "threading.RLock"),
+    ("torch_ext/host_generators.py", "random"),
+    ("torch_ext/global_rng.py", "random"),
+    ("torch_ext/global_rng.py", "threading.RLock"),
     ("compile/cpu/workspace.py", "threading.local"),
     ("optim/base.py", "threading.local"),
     ("compile/eager_donation.py", "threading.local"),
@@ -207,19 +210,19 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch.func.functional_call": ("model",),
     "torch.nn.utils.stateless": ("model",),
     "torch.compile": ("compile",),
-    "torch.func.grad": ("step", "derivatives", "curvature"),
+    "torch.func.grad": ("step", "analysis", "curvature"),
     "torch.func.grad_and_value": ("step",),
-    "torch.func.vjp": ("step", "derivatives", "curvature"),
+    "torch.func.vjp": ("step", "analysis", "curvature"),
     "torch.func.jacrev": ("step",),
     "torch.autograd.grad": ("step",),
     "torch.autograd.backward": ("step",),
-    "torch.manual_seed": ("global_rng",),
-    "torch.seed": ("global_rng",),
-    "torch.set_rng_state": ("global_rng",),
-    "torch.default_generator": ("global_rng",),
-    "torch.random": ("global_rng",),
-    "torch.cuda.manual_seed": ("global_rng",),
-    "torch.cuda.manual_seed_all": ("global_rng",),
+    "torch.manual_seed": ("torch_ext",),
+    "torch.seed": ("torch_ext",),
+    "torch.set_rng_state": ("torch_ext",),
+    "torch.default_generator": ("torch_ext",),
+    "torch.random": ("torch_ext",),
+    "torch.cuda.manual_seed": ("torch_ext",),
+    "torch.cuda.manual_seed_all": ("torch_ext",),
     "torch.load": (),
     "cloudpickle": (),
     "dill": (),
@@ -370,7 +373,7 @@ RULES: list[tuple[Rule, str, str]] = [
     (out_of_place, "loop.py", "import jax.numpy"),
     (out_of_place, "step.py", "from torch.func import functional_call"),
     (out_of_place, "step.py", "import torch\ntorch.func.functional_call(1)"),
-    (out_of_place, "bench.py", "import torch as t\nt.compile(f)"),
+    (out_of_place, "tools/bench.py", "import torch as t\nt.compile(f)"),
     (out_of_place, "model.py", "from torch import func\nfunc.grad_and_value(f)"),
     (out_of_place, "optim/torch.py", "import torch\ntorch.autograd.grad(a, b)"),
     (out_of_place, "optim/torch.py", "loss.backward()"),
@@ -381,7 +384,7 @@ RULES: list[tuple[Rule, str, str]] = [
     (through_the_fence, "compile/capture.py", "from .cpu import backend"),
     (through_the_fence, "loop/fit.py", "from ..compile.cpu.backend import record"),
     (into_a_package, "loop/fit.py", "from ..compile.donation import states"),
-    (into_a_package, "export.py", "from .model.template import unwrapped"),
+    (into_a_package, "ema.py", "from .model.template import unwrapped"),
     (unsaid_errors, "step.py", 'def f():\n    """Does."""\n    raise ConfigError("x")'),
     (unsaid_errors, "step.py", "class C:\n    def f(self):\n        raise errors.ConfigError('x')"),
     (unsaid_errors, "optim/adam.py", "def f(x):\n    require('f', x=x)"),
@@ -422,12 +425,12 @@ def test_what_is_allowed_is_not_flagged():
         "model.py": "from torch.func import functional_call\nfrom .tree import map\nfrom .types import Params",
         "optim/adam.py": "from .sgd import sgd\nfrom ..model import unwrapped\nTABLE = {'adam': 1}",
         "optim/torch.py": "import torch\nparam.grad = g\ntorch.compiler.is_compiling()",
-        "global_rng.py": "import torch\ntorch.default_generator.manual_seed(0)",
+        "torch_ext/global_rng.py": "import torch\ntorch.default_generator.manual_seed(0)",
         "loop.py": "import time\nfrom .step import program\nprint(time.time())",
         "snapshot.py": "def save():\n    from orbax.checkpoint import v1",
         "__init__.py": "from .loop import fit as fit",
         "ema.py": 'def f(x):\n    """Raises:\n        ConfigError: for x."""\n    require("f", x=x)',
-        "bench.py": "def _f():\n    raise ConfigError('x')\ndef g():\n    raise\ndef h():\n    raise KeyError('x')",
+        "tools/b.py": "def _f():\n    raise ConfigError('x')\ndef g():\n    raise\ndef h():\n    raise KeyError('x')",
     }
     assert [violation for rule, _, _ in RULES for violation in rule(allowed)] == []
 
@@ -462,8 +465,8 @@ def test_importing_changes_nothing_and_stays_light(body: str, said: str):
     assert done.stdout.strip() == said
 
 
-LATE = """host_generators member_draws derivatives compile curvature privacy ensembles parallel files events config
-    signals data snapshot export sinks diagnostics contrib loop testing bench report __main__""".split()
+LATE = """analysis ensembles compile curvature privacy parallel files events config
+    data snapshot sinks diagnostics contrib loop tools testing report __main__""".split()
 LOADED = """
 import sys, torch
 before = set(sys.modules)
@@ -484,7 +487,7 @@ def printed(code: str) -> str:
 
 def test_an_import_loads_nothing_but_what_steps_are_made_of():
     found = loaded("import purestep")
-    pure = {f"purestep.{name}" for name in LEVEL if name not in {*LATE, "packed"}}  # which compile needs
+    pure = {f"purestep.{name}" for name in LEVEL if name not in LATE}
     assert {name for name in found if name.count(".") == 1 and name.startswith("purestep.")} == pure
     assert {name for name in found if not name.startswith("purestep")} == set()
 

@@ -15,8 +15,8 @@ from purestep.config import count_batches
 from purestep.data import limit, open_feed
 from purestep.loop.loop_state import LoopState
 from purestep.loop.policy import EvalSchedule
+from purestep.state.validation import whole
 from purestep.stopping import EarlyStopping, start_epoch
-from purestep.validation import whole
 
 SHORT = [(n, count) for count in (10, 100, 300, 1000) for n in range(1, 100) if int(n / 100 * count) * 100 != n * count]
 """Hundredths and counts whose product is a whole number, which the product in floating point falls short of."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import purestep as ps
 from purestep import events, optim
 from purestep.errors import ConfigError, NonFiniteError, StateError
-from purestep.signals import Preempted
+from purestep.loop.signals import Preempted
 from purestep.types import Mean, Program, TrainState
 
 CRITERION = nn.CrossEntropyLoss()

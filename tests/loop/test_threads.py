@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import purestep as ps
-from purestep import global_rng, rng
+from purestep import rng
 from purestep.data import random_state
 from purestep.errors import ConfigError, PurestepError, StepContractError
 from purestep.loop import environment
+from purestep.torch_ext import global_rng
 
 Job = Callable[[int], Any]
 DATA = TensorDataset(*(torch.linspace(-1, 1, 64 * 4).reshape(64, 4)[:, :n] for n in (4, 1)))

@@ -13,11 +13,13 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
-from purestep import flags, schedules, tracing
+from purestep import schedules
 from purestep.loop import nonfinite_steps as halted
 from purestep.loop.purity_check import PurityCheck
 from purestep.loop.window_position import counting
 from purestep.step import Accum, accumulation, train_step, update
+from purestep.torch_ext import decisions as flags
+from purestep.torch_ext import tracing
 
 
 class Counted(TorchDispatchMode):
@@ -63,7 +65,7 @@ def test_a_window_that_is_kept_open_without_a_read_has_the_same_numbers(monkeypa
     for _ in range(7):
         state, metrics = program.train_step(state, BATCH)
         with monkeypatch.context() as patch:
-            patch.setattr("purestep.tracing.may_read", lambda value: False)
+            patch.setattr("purestep.torch_ext.tracing.may_read", lambda value: False)
             other, expected = program.train_step(other, BATCH)
         assert_same(state, other)
         for left, right in zip(ps.tree.leaves(metrics), ps.tree.leaves(expected), strict=True):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
-from purestep import foreach, optim, schedules, tree
+from purestep import optim, schedules, tree
+from purestep.torch_ext import foreach
 from purestep.types import Empty
 
 Make = Callable[[], optim.Transform]
@@ -147,7 +148,7 @@ def test_without_a_read_of_the_host_the_numbers_are_the_same(monkeypatch: pytest
         given = batch(index) if index != 2 else REFUSED["nan"](*batch(index))
         state, metrics = program.train_step(state, given)
         with monkeypatch.context() as patch:
-            patch.setattr("purestep.tracing.may_read", lambda value: False)
+            patch.setattr("purestep.torch_ext.tracing.may_read", lambda value: False)
             other, expected = program.train_step(other, given)
         one, two = ps.clone(other), ps.clone(state)
         assert_trees_close(one._replace(ema=Empty()), two._replace(ema=Empty()), exact=True)

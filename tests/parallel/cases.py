@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import purestep as ps
-from purestep import foreach, optim, tree
+from purestep import optim, tree
 from purestep.parallel import collectives
 from purestep.step import exchange
+from purestep.torch_ext import foreach
 from purestep.types import Share
 
 from .processes import DEVICE

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import purestep as ps
-from purestep import batch_objects, tensor_layout, tree
+from purestep import batch_objects, tree
 from purestep.data import check_batch
 from purestep.diagnostics import purity
 from purestep.errors import DataError, NonFiniteError, StepContractError
+from purestep.torch_ext import tensor_layout
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The PyTorch API of nested", r"ignore:Sparse \w+ tensor support is in beta", "ignore:Sparse invariant"

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import purestep as ps
-from purestep import metrics, optim, schedules, stacked, tree
+from purestep import metrics, optim, schedules, tree
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
+from purestep.state import stacked
 from purestep.types import Empty
 
 MEMBERS = 3

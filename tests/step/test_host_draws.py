@@ -18,7 +18,8 @@ from helpers import assert_trees_close, vector_batch
 from torch import Tensor, nn
 
 import purestep as ps
-from purestep import host_generators, testing
+from purestep import testing
+from purestep.torch_ext import host_generators
 
 fit = partial(ps.fit, progress=False)
 

@@ -18,11 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import purestep as ps
-from purestep import flags, optim, rng, schedules, tracing, tree
+from purestep import optim, rng, schedules, tree
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
 from purestep.scaler import ScalerState
 from purestep.step import IDENTITY, Accum, Adding, Closing
 from purestep.step.gradient import check_loss
+from purestep.torch_ext import decisions as flags
+from purestep.torch_ext import tracing
 from purestep.types import Empty
 
 LR = 0.5

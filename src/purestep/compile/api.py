@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from ..errors import ConfigError
+from ..state import is_count
 from ..step import static_of
 from ..types import Metrics, Program, Static
-from ..validation import is_count
 from .capture import check as check_capture
 from .compiled_step import CompiledStep
 from .eager_donation import DonatedStep, without_donation

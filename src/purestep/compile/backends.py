@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import tracing
+from ..torch_ext import tracing
 from . import aliasing, formats, fx_passes, precision_casts, random_ops
 
 if TYPE_CHECKING:

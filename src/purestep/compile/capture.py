@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import host_generators, rng, tracing, tree
+from .. import rng, tree
 from ..errors import ConfigError, PurestepError, StepContractError
 from ..step import NoSetupContext, last_unreached
+from ..torch_ext import host_generators, tracing
 from . import backends, control_flow, dynamic_shapes, formats, fx_passes, precision_casts, random_ops, recurrent_layers
 from .compile_lock import with_compiler
 

@@ -9,7 +9,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from .. import global_rng
+from ..torch_ext import global_rng
 
 
 @contextmanager

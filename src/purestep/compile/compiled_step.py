@@ -11,9 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import member_draws, packed, rng, stacked, tracing, tree
+from .. import rng, tree
+from ..ensembles import member_draws
 from ..errors import PurestepError, StepContractError
+from ..state import packed, stacked
 from ..step import Accum, Adding, Closing
+from ..torch_ext import tracing
 from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture, donation, live_state
 from .contract import checked, same_structure, unrolled

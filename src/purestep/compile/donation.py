@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import packed, stacked, tensor_layout, tree
+from .. import tree
 from ..errors import StateError
+from ..state import packed, stacked
+from ..torch_ext import tensor_layout
 from ..types import Empty, TrainState, Tree
 from . import treespec
 from .live_state import Store, is_state, live, states

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import tracing, tree
+from .. import tree
 from ..errors import ConfigError
 from ..step import IDENTITY, static_of
+from ..torch_ext import tracing
 from ..types import Empty, Metrics, Program, Static, TrainState, Tree
 from . import donation, live_state
 from .compiled_step import CompiledStep

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ema, member_draws, rng, stacked, tracing, tree
+from .. import ema, rng, tree
+from ..ensembles import member_draws
+from ..state import stacked
+from ..torch_ext import tracing
 from ..types import Metrics, TrainState
 from . import donation, live_state, treespec
 from .compiled_step import batch_leaves

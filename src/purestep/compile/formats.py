@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..tensor_layout import extent
+from ..torch_ext import extent
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
     from torch.fx import GraphModule

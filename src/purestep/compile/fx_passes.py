@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from .. import tracing
 from ..errors import StepContractError
+from ..torch_ext import tracing
 from . import aliasing, control_flow
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`

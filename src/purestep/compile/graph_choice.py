@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import rng, tracing, tree
+from .. import rng, tree
 from ..errors import PurestepError, StepContractError
 from ..step import NoSetupContext
+from ..torch_ext import tracing
 from . import capture, captured_values, donation, dynamic_shapes, fx_passes
 from .compile_lock import exclusive
 from .first_run import first_line, guarded

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .. import tensor_layout, tracing
 from ..errors import StepContractError
+from ..torch_ext import tensor_layout, tracing
 from ..types import TrainState
 from . import capture, live_state
 

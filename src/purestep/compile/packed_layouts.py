@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .. import packed, stacked, tree
+from .. import tree
+from ..state import packed, stacked
 from ..types import Labels, Params, TrainState
 
 

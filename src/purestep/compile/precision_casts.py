@@ -25,7 +25,7 @@ from torch import Tensor, library
 from torch._ops import OpOverload
 from torch.torch_version import TorchVersion
 
-from .. import tracing
+from ..torch_ext import tracing
 from . import control_flow
 from .control_flow import Mode
 

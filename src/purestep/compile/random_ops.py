@@ -23,7 +23,8 @@ from torch import Tensor, library
 from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
-from .. import member_draws, tracing
+from ..ensembles import member_draws
+from ..torch_ext import tracing
 from . import formats
 from .control_flow import Mode
 

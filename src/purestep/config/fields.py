@@ -20,7 +20,7 @@ from pydantic import PlainSerializer, PlainValidator
 
 from .. import stopping
 from ..errors import ConfigError
-from ..validation import is_count, is_number
+from ..state import is_count, is_number
 
 _WORDS: dict[str, Any] = {"none": None, "null": None, "true": True, "false": False}
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..errors import ConfigError
-from ..validation import whole
+from ..state import whole
 from .messages import ALIASES, ELSEWHERE
 from .settings import FitConfig
 

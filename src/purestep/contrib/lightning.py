@@ -20,7 +20,7 @@ import torch
 from ..config import FitConfig, fields, sources
 from ..errors import ConfigError, RankError
 from ..optim import Transform, clip_by_global_norm, clip_by_value, identity
-from ..validation import is_number
+from ..state import is_number
 
 _WHERE = "from_lightning"
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import batch_objects, tensor_layout
+from .. import batch_objects
 from ..errors import DataError
+from ..torch_ext import tensor_layout
 
 Spec: TypeAlias = Any
 """Nested tuples that describe the structure, dtypes and ranks of a batch."""

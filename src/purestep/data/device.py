@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .. import batch_objects, tensor_layout, tree
+from .. import batch_objects, tree
 from ..errors import DataError
 from ..precision import usable
+from ..torch_ext import tensor_layout
 from ..tree import leaves
 from ..types import Batch, Device, TrainState, Tree
 

@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 from ..errors import ConfigError, DataError, Mismatch, PurestepError
+from ..state import is_number, whole
 from ..types import Batch
-from ..validation import is_number, whole
 from .equality import same
 
 Resume: TypeAlias = Literal["skip", "state", "replay", "none"]

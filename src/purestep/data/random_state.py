@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from .. import global_rng, host_generators, rng
+from .. import rng
+from ..torch_ext import global_rng, host_generators
 
 EVERY = frozenset({"torch", "numpy", "python"})
 """The three generators."""

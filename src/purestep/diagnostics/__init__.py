@@ -4,12 +4,10 @@ purity     call a step twice, and compare its arguments and results
 nonfinite  find the module, operation and line that first return nan or inf
 replay     write the state and the batch of a step to a file, and read them
 recording  the last batches of a run, in one file
-model_summary  count parameters by module, and FLOPs
 """
 
 from __future__ import annotations
 
-from .model_summary import summary as summary
 from .nonfinite import Watch as Watch
 from .nonfinite import backward as backward
 from .nonfinite import differentiates as differentiates

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 
-from .. import tensor_layout, tracing
+from ..torch_ext import tensor_layout, tracing
 
 # The values of new memory are undefined.
 _UNDEFINED = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .. import global_rng, host_generators, tensor_layout, tree
+from .. import tree
 from ..errors import StepContractError
+from ..torch_ext import global_rng, host_generators, tensor_layout
 from ..types import Metrics, Tree
 
 _CHUNK = 1 << 20  # elements to fingerprint at a time, to bound the memory

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import batch_objects, tensor_layout, tree
+from .. import batch_objects, tree
 from ..errors import Corrupt, Mismatch, NotFound, StateError
 from ..files import replacing, write_failed
+from ..torch_ext import tensor_layout
 from ..types import Tree
 
 FORMAT = 2

@@ -12,6 +12,7 @@ policy            which row is the best, when to stop, when to evaluate
 metric_queue      metrics that arrive late
 progress          metrics of calls as sums of the history, and log lines
 callbacks         events to sinks and callbacks
+signals           SIGINT, SIGTERM and SIGUSR1 during a run
 environment       torch's switches during a run
 best_state        the state of the best row
 nonfinite_steps   states that stopped at a number that is not finite

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import data, stacked
+from .. import data
 from ..errors import ConfigError, StateError
+from ..state import stacked
 from ..types import Program, TrainState
 from . import ranks
 

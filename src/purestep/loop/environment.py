@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .. import global_rng
 from ..data import random_state
 from ..errors import ConfigError, StepContractError
+from ..torch_ext import global_rng
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
     from ..config import FitConfig

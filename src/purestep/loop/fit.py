@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import data, events, files
 from ..errors import ConfigError
 from ..parallel import Mesh
-from ..signals import Signals
 from ..snapshot import Snapshots
 from ..types import Program, Tree
 from . import environment, histograms, inputs, policy, processes, profiling, ranks, resume, train_call
@@ -29,6 +28,7 @@ from .policy import EvalSchedule, limit_reached
 from .recorder import BatchRecorder
 from .recovery import LastGood, save_on_error
 from .resume import Checkpointer
+from .signals import Signals
 from .transitions import (
     UNSCORED,
     Epochs,

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .. import data, parallel, sinks, stacked, tensor_layout, tree
+from .. import data, parallel, sinks, tree
 from ..compile import plain
 from ..ema import default_view
 from ..errors import ConfigError, DataError, StateError
 from ..precision import auto_device, usable
 from ..snapshot import RunRecord, Snapshots
+from ..state import stacked
+from ..torch_ext import tensor_layout
 from ..types import Empty, Program, TrainState, Tree
 from . import ranks
 

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .. import data, optim, stacked, tree
+from .. import data, optim, tree
 from ..compile import is_state, states
 from ..diagnostics import differentiates, not_finite, purity, replay
 from ..errors import NonFiniteError, PurestepError
 from ..snapshot import Snapshots
+from ..state import stacked
 from ..step import microbatch
 from ..types import Empty, Form, Params, Program, TrainState, Tree
 from .loop_state import Call

@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from .. import stacked, stopping
+from .. import stopping
 from ..compile import states
 from ..errors import ConfigError, StateError
 from ..events import EpochEnd, Event, FitEnd, FitStart
 from ..optim import hyperparameters
+from ..state import stacked
 from ..types import TrainState
 from . import metric_queue
 

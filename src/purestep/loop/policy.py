@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import data, stopping
 from ..errors import ConfigError
 from ..snapshot import Snapshots
+from ..state import whole
 from ..types import Program
-from ..validation import whole
 from .loop_state import Cell, LoopState
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`

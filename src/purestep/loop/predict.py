@@ -8,10 +8,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import data, rng, stacked, tree
+from .. import data, rng, tree
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..objective import call_model, split_batch
 from ..parallel import agreement
+from ..state import stacked
 from ..step import untouched
 from ..types import Program, Share, TrainState
 from . import ranks

@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from .. import data, parallel, tensor_layout, tree
+from .. import data, parallel, tree
 from ..compile import plain, states
 from ..errors import NonFiniteError, RankError
 from ..parallel import agreement, host, placement
-from ..signals import Pending, Signals
+from ..torch_ext import tensor_layout
 from ..types import Program, Tree
 from . import joint_replay, nonfinite_steps
 from .inputs import Feeds
 from .loop_state import Call, LoopState
 from .progress import Progress
 from .resume import Checkpointer
+from .signals import Pending, Signals
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`
     from ..config import FitConfig

@@ -10,11 +10,13 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from .. import stacked, tensor_layout, tree
+from .. import tree
 from ..compile import Stacked, states
 from ..errors import NonFiniteError, StepContractError
 from ..events import Logged
+from ..state import stacked
 from ..step import rate_names
+from ..torch_ext import tensor_layout
 from ..types import Metrics, TrainState, Tree
 from . import metric_queue
 from .loop_state import Call, Cell, LoopState

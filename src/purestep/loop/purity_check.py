@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import data, tracing, tree
+from .. import data, tree
 from ..compile import plain
 from ..diagnostics import purity
 from ..errors import PurestepError, StepContractError
 from ..step import static_of
+from ..torch_ext import tracing
 from ..types import Form, Metrics, Params, Program, TrainState, Tree
 from .evaluate import check_pair
 

@@ -9,12 +9,12 @@ from contextlib import closing
 from os import PathLike
 from typing import Any, NamedTuple
 
-from .. import data, optim, parallel, stacked, tree
+from .. import data, optim, parallel, tree
 from .. import metrics as metrics_
 from ..errors import ConfigError, DataError, StateError, StepContractError
 from ..parallel import agreement
+from ..state import is_count, is_number, stacked
 from ..types import Device, Empty, Metrics, Program, TrainState
-from ..validation import is_count, is_number
 from . import ranks
 from .evaluate import check_pair
 from .inputs import window_left

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from .. import rng, tree
 from ..compile import LiveState, is_state, states
 from ..errors import NonFiniteError, PurestepError, SnapshotError, StateError, StepContractError
-from ..signals import is_at_once
 from ..snapshot import Snapshots
 from ..types import TrainState, Tree
 from .loop_state import LoopState, from_json
+from .signals import is_at_once
 
 _OF_THE_STATE = (NonFiniteError, StateError, StepContractError, SnapshotError)
 _log = logging.getLogger("purestep")

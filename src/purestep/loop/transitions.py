@@ -13,7 +13,6 @@ from .. import data, ema, events, files
 from ..compile import Stacked, released, unstacked
 from ..diagnostics import purity
 from ..errors import NonFiniteError, StepContractError
-from ..signals import Preempted, interrupted, is_at_once
 from ..types import Metrics, Program, Tree
 from . import environment, inputs, nonfinite_steps, policy, recovery
 from .best_state import BestState
@@ -29,6 +28,7 @@ from .progress import Progress
 from .recorder import BatchRecorder
 from .recovery import LastGood
 from .resume import Checkpointer
+from .signals import Preempted, interrupted, is_at_once
 from .train_call import TrainCall
 
 if TYPE_CHECKING:  # loads pydantic, which takes half as long as the rest of `import purestep`

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import stacked
 from ..compile import CompiledStep
+from ..state import stacked
 from ..step import Accum, Adding, Closing, static_of
 from ..types import Metrics, TrainState, TrainStep, Tree
 

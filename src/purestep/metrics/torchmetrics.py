@@ -10,9 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import rng, tracing
+from .. import rng
 from ..errors import ConfigError
-from ..pickling import recipe
+from ..state import recipe
+from ..torch_ext import tracing
 from ..types import Mean, Metric
 from .classification import logits_of
 from .gathered import Gathered, numbers

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .. import tracing
+from ..torch_ext import tracing
 
 _ALPHA = 1.7580993408473766
 

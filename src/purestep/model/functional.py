@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .. import foreach, tensor_layout, tracing, tree
+from .. import tree
 from ..errors import ConfigError, StateError, StepContractError
+from ..state import nearest_names
+from ..torch_ext import foreach, tensor_layout, tracing
 from ..types import Params
-from ..validation import nearest_names
 from . import write_check
 from .template import Named, check, copy_structure, none_buffers, overlaps, unwrapped, weightless_copy
 

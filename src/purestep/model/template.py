@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import tensor_layout
 from ..errors import StateError, StepContractError
+from ..torch_ext import tensor_layout
 
 Named = Iterable[tuple[str, Tensor]]
 """(name, tensor) pairs, including tied aliases."""

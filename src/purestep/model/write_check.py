@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import tracing
 from ..errors import StepContractError
+from ..torch_ext import tracing
 from ..types import Params
 
 Mark = tuple[int, int]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import DataError, StepContractError
 from ..metrics import functions
-from ..pickling import recipe
+from ..state import recipe
 from ..types import Loss, Metric, Objective
 from .measure import mean_of
 

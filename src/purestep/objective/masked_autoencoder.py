@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DataError, StepContractError
-from ..pickling import recipe
+from ..state import recipe
 from ..types import Loss, Objective
 from .measure import describe
 

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import ConfigError, DataError, StepContractError
 from ..metrics import functions
-from ..pickling import recipe
+from ..state import recipe
 from ..types import Loss, Metric, Objective
 from .loss_inputs import called, check_of, is_elementwise, is_from_torch
 from .measure import leading, mean_of

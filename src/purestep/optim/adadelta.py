@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..pickling import recipe
+from ..state import recipe
 from ..types import Params
 from .base import Transform, chain, require, require_arguments
 from .numerics import Rate, Scalar, decay_square, upcast, zeros_like_squares

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..pickling import recipe
+from ..state import recipe
 from ..types import Empty, Params, Tree
 from .base import StepState, Transform, chain, require, require_arguments, require_rate, stateless
 from .numerics import (

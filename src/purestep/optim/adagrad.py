@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..pickling import recipe
+from ..state import recipe
 from ..types import Params
 from .base import StepState, Transform, chain, require, require_arguments
 from .numerics import (

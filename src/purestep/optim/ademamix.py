@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..pickling import recipe
+from ..state import recipe
 from ..types import Empty, Params, Tree
 from .base import Transform, chain, require, require_arguments
 from .numerics import (

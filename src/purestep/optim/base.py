@@ -11,12 +11,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import foreach, tracing
 from ..errors import ConfigError, StateError
-from ..flags import Flag
-from ..pickling import recipe
+from ..state import is_number, recipe
+from ..torch_ext import Flag, foreach, tracing
 from ..types import Empty, Labels, Params, Tree
-from ..validation import is_number
 from .numerics import Rate, scalar_dtype
 
 # Large leaves are reduced row by row: on a CPU one running float32 sum over 34 million numbers is wrong by 0.2 %.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..flags import read
-from ..pickling import recipe
+from ..state import recipe
+from ..torch_ext import read
 from ..types import Params
 from .base import Fast, Transform, global_norm, require, stateless
 from .numerics import Scalar, multiply, scale_in_place, upcast

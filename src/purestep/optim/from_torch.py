@@ -21,9 +21,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import rng, tracing, tree
+from .. import rng, tree
 from ..errors import ConfigError, PurestepError, StateError, StepContractError
-from ..pickling import recipe
+from ..state import recipe
+from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
 from .base import Transform, require_rate
 from .numerics import Rate, Scalar, Schedule, rate_at, zero_count

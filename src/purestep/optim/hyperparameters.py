@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import ConfigError
-from ..flags import Flag
-from ..pickling import recipe
+from ..state import recipe
+from ..torch_ext import Flag
 from ..types import Empty, Labels, Params, TrainState, Tree
 from .base import Fast, Launch, Transform, fast_of
 from .numerics import Schedule, rate_at, zero_count

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .. import foreach, tensor_layout, tracing
-from ..flags import Flag
+from ..torch_ext import Flag, foreach, tensor_layout, tracing
 from ..types import Params, Tree
 from .base import Fast, Launch, Transform
 from .numerics import Rate, Scalar, by_name, rate_at, update_count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..pickling import recipe
+from ..state import recipe
 from ..types import Params
 from .adam import scale_by_adam
 from .base import Transform, chain, require_arguments, stateless

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..pickling import recipe
+from ..state import recipe
 from ..types import Params
 from .base import Transform, chain, require, require_arguments
 from .numerics import Rate, Scalar, lerp, zeros_like

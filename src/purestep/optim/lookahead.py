@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..pickling import recipe
+from ..state import is_count, recipe
 from ..types import Params, Tree
-from ..validation import is_count
 from .base import Transform, require
 from .numerics import Scalar, lerp, upcast, zero_count
 

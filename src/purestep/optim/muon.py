@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, StateError
 from ..model import unwrapped
-from ..pickling import recipe
+from ..state import recipe
 from ..types import Params
 from .base import Transform, chain, require, require_arguments, stateless
 from .numerics import Rate, Scalar, lerp, multiply, zeros_like

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import foreach, tracing
 from ..errors import PurestepError, StepContractError
-from ..flags import Flag, read
+from ..torch_ext import Flag, foreach, read, tracing
 from ..types import Empty, Missed, Params, Tree
 
 Scalar: TypeAlias = float | Tensor

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..pickling import recipe
+from ..state import is_number, recipe
 from ..types import Params, Tree
-from ..validation import is_number
 from .base import Transform, chain, global_norm, identity, require, require_arguments
 from .numerics import (
     Rate,

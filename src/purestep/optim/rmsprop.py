@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..pickling import recipe
+from ..state import recipe
 from ..types import Empty, Params, Tree
 from .base import Transform, chain, require, require_arguments
 from .numerics import Rate, Scalar, decay_square, is_enabled, lerp, safe_sqrt, upcast, zeros_like, zeros_like_squares

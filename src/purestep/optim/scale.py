@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..pickling import recipe
+from ..state import recipe
 from ..types import Params
 from .base import Fast, Transform, require, require_rate, stateless
 from .numerics import Rate, Scalar, add_scaled, is_enabled, multiply, rate_at, scale_in_place, zero_count

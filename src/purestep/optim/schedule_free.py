@@ -9,9 +9,8 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import ConfigError, StateError
-from ..pickling import recipe
+from ..state import is_number, recipe
 from ..types import Empty, Params, TrainState, Tree
-from ..validation import is_number
 from .base import Transform, chain, identity, require, require_arguments, require_rate
 from .numerics import (
     Rate,

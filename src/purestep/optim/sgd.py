@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..pickling import recipe
+from ..state import recipe
 from ..types import Empty, Params, Tree
 from . import kernels
 from .base import Transform, chain, require, require_arguments

@@ -8,11 +8,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .. import tracing
 from ..errors import ConfigError
-from ..pickling import recipe
+from ..state import is_count, recipe
+from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
-from ..validation import is_count
 from .base import Transform, chain, require, require_arguments
 from .numerics import (
     Rate,

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from ..errors import ConfigError, StateError
-from ..flags import Flag
 from ..model import unwrapped
-from ..pickling import recipe
+from ..state import nearest_names, recipe
+from ..torch_ext import Flag
 from ..types import Empty, Labels, Params, Tree
-from ..validation import nearest_names
 from .base import Fast, Kernel, Launch, Transform, fast_of, stateless
 
 Mask: TypeAlias = str | Mapping[str, bool] | Callable[[Params], Mapping[str, bool]]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, library
 
-from .. import tracing
+from ..torch_ext import tracing
 from . import mesh as meshes
 from .peers import answered
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ..errors import ConfigError, RankError
-from ..validation import is_count, is_number
+from ..state import is_count, is_number
 
 AXES = ("data", "shard", "tensor")
 """The dimensions of a mesh, slowest first: neighbours in the last one are neighbours in rank."""

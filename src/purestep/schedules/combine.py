@@ -15,8 +15,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..errors import ConfigError
-from ..pickling import recipe
-from ..validation import check_callable, check_count, check_finite, is_number, listed
+from ..state import check_callable, check_count, check_finite, is_number, listed, recipe
 from .interpolate import Count, Schedule
 
 AnySchedule: TypeAlias = Callable[[Tensor], Tensor]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..pickling import recipe
-from ..validation import check_count, check_finite, check_positive
+from ..state import check_count, check_finite, check_positive, recipe
 from .interpolate import Count, Schedule, count_as_float, half_cosine, line, progress
 
 

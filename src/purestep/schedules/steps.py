@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..pickling import recipe
-from ..validation import check_count, check_finite, check_positive, listed
+from ..state import check_count, check_finite, check_positive, listed, recipe
 from .interpolate import Count, Schedule, count_as_float, half_cosine, hold, interpolate_points, line
 
 

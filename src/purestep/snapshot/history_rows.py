@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from ..errors import Corrupt
 from ..files import sync_directory
-from ..validation import is_count
+from ..state import is_count
 from . import digest
 
 BLOCK = 16  # rows; a manifest contains at least this number, and less than twice this number

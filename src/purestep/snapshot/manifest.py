@@ -27,7 +27,7 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import Corrupt, Mismatch, SnapshotError
-from ..validation import is_count
+from ..state import is_count
 from . import digest, staging
 from .history_rows import Earlier, Table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import ConfigError
-from ..validation import is_count, is_number
+from ..state import is_count, is_number
 
 
 class Every(NamedTuple):

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import tensor_layout, tree
+from .. import tree
+from ..torch_ext import tensor_layout
 from ..types import Tree
 from . import manifest as manifests
 from . import parts, staging

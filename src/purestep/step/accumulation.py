@@ -7,8 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .. import optim, tracing, tree
-from ..flags import Flag, every, is_finite, read
+from .. import optim, tree
+from ..torch_ext import Flag, every, is_finite, read, tracing
 from ..types import Empty, Form, Mean, Metrics, Params, TrainState
 from . import exchange
 from .gradient import kept_buffers

@@ -8,8 +8,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .. import tracing, tree
+from .. import tree
 from ..model import write_check
+from ..torch_ext import tracing
 from ..types import Batch
 
 _Objective = TypeVar("_Objective", bound=Callable[..., Any])

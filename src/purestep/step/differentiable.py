@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from .. import precision as precision_
-from .. import stacked, tree
+from .. import tree
 from ..errors import ConfigError, StateError
 from ..model import functional
+from ..state import stacked
 from ..types import Empty, Loss, Params, Program, TrainState
 from .gradient import check_loss
 from .random_draws import drawn_in_step

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import optim, tree
-from ..flags import is_finite
+from ..torch_ext import is_finite
 from ..types import Exchange, Form, Metrics, Params, TrainState
 from .gradient import times
 from .spec import Micro, Spec, wide

@@ -9,13 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import flags, foreach, tracing, tree
 from .. import precision as precision_
+from .. import tree
 from ..errors import StepContractError
-from ..flags import Flag, is_finite, read
 from ..metrics import Gathered, merge
 from ..metrics import mean as means
 from ..model import dropout_masks, functional, write_check
+from ..torch_ext import Flag, foreach, is_finite, read, tracing
+from ..torch_ext import decisions as flags
 from ..types import Batch, Empty, Form, Loss, Mean, Metrics, Params, Share, TrainState
 from . import microbatch
 from .spec import Micro, Spec, last_unreached, wide

@@ -9,8 +9,10 @@ import torch
 
 from .. import ema as ema_
 from .. import precision as precision_
-from .. import rng, stacked, tracing, tree
+from .. import rng, tree
 from ..model import functional
+from ..state import stacked
+from ..torch_ext import tracing
 from ..types import Batch, Loss, Mean, Metrics, TrainState
 from .gradient import check_loss, counted, rows_of
 from .random_draws import drawn

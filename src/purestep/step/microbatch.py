@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from torch import Tensor
 
-from .. import batch_objects, tensor_layout, tree
+from .. import batch_objects, tree
 from ..errors import DataError
+from ..torch_ext import tensor_layout
 from ..types import Batch
 
 

@@ -19,9 +19,8 @@ from .. import scaler as scaler_
 from ..errors import ConfigError
 from ..model import functional, unwrapped, wrappers
 from ..optim import numerics
-from ..pickling import recipe
+from ..state import is_count, is_number, recipe
 from ..types import Empty, Objective, Program, Static
-from ..validation import is_count, is_number
 from .batch_copy import untouched
 from .batch_gradient import batch_gradient_of
 from .differentiable import parts_of
@@ -127,7 +126,7 @@ def program(
         )
     own = getattr(objective, "module", None)
     policy = precision_.policy(precision)
-    from .. import host_generators  # imports numpy.random
+    from ..torch_ext import host_generators  # imports numpy.random
 
     spec = Spec(
         template=functional.template(model, objective=own, keep_eval=keep_eval),

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from .. import rng, tracing
+from .. import rng
+from ..torch_ext import tracing
 from ..types import TrainState
 from .spec import Spec
 
 if TYPE_CHECKING:  # numpy.random, which `import purestep` does not load
-    from .. import host_generators
+    from ..torch_ext import host_generators
 
 _T = TypeVar("_T")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from .. import optim
 from ..errors import ConfigError
 from ..optim import numerics
+from ..state import is_number
 from ..types import Batch, Form, Params, TrainState
-from ..validation import is_number
 from . import exchange, gradient
 from .spec import Micro, Spec
 

@@ -20,7 +20,7 @@ from ..optim import numerics
 from ..types import Form, Metrics, Objective, Params, TrainState
 
 if TYPE_CHECKING:  # numpy.random, which `import purestep` does not load
-    from .. import host_generators
+    from ..torch_ext import host_generators
     from .sharpness import Sam
 
 

@@ -8,9 +8,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import rng, stacked, tracing, tree
+from .. import rng, tree
 from ..errors import DataError, StateError, StepContractError
 from ..optim import unused_parameters
+from ..state import stacked
+from ..torch_ext import tracing
 from ..types import Batch, Empty, Form, Metrics, Steps, TrainState
 from . import exchange
 from .accumulation import accumulate, close

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .. import flags, optim, tracing, tree
+from .. import optim, tree
 from ..errors import StepContractError
-from ..flags import Flag, is_finite, read
 from ..optim import base, numerics, unused_parameters
+from ..torch_ext import Flag, is_finite, read, tracing
+from ..torch_ext import decisions as flags
 from ..types import Empty, Form, Mean, Metrics, Params, TrainState, Tree
 from .spec import Micro, Spec, wide
 

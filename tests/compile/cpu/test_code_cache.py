@@ -23,12 +23,13 @@ from torch._inductor import config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
-from purestep import optim, tracing
+from purestep import optim
 from purestep.compile import capture
 from purestep.compile.compile_lock import exclusive
 from purestep.compile.cpu import backend, code_cache, graph_key
 from purestep.compile.cpu import launcher as calls
 from purestep.errors import StepContractError
+from purestep.torch_ext import tracing
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from ... import tracing
+from ...torch_ext import tracing
 from .. import (
     aliasing,
     backends,

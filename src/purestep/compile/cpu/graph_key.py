@@ -24,8 +24,8 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch.overrides import TorchFunctionMode
 
-from ... import tensor_layout, tracing
 from ...errors import PurestepError, StepContractError
+from ...torch_ext import tensor_layout, tracing
 from ..capture import autocast_disabled
 from ..control_flow import Mode
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..state import check_count
 from ..step import check_divisible, check_state, parts_for
 from ..types import Params, Program, TrainState
-from ..validation import check_count
 from .examples import chunks
 
 

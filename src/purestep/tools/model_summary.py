@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from .. import data, stacked, tree
+from .. import data, tree
 from ..errors import ConfigError, StateError
+from ..state import stacked
 from ..types import Empty, Program, TrainState
 
 _WIDTH = 98  # characters of a line

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import data, tree
-from .errors import ConfigError, DataError
-from .types import Tree
+from .. import data, tree
+from ..errors import ConfigError, DataError
+from ..types import Tree
 
 
 class Timing(NamedTuple):

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, library
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import global_rng, rng, tracing
+from .. import rng
+from ..torch_ext import global_rng, tracing
 
 _aten: Any = torch.ops.aten
 _SEEDED = (torch.Tag.nondeterministic_seeded,)

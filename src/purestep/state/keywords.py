@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import nn
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,9 +11,9 @@ from torch import Tensor
 from .. import tree
 from ..errors import ConfigError
 from ..optim import global_norm
+from ..state import check_count
 from ..step import Parts, check_divisible, check_state, microbatch, parts_for, wide
 from ..types import Params, Program, TrainState
-from ..validation import check_count
 from . import plain_functions
 from .examples import chunks, explained
 

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .. import tensor_layout, tree
+from .. import tree
 from ..errors import DataError, StepContractError
 from ..metrics import mean as means
 from ..step import Parts, wide
+from ..torch_ext import tensor_layout
 from ..types import Mean, Metrics, Params, TrainState
 from . import plain_functions
 

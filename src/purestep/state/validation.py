@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TypeGuard, cast
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 
 def is_count(value: Any, least: int = 0) -> TypeGuard[int]:

@@ -12,9 +12,9 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from . import tree
-from .errors import StateError
-from .types import Empty, TrainState, Tree
+from .. import tree
+from ..errors import StateError
+from ..types import Empty, TrainState, Tree
 
 
 def stack(states: Sequence[Tree]) -> Tree:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from ..errors import StepContractError
 from . import global_rng
-from .errors import StepContractError
 
 # torch has no public names for the active transforms and modes.
 _C: Any = importlib.import_module("torch._C")
@@ -42,7 +42,7 @@ def user_line(error: BaseException) -> str:
         ...     raise ValueError("of the user's own")
         ... except ValueError as error:
         ...     print(user_line(error))
-        <doctest purestep.tracing.user_line[0]>:2
+        <doctest purestep.torch_ext.tracing.user_line[0]>:2
     """
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [f"{name}:{line}" for name, line in frames if not name.startswith(LIBRARIES) and "/optree/" not in name]

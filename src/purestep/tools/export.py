@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import stacked
-from .ema import view as view_of
-from .errors import ConfigError, Mismatch, StateError, WriteFailed
-from .files import directory_path, replacing, write_failed
-from .model import OBJECTIVE, copy_with, unwrapped
-from .parallel import host, placement
-from .types import Params, Program, TrainState
-from .validation import nearest_names
+from ..ema import view as view_of
+from ..errors import ConfigError, Mismatch, StateError, WriteFailed
+from ..files import directory_path, replacing, write_failed
+from ..model import OBJECTIVE, copy_with, unwrapped
+from ..parallel import host, placement
+from ..state import nearest_names, stacked
+from ..types import Params, Program, TrainState
 
 
 def export_weights(

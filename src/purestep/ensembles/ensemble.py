@@ -17,16 +17,17 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from . import ema as ema_
-from . import member_draws, optim, rng, stacked, tracing, tree
-from .derivatives import plain_functions
-from .errors import ConfigError, DataError, PurestepError, StateError, StepContractError
-from .metrics import Gathered
-from .model import EagerMasks, functional
-from .pickling import recipe
-from .step import Adding, Closing, decomposed, static_of
-from .types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState, Tree
-from .validation import is_count
+from .. import ema as ema_
+from .. import optim, rng, tree
+from ..analysis import plain_functions
+from ..errors import ConfigError, DataError, PurestepError, StateError, StepContractError
+from ..metrics import Gathered
+from ..model import EagerMasks, functional
+from ..state import is_count, recipe, stacked
+from ..step import Adding, Closing, decomposed, static_of
+from ..torch_ext import tracing
+from ..types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState, Tree
+from . import member_draws
 
 
 @recipe

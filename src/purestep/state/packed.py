@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import tree
-from .errors import StepContractError
-from .types import Empty, Form, Labels, Missed, Params, TrainState, Tree
+from .. import tree
+from ..errors import StepContractError
+from ..types import Empty, Form, Labels, Missed, Params, TrainState, Tree
 
 
 class Slot(NamedTuple):

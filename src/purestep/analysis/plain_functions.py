@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from .. import tracing
+from ..torch_ext import tracing
 
 
 @contextmanager

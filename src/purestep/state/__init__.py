@@ -1,0 +1,20 @@
+"""Other forms of one state, and checks of the arguments of factories.
+
+packed      a state as a few flat buffers, one for each dtype and label, with the tree as views
+stacked     the states of an ensemble as one state with a leading dimension: `ps.stack`, `ps.member`
+keywords    unknown keyword arguments of a factory, and pickling of what it returns
+validation  is a value a count, a number, a finite number, and the errors that say so
+"""
+
+from .keywords import recipe as recipe
+from .stacked import member as member
+from .stacked import stack as stack
+from .validation import check_callable as check_callable
+from .validation import check_count as check_count
+from .validation import check_finite as check_finite
+from .validation import check_positive as check_positive
+from .validation import is_count as is_count
+from .validation import is_number as is_number
+from .validation import listed as listed
+from .validation import nearest_names as nearest_names
+from .validation import whole as whole

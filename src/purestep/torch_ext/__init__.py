@@ -1,0 +1,16 @@
+"""Functions that torch hides or lacks. With `compile` and `parallel` the only room that uses torch's private names.
+
+global_rng       torch's global generators: seed them in a block, restore them after it
+host_generators  the generators of numpy and of Python
+tensor_layout    the memory of a tensor: its extent, overlaps, formats
+tracing          is this call captured, mapped or differentiated, and may the host read this value
+foreach          one call for many tensors, under plain names
+decisions        a decision of a step: a bool where the host may read, else a tensor
+"""
+
+from .decisions import Flag as Flag
+from .decisions import Value as Value
+from .decisions import every as every
+from .decisions import is_finite as is_finite
+from .decisions import read as read
+from .tensor_layout import extent as extent
