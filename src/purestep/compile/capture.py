@@ -128,13 +128,14 @@ def _compile(
     run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None
 ) -> tuple[Compiled, Traits]:
     plugin, failed = backends.plugin(inputs) if backend == "inductor" else None, None
-    if plugin is not None:
-        with tracing.capturing(), torch.no_grad():
-            with tracing.no_recurrent_kernel():
-                record = plugin.record(run, inputs)
-            run = record.function
+    with with_compiler(), tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel():
+        casts = precision_casts.Casts()
+        with casts, plugin.while_traced() if plugin is not None else nullcontext():
+            graph = _traced(run, inputs)
+        if plugin is not None:
             try:
-                compiled, is_drawing = plugin.compiled(record, options=options)
+                with autocast_disabled(), _function_modes_removed():
+                    compiled, is_drawing = plugin.compiled(graph, inputs, options=options)
                 return compiled, Traits(is_drawing, records=False)
             except PurestepError:
                 raise
@@ -142,9 +143,7 @@ def _compile(
                 failed = error
     with with_compiler():
         with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel():
-            casts = precision_casts.Casts()
-            with casts:
-                graph = fx_passes.finished(fx_passes.views_allowed(_traced(run, inputs)))
+            graph = fx_passes.finished(fx_passes.views_allowed(graph))
         traits = _traits(graph)
         with autocast_disabled(), _function_modes_removed():
             compiled = _lower(graph, inputs, backend, options, rounds=casts.seen)
@@ -286,7 +285,22 @@ def _traced(function: Flat, inputs: list[Tensor], mode: Literal["fake", "real"] 
     # Constants in a step's closure (tables, masks) are real tensors among fake ones.
     with control_flow.aliased_inputs_allowed():
         graph: GraphModule = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
+    _check_constants(graph)
     return fx_passes.without_copies(graph)
+
+
+def _check_constants(graph: GraphModule) -> None:
+    """Raise for a tensor without values that an earlier trace has left in a module."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for node in graph.graph.find_nodes(op="get_attr"):
+        leaf = getattr(graph, node.target)
+        if isinstance(leaf, FakeTensor):
+            raise StepContractError(
+                f"a tensor {list(leaf.shape)} without values, which the step stored during an earlier capture",
+                where="step",
+                hint="create tensors that a module or a cache stores in __init__, or compute them in every call",
+            )
 
 
 def _long_sequence(text: str) -> Uncaptured:
