@@ -133,9 +133,10 @@ def _compile(
         with casts, plugin.while_traced() if plugin is not None else nullcontext():
             graph = _traced(run, inputs)
         if plugin is not None:
+            own = precision_casts.options(casts.seen)
             try:
                 with autocast_disabled(), _function_modes_removed():
-                    compiled, is_drawing = plugin.compiled(graph, inputs, options=options)
+                    compiled, is_drawing = plugin.compiled(graph, inputs, options=own | dict(options or {}))
                 return compiled, Traits(is_drawing, records=False)
             except PurestepError:
                 raise

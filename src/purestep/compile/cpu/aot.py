@@ -70,12 +70,8 @@ def build(
     chosen = {**options, **inplace_reuse.option(options), "aot_inductor.output_path": library}
     # Lazy graph modules: no Python code is generated for a graph that is rewritten many times and never run.
     with config.patch(chosen), lazy._use_lazy_graph_module(True):
-        casts = precision_casts.Casts()
-        with mode, casts, config.patch(precision_casts.options(rounds=True)):
+        with mode:
             graph = _traced(_replay(graph, constants), fakes)
-        rounds = bool(options.get(precision_casts.OPTION, casts.seen or config.emulate_precision_casts))
-        if not rounds:
-            precision_casts.unmark(graph)
         if fx_passes.has_functional_collectives(graph):
             raise NotFunctional("torch's functional collectives need results in storage of their own")
         if control_flow.operators(graph):
@@ -87,9 +83,7 @@ def build(
         is_fast = _may_be_fast(graph)
         with (
             autocast_disabled(),
-            config.patch(
-                {**precision_casts.options(rounds), **_by_size(work), **(_fast() if is_fast else {}), **options}
-            ),
+            config.patch({**_by_size(work), **(_fast() if is_fast else {}), **options}),
             V.set_aot_compilation(True),
         ):
             _lower(graph, fakes, mode)
