@@ -41,7 +41,7 @@ def run(path: Path, text: str) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(text):
         if block.runs:
-            exec(compile("\n" * block.line + block.code, str(path), "exec"), names)
+            exec(compile("\n" * block.line + block.code, str(path), "exec", dont_inherit=True), names)
     return names
 
 
@@ -52,7 +52,7 @@ def wrong_blocks(text: str) -> list[str]:
         if block.marker and not re.fullmatch(r"no-run: \S.*", block.marker):
             found.append(f"line {block.line}: unknown marker {block.marker!r}: write ```python no-run: REASON")
         try:
-            compile(block.code, "block", "exec")
+            compile(block.code, "block", "exec", dont_inherit=True)
         except SyntaxError as error:
             found.append(f"line {block.line}: {error.msg}")
     return found

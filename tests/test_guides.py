@@ -27,6 +27,8 @@ def cases() -> list[object]:
     return found
 
 
+# PEFT uses a name of transformers that is deprecated.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("path", cases())
 def test_the_blocks_of_a_page_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What compiles takes a backend that needs no C++ compiler and little time."""
