@@ -41,6 +41,12 @@ def test_the_blocks_of_a_page_run(path: Path, tmp_path: Path, monkeypatch: pytes
         assert names["result"].history["val_accuracy"][-1] > 0.9
 
 
+def test_no_page_of_steps_or_recipes_is_left_out():
+    """A fence that is written in another way would not be found."""
+    programs = {path for path in pages.PROGRAMS if pages.blocks(path.read_text("utf-8"))}
+    assert {path.stem for path in pages.PROGRAMS if path not in programs} <= {"README", "measure", "platforms", "tests"}
+
+
 def test_blocks_run_in_order_and_an_error_has_its_line(tmp_path: Path):
     text = "# Page\n\n```python\nx = 1\n```\n\n```python no-run: needs a GPU\nx = 2\n```\n\n```python\nx += 1\n```\n"
     assert pages.run(tmp_path / "page.md", text)["x"] == 2
