@@ -75,7 +75,7 @@ ROWS = {
     "which snapshots are kept": "resume.md#which-snapshots-are-kept",
     "hooks": "tools.md#callbacks",
     "metrics": "metrics.md#metrics",
-    "how a run stands": "tools.md#how-a-run-stands",
+    "how a run stands": "tools.md#the-progress-of-a-run",
     "curves of several runs": "tools.md#curves-of-several-runs",
     "Weights & Biases": "metrics.md#weights--biases",
     "MLflow": "metrics.md#mlflow",
