@@ -1,4 +1,4 @@
-"""Derivatives through train steps: README's meta-gradient and hypergradients, eager and compiled."""
+"""Derivatives through train steps: the meta-gradient of the guide, and hypergradients, eager and compiled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def after_a_step(chosen: ps.Program, state: ps.TrainState) -> Callable[[Params], Tensor]:
-    """README's function: the loss of another batch after one step, as a function of the weights before it."""
+    """The function of the guide: the loss of another batch after one step, as a function of the weights before it."""
     one, (x, y) = batches(2)
 
     def loss(params: Params) -> Tensor:
