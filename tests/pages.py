@@ -37,12 +37,23 @@ def blocks(text: str) -> list[Block]:
 
 
 def run(path: Path, text: str) -> dict[str, Any]:
-    """Run the blocks of a page in order, as one program. Return its names. A traceback has the lines of the page."""
-    names: dict[str, Any] = {"__name__": "__main__"}
+    """Run the blocks of a page in order, as one program. Return its names. A traceback has the lines of the page.
+
+    README begins with a loop over a reader's own `model`, `train` and `val`: small ones are given.
+    """
+    names: dict[str, Any] = {"__name__": "__main__", **(theirs() if path == ROOT / "README.md" else {})}
     for block in blocks(text):
         if block.runs:
             exec(compile("\n" * block.line + block.code, str(path), "exec", dont_inherit=True), names)
     return names
+
+
+def theirs() -> dict[str, Any]:
+    """A reader's model and batches."""
+    import torch
+
+    batches = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(4)]
+    return {"model": torch.nn.Linear(4, 2), "train": batches[:3], "val": batches[3:]}
 
 
 def wrong_blocks(text: str) -> list[str]:
