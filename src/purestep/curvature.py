@@ -22,7 +22,7 @@ from .errors import ConfigError, StateError, StepContractError
 from .model import functional
 from .step import check_state, parts_for, wide
 from .types import Params, Program, TrainState
-from .validation import check_count
+from .validation import check_choice, check_count
 
 _vjp: Any = torch.func.vjp  # the length of its result depends on has_aux
 _CURE = "use operations that torch.func differentiates twice"
@@ -255,8 +255,7 @@ def eigenvalues(
     check_count("curvature.eigenvalues", least=1, k=k)
     if k >= size:
         raise ConfigError(f"k={k} of {size} eigenvalues", where="curvature.eigenvalues", hint=f"k={max(1, size - 1)}")
-    if which not in ("LA", "SA", "LM", "BE"):
-        raise ConfigError(f"which={which!r}", where="curvature.eigenvalues", hint='one of "LA", "SA", "LM", "BE"')
+    check_choice("curvature.eigenvalues", ("LA", "SA", "LM", "BE"), which=which)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in like.values()) else torch.float32
 
     def multiply(flat: Any) -> Any:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from .. import host_generators, rng, tracing, tree
-from ..errors import ConfigError, PurestepError, StepContractError
+from ..errors import PurestepError, StepContractError
 from ..step import NoSetupContext, last_unreached
+from ..validation import check_choice
 from . import backends, control_flow, dynamic_shapes, formats, fx_passes, precision_casts, random_ops, recurrent_layers
 from .compile_lock import with_compiler
 
@@ -495,5 +496,4 @@ def capture_error(error: Exception, core: Callable[..., Any], tensors: list[Tens
 
 def check(capture: str) -> None:
     """Raise ConfigError for an unknown ``capture``."""
-    if capture not in CAPTURES:
-        raise ConfigError(f"capture is {capture!r}", where="compile_step", hint=f"pass one of {CAPTURES}")
+    check_choice("compile_step", CAPTURES, capture=capture)

@@ -9,10 +9,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, StateError
+from ..errors import StateError
 from ..model import unwrapped
 from ..pickling import recipe
 from ..types import Params
+from ..validation import check_choice
 from .base import Transform, chain, require, require_arguments, stateless
 from .numerics import Rate, Scalar, lerp, multiply, zeros_like
 from .scale import decay_parts, scale_by_learning_rate
@@ -144,9 +145,7 @@ def scale_by_shape(adjust: Adjust = "original") -> Transform:
 
 def _require_adjust(where: str, adjust: Any) -> None:
     if isinstance(adjust, str) or adjust is None:
-        if adjust not in ("original", "match_rms_adamw"):
-            hint = '"original", "match_rms_adamw", or a number'
-            raise ConfigError(f"adjust is {adjust!r}", where=where, hint=hint)
+        check_choice(where, ("original", "match_rms_adamw"), also="a number", adjust=adjust)
     else:
         require(where, adjust=adjust)
 

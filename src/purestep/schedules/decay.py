@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..pickling import recipe
-from ..validation import check_count, check_finite, check_positive
+from ..validation import check_choice, check_count, check_finite, check_positive
 from .interpolate import Count, Schedule, count_as_float, half_cosine, line, progress
 
 
@@ -266,8 +266,7 @@ def warmup_stable_decay(
             where="warmup_stable_decay",
             hint=f"total={warmup + decay}",
         )
-    if shape not in ("linear", "cosine", "sqrt"):
-        raise ConfigError(f"shape={shape!r}", where="warmup_stable_decay", hint='"linear", "cosine" or "sqrt"')
+    check_choice("warmup_stable_decay", ("linear", "cosine", "sqrt"), shape=shape)
 
     def schedule(count: Count) -> Tensor:
         t = count_as_float(count)

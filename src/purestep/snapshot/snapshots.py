@@ -16,6 +16,7 @@ from ..errors import ConfigError, Corrupt, Locked, NotFound, RankError, Snapshot
 from ..files import DirectoryLock, directory_path, is_locked
 from ..parallel import host
 from ..types import Tree
+from ..validation import check_choice
 from . import directory, orbax_io, parts, reader, save_policy, staging, state_copy, writer
 from . import manifest as manifests
 from . import writer as writer_
@@ -270,8 +271,7 @@ class Snapshots:
         Raises:
             ConfigError: ``mode`` is neither ``"min"`` nor ``"max"``.
         """
-        if mode not in ("min", "max"):
-            raise ConfigError(f"mode is {mode!r}", where="Snapshots", hint='mode="min" or mode="max"')
+        check_choice("Snapshots", ("min", "max"), mode=mode)
         if self._monitor is None:
             self._monitor = (monitor, mode)
 
