@@ -517,7 +517,7 @@ class TestMaskedReconstruction:
         ],
     )
     def test_shapes_and_the_kind_of_mask_are_checked(self, visible: Tensor, found: str):
-        message = rf"masked_reconstruction: reconstruction .*, input .* and mask {found} do not fit together \(cure: pass"
+        message = rf"masked_reconstruction: reconstruction .*, input .* and mask {found} do not fit together \(cure"
         with pytest.raises(StepContractError, match=message):
             ps.masked_reconstruction()(Coder(visible), INPUT)
 
