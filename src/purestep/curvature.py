@@ -20,7 +20,7 @@ from . import rng, tree
 from .analysis import explained, plain_functions
 from .errors import ConfigError, StateError, StepContractError
 from .model import functional
-from .state import check_count
+from .state import check_choice, check_count
 from .step import check_state, parts_for, wide
 from .types import Params, Program, TrainState
 
@@ -255,8 +255,7 @@ def eigenvalues(
     check_count("curvature.eigenvalues", least=1, k=k)
     if k >= size:
         raise ConfigError(f"k={k} of {size} eigenvalues", where="curvature.eigenvalues", hint=f"k={max(1, size - 1)}")
-    if which not in ("LA", "SA", "LM", "BE"):
-        raise ConfigError(f"which={which!r}", where="curvature.eigenvalues", hint='one of "LA", "SA", "LM", "BE"')
+    check_choice("curvature.eigenvalues", ("LA", "SA", "LM", "BE"), which=which)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in like.values()) else torch.float32
 
     def multiply(flat: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError, StateError
-from .state import is_count, recipe
+from .state import check_choice, check_range, is_count, recipe
 from .torch_ext import Value, foreach, read, tracing
 from .types import Empty, Params, TrainState, Tree
 
@@ -89,9 +89,8 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
         >>> state.params["w"].item()
         0.5
     """
-    if not 0 <= decay < 1:
-        raise ConfigError(f"decay is {decay}, outside [0, 1)", where="ema", hint="decay=0.999")
-    _check_buffers(buffers)
+    check_range("ema", 0, 1, cure="decay=0.999", decay=decay)
+    check_choice("ema", ("copy", "average"), buffers=buffers)
 
     def first(updates: int) -> float:
         share = 1.0
@@ -142,7 +141,7 @@ def swa(start: int, *, every: int = 1, buffers: Literal["copy", "average"] = "co
             raise ConfigError(
                 f"{name} is {value!r}, no int of at least 1", where="swa", hint="swa(start=1000, every=100)"
             )
-    _check_buffers(buffers)
+    check_choice("ema", ("copy", "average"), buffers=buffers)
 
     def weight(updates: Tensor) -> Tensor:
         """1 / n for the n-th weights that count, 0 for those that do not, 1 before the start."""
@@ -187,11 +186,6 @@ def _averaging(
         return EmaState(shadow, rest[0] if rest else state.buffers)
 
     return Average(init, update, first, functools.partial(update, in_place=True), where)
-
-
-def _check_buffers(buffers: Any) -> None:
-    if buffers not in ("copy", "average"):
-        raise ConfigError(f"buffers={buffers!r}", where="ema", hint='"copy" or "average"')
 
 
 def default_view(state: TrainState) -> str:
@@ -278,8 +272,7 @@ def view(state: TrainState, view: str | None = None) -> TrainState:
         hint = hint if value is None else "program.init()"
         raise StateError(f"the state is a {type(value).__name__}, not a TrainState", where="view", hint=hint)
     chosen = default_view(state) if view is None else view
-    if chosen not in ("params", "ema"):
-        raise ConfigError(f"view is {view!r}", where="view", hint='"params" or "ema"')
+    check_choice("view", ("params", "ema"), view=chosen)
     plain = TrainState(*state)
     average: Any = plain.ema
     if isinstance(average, Empty):

@@ -429,7 +429,7 @@ def test_row_48_a_donated_step_that_fails_half_way(kind: type[BaseException], tm
         assert note.startswith("the state was donated at step 5, which failed")
         assert told in note
         for state in seen:  # numbers that belong to no step cannot be read
-            with pytest.raises(ps.errors.StateError, match=r"donated at step \d"):
+            with pytest.raises(ps.errors.StateError, match=r"this state in call \d"):
                 _ = state.params
         if calls < 0:
             assert error.result.state is None

@@ -151,7 +151,7 @@ def test_a_donated_state_cannot_be_trained_on() -> None:
     step = ps.compile_step(program.train_step, donate=True, backend="aot_eager")
     first, _ = step(program.init(), vector_batch())
     step(first, vector_batch())
-    refused(StateError, "donated at step 2", lambda: fit(first, batches(1), program, epochs=1))
+    refused(StateError, "this state in call 2", lambda: fit(first, batches(1), program, epochs=1))
 
 
 # --- steps and programs -----------------------------------------------------------------------------------------------

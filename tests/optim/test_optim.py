@@ -403,27 +403,33 @@ def test_an_optimizer_is_the_chain_that_it_says() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: optim.sgd(-1.0), "learning_rate is -1.0, outside [0.0, inf)"),
-        (lambda: optim.sgd(0.1, -0.9), "sgd: momentum is -0.9"),
-        (lambda: optim.sgd(0.1, nesterov=True), "sgd: nesterov without momentum (cure: momentum=0.9)"),
-        (lambda: optim.sgd(0.1, 0.9, nesterov=True, dampening=0.1), "nesterov with dampening=0.1"),
-        (lambda: optim.sgd(0.1, weight_decay=-0.1), "weight_decay is -0.1"),
-        (lambda: optim.adam(b1=1.0), "adam: b1 is 1.0, outside [0.0, 1.0)"),
-        (lambda: optim.adamw(b2=1.5), "b2 is 1.5"),
-        (lambda: optim.adamw(eps=-1e-8), "eps is -1e-08"),
-        (lambda: optim.nadam(momentum_decay=-1.0), "nadam: momentum_decay is -1.0"),
-        (lambda: optim.radam(b1=-0.1), "radam: b1 is -0.1"),
-        (lambda: optim.adamax(b2=1.0), "adamax: b2 is 1.0"),
-        (lambda: optim.rmsprop(decay=1.0), "rmsprop: decay is 1.0"),
-        (lambda: optim.adagrad(lr_decay=-1.0), "decay is -1.0"),
-        (lambda: optim.adagrad(initial_accumulator_value=-1.0), "adagrad: initial_accumulator_value is -1.0"),
-        (lambda: optim.adadelta(rho=1.0), "adadelta: rho is 1.0"),
-        (lambda: optim.adafactor(clipping_threshold=0.5), "adafactor: clipping_threshold is 0.5, outside [1.0, inf)"),
-        (lambda: optim.adafactor(decay_rate=-0.8), "adafactor: decay_rate is -0.8"),
-        (lambda: optim.lion(b1=1.0), "lion: b1 is 1.0"),
-        (lambda: optim.lamb(eps=-1.0), "eps is -1.0"),
-        (lambda: optim.muon(momentum=1.0), "muon: momentum is 1.0"),
-        (lambda: optim.muon(ns_steps=100), "muon: ns_steps is 100, outside [0.0, 100)"),
+        (
+            lambda: optim.sgd(-1.0),
+            "sgd: learning_rate=-1.0 must be a finite number of at least 0 (cure: 0.001 is the default)",
+        ),
+        (lambda: optim.sgd(0.1, -0.9), "sgd: momentum=-0.9"),
+        (lambda: optim.sgd(0.1, nesterov=True), "sgd: nesterov=True needs momentum (cure: momentum=0.9)"),
+        (lambda: optim.sgd(0.1, 0.9, nesterov=True, dampening=0.1), "nesterov=True needs dampening=0, not 0.1"),
+        (lambda: optim.sgd(0.1, weight_decay=-0.1), "weight_decay=-0.1"),
+        (lambda: optim.adam(b1=1.0), "adam: b1=1.0 must be in [0, 1) (cure: 0.9 is the default)"),
+        (lambda: optim.adamw(b2=1.5), "b2=1.5"),
+        (lambda: optim.adamw(eps=-1e-8), "eps=-1e-08"),
+        (lambda: optim.nadam(momentum_decay=-1.0), "nadam: momentum_decay=-1.0"),
+        (lambda: optim.radam(b1=-0.1), "radam: b1=-0.1"),
+        (lambda: optim.adamax(b2=1.0), "adamax: b2=1.0"),
+        (lambda: optim.rmsprop(decay=1.0), "rmsprop: decay=1.0"),
+        (lambda: optim.adagrad(lr_decay=-1.0), "decay=-1.0"),
+        (lambda: optim.adagrad(initial_accumulator_value=-1.0), "adagrad: initial_accumulator_value=-1.0"),
+        (lambda: optim.adadelta(rho=1.0), "adadelta: rho=1.0 must be in [0, 1)"),
+        (
+            lambda: optim.adafactor(clipping_threshold=0.5),
+            "adafactor: clipping_threshold=0.5 must be a finite number of at least 1 (cure: 1.0 is the default)",
+        ),
+        (lambda: optim.adafactor(decay_rate=-0.8), "adafactor: decay_rate=-0.8"),
+        (lambda: optim.lion(b1=1.0), "lion: b1=1.0"),
+        (lambda: optim.lamb(eps=-1.0), "eps=-1.0"),
+        (lambda: optim.muon(momentum=1.0), "muon: momentum=1.0"),
+        (lambda: optim.muon(ns_steps=100), "muon: ns_steps=100 must be in [0, 100) (cure: 5 is the default)"),
     ],
 )
 def test_numbers_out_of_range_are_refused(make: Callable[[], Transform], message: str) -> None:
@@ -627,8 +633,10 @@ def test_an_error_names_the_optimizer_and_the_argument_that_were_typed(name: str
     typed = [argument for argument in inspect.signature(make).parameters if argument in WRONG]
     assert {"learning_rate", "weight_decay"} <= set(typed)
     for argument in typed:
-        wanted = f"{name}: adjust is 'none'" if argument == "adjust" else rf"{name}: {argument} is .*{argument}="
-        with pytest.raises(ConfigError, match=f"^{wanted}"):
+        default = inspect.signature(make).parameters[argument].default
+        cure = re.escape(f"(cure: {default!r} is the default)")
+        wanted = "adjust='none' is unknown" if argument == "adjust" else rf"{argument}=.* must be .* {cure}$"
+        with pytest.raises(ConfigError, match=f"^{name}: {wanted}"):
             make(**{argument: WRONG[argument]})
     if "momentum" in typed:
         with pytest.raises(ConfigError, match=rf"schedule.*cure: optim\.inject\(optim\.{name}\)\(\.\.\., momentum="):
@@ -636,9 +644,11 @@ def test_an_error_names_the_optimizer_and_the_argument_that_were_typed(name: str
 
 
 def test_what_is_left_of_such_errors() -> None:
-    with pytest.raises(ConfigError, match=r"^sgd: nesterov with dampening=0\.1"):
+    with pytest.raises(ConfigError, match=r"^sgd: nesterov=True needs dampening=0, not 0\.1"):
         optim.sgd(0.1, momentum=0.9, nesterov=True, dampening=0.1)
-    with pytest.raises(ConfigError, match=r"^adafactor: eps is 1e-08, not a pair \(cure: eps=\(None, 1e-3\)\)"):
+    with pytest.raises(
+        ConfigError, match=r"^adafactor: eps=1e-08 must be a pair \(cure: \(None, 0\.001\) is the default\)"
+    ):
         optim.adafactor(eps=1e-8)  # type: ignore[arg-type]
 
 
@@ -890,7 +900,7 @@ class Hides(CountsInPython):
         (lambda: optim.from_torch(Hides), "rebuilt from its state it computes other updates"),
         (lambda: optim.from_torch(T.LBFGS), "from_torch(LBFGS): its step needs a closure"),
         (lambda: optim.from_torch(T.SparseAdam), "from_torch(SparseAdam): it needs sparse gradients"),
-        (lambda: optim.from_torch(T.SGD, lr=-1.0), "from_torch(SGD): learning_rate is -1.0"),
+        (lambda: optim.from_torch(T.SGD, lr=-1.0), "from_torch(SGD): learning_rate=-1.0"),
         (lambda: optim.from_torch(T.AdamW, betas=(2.0, 0.9)), "from_torch(AdamW): a step failed: Invalid beta"),
         (lambda: optim.from_torch(T.Muon), "from_torch(Muon): a step failed: Muon only supports 2D"),
         (lambda: optim.from_torch(NeedsClosure), "a step failed: a closure is needed"),

@@ -336,12 +336,12 @@ def test_steps_that_are_no_counts(tmp_path, step):
     ("kwargs", "text"),
     [
         ({"keep": 0}, "keep is 0"),
-        ({"keep_best": -1}, "keep_best is -1"),
+        ({"keep_best": -1}, "keep_best=-1"),
         ({"every_steps": 0}, "every_steps=0"),
         ({"every_steps": "a"}, "every_steps='a'"),
         ({"keep": "3"}, "keep is '3'"),
-        ({"keep_best": None}, "keep_best is None"),
-        ({"monitor": "loss", "mode": "best"}, "mode is 'best'"),
+        ({"keep_best": None}, "keep_best=None"),
+        ({"monitor": "loss", "mode": "best"}, "mode='best'"),
     ],
 )
 def test_settings_that_make_no_sense(tmp_path, kwargs, text):

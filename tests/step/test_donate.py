@@ -79,7 +79,7 @@ def test_a_donated_state_says_so() -> None:
         lambda: ps.clone(first),
         lambda: pickle.dumps(first),
     ):
-        with pytest.raises(StateError, match="donated at step 2.*ps.clone"):
+        with pytest.raises(StateError, match="this state in call 2.*ps.clone"):
             read()
     assert int(kept.step) == 1
     assert int(second.step) == 2

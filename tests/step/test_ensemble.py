@@ -468,11 +468,11 @@ def test_settings_that_do_not_fit():
     state = several.init()
     plain = program.init()
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (ConfigError, "members is 0", lambda: ps.ensemble(program, 0)),
-        (ConfigError, "batches is 'mine'", lambda: ps.ensemble(program, 2, batches="mine")),  # type: ignore[arg-type]
+        (ConfigError, "members=0", lambda: ps.ensemble(program, 0)),
+        (ConfigError, "batches='mine'", lambda: ps.ensemble(program, 2, batches="mine")),  # type: ignore[arg-type]
         (ConfigError, "the program is an ensemble", lambda: ps.ensemble(several, 2)),
         (ConfigError, "the program is a function", lambda: ps.ensemble(program.train_step, 2)),  # type: ignore[arg-type]
-        (ConfigError, "no program's own", lambda: ps.ensemble(ps.Program(program.train_step), 2)),
+        (ConfigError, "or a function of yours", lambda: ps.ensemble(ps.Program(program.train_step), 2)),
         (ConfigError, "seeds is 3 values for 2 members", lambda: several.init(seeds=[1, 2, 3])),
         (ConfigError, r"vary\['learning_rate'\] is 1 values", lambda: several.init(vary={"learning_rate": [1.0]})),
         (ConfigError, "b1 is not a leaf", lambda: several.init(vary={"b1": [0.5, 0.6]})),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from ..errors import ConfigError
-from ..state import is_count
+from ..state import check_choice, check_count
 from ..step import static_of
 from ..types import Metrics, Program, Static
 from .capture import check as check_capture
@@ -151,24 +151,19 @@ def _check_backend(backend: Any, capture: str) -> None:
     known = ("inductor", "aot_eager", "eager")  # other names belong to Dynamo
     if callable(backend) or backend in known or (isinstance(backend, str) and capture != "trace"):
         return
-    raise ConfigError(
-        f"backend is {backend!r}",
-        where="compile_step",
-        hint=f"one of {known} or a callable; for other backends of torch.compile pass capture='dynamo'",
-    )
+    also = 'a callable; other backends of torch.compile need capture="dynamo"'
+    check_choice("compile_step", known, also=also, backend=backend)
 
 
 def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool | None, unroll: int) -> None:
-    if donate not in (False, True, "init"):
-        raise ConfigError(f"donate is {donate!r}", where="compile_step", hint='donate=True, False or "init"')
+    check_choice("compile_step", (True, False, "init"), donate=donate)
     if cuda_graph and not donate:
         raise ConfigError(
             "a CUDA graph replays on fixed memory, which only a donated state has",
             where="cuda_graph",
             hint="compile_step(step, donate=True, cuda_graph=True)",
         )
-    if not is_count(unroll, 1):
-        raise ConfigError(f"unroll is {unroll!r}", where="compile_step", hint="unroll=1, or more")
+    check_count("compile_step", least=1, unroll=unroll)
     if unroll > 1 and static is not None and static.accumulate > 1:
         raise ConfigError(
             f"the program accumulates over {static.accumulate} calls, which need different graphs",

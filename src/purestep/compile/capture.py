@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from .. import rng, tree
-from ..errors import ConfigError, PurestepError, StepContractError
+from ..errors import PurestepError, StepContractError
+from ..state import check_choice
 from ..step import NoSetupContext, last_unreached
 from ..torch_ext import host_generators, tracing
 from . import backends, control_flow, dynamic_shapes, formats, fx_passes, precision_casts, random_ops, recurrent_layers
@@ -496,5 +497,4 @@ def capture_error(error: Exception, core: Callable[..., Any], tensors: list[Tens
 
 def check(capture: str) -> None:
     """Raise ConfigError for an unknown ``capture``."""
-    if capture not in CAPTURES:
-        raise ConfigError(f"capture is {capture!r}", where="compile_step", hint=f"pass one of {CAPTURES}")
+    check_choice("compile_step", CAPTURES, capture=capture)

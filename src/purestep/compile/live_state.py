@@ -79,9 +79,10 @@ class Store:
 
     def donation_message(self, index: int, generation: int, calls: int) -> str:
         """The error text for a state of an earlier generation."""
-        message = f"donated at step {self.calls_of(index) - (self.calls - calls) + 1}"
-        is_last = self.failed and generation == self.generation - 1
-        return f"{message}, which failed and may have written half of it" if is_last else message
+        call = f"this state in call {self.calls_of(index) - (self.calls - calls) + 1}"
+        if self.failed and generation == self.generation - 1:
+            return f"a donated step was overwriting {call}, which failed and may have written half of it"
+        return f"a donated step has overwritten {call}"
 
 
 class LiveState(TrainState):
@@ -102,7 +103,8 @@ class LiveState(TrainState):
             raise StateError(
                 store.donation_message(self.live_index, self.live_generation, self.live_calls),
                 where="state",
-                hint="use the state that the step returned, call ps.clone(state) before the step, or set donate=False",
+                hint="use the state that the call returned; to keep an old one, call ps.clone(state) before the call; "
+                "donate=False switches this off",
             )
 
     def item(self, index: int) -> Any:

@@ -124,7 +124,8 @@ def weightless_copy(module: nn.Module) -> nn.Module:
     for name, part in made.named_modules():
         if id(part) in kept:
             raise StateError(
-                "is no copy: its __deepcopy__ returns the module itself, whose mode a step would change",
+                "ps.program copies the model, but copy.deepcopy of this module returns the module itself, so a step "
+                "would switch the train/eval mode of your model",
                 where=name or type(part).__name__,
                 hint="remove __deepcopy__, or return a new module from it",
             )
@@ -349,4 +350,6 @@ def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:
             hint="set max_norm=None, and use torch.nn.utils.parametrize for the norm",
         )
     if part.sparse and part.weight.requires_grad:
-        raise StateError("sparse=True makes a sparse gradient", where=name, hint="set sparse=False")
+        raise StateError(
+            "sparse=True makes a sparse gradient, which no step supports", where=name, hint="set sparse=False"
+        )

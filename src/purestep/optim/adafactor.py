@@ -232,7 +232,7 @@ def adafactor(
     require("adafactor", low=1.0, clipping_threshold=clipping_threshold)
     pair: Any = eps
     if not isinstance(pair, tuple | list) or len(cast(tuple[Any, ...], pair)) != 2:
-        raise ConfigError(f"eps is {eps!r}, not a pair", where="adafactor", hint="eps=(None, 1e-3)")
+        raise ConfigError(f"eps={eps!r} must be a pair", where="adafactor", hint="(None, 0.001) is the default")
     least_gradient, least_weight = eps
     require("adafactor", eps=0.0 if least_gradient is None else least_gradient)
     require("adafactor", eps=least_weight)

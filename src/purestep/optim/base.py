@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from threading import local
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StateError
-from ..state import is_number, recipe
+from ..state import check_range, recipe
 from ..torch_ext import Flag, foreach, tracing
 from ..types import Empty, Labels, Params, Tree
 from .numerics import Rate, scalar_dtype
@@ -332,16 +334,23 @@ def leaf_norm(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-def require(where: str, /, *, low: float = 0.0, high: float = math.inf, **values: Any) -> None:
+def require(where: str, /, *, low: float = 0.0, high: float = math.inf, ends: str = "[)", **values: Any) -> None:
     """Check that numbers are in ``[low, high)``. Tensors are not checked, since reading one waits for the device.
 
+    Args:
+        where: the function of `purestep.optim` that has these arguments.
+        low: the lower bound.
+        high: the upper bound.
+        ends: a bracket for each bound, as in `validation.check_range`.
+        values: the values by the names of the arguments.
+
     Raises:
-        ConfigError: a number out of range; the message has the argument, its value and the range.
+        ConfigError: a number out of range; the message has the argument, its value, the range and the default.
 
     Example:
         >>> require("scale_by_adam", high=1.0, b1=1.5)
         Traceback (most recent call last):
-        purestep.errors.ConfigError: scale_by_adam: b1 is 1.5, outside [0.0, 1.0) (cure: b1=0.0)
+        purestep.errors.ConfigError: scale_by_adam: b1=1.5 must be in [0, 1) (cure: 0.9 is the default)
     """
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -352,14 +361,19 @@ def require(where: str, /, *, low: float = 0.0, high: float = math.inf, **values
                 where=where,
                 hint=f"optim.inject(optim.{where})(..., {name}=schedule)",
             )
-        if not is_number(value) or not low <= value < high:
-            problem = (
-                f"outside [{low}, {high})"
-                if is_number(value)
-                else f"a {type(value).__name__}, not an int, float or tensor"
-            )
-            hint = f"{name}={1e-3 if name == 'learning_rate' else 1.0 if math.isinf(low) else low}"
-            raise ConfigError(f"{name} is {value!r}, {problem}", where=where, hint=hint)
+        try:
+            check_range(where, low, high, ends=ends, **{name: value})
+        except ConfigError as error:
+            raise ConfigError(error.what, where=where, hint=_default(where, name) or error.hint) from None
+
+
+def _default(where: str, name: str) -> str:
+    """The default of an argument as the cure; empty if it has none."""
+    function = getattr(sys.modules["purestep.optim"], where, None)
+    found = inspect.signature(function).parameters.get(name) if callable(function) else None
+    if found is None or found.default is found.empty:
+        return "learning_rate=1e-3" if name == "learning_rate" else ""
+    return f"{found.default!r} is the default"
 
 
 def require_rate(where: str, learning_rate: Rate) -> None:
@@ -392,7 +406,7 @@ def require_arguments(
     Example:
         >>> require_arguments("sgd", 0.1, momentum=-0.9)
         Traceback (most recent call last):
-        purestep.errors.ConfigError: sgd: momentum is -0.9, outside [0.0, inf) (cure: momentum=0.0)
+        purestep.errors.ConfigError: sgd: momentum=-0.9 must be a finite number of at least 0 (cure: 0.0 is the default)
     """
     require_rate(where, learning_rate)
     require(where, high=1.0, **(below_one or {}))

@@ -157,7 +157,9 @@ def _fitted(name: str, value: Any, old: Tensor) -> Tensor:
     if new is None or new.shape not in ((), old.shape):
         found = f"a {type(value).__name__}" if new is None else f"of shape {list(new.shape)}"
         many = f", or a tensor of shape {list(old.shape)}" if old.dim() else ""
-        raise ConfigError(f"{name} is {found}", where="set_hyperparams", hint=f"pass a number{many}")
+        raise ConfigError(
+            f"{name} is {found}, not a number{many}", where="set_hyperparams", hint=f"pass a number{many}"
+        )
     return new if new.shape == old.shape else new.expand(old.shape).clone()
 
 

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, StateError
+from ..errors import StateError
 from ..model import unwrapped
-from ..state import recipe
+from ..state import check_choice, recipe
 from ..types import Params
 from .base import Transform, chain, require, require_arguments, stateless
 from .numerics import Rate, Scalar, lerp, multiply, zeros_like
@@ -144,9 +144,7 @@ def scale_by_shape(adjust: Adjust = "original") -> Transform:
 
 def _require_adjust(where: str, adjust: Any) -> None:
     if isinstance(adjust, str) or adjust is None:
-        if adjust not in ("original", "match_rms_adamw"):
-            hint = '"original", "match_rms_adamw", or a number'
-            raise ConfigError(f"adjust is {adjust!r}", where=where, hint=hint)
+        check_choice(where, ("original", "match_rms_adamw"), also="a number", adjust=adjust)
     else:
         require(where, adjust=adjust)
 

@@ -8,8 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..state import is_count, recipe
+from ..state import check_count, recipe
 from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
 from .base import Transform, chain, require, require_arguments
@@ -197,10 +196,8 @@ def soap(
 
 
 def _require_counts(where: str, precondition_frequency: int, max_precond_dim: int) -> None:
-    named = {"precondition_frequency": precondition_frequency, "max_precond_dim": max_precond_dim}
-    for (name, value), example in zip(named.items(), (10, 10_000), strict=True):
-        if not is_count(value, 1):
-            raise ConfigError(f"{name} is {value!r}, no int of at least 1", where=where, hint=f"{name}={example}")
+    check_count(where, least=1, cure="10 is the default", precondition_frequency=precondition_frequency)
+    check_count(where, least=1, cure="10000 is the default", max_precond_dim=max_precond_dim)
 
 
 def _dims(param: Tensor, most: int) -> tuple[int, ...]:

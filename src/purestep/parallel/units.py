@@ -37,7 +37,7 @@ def names_of(patterns: Any, module: nn.Module) -> list[str]:
     """
     cure = 'units=["blocks.*"]'
     if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):  # pyright: ignore[reportUnknownVariableType]
-        raise ConfigError(f"units is {patterns!r}", where=_WHERE, hint=cure)
+        raise ConfigError(f"units={patterns!r} is not a list of names", where=_WHERE, hint=cure)
     names = [name for name, _ in module.named_modules() if name]
     found: list[str] = []
     for pattern in patterns:  # pyright: ignore[reportUnknownVariableType]

@@ -15,7 +15,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..errors import ConfigError
-from ..state import check_callable, check_count, check_finite, is_number, listed, recipe
+from ..state import check_callable, check_choice, check_count, check_finite, is_number, listed, recipe
 from .interpolate import Count, Schedule
 
 AnySchedule: TypeAlias = Callable[[Tensor], Tensor]
@@ -120,8 +120,7 @@ def from_torch_scheduler(
     """
     check_finite("from_torch_scheduler", learning_rate=learning_rate)
     check_count("from_torch_scheduler", least=1, steps=steps)
-    if key not in ("lr", "momentum"):
-        raise ConfigError(f"key={key!r}", where="from_torch_scheduler", hint='"lr" or "momentum"')
+    check_choice("from_torch_scheduler", ("lr", "momentum"), key=key)
     table = torch.tensor(_tabulate(scheduler, learning_rate, steps, key, kwargs), dtype=torch.float64)
 
     tables: dict[torch.device, Tensor] = {}

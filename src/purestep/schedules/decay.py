@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..state import check_count, check_finite, check_positive, recipe
+from ..state import check_choice, check_count, check_finite, check_positive, recipe
 from .interpolate import Count, Schedule, count_as_float, half_cosine, line, progress
 
 
@@ -265,8 +265,7 @@ def warmup_stable_decay(
             where="warmup_stable_decay",
             hint=f"total={warmup + decay}",
         )
-    if shape not in ("linear", "cosine", "sqrt"):
-        raise ConfigError(f"shape={shape!r}", where="warmup_stable_decay", hint='"linear", "cosine" or "sqrt"')
+    check_choice("warmup_stable_decay", ("linear", "cosine", "sqrt"), shape=shape)
 
     def schedule(count: Count) -> Tensor:
         t = count_as_float(count)

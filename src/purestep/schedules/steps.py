@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..state import check_count, check_finite, check_positive, listed, recipe
+from ..state import check_choice, check_count, check_finite, check_positive, listed, recipe
 from .interpolate import Count, Schedule, count_as_float, half_cosine, hold, interpolate_points, line
 
 
@@ -105,8 +105,7 @@ def one_cycle(
     check_finite("one_cycle", max_lr=max_lr)
     check_count("one_cycle", least=2, total_steps=total_steps)
     check_positive("one_cycle", pct_start=pct_start, div_factor=div_factor, final_div_factor=final_div_factor)
-    if anneal_strategy not in ("cos", "linear"):
-        raise ConfigError(f"anneal_strategy={anneal_strategy!r}", where="one_cycle", hint='"cos" or "linear"')
+    check_choice("one_cycle", ("cos", "linear"), anneal_strategy=anneal_strategy)
     initial, top = max_lr / div_factor, pct_start * total_steps - 1
     middle = [(2 * pct_start * total_steps - 2, initial)] if three_phase else []
     points = [(0.0, initial), (top, max_lr), *middle, (float(total_steps - 1), initial / final_div_factor)]
@@ -160,6 +159,5 @@ def piecewise(
             )
         points.append((float(boundary), points[-1][1] * scale))
     interpolations = {None: hold, "linear": line, "cosine": half_cosine}
-    if interpolate_type not in interpolations:
-        raise ConfigError(f"interpolate_type={interpolate_type!r}", where="piecewise", hint='"linear" or "cosine"')
+    check_choice("piecewise", interpolations, interpolate_type=interpolate_type)
     return lambda count: interpolate_points(count_as_float(count), points, interpolations[interpolate_type])

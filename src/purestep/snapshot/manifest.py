@@ -314,11 +314,11 @@ def read(folder: Path) -> Manifest:
         raise Mismatch(
             f"format {record['format']}, written by a newer purestep; this one reads up to {FORMAT}",
             where=str(folder / NAME),
-            hint="pip install -U purestep",
+            hint="update your checkout of purestep, and install it again: pip install -e .",
         )
     manifest = _from_record(record, where=str(folder / NAME))
     if str(manifest.step) != folder.name and not folder.name.startswith((".", f"{manifest.step}.")):
-        raise Corrupt(f"holds step {manifest.step}", where=str(folder))
+        raise Corrupt(f"the manifest is of step {manifest.step}, not of {folder.name}", where=str(folder))
     try:
         _check_files(folder, manifest.files)
     except (OSError, MemoryError) as error:

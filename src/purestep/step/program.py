@@ -19,7 +19,7 @@ from .. import scaler as scaler_
 from ..errors import ConfigError
 from ..model import functional, unwrapped, wrappers
 from ..optim import numerics
-from ..state import is_count, is_number, recipe
+from ..state import check_choice, check_count, is_number, recipe
 from ..types import Empty, Objective, Program, Static
 from .batch_copy import untouched
 from .batch_gradient import batch_gradient_of
@@ -116,7 +116,9 @@ def program(
     if scaler is not None and not isinstance(scaler, scaler_.Scaler):
         raise ConfigError(f"the scaler is a {type(scaler).__name__}", where="program", hint="ps.scaler.dynamic(...)")
     if not isinstance(keep_eval, str | tuple | list) or not all(isinstance(name, str) for name in keep_eval):
-        raise ConfigError(f"keep_eval is {keep_eval!r}", where="program", hint='pass keep_eval=("backbone.*",)')
+        raise ConfigError(
+            f"keep_eval={keep_eval!r} is not a tuple of names", where="program", hint='pass keep_eval=("backbone.*",)'
+        )
     if kinds := wrappers(model):
         warnings.warn(
             f"the model is wrapped by {' and '.join(kinds)}: the step uses the module inside, under its own names "
@@ -226,16 +228,10 @@ def _check_parts(model: Any, objective: Any, tx: Any) -> None:
 
 
 def _check_choices(*, accumulate: int, microbatches: int, tail: str, engine: str, nonfinite: str) -> None:
-    for name, value in (("accumulate", accumulate), ("microbatches", microbatches)):
-        if not is_count(value, 1):
-            raise ConfigError(f"{name} is {value!r}", where="program", hint=f"set {name}=1, or more")
-    for name, value, known in (
-        ("tail", tail, ("step", "carry", "drop")),
-        ("engine", engine, ("func", "autograd", "auto")),
-        ("nonfinite", nonfinite, ("raise", "skip")),
-    ):
-        if not isinstance(value, str) or value not in known:
-            raise ConfigError(f"{name} is {value!r}", where="program", hint=f"one of {known}")
+    check_count("program", least=1, accumulate=accumulate, microbatches=microbatches)
+    check_choice("program", ("step", "carry", "drop"), tail=tail)
+    check_choice("program", ("func", "autograd", "auto"), engine=engine)
+    check_choice("program", ("raise", "skip"), nonfinite=nonfinite)
 
 
 def _checked_values(values: Any) -> dict[str, numerics.Schedule]:

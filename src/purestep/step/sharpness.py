@@ -61,9 +61,11 @@ def checked(sam: Any, accumulate: int) -> Sam | None:
     if not isinstance(found, Sam):
         raise ConfigError(f"sam is a {type(sam).__name__}", where="program", hint="pass sam=0.05, or sam=ps.Sam(0.05)")
     if not is_number(found.rho) or not 0 < found.rho < float("inf"):
-        raise ConfigError(f"rho is {found.rho!r}, no number > 0", where="sam", hint="ps.Sam(0.05)")
+        raise ConfigError(f"rho={found.rho!r} must be a finite number greater than 0", where="sam", hint="ps.Sam(0.05)")
     if not isinstance(found.adaptive, bool):  # pyright: ignore[reportUnnecessaryIsInstance]  # may be of any type
-        raise ConfigError(f"adaptive is {found.adaptive!r}", where="sam", hint="ps.Sam(0.5, adaptive=True)")
+        raise ConfigError(
+            f"adaptive={found.adaptive!r} must be True or False", where="sam", hint="ps.Sam(0.5, adaptive=True)"
+        )
     if accumulate > 1:
         raise ConfigError(
             f"sam with accumulate={accumulate}: each call would look for the worst weights of its own micro-batch",

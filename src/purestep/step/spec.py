@@ -29,7 +29,7 @@ def sum_is_divided(how: str, *, where: str) -> ConfigError:
     return ConfigError(
         f'the loss has reduction="sum", and {how}',
         where=where,
-        hint='reduction="mean", with a learning rate larger by the number of elements',
+        hint='reduction="mean"; with SGD multiply the learning rate by the number of elements, with Adam keep it',
     )
 
 

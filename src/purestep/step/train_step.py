@@ -74,7 +74,7 @@ def _check_divisible(spec: Spec, form: Form) -> None:
     parts = [f"{name}={count}" for name, count in counts.items() if count > 1]
     parts += [] if form.exchange is None else ["several processes"]
     if parts:
-        how = f"the program {' and '.join(parts)}: steps would follow means of sums"
+        how = f"the program has {' and '.join(parts)}: steps would follow means of sums"
         raise sum_is_divided(how, where="program")
 
 
