@@ -23,14 +23,14 @@ from ..analysis import plain_functions
 from ..errors import ConfigError, DataError, PurestepError, StateError, StepContractError
 from ..metrics import Gathered
 from ..model import EagerMasks, functional
-from ..state import is_count, recipe, stacked
+from ..state import is_count, known_keywords, stacked
 from ..step import Adding, Closing, decomposed, static_of
 from ..torch_ext import tracing
 from ..types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState, Tree
 from . import member_draws
 
 
-@recipe
+@known_keywords
 def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"] = "shared") -> Program:
     """Train many models of one program in one step: an ensemble, several seeds, or a sweep of hyperparameters.
 

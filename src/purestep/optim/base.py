@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StateError
-from ..state import is_number, recipe
+from ..state import is_number, known_keywords
 from ..torch_ext import Flag, foreach, tracing
 from ..types import Empty, Labels, Params, Tree
 from .numerics import Rate, scalar_dtype
@@ -100,7 +100,6 @@ def fast_of(tx: Transform) -> Fast:
     return tx.fast if tx.fast is not None and tx.fast.update is tx.update else Fast(tx.update)
 
 
-@recipe
 def identity() -> Transform:
     """Return the updates unchanged.
 
@@ -111,7 +110,7 @@ def identity() -> Transform:
     return stateless(lambda updates, params: updates, elementwise=True)
 
 
-@recipe
+@known_keywords
 def stateless(fn: Callable[[Params, Params], Params], *, elementwise: bool = False) -> Transform:
     """Build a transform without state from ``fn(updates, params) -> updates``.
 
@@ -136,7 +135,7 @@ def stateless(fn: Callable[[Params, Params], Params], *, elementwise: bool = Fal
     return Transform(init, update, elementwise)
 
 
-@recipe
+@known_keywords
 def chain(*transforms: Transform) -> Transform:
     """Apply transforms one after another; the state is the tuple of their states.
 

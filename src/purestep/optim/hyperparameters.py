@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import ConfigError
-from ..state import recipe
+from ..state import known_keywords
 from ..torch_ext import Flag
 from ..types import Empty, Labels, Params, TrainState, Tree
 from .base import Fast, Launch, Transform, fast_of
@@ -28,7 +28,7 @@ class InjectState(NamedTuple):
     inner: Tree
 
 
-@recipe
+@known_keywords
 def inject(
     factory: Callable[..., Transform], *, static: tuple[str, ...] = ("mask", "labels")
 ) -> Callable[..., Transform]:
@@ -88,7 +88,6 @@ def _is_injected(value: Any) -> bool:
     return isinstance(value, float | Tensor) or callable(value)
 
 
-@recipe
 def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], injected: dict[str, Any]) -> Transform:
     schedules: dict[str, Schedule] = {}
     constants: dict[str, float | Tensor] = {}

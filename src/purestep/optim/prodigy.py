@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..state import is_number, recipe
+from ..state import is_number, known_keywords
 from ..types import Params, Tree
 from .base import Transform, chain, global_norm, identity, require, require_arguments
 from .numerics import (
@@ -45,7 +45,7 @@ class ProdigyState(NamedTuple):
     inner: Tree  # of the weight decay
 
 
-@recipe
+@known_keywords
 def prodigy(
     learning_rate: Rate = 1.0,
     b1: Scalar = 0.9,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..state import is_count, recipe
+from ..state import is_count, known_keywords
 from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
 from .base import Transform, chain, require, require_arguments
@@ -49,7 +49,7 @@ class ScaleBySoapState(NamedTuple):
     missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
 
 
-@recipe
+@known_keywords
 def scale_by_soap(
     b1: Scalar = 0.95,
     b2: Scalar = 0.95,
@@ -131,7 +131,7 @@ def scale_by_soap(
     return Transform(init, update, elementwise=False)
 
 
-@recipe
+@known_keywords
 def soap(
     learning_rate: Rate = 3e-3,
     b1: Scalar = 0.95,

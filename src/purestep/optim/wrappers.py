@@ -15,7 +15,7 @@ import torch
 
 from ..errors import ConfigError, StateError
 from ..model import unwrapped
-from ..state import nearest_names, recipe
+from ..state import known_keywords, nearest_names
 from ..torch_ext import Flag
 from ..types import Empty, Labels, Params, Tree
 from .base import Fast, Kernel, Launch, Transform, fast_of, stateless
@@ -33,7 +33,7 @@ class MaskedState(NamedTuple):
     inner: Tree  # Empty if nothing is selected
 
 
-@recipe
+@known_keywords
 def masked(inner: Transform, mask: Mask) -> Transform:
     r"""Apply ``inner`` to the selected parameters; pass the updates of the others through.
 
@@ -74,7 +74,7 @@ def masked(inner: Transform, mask: Mask) -> Transform:
     return Transform(init, update, inner.elementwise, labels, decays)
 
 
-@recipe
+@known_keywords
 def freeze(mask: Mask) -> Transform:
     """Set the updates of the selected parameters to zero. Put it last in a chain, after weight decay.
 
@@ -99,7 +99,6 @@ def freeze(mask: Mask) -> Transform:
     return masked(set_to_zero(), mask)
 
 
-@recipe
 def set_to_zero() -> Transform:
     """Set all updates to zero: the transform of a group that does not train.
 
@@ -116,7 +115,7 @@ class PartitionState(NamedTuple):
     groups: dict[str, MaskedState]  # label -> the names in this group and the state of its transform
 
 
-@recipe
+@known_keywords
 def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
     r"""Apply a different transform to each group of parameters.
 
@@ -138,6 +137,7 @@ def partition(transforms: Mapping[str, Transform], labels: Rules) -> Transform:
         [0.1, 1.0]
     """
     transforms = dict(transforms)
+    labels = labels if callable(labels) or isinstance(labels, Mapping) else tuple(labels)
 
     def init(params: Params) -> PartitionState:
         label_of = _resolve_labels(labels, params, transforms)

@@ -14,7 +14,7 @@ from .. import tree
 from ..errors import ConfigError, RankError
 from ..metrics import Gathered
 from ..optim import base, numerics
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
 from . import agreement, collectives, placement, running_pass, tensorwise
 from . import batchnorm as batchnorms
@@ -28,7 +28,7 @@ _WHERE = "distribute"
 _MODES = ("replicate", "shard")
 
 
-@recipe
+@known_keywords
 def distribute(
     program: Program,
     mesh: Mesh,

@@ -19,7 +19,7 @@ from .. import scaler as scaler_
 from ..errors import ConfigError
 from ..model import functional, unwrapped, wrappers
 from ..optim import numerics
-from ..state import is_count, is_number, recipe
+from ..state import is_count, is_number, known_keywords
 from ..types import Empty, Objective, Program, Static
 from .batch_copy import untouched
 from .batch_gradient import batch_gradient_of
@@ -33,7 +33,7 @@ from .statistics import Statistics
 from .train_step import steps_of
 
 
-@recipe
+@known_keywords
 def program(
     model: nn.Module,
     objective: Objective,
@@ -56,11 +56,6 @@ def program(
     Threads of one process may share a program: its steps take turns, since they draw from torch's global generator and
     put the weights of their state into one weightless copy of the module. A callable of ``bind`` is for one thread at a
     time.
-
-    `pickle` stores a program as this call: the module with its current weights, and the other arguments. Unpickling
-    builds the program again, also in another process. Functions and classes among the arguments are stored by name, so
-    a lambda or a local function raises a ConfigError. A pickle is meant for another process; to save a state, use
-    `Snapshots`.
 
     Args:
         model: a template, never written; only ``init`` reads its weights. Training runs in train mode, whatever the
