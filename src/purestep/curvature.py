@@ -139,7 +139,7 @@ def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Param
         def outputs(params: Params) -> tuple[list[Tensor], list[Tensor]]:
             bound = parts.loss(params, state, batch, context, train=train, kind=functional.Recording)[1]
             assert isinstance(bound, functional.Recording)
-            leaves, treedef = tree.flatten(tree.dicts(bound.outputs))
+            leaves, treedef = tree.flatten(tree.dicts(bound.outputs, where=None))
             structure[:] = [treedef, [_kept(leaf) for leaf in leaves]]
             floating = [leaf for leaf, kept in zip(leaves, structure[1], strict=True) if kept is _Place.FLOATING]
             _check_outputs(floating)

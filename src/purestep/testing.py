@@ -378,7 +378,7 @@ def _difference(step: int, after: int | None, sizes: dict[str, float]) -> Differ
 
 def _sizes(a: Tree, b: Tree, rtol: float, atol: float) -> dict[str, float]:
     """The largest absolute difference of each leaf that differs."""
-    one, two = (dict(tree.with_paths(plain(tree.dicts(each)))) for each in (a, b))
+    one, two = (dict(tree.with_paths(plain(tree.dicts(each, where=None)))) for each in (a, b))
     found: dict[str, float] = {}
     for path in {**one, **two}:
         size = _size(one[path], two[path], rtol, atol) if path in one and path in two else math.inf
