@@ -21,7 +21,7 @@ from .analysis import explained, plain_functions
 from .errors import ConfigError, StateError, StepContractError
 from .model import functional
 from .state import check_count
-from .step import check_state, parts_for, wide
+from .step import check_state, drawn_in_step, parts_for, wide
 from .types import Params, Program, TrainState
 
 _vjp: Any = torch.func.vjp  # the length of its result depends on has_aux
@@ -91,7 +91,7 @@ def hessian(program: Program, *, train: bool = True) -> Callable[..., Params]:
                 _, multiply = _vjp(torch.func.grad(mean), state.params)
                 return multiply(vector)[0]
 
-        return parts.draw(state, run)
+        return drawn_in_step(state, run)
 
     return product
 
@@ -163,7 +163,7 @@ def gauss_newton(program: Program, *, train: bool = True) -> Callable[..., Param
                 (product,) = pull(curved)
                 return {name: value + own[name] for name, value in product.items()}
 
-        return parts.draw(state, run)
+        return drawn_in_step(state, run)
 
     return product
 

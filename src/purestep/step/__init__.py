@@ -35,6 +35,7 @@ from .gradient import NoSetupContext as NoSetupContext
 from .gradient import finite_mean as finite_mean
 from .program import program as program
 from .program import static_of as static_of
+from .random_draws import drawn_in_step as drawn_in_step
 from .recurrent import decomposed as decomposed
 from .sharpness import Sam as Sam
 from .spec import IDENTITY as IDENTITY

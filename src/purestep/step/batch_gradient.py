@@ -20,7 +20,7 @@ def batch_gradient_of(spec: Spec) -> Callable[..., Params]:
 
     def batch_gradient(state: TrainState, batch: Batch, form: Form = IDENTITY) -> Params:
         stream = () if form.exchange is None else form.exchange.stream
-        micro = drawn_in_step(spec, state, lambda: spec.gradients(spec, form, state, batch, ()), *stream)
+        micro = drawn_in_step(state, lambda: spec.gradients(spec, form, state, batch, ()), *stream)
         grads, scale = micro.grads, spec.scaler.scale(state.scaler)
         if form.exchange is not None:
             (weight,) = form.exchange.sums([micro.weight])

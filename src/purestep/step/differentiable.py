@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +15,6 @@ from ..model import functional
 from ..state import stacked
 from ..types import Empty, Loss, Params, Program, TrainState
 from .gradient import check_loss
-from .random_draws import drawn_in_step
 from .spec import Micro, Spec, sum_is_divided
 
 
@@ -27,7 +25,6 @@ class Parts(NamedTuple):
         loss: ``(params, state, batch, context, *, train, kind) -> (Loss, Bound)``: the objective on the whole batch
             with these parameters and the other tensors of the state; ``mean`` is connected to ``params``. Metrics are
             detached. ``kind`` makes the bound model, as `functional.Bound` does.
-        draw: ``(state, call) -> call()`` with the random numbers of the state's next step.
         with_gradients: ``(parts, form, state, batch, context) -> Micro`` in place of `gradient.gradients` -> the
             program that updates by it.
         values_at: ``(state)`` -> the scheduled scalars of the objective.
@@ -40,7 +37,6 @@ class Parts(NamedTuple):
     """
 
     loss: Callable[..., tuple[Loss, functional.Bound]]
-    draw: Callable[[TrainState, Callable[[], Any]], Any]
     with_gradients: Callable[[Callable[..., Micro]], Program]
     values_at: Callable[[TrainState], dict[str, torch.Tensor]]
     accumulate: int
@@ -81,7 +77,6 @@ def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Progra
 
     return Parts(
         loss=loss,
-        draw=functools.partial(drawn_in_step, spec),
         with_gradients=replaced,
         values_at=spec.values_at,
         accumulate=spec.accumulate,

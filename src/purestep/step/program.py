@@ -121,7 +121,6 @@ def program(
         )
     own = getattr(objective, "module", None)
     policy = precision_.policy(precision)
-    from ..torch_ext import host_generators  # imports numpy.random
 
     spec = Spec(
         template=functional.template(model, objective=own, keep_eval=keep_eval),
@@ -136,7 +135,6 @@ def program(
         engine=engine,
         halts=nonfinite == "raise",
         reach=Reach(),
-        host=host_generators.Host(),
         values=_checked_values(values),
         gradients=gradients,
         sam=checked(sam, accumulate),

@@ -20,7 +20,6 @@ from ..optim import numerics
 from ..types import Form, Metrics, Objective, Params, TrainState
 
 if TYPE_CHECKING:  # numpy.random, which `import purestep` does not load
-    from ..torch_ext import host_generators
     from .sharpness import Sam
 
 
@@ -124,7 +123,6 @@ class Spec(NamedTuple):
     engine: str
     halts: bool
     reach: Reach
-    host: host_generators.Host
     values: Mapping[str, numerics.Schedule]
     gradients: Callable[..., Micro]  # (spec, form, state, batch, context) -> Micro
     sam: Sam | None = None

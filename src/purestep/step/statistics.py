@@ -66,7 +66,7 @@ class Statistics:
         stream = () if exchange is None else exchange.stream
         number = rng.mix(int(chosen.key[0]), "statistics", index, *stream)
         with torch.no_grad(), nullcontext() if exchange is None else exchange.call(counts):
-            found = drawn(spec.host, forward, number, chosen.step.device)
+            found = drawn(forward, number, chosen.step.device)
         after = {name: found[name].detach() for name in self.names}
         if exchange is not None:
             held = torch.ones((), device=chosen.step.device) if counts is None else counts.to(chosen.step.device)

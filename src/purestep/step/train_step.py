@@ -106,7 +106,7 @@ def _drawing(spec: Spec, form: Form, state: TrainState, batch: Batch, call: Call
     """
     stream = () if form.exchange is None else form.exchange.stream
     try:
-        return drawn_in_step(spec, state, call, *stream)
+        return drawn_in_step(state, call, *stream)
     except RuntimeError as error:
         here = state.step.device
         elsewhere = [path for path, leaf in tree.with_paths(batch) if getattr(leaf, "device", here) != here]
