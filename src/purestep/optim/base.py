@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, StateError
 from ..state import is_number, known_keywords
-from ..torch_ext import Flag, foreach, tracing
+from ..torch_ext import foreach, tracing
 from ..types import Empty, Labels, Params, Tree
 from .numerics import Rate, scalar_dtype
 
@@ -36,13 +36,13 @@ class Launch(NamedTuple):
     Args:
         rates: the learning rates of this update that are tensors, shape=() each.
         run: ``(updates, ready, owned, unused) -> (params, state)``. It may write into the updates, and into the old
-            params and state if they are ``owned``; else it copies them. Where ``ready`` is False, floating tensors with
-            dimensions keep their values; the caller keeps the old ones of others. Parameters in ``unused`` and their
-            moments keep theirs too.
+            params and state if they are ``owned``; else it copies them. Where ``ready`` (a bool, or a tensor of
+            shape=()) is False, floating tensors with dimensions keep their values; the caller keeps the old ones of
+            others. Parameters in ``unused`` and their moments keep theirs too.
     """
 
     rates: list[Tensor]
-    run: Callable[[Params, Flag, bool, Collection[str]], tuple[Params, Tree]]
+    run: Callable[[Params, Any, bool, Collection[str]], tuple[Params, Tree]]
 
 
 Kernel: TypeAlias = Callable[[Params, Tree, Params], Launch | None]
@@ -204,7 +204,7 @@ def _kernel_of_chain(transforms: tuple[Transform, ...]) -> Kernel | None:
         if launch is None:
             return None
 
-        def run(updates: Params, ready: Flag, owned: bool, unused: Collection[str]) -> tuple[Params, tuple[Tree, ...]]:
+        def run(updates: Params, ready: Any, owned: bool, unused: Collection[str]) -> tuple[Params, tuple[Tree, ...]]:
             for change in first:
                 updates = change(updates, params)
             new, part = launch.run(updates, ready, owned, unused)

@@ -12,7 +12,6 @@ from torch import Tensor
 from .. import tree
 from ..errors import ConfigError
 from ..state import known_keywords
-from ..torch_ext import Flag
 from ..types import Empty, Labels, Params, TrainState, Tree
 from .base import Fast, Launch, Transform, fast_of
 from .numerics import Schedule, rate_at, zero_count
@@ -123,7 +122,7 @@ def _injected(factory: Callable[..., Transform], fixed: dict[str, Any], injected
         if launch is None:
             return None
 
-        def run(updates: Params, ready: Flag, owned: bool, unused: Collection[str]) -> tuple[Params, InjectState]:
+        def run(updates: Params, ready: Any, owned: bool, unused: Collection[str]) -> tuple[Params, InjectState]:
             new, part = launch.run(updates, ready, owned, unused)
             return new, InjectState(state.step + 1, values, state.scheduled, part)
 

@@ -16,7 +16,6 @@ import torch
 from ..errors import ConfigError, StateError
 from ..model import unwrapped
 from ..state import known_keywords, nearest_names
-from ..torch_ext import Flag
 from ..types import Empty, Labels, Params, Tree
 from .base import Fast, Kernel, Launch, Transform, fast_of, stateless
 
@@ -189,7 +188,7 @@ def _kernel_of_groups(kernels: Mapping[str, Kernel | None]) -> Kernel | None:
                     return None
                 launches[label] = launch
 
-        def run(updates: Params, ready: Flag, owned: bool, unused: Collection[str]) -> tuple[Params, PartitionState]:
+        def run(updates: Params, ready: Any, owned: bool, unused: Collection[str]) -> tuple[Params, PartitionState]:
             changed: Params = {}
             groups = dict(state.groups)
             for label, launch in launches.items():

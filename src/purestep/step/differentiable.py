@@ -14,7 +14,7 @@ from ..errors import ConfigError, StateError
 from ..model import functional
 from ..state import stacked
 from ..types import Empty, Loss, Params, Program, TrainState
-from .gradient import check_loss
+from .loss_checks import check_loss
 from .spec import Micro, Spec, sum_is_divided
 
 

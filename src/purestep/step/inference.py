@@ -14,7 +14,7 @@ from ..model import functional
 from ..state import stacked
 from ..torch_ext import tracing
 from ..types import Batch, Loss, Mean, Metrics, TrainState
-from .gradient import check_loss, counted, rows_of
+from .loss_checks import check_loss, counted, rows_of
 from .random_draws import drawn
 from .spec import Spec
 

@@ -24,9 +24,9 @@ from ..types import Empty, Objective, Program, Static
 from .batch_copy import untouched
 from .batch_gradient import batch_gradient_of
 from .differentiable import parts_of
-from .gradient import OWN_METRICS
 from .inference import bind_of, eval_step_of
 from .init_state import init_of
+from .loss_checks import OWN_METRICS
 from .sharpness import Sam, checked, gradients
 from .spec import IDENTITY, Reach, Spec
 from .statistics import Statistics

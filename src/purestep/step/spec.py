@@ -136,3 +136,8 @@ class Spec(NamedTuple):
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype for sums of values of ``dtype``: at least float32."""
     return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def times(grad: Tensor, weight: Tensor) -> Tensor:
+    """Gradient x weight; 0 for weight 0, since the loss of a batch in which nothing counts is 0/0."""
+    return torch.where(weight > 0, grad * weight.to(grad.dtype), torch.zeros_like(grad))

@@ -14,7 +14,7 @@ from .. import precision as precision_
 from .. import rng, tree
 from ..model import functional
 from ..types import Batch, Empty, Exchange, Params, TrainState
-from .gradient import rows_of
+from .loss_checks import rows_of
 from .random_draws import drawn
 from .spec import Spec
 

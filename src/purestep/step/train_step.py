@@ -19,7 +19,7 @@ from .accumulation import accumulate, close
 from .gradient import kept_buffers
 from .random_draws import drawn_in_step
 from .spec import Accum, Micro, Spec, sum_is_divided
-from .update import apply, going, weight_or_nan
+from .update import apply, weight_or_nan
 
 
 def steps_of(spec: Spec, form: Form) -> Steps:
@@ -137,5 +137,5 @@ def _reached(stored: dict[str, str], flags: dict[str, Tensor]) -> unused_paramet
 
 
 def _count_call(old: TrainState, new: TrainState) -> TrainState:
-    step = old.step + 1 if isinstance(old.halted, Empty) else old.step + going(old)
+    step = old.step + (1 if isinstance(old.halted, Empty) else old.halted == 0)
     return new._replace(step=step, key=old.key if tracing.in_graph() else rng.advance(old.key))
