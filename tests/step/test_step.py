@@ -23,7 +23,6 @@ from purestep.errors import ConfigError, DataError, StateError, StepContractErro
 from purestep.scaler import ScalerState
 from purestep.step import IDENTITY, Accum, Adding, Closing
 from purestep.step.gradient import check_loss
-from purestep.torch_ext import decisions as flags
 from purestep.torch_ext import tracing
 from purestep.types import Empty
 
@@ -1395,8 +1394,7 @@ def test_an_eager_step_on_the_cpu_copies_nothing_to_choose(monkeypatch: pytest.M
 
         return call
 
-    for owner in (torch, flags):
-        monkeypatch.setattr(owner, "where", watched(owner.where))
+    monkeypatch.setattr(torch, "where", watched(torch.where))
     chosen.train_step(state, vector_batch())
     assert sizes
     assert not any(sizes)  # scalars alone

@@ -24,7 +24,7 @@ from ..errors import ConfigError, DataError, PurestepError, StateError, StepCont
 from ..metrics import Gathered
 from ..model import EagerMasks, functional
 from ..state import is_count, known_keywords, stacked
-from ..step import Adding, Closing, decomposed, static_of
+from ..step import Adding, Closing, static_of
 from ..torch_ext import tracing
 from ..types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState, Tree
 from . import member_draws
@@ -383,7 +383,7 @@ class _Mapped:
             return tuple(found[index] for index in at)
 
         try:
-            function = decomposed(flat) if self._is_recurrent and where in ("eval_step", "bind") else flat
+            function = _decomposed(flat) if self._is_recurrent and where in ("eval_step", "bind") else flat
             outputs = torch.func.vmap(function, randomness=draws)(*leaves, *rows)
         except PurestepError:
             raise
@@ -521,3 +521,17 @@ def mean_and_std(outputs: Tree, *, correction: int = 1) -> MeanAndStd:
             )
     mean = tree.map(lambda leaf: leaf.mean(dim=0), outputs)
     return MeanAndStd(mean, tree.map(lambda leaf: leaf.std(dim=0, correction=correction), outputs))
+
+
+def _decomposed(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Wrap a function of tensors so that `vmap` can map the recurrent layers of torch inside.
+
+    `vmap` has no rule for them, and maps them only below a level of `grad`, which splits them into their operations.
+    The level here differentiates nothing, so that no activation is kept.
+    """
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        found: Any = torch.func.vjp(lambda zero: (zero, function(*tensors)), torch.zeros(()), has_aux=True)
+        return found[2]
+
+    return call

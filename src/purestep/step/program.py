@@ -22,12 +22,12 @@ from ..optim import numerics
 from ..state import is_count, is_number, known_keywords
 from ..types import Empty, Objective, Program, Static
 from .batch_copy import untouched
-from .batch_gradient import batch_gradient_of
-from .differentiable import parts_of
+from .differentiable import batch_gradient_of, parts_of
+from .gradient import gradients
 from .inference import bind_of, eval_step_of
 from .init_state import init_of
 from .loss_checks import OWN_METRICS
-from .sharpness import Sam, checked, gradients
+from .sharpness import Sam, checked, gradients_of
 from .spec import IDENTITY, Reach, Spec
 from .statistics import Statistics
 from .train_step import steps_of
@@ -120,7 +120,7 @@ def program(
             stacklevel=3,
         )
     own = getattr(objective, "module", None)
-    policy = precision_.policy(precision)
+    policy, sharp = precision_.policy(precision), checked(sam, accumulate)
 
     spec = Spec(
         template=functional.template(model, objective=own, keep_eval=keep_eval),
@@ -136,8 +136,8 @@ def program(
         halts=nonfinite == "raise",
         reach=Reach(),
         values=_checked_values(values),
-        gradients=gradients,
-        sam=checked(sam, accumulate),
+        gradients=gradients if sharp is None else gradients_of(sharp),
+        is_sharp=sharp is not None,
     )
     return _assembled(spec, model, own)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import finalize
 
 import torch
@@ -18,9 +18,6 @@ from ..errors import ConfigError
 from ..model import functional
 from ..optim import numerics
 from ..types import Form, Metrics, Objective, Params, TrainState
-
-if TYPE_CHECKING:  # numpy.random, which `import purestep` does not load
-    from .sharpness import Sam
 
 
 def sum_is_divided(how: str, *, where: str) -> ConfigError:
@@ -125,7 +122,7 @@ class Spec(NamedTuple):
     reach: Reach
     values: Mapping[str, numerics.Schedule]
     gradients: Callable[..., Micro]  # (spec, form, state, batch, context) -> Micro
-    sam: Sam | None = None
+    is_sharp: bool = False  # `gradients` are those of `Sam`
 
     def values_at(self, state: TrainState) -> dict[str, Tensor]:
         """The scheduled scalars of this state, shape=() each."""
