@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -388,7 +389,8 @@ class _Processes:
             call=running_pass.running,
             seeded=self.is_seeded,
         )
-        return Form(expand, collect, inner.unreached, exchange, self.hidden)
+        shown = functools.partial(blocks.Shown, hidden=self.hidden)
+        return Form(expand, collect, inner.unreached, exchange, shown if self.hidden else inner.shown)
 
     def labels(self, params: Params) -> Labels:
         """The transform's labels, apart for parameters in pieces: those of one buffer are treated alike."""

@@ -3,8 +3,9 @@ gradient of a call without its update."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ class Parts(NamedTuple):
             detached. ``kind`` makes the bound model, as `functional.Bound` does.
         with_gradients: ``(parts, form, state, batch, context) -> Micro`` in place of `gradient.gradients` -> the
             program that updates by it.
+        objective: the user's function.
         values_at: ``(state)`` -> the scheduled scalars of the objective.
         accumulate: of the program.
         microbatches: of the program.
@@ -42,6 +44,7 @@ class Parts(NamedTuple):
 
     loss: Callable[..., tuple[Loss, functional.Bound]]
     with_gradients: Callable[[Callable[..., Micro]], Program]
+    objective: Callable[..., Loss]
     values_at: Callable[[TrainState], dict[str, torch.Tensor]]
     accumulate: int
     microbatches: int
@@ -82,13 +85,14 @@ def parts_of(spec: Spec, with_gradients: Callable[[Callable[..., Micro]], Progra
     return Parts(
         loss=loss,
         with_gradients=replaced,
+        objective=inspect.unwrap(spec.objective),
         values_at=spec.values_at,
         accumulate=spec.accumulate,
         microbatches=spec.microbatches,
         is_sharp=spec.is_sharp,
         is_scaled=not isinstance(spec.scaler.init(torch.device("cpu")), Empty),
         is_sum=getattr(spec.objective, "is_sum", False),
-        module=cast(nn.Module, spec.template.train.model),
+        module=spec.template.train.model,
     )
 
 

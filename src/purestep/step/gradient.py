@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import precision as precision_
 from .. import tree
@@ -55,15 +56,14 @@ def _forward(
 
 
 def _value_and_grad(
-    spec: Spec, forward: Forward, state: TrainState, named: Params, hidden: frozenset[str], read: tuple[Any, ...]
+    spec: Spec, forward: Forward, state: TrainState, named: Params, shown: Callable[[Params], Params], read: Any
 ) -> tuple[Params, Any, frozenset[str]]:
     """Return the gradients by name, the forward pass's (loss, buffers), and the parameters that the loss does not reach
     (their gradients are zeros). ``read``: what else of the step's arguments autograd is to follow."""
 
     def bind(params: Params) -> functional.Bound:
         bound = functional.bind(spec.template, params, state.frozen, state.buffers, train=True)
-        if hidden:
-            bound.params = functional.Shown(params, hidden)
+        bound.params = shown(params)
         return bound
 
     engine = spec.engine
@@ -165,6 +165,9 @@ def _by_autograd(
 
         grads, (loss, buffers), root = bound.hold(lambda: forward(bound), backward)
     unreached = frozenset(name for name, grad in zip(leaves, grads, strict=True) if grad is None)
+    if spec.reach.is_first and not through and not tracing.in_graph():
+        spec.reach.is_first = False
+        _warn_of_others(root)
     is_new = not unreached <= spec.reach.ever and not torch.compiler.is_dynamo_compiling()
     if is_new and any(node.name() == "CheckpointFunctionBackward" for node in _nodes(root)):
         raise _reentrant()
@@ -173,6 +176,20 @@ def _by_autograd(
     spec.reach.remember(unreached)
     filled = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, tensors, strict=True)]
     return dict(zip(leaves, filled, strict=True)), (loss, buffers if through else tree.detach(buffers)), unreached
+
+
+def _warn_of_others(root: Any) -> None:
+    """Warn of parameters in the graph of a loss that are not the program's."""
+    found = [variable for node in _nodes(root) if isinstance(variable := getattr(node, "variable", None), nn.Parameter)]
+    if found:
+        shapes = ", ".join(str(list(each.shape)) for each in found[:4]) + (", ..." if len(found) > 4 else "")
+        warnings.warn(
+            f"the loss depends on {len(found)} parameters in the objective's closure that require a gradient: no step "
+            f"trains them; their shapes are {shapes} (cure: make their module a part of the model, or the criterion of "
+            "ps.supervised; call requires_grad_(False) on a module that is not to be trained)",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _with_accumulated(grad: Tensor | None, leaf: Tensor) -> Tensor | None:
@@ -228,7 +245,7 @@ def _micro(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tup
         values = spec.values_at(state)
         forward = _forward(spec, state, values, rows, counts, context, weigh if is_seeded else None)
         grads, (loss, buffers), unreached = _value_and_grad(
-            spec, forward, state, form.expand(state.params), form.hidden, (context, *values.values())
+            spec, forward, state, form.expand(state.params), form.shown, (context, *values.values())
         )
     if is_seeded:
         for name in grads:  # one by one, in place: the memory of one more gradient, not of all

@@ -75,6 +75,7 @@ class Reach:
     def __init__(self) -> None:
         self.unreached: frozenset[str] = frozenset()
         self.ever: frozenset[str] = frozenset()
+        self.is_first = True  # no call has looked for parameters of others
         self.name = f"reach {next(_numbers)}"
         Reach.known[self.name] = self.unreached
         finalize(self, Reach.known.pop, self.name, None)

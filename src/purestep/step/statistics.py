@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import cast
 
 import torch
 from torch import nn
@@ -44,7 +43,7 @@ class Statistics:
         self._view = ema_.default_view(state) if view is None else view
         self._chosen = whole(ema_.view(state, self._view))
         self._template = functional.rewritten(spec.template, _average_equally)
-        found = (name for layer in _layers(cast(nn.Module, self._template.train.model)) for name in _buffers(*layer))
+        found = (name for layer in _layers(self._template.train.model) for name in _buffers(*layer))
         self.names = tuple(name for name in found if name in self._chosen.buffers)
         """Names of the buffers that hold statistics; none without BatchNorm in train mode."""
         self.buffers: Params = {
