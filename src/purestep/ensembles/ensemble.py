@@ -383,7 +383,8 @@ class _Mapped:
             return tuple(found[index] for index in at)
 
         try:
-            function = _decomposed(flat) if self._is_recurrent and where in ("eval_step", "bind") else flat
+            is_plain = not self._is_recurrent or where not in ("eval_step", "bind")
+            function = flat if is_plain else plain_functions.decomposed(flat)
             outputs = torch.func.vmap(function, randomness=draws)(*leaves, *rows)
         except PurestepError:
             raise
@@ -521,17 +522,3 @@ def mean_and_std(outputs: Tree, *, correction: int = 1) -> MeanAndStd:
             )
     mean = tree.map(lambda leaf: leaf.mean(dim=0), outputs)
     return MeanAndStd(mean, tree.map(lambda leaf: leaf.std(dim=0, correction=correction), outputs))
-
-
-def _decomposed(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Wrap a function of tensors so that `vmap` can map the recurrent layers of torch inside.
-
-    `vmap` has no rule for them, and maps them only below a level of `grad`, which splits them into their operations.
-    The level here differentiates nothing, so that no activation is kept.
-    """
-
-    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        found: Any = torch.func.vjp(lambda zero: (zero, function(*tensors)), torch.zeros(()), has_aux=True)
-        return found[2]
-
-    return call

@@ -125,8 +125,9 @@ class Numbers:
 
     def read(self) -> dict[str, float] | None:
         """The numbers before a call, by path; None after the first calls."""
-        watched = self._calls > 0 and not torch.compiler.is_dynamo_compiling()
-        return self._numbers() if watched else None
+        if torch.compiler.is_dynamo_compiling():  # first: it would guard on the count
+            return None
+        return self._numbers() if self._calls else None
 
     def _numbers(self) -> dict[str, float]:
         return {

@@ -165,14 +165,14 @@ def _by_autograd(
 
         grads, (loss, buffers), root = bound.hold(lambda: forward(bound), backward)
     unreached = frozenset(name for name, grad in zip(leaves, grads, strict=True) if grad is None)
-    if spec.reach.is_first and not through and not tracing.in_graph():
-        spec.reach.is_first = False
-        _warn_of_others(root)
     is_new = not unreached <= spec.reach.ever and not torch.compiler.is_dynamo_compiling()
     if is_new and any(node.name() == "CheckpointFunctionBackward" for node in _nodes(root)):
         raise _reentrant()
     if len(unreached) == len(leaves):
         raise not_connected()
+    if not tracing.in_graph() and not through and spec.reach.is_first:
+        spec.reach.is_first = False
+        _warn_of_others(root)
     spec.reach.remember(unreached)
     filled = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, tensors, strict=True)]
     return dict(zip(leaves, filled, strict=True)), (loss, buffers if through else tree.detach(buffers)), unreached
