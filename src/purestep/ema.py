@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError, StateError
-from .state import check_choice, check_range, is_count, recipe
+from .state import check_choice, check_range, is_count, known_keywords
 from .torch_ext import Value, foreach, read, tracing
 from .types import Empty, Params, TrainState, Tree
 
@@ -41,7 +41,6 @@ class Average(NamedTuple):
     where: Callable[[Tree, Params, Params, Tensor, Tensor, bool], Tree | None] | None = None
 
 
-@recipe
 def none() -> Average:
     """Disable averaging; the state is Empty.
 
@@ -61,7 +60,7 @@ def none() -> Average:
     return Average(init, update, in_place=update)
 
 
-@recipe
+@known_keywords
 def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "average"] = "copy") -> Average:
     r"""Exponential moving average of the trained parameters.
 
@@ -103,7 +102,7 @@ def average(decay: float, *, warmup: bool = False, buffers: Literal["copy", "ave
     return _averaging(lambda updates: _weight(updates, decay, warmup), buffers == "average", first)
 
 
-@recipe
+@known_keywords
 def swa(start: int, *, every: int = 1, buffers: Literal["copy", "average"] = "copy") -> Average:
     r"""Equal average of the weights from an update on: stochastic weight averaging, as torch's `AveragedModel`.
 

@@ -13,12 +13,12 @@ from .analysis import chunks
 from .errors import ConfigError, StepContractError
 from .metrics import mean as means
 from .metrics import merge
-from .state import check_choice, check_count, check_positive, check_range, recipe
+from .state import check_choice, check_count, check_positive, check_range, known_keywords
 from .step import Micro, Parts, check_divisible, finite_mean, parts_for, wide
 from .types import Form, Mean, Metrics, Params, Program, TrainState
 
 
-@recipe
+@known_keywords
 def dp_sgd(
     program: Program,
     *,

@@ -274,7 +274,7 @@ class Form(NamedTuple):
     collect: Callable[[Params], Params]  # named -> stored; named gradients, where an exchange reduces them
     unreached: Callable[[frozenset[str]], dict[str, str]] = _same_names  # names without a gradient -> stored names
     exchange: Exchange | None = None  # None: one process
-    hidden: frozenset[str] = frozenset()  # named parameters that are pieces in the expanded tree
+    shown: Callable[[Params], Params] = lambda params: params  # expanded -> ``model.params`` of an objective
     # An eager step may write into the memory of parameters, optimizer state and average; it calls this before it does.
     owned: Callable[[], None] | None = None
 

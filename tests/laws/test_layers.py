@@ -31,7 +31,7 @@ LEVEL = {
     for level, names in enumerate(
         (
             "errors types",
-            "torch_ext batch_objects",
+            "torch_ext",
             "tree rng",
             "state",
             "model",

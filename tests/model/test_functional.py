@@ -900,6 +900,36 @@ class TestWhatCannotBeTrained:
         with pytest.raises(StateError, match=r"Sequential: the module has no parameter with requires_grad=True"):
             program(tiny_mlp().requires_grad_(False))
 
+    def test_layers_in_a_list_are_no_parameters(self):
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = [nn.Linear(2, 2)]
+
+        with pytest.raises(
+            StateError, match=r"Net: the module has no parameters \(cure: put layers into nn\.ModuleList"
+        ):
+            program(Net())
+
+    def test_a_method_that_hides_the_mode_is_named(self):
+        class Layer(nn.Linear):
+            def train(self, x_pos: Tensor, x_neg: Tensor) -> None:  # type: ignore[override]
+                del x_pos, x_neg
+
+        class Quiet(nn.Linear):
+            def eval(self, *, loud: bool) -> Any:  # type: ignore[override]
+                return loud
+
+        class Fine(nn.Linear):
+            def train(self, mode: bool = True) -> Any:
+                return super().train(mode)
+
+        for layer, method in ((Layer, "train"), (Quiet, "eval")):
+            told = rf"^0: the class {layer.__name__} defines {method}\(self, .*cure: rename the method"
+            with pytest.raises(StateError, match=told):
+                functional_.template(nn.Sequential(layer(2, 2)))
+        functional_.template(nn.Sequential(Fine(2, 2)))
+
     @pytest.mark.parametrize(
         ("utility", "cure"),
         [
@@ -1061,10 +1091,10 @@ class TestWhatCannotBeTrained:
         functional_.template(apart)  # side by side, as an LSTM's weights lie on a GPU
         columns, matrix = nn.Linear(2, 2), torch.zeros(3, 4)
         columns.a, columns.b = nn.Parameter(matrix[:, :2]), nn.Parameter(matrix[:, 2:])
-        functional_.template(columns)  # between each other
-        columns.c = nn.Parameter(matrix[:, 1:3].expand(3, 2))
-        with pytest.raises(StateError, match=r"shares memory with"):
-            functional_.template(columns)
+        with pytest.raises(StateError, match=r"b: shares memory with a.*register x\.clone\(\) for columns"):
+            functional_.template(columns)  # between each other
+        columns.a, columns.b = nn.Parameter(columns.a.data.clone()), nn.Parameter(columns.b.data.clone())
+        functional_.template(columns)
 
     @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
     def test_embeddings_that_no_step_can_train_are_named(self, kind: type[nn.Module]):
@@ -1189,3 +1219,68 @@ class TestCriteriaWithTensors:
         state = trained(program(net, ps.supervised(Decay())), BATCHES)
         assert set(state.params) == {name for name, _ in net.named_parameters()}
         assert_same_weights(state, theirs)
+
+
+class NumberInForward(nn.Linear):
+    """Counts its calls in a Python number, as for a warm-up inside of the model."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.calls, self.longest, self.at = 0, 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.longest = max(self.longest, len(x))  # as a cache of positions: it changes once
+        self.at = len(x)
+        if self.training:
+            self.calls += 1
+        return super().forward(x) * min(1.0, self.calls / 10)
+
+
+COUNTED = r"0\.calls: the forward pass changes this Python number .*cure: count in a buffer: .*register_buffer\('calls'"
+
+
+def test_a_counter_in_forward_is_refused_at_its_second_call():
+    made = program(nn.Sequential(NumberInForward()))
+    state = made.init()
+    state, _ = made.train_step(state, vector_batch())
+    for _ in range(2):
+        with pytest.raises(StepContractError, match=COUNTED):
+            made.train_step(state, vector_batch())
+    made.eval_step(state, vector_batch())
+    made.eval_step(state, vector_batch())
+
+
+def test_a_counter_is_refused_by_the_checks_of_a_step():
+    made, batch = program(nn.Sequential(NumberInForward())), vector_batch()
+    with pytest.raises(StepContractError, match=COUNTED):
+        ps.testing.assert_pure(made.train_step, made.init(), batch)
+    made = program(nn.Sequential(NumberInForward()))
+    with pytest.raises(StepContractError, match=COUNTED):
+        ps.fit(made.init(), [batch] * 3, made, epochs=1, progress=False)
+
+
+@pytest.mark.compile
+def test_a_counter_is_refused_by_a_graph():
+    made = program(nn.Sequential(NumberInForward()))
+    step = ps.compile_step(made.train_step, backend="aot_eager")
+    with pytest.raises(StepContractError, match=r"0\.\w+: the forward pass changes this Python number"):
+        step(made.init(), vector_batch())
+
+
+def test_a_counter_in_a_buffer_is_the_cure():
+    class Buffered(NumberInForward):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.calls
+            self.register_buffer("calls", torch.tensor(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.calls = self.calls + 1
+            return nn.functional.linear(x, self.weight, self.bias) * (self.calls / 10).clamp(max=1.0)
+
+    made = program(Buffered())
+    state = made.init()
+    for _ in range(4):
+        state, _ = made.train_step(state, vector_batch())
+    assert int(state.buffers["calls"]) == 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import purestep as ps
-from purestep.model.functional import Shown
+from purestep.parallel.units import Shown
 
 from . import cases, processes
 

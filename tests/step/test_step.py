@@ -22,8 +22,7 @@ from purestep import optim, rng, schedules, tree
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
 from purestep.scaler import ScalerState
 from purestep.step import IDENTITY, Accum, Adding, Closing
-from purestep.step.gradient import check_loss
-from purestep.torch_ext import decisions as flags
+from purestep.step.loss_checks import check_loss
 from purestep.torch_ext import tracing
 from purestep.types import Empty
 
@@ -1412,8 +1411,7 @@ def test_an_eager_step_on_the_cpu_copies_nothing_to_choose(monkeypatch: pytest.M
 
         return call
 
-    for owner in (torch, flags):
-        monkeypatch.setattr(owner, "where", watched(owner.where))
+    monkeypatch.setattr(torch, "where", watched(torch.where))
     chosen.train_step(state, vector_batch())
     assert sizes
     assert not any(sizes)  # scalars alone
@@ -1570,3 +1568,47 @@ def test_a_sum_of_errors_is_not_divided_into_parts(objective: Any, parts: str):
     ):
         with pytest.raises(ConfigError, match=r'reduction="sum", and the gradient .*cure: reduction="mean"'):
             function(chosen)
+
+
+def test_parameters_of_others_in_the_loss_are_said_once():
+    head = nn.Linear(3, 3)
+
+    def objective(model: Any, batch: Any) -> ps.Loss:
+        return ps.Loss(nn.functional.cross_entropy(head(model(batch[0])), batch[1]), len(batch[1]))
+
+    chosen = program(objective=objective)
+    state = init(chosen)
+    told = r"depends on 2 parameters in the objective's closure .*shapes are \[3, 3\], \[3\] \(cure: make their module"
+    with pytest.warns(UserWarning, match=told):
+        state, _ = chosen.train_step(state, vector_batch())
+    chosen.train_step(state, vector_batch())
+    head.requires_grad_(False)
+    other = program(objective=objective)
+    other.train_step(init(other), vector_batch())
+
+
+@pytest.mark.compile
+def test_a_graph_names_the_cure_for_a_derivative_by_the_batch():
+    def objective(model: Any, x: Tensor) -> ps.Loss:
+        u = model(x)
+        (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return ps.Loss((du - u.mean()).square().mean(), len(x))
+
+    def cured(model: Any, x: Tensor) -> ps.Loss:
+        return objective(model, x.detach().requires_grad_())
+
+    x = torch.rand(8, 4, requires_grad=True)
+    results = []
+    for made in (objective, cured):
+        torch.manual_seed(0)
+        chosen = program(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), objective=made)
+        results.append(chosen.train_step(init(chosen), x))
+        step = ps.compile_step(chosen.train_step, backend="aot_eager")
+        if made is objective:
+            told = r"^objective: .*differentiates by a tensor that requires no gradient.*cure: call x = x\.detach"
+            with pytest.raises(StepContractError, match=told):
+                step(init(chosen), x)
+        else:
+            results.append(step(init(chosen), x))
+    for other in results[1:]:
+        assert_trees_close(other, results[0])

@@ -23,14 +23,14 @@ from ..analysis import plain_functions
 from ..errors import ConfigError, DataError, PurestepError, StateError, StepContractError
 from ..metrics import Gathered
 from ..model import EagerMasks, functional
-from ..state import check_choice, check_count, recipe, stacked
-from ..step import Adding, Closing, decomposed, static_of
+from ..state import check_choice, check_count, known_keywords, stacked
+from ..step import Adding, Closing, static_of
 from ..torch_ext import tracing
 from ..types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState, Tree
 from . import member_draws
 
 
-@recipe
+@known_keywords
 def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"] = "shared") -> Program:
     """Train many models of one program in one step: an ensemble, several seeds, or a sweep of hyperparameters.
 
@@ -381,7 +381,8 @@ class _Mapped:
             return tuple(found[index] for index in at)
 
         try:
-            function = decomposed(flat) if self._is_recurrent and where in ("eval_step", "bind") else flat
+            is_plain = not self._is_recurrent or where not in ("eval_step", "bind")
+            function = flat if is_plain else plain_functions.decomposed(flat)
             outputs = torch.func.vmap(function, randomness=draws)(*leaves, *rows)
         except PurestepError:
             raise

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, StepContractError
-from ..state import check_choice, recipe
+from ..state import check_choice, known_keywords
 from ..types import Loss, Objective
 from .measure import describe
 
 
-@recipe
+@known_keywords
 def masked_reconstruction(
     loss: Literal["mse", "sse"] = "mse", reduction: Literal["mean", "sum", "batch_mean"] | None = None
 ) -> Objective:

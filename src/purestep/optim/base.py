@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, StateError
-from ..state import check_range, recipe
-from ..torch_ext import Flag, foreach, tracing
+from ..state import check_range, known_keywords
+from ..torch_ext import foreach, tracing
 from ..types import Empty, Labels, Params, Tree
 from .numerics import Rate, scalar_dtype
 
@@ -38,13 +38,13 @@ class Launch(NamedTuple):
     Args:
         rates: the learning rates of this update that are tensors, shape=() each.
         run: ``(updates, ready, owned, unused) -> (params, state)``. It may write into the updates, and into the old
-            params and state if they are ``owned``; else it copies them. Where ``ready`` is False, floating tensors with
-            dimensions keep their values; the caller keeps the old ones of others. Parameters in ``unused`` and their
-            moments keep theirs too.
+            params and state if they are ``owned``; else it copies them. Where ``ready`` (a bool, or a tensor of
+            shape=()) is False, floating tensors with dimensions keep their values; the caller keeps the old ones of
+            others. Parameters in ``unused`` and their moments keep theirs too.
     """
 
     rates: list[Tensor]
-    run: Callable[[Params, Flag, bool, Collection[str]], tuple[Params, Tree]]
+    run: Callable[[Params, Any, bool, Collection[str]], tuple[Params, Tree]]
 
 
 Kernel: TypeAlias = Callable[[Params, Tree, Params], Launch | None]
@@ -102,7 +102,6 @@ def fast_of(tx: Transform) -> Fast:
     return tx.fast if tx.fast is not None and tx.fast.update is tx.update else Fast(tx.update)
 
 
-@recipe
 def identity() -> Transform:
     """Return the updates unchanged.
 
@@ -113,7 +112,7 @@ def identity() -> Transform:
     return stateless(lambda updates, params: updates, elementwise=True)
 
 
-@recipe
+@known_keywords
 def stateless(fn: Callable[[Params, Params], Params], *, elementwise: bool = False) -> Transform:
     """Build a transform without state from ``fn(updates, params) -> updates``.
 
@@ -138,7 +137,7 @@ def stateless(fn: Callable[[Params, Params], Params], *, elementwise: bool = Fal
     return Transform(init, update, elementwise)
 
 
-@recipe
+@known_keywords
 def chain(*transforms: Transform) -> Transform:
     """Apply transforms one after another; the state is the tuple of their states.
 
@@ -207,7 +206,7 @@ def _kernel_of_chain(transforms: tuple[Transform, ...]) -> Kernel | None:
         if launch is None:
             return None
 
-        def run(updates: Params, ready: Flag, owned: bool, unused: Collection[str]) -> tuple[Params, tuple[Tree, ...]]:
+        def run(updates: Params, ready: Any, owned: bool, unused: Collection[str]) -> tuple[Params, tuple[Tree, ...]]:
             for change in first:
                 updates = change(updates, params)
             new, part = launch.run(updates, ready, owned, unused)

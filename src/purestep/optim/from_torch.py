@@ -23,7 +23,6 @@ from torch import Tensor
 
 from .. import rng, tree
 from ..errors import ConfigError, PurestepError, StateError, StepContractError
-from ..state import recipe
 from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
 from .base import Transform, require_rate
@@ -39,7 +38,6 @@ _NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool":
 _SCALAR = "scalar"  # a 0-d float64 tensor, stored in shape (1,), since a 0-d float64 leaf cannot be donated
 
 
-@recipe
 def from_torch(optimizer: type[torch.optim.Optimizer], *, lr: Rate | None = None, **kwargs: Any) -> Transform:
     """Build a pure transform from any optimizer class whose ``step`` needs no closure, including third-party ones.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..state import check_count, recipe
+from ..state import check_count, known_keywords
 from ..types import Params, Tree
 from .base import Transform, require
 from .numerics import Scalar, lerp, upcast, zero_count
@@ -22,7 +22,7 @@ class LookaheadState(NamedTuple):
     inner: Tree
 
 
-@recipe
+@known_keywords
 def lookahead(inner: Transform, sync_period: int = 5, slow_step_size: Scalar = 0.5) -> Transform:
     r"""Let slow weights follow a whole optimizer, as `optax.lookahead`: k steps forward, 1 step back.
 

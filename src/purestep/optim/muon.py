@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import StateError
 from ..model import unwrapped
-from ..state import check_choice, recipe
+from ..state import check_choice, known_keywords
 from ..types import Params
 from .base import Transform, chain, require, require_arguments, stateless
 from .numerics import Rate, Scalar, lerp, multiply, zeros_like
@@ -32,7 +32,7 @@ class ScaleByMuonState(NamedTuple):
     mu: Params  # name -> P: running mean of gradients
 
 
-@recipe
+@known_keywords
 def scale_by_muon(
     momentum: Scalar = 0.95,
     *,
@@ -107,7 +107,7 @@ def _orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], ste
     return x.T if is_tall else x
 
 
-@recipe
+@known_keywords
 def scale_by_shape(adjust: Adjust = "original") -> Transform:
     r"""Multiply orthogonal updates by a factor of the matrix shape, so that one learning rate fits all matrices.
 
@@ -149,7 +149,7 @@ def _require_adjust(where: str, adjust: Any) -> None:
         require(where, adjust=adjust)
 
 
-@recipe
+@known_keywords
 def muon(
     learning_rate: Rate = 1e-3,
     momentum: Scalar = 0.95,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Params, Tree
 from .base import Transform, chain, global_norm, identity, require, require_arguments
 from .numerics import (
@@ -44,7 +44,7 @@ class ProdigyState(NamedTuple):
     inner: Tree  # of the weight decay
 
 
-@recipe
+@known_keywords
 def prodigy(
     learning_rate: Rate = 1.0,
     b1: Scalar = 0.9,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import StateError
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Empty, Params, TrainState, Tree
 from .base import Transform, chain, identity, require, require_arguments, require_rate
 from .numerics import (
@@ -43,7 +43,7 @@ class ScheduleFreeState(NamedTuple):
     inner: Tree
 
 
-@recipe
+@known_keywords
 def schedule_free(
     inner: Transform, learning_rate: Rate, b1: Scalar = 0.9, *, weight_lr_power: Scalar = 2.0
 ) -> Transform:
@@ -121,7 +121,7 @@ class ScaleByCorrectedRmsState(NamedTuple):
     missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
 
 
-@recipe
+@known_keywords
 def _scale_by_corrected_rms(b2: Scalar, eps: Scalar) -> Transform:
     """Adam's direction with ``b1=0``, which stores no mean of gradients."""
 
@@ -142,7 +142,7 @@ def _scale_by_corrected_rms(b2: Scalar, eps: Scalar) -> Transform:
     return Transform(init, update)
 
 
-@recipe
+@known_keywords
 def schedule_free_sgd(
     learning_rate: Rate = 1.0,
     b1: Scalar = 0.9,
@@ -178,7 +178,7 @@ def schedule_free_sgd(
     return schedule_free(inner, learning_rate, b1, weight_lr_power=weight_lr_power)
 
 
-@recipe
+@known_keywords
 def schedule_free_adamw(
     learning_rate: Rate = 2.5e-3,
     b1: Scalar = 0.9,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..state import recipe
+from ..state import known_keywords
 from ..types import Empty, Params, Tree
 from . import kernels
 from .base import Transform, chain, require, require_arguments
@@ -37,7 +37,7 @@ class TraceState(NamedTuple):
     missed: Tree = Empty()  # with dampening, Missed: for each parameter, the updates without a gradient
 
 
-@recipe
+@known_keywords
 def trace(
     decay: Scalar, *, nesterov: bool = False, dampening: Scalar = 0.0, accumulator_dtype: torch.dtype | None = None
 ) -> Transform:
@@ -93,7 +93,7 @@ def _accumulate(total: Tensor, update: Tensor, decay: Scalar, kept: Scalar) -> T
     return (multiply(total.to(dtype), decay) + multiply(update.to(dtype), kept)).to(total.dtype)
 
 
-@recipe
+@known_keywords
 def sgd(
     learning_rate: Rate = 1e-3,
     momentum: Scalar = 0.0,

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..state import check_count, recipe
+from ..state import check_count, known_keywords
 from ..torch_ext import tracing
 from ..types import Empty, Params, Tree
 from .base import Transform, chain, require, require_arguments
@@ -48,7 +48,7 @@ class ScaleBySoapState(NamedTuple):
     missed: Tree = Empty()  # Missed: for each parameter, the updates without a gradient
 
 
-@recipe
+@known_keywords
 def scale_by_soap(
     b1: Scalar = 0.95,
     b2: Scalar = 0.95,
@@ -130,7 +130,7 @@ def scale_by_soap(
     return Transform(init, update, elementwise=False)
 
 
-@recipe
+@known_keywords
 def soap(
     learning_rate: Rate = 3e-3,
     b1: Scalar = 0.95,

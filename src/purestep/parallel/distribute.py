@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -14,7 +15,7 @@ from .. import tree
 from ..errors import ConfigError, RankError
 from ..metrics import Gathered
 from ..optim import base, numerics
-from ..state import check_choice, recipe
+from ..state import check_choice, known_keywords
 from ..types import Batch, Exchange, Form, Labels, Metrics, Params, Program, Share, Static, TrainState, Tree
 from . import agreement, collectives, placement, running_pass, tensorwise
 from . import batchnorm as batchnorms
@@ -28,7 +29,7 @@ _WHERE = "distribute"
 _MODES = ("replicate", "shard")
 
 
-@recipe
+@known_keywords
 def distribute(
     program: Program,
     mesh: Mesh,
@@ -386,7 +387,8 @@ class _Processes:
             call=running_pass.running,
             seeded=self.is_seeded,
         )
-        return Form(expand, collect, inner.unreached, exchange, self.hidden)
+        shown = functools.partial(blocks.Shown, hidden=self.hidden)
+        return Form(expand, collect, inner.unreached, exchange, shown if self.hidden else inner.shown)
 
     def labels(self, params: Params) -> Labels:
         """The transform's labels, apart for parameters in pieces: those of one buffer are treated alike."""

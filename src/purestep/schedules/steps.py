@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..state import check_choice, check_count, check_finite, check_positive, listed, recipe
+from ..state import check_choice, check_count, check_finite, check_positive, known_keywords, listed
 from .interpolate import Count, Schedule, count_as_float, half_cosine, hold, interpolate_points, line
 
 
-@recipe
+@known_keywords
 def step(init_value: float, step_size: int, *, gamma: float = 0.1) -> Schedule:
     r""":math:`a \, \gamma^{\lfloor t / n \rfloor}`. torch's `StepLR`.
 
@@ -36,7 +36,7 @@ def step(init_value: float, step_size: int, *, gamma: float = 0.1) -> Schedule:
     return lambda count: init_value * gamma ** torch.floor(count_as_float(count) / step_size)
 
 
-@recipe
+@known_keywords
 def multistep(init_value: float, milestones: Iterable[int], *, gamma: float = 0.1) -> Schedule:
     r""":math:`a \, \gamma^{n}`, n the number of milestones reached. torch's `MultiStepLR`.
 
@@ -68,7 +68,7 @@ def multistep(init_value: float, milestones: Iterable[int], *, gamma: float = 0.
     return schedule
 
 
-@recipe
+@known_keywords
 def one_cycle(
     max_lr: float,
     total_steps: int,
@@ -120,7 +120,7 @@ def one_cycle(
     )
 
 
-@recipe
+@known_keywords
 def piecewise(
     init_value: float,
     boundaries_and_scales: Mapping[int, float],

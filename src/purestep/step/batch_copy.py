@@ -44,6 +44,7 @@ def untouched(objective: _Objective) -> _Objective:
             known.leaves[treedef] = tuple(int(index) for index, mark in before.items() if after[index] != mark)
         return loss
 
+    on_copies.__wrapped__ = objective  # pyright: ignore[reportFunctionMemberAccess]  # for `inspect.unwrap`
     on_copies.is_sum = getattr(objective, "is_sum", False)  # pyright: ignore[reportFunctionMemberAccess]
     return cast(_Objective, on_copies)
 

@@ -19,21 +19,21 @@ from .. import scaler as scaler_
 from ..errors import ConfigError
 from ..model import functional, unwrapped, wrappers
 from ..optim import numerics
-from ..state import check_choice, check_count, is_number, recipe
+from ..state import check_choice, check_count, is_number, known_keywords
 from ..types import Empty, Objective, Program, Static
 from .batch_copy import untouched
-from .batch_gradient import batch_gradient_of
-from .differentiable import parts_of
-from .gradient import OWN_METRICS
+from .differentiable import batch_gradient_of, parts_of
+from .gradient import gradients
 from .inference import bind_of, eval_step_of
 from .init_state import init_of
-from .sharpness import Sam, checked, gradients
+from .loss_checks import OWN_METRICS
+from .sharpness import Sam, checked, gradients_of
 from .spec import IDENTITY, Reach, Spec
 from .statistics import Statistics
 from .train_step import steps_of
 
 
-@recipe
+@known_keywords
 def program(
     model: nn.Module,
     objective: Objective,
@@ -56,11 +56,6 @@ def program(
     Threads of one process may share a program: its steps take turns, since they draw from torch's global generator and
     put the weights of their state into one weightless copy of the module. A callable of ``bind`` is for one thread at a
     time.
-
-    `pickle` stores a program as this call: the module with its current weights, and the other arguments. Unpickling
-    builds the program again, also in another process. Functions and classes among the arguments are stored by name, so
-    a lambda or a local function raises a ConfigError. A pickle is meant for another process; to save a state, use
-    `Snapshots`.
 
     Args:
         model: a template, never written; only ``init`` reads its weights. Training runs in train mode, whatever the
@@ -127,8 +122,7 @@ def program(
             stacklevel=3,
         )
     own = getattr(objective, "module", None)
-    policy = precision_.policy(precision)
-    from ..torch_ext import host_generators  # imports numpy.random
+    policy, sharp = precision_.policy(precision), checked(sam, accumulate)
 
     spec = Spec(
         template=functional.template(model, objective=own, keep_eval=keep_eval),
@@ -143,10 +137,9 @@ def program(
         engine=engine,
         halts=nonfinite == "raise",
         reach=Reach(),
-        host=host_generators.Host(),
         values=_checked_values(values),
-        gradients=gradients,
-        sam=checked(sam, accumulate),
+        gradients=gradients if sharp is None else gradients_of(sharp),
+        is_sharp=sharp is not None,
     )
     return _assembled(spec, model, own)
 

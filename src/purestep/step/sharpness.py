@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -75,18 +76,20 @@ def checked(sam: Any, accumulate: int) -> Sam | None:
     return found
 
 
-def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
-    """The weighted mean gradient of a batch; with `Sam`, that at the worst weights nearby."""
-    first = gradient.gradients(spec, form, state, batch, context)
-    if spec.sam is None:
-        return first
-    grads = first.grads
-    if form.exchange is not None:
-        weight = form.exchange.sums([first.weight])[0]
-        grads = exchange.mean_gradients(form, state, grads, first.grad_weight, weight)
-    worst = state._replace(params=_worst(spec.sam, form, state.params, grads))
-    second = gradient.gradients(spec, form, worst, batch, context)
-    return second._replace(mean=first.mean, buffers=first.buffers, metrics=first.metrics)
+def gradients_of(sam: Sam) -> Callable[..., Micro]:
+    """Build `gradient.gradients` at the worst weights nearby."""
+
+    def gradients(spec: Spec, form: Form, state: TrainState, batch: Batch, context: tuple[Any, ...]) -> Micro:
+        first = gradient.gradients(spec, form, state, batch, context)
+        grads = first.grads
+        if form.exchange is not None:
+            weight = form.exchange.sums([first.weight])[0]
+            grads = exchange.mean_gradients(form, state, grads, first.grad_weight, weight)
+        worst = state._replace(params=_worst(sam, form, state.params, grads))
+        second = gradient.gradients(spec, form, worst, batch, context)
+        return second._replace(mean=first.mean, buffers=first.buffers, metrics=first.metrics)
+
+    return gradients
 
 
 def _worst(sam: Sam, form: Form, params: Params, grads: Params) -> Params:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import finalize
 
 import torch
@@ -18,10 +18,6 @@ from ..errors import ConfigError
 from ..model import functional
 from ..optim import numerics
 from ..types import Form, Metrics, Objective, Params, TrainState
-
-if TYPE_CHECKING:  # numpy.random, which `import purestep` does not load
-    from ..torch_ext import host_generators
-    from .sharpness import Sam
 
 
 def sum_is_divided(how: str, *, where: str) -> ConfigError:
@@ -79,6 +75,7 @@ class Reach:
     def __init__(self) -> None:
         self.unreached: frozenset[str] = frozenset()
         self.ever: frozenset[str] = frozenset()
+        self.is_first = True  # no call has looked for parameters of others
         self.name = f"reach {next(_numbers)}"
         Reach.known[self.name] = self.unreached
         finalize(self, Reach.known.pop, self.name, None)
@@ -124,10 +121,9 @@ class Spec(NamedTuple):
     engine: str
     halts: bool
     reach: Reach
-    host: host_generators.Host
     values: Mapping[str, numerics.Schedule]
     gradients: Callable[..., Micro]  # (spec, form, state, batch, context) -> Micro
-    sam: Sam | None = None
+    is_sharp: bool = False  # `gradients` are those of `Sam`
 
     def values_at(self, state: TrainState) -> dict[str, Tensor]:
         """The scheduled scalars of this state, shape=() each."""
@@ -138,3 +134,8 @@ class Spec(NamedTuple):
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype for sums of values of ``dtype``: at least float32."""
     return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def times(grad: Tensor, weight: Tensor) -> Tensor:
+    """Gradient x weight; 0 for weight 0, since the loss of a batch in which nothing counts is 0/0."""
+    return torch.where(weight > 0, grad * weight.to(grad.dtype), torch.zeros_like(grad))

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -169,6 +169,30 @@ def may_read(value: Tensor) -> bool:
 def may_branch(value: Tensor) -> bool:
     """True if Python may branch on the tensor's value without a wait: `may_read`, and it is on the CPU."""
     return value.device.type == "cpu" and may_read(value)
+
+
+Value: TypeAlias = Tensor | float
+"""A number that the host knows, or a tensor that holds it."""
+
+
+def read(value: Tensor) -> Value:
+    """The number in a 0-d tensor if `may_branch`; else, and for other shapes, the tensor.
+
+    Example:
+        >>> float(read(torch.tensor(0.5))), read(torch.ones(2))
+        (0.5, tensor([1., 1.]))
+    """
+    return value.item() if value.dim() == 0 and may_branch(value) else value
+
+
+def is_finite(value: Tensor) -> Tensor:
+    """Like `torch.isfinite` for floating numbers, in two operations in place of four: nan < inf is False.
+
+    Example:
+        >>> is_finite(torch.tensor([torch.nan, -torch.inf, 1.0]))
+        tensor([False, False,  True])
+    """
+    return abs(value) < torch.inf
 
 
 def may_overwrite(leaves: Iterable[Tensor]) -> bool:
