@@ -317,10 +317,7 @@ def _widest(updates: Tensor) -> torch.dtype:
 def _lerp_all(olds: Params, news: Params, weight: Value, in_place: bool) -> Params:
     old, new = list(olds.values()), [news[name] for name in olds]
     if len(old) > 0 and not isinstance(weight, Tensor) and _of_one_kind(old + new):  # torch 2.11: no bool of a list
-        if not in_place:
-            return dict(zip(olds, foreach.lerp(old, new, weight), strict=True))
-        foreach.lerp_(old, new, weight)
-        return dict(olds)
+        return dict(zip(olds, foreach.lerp(old, new, weight, in_place=in_place), strict=True))
     dtypes = dict.fromkeys(leaf.dtype for leaf in old if leaf.is_floating_point())
     # Once per dtype, not once per leaf.
     weights = {dtype: weight.to(dtype) if isinstance(weight, Tensor) else weight for dtype in dtypes}
@@ -332,10 +329,7 @@ def _average_all(olds: Params, news: Params, weight: Tensor, in_place: bool) -> 
     if not old:
         return {}
     weight = weight.to(old[0].dtype)
-    if not in_place:
-        return dict(zip(olds, foreach.average(old, new, weight), strict=True))
-    foreach.average_(old, new, weight)
-    return dict(olds)
+    return dict(zip(olds, foreach.average(old, new, weight, in_place=in_place), strict=True))
 
 
 def _of_one_kind(leaves: list[Tensor]) -> bool:

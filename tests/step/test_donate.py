@@ -103,7 +103,7 @@ def test_a_step_that_fails_while_it_writes_says_that_the_state_is_lost(monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("purestep.torch_ext.foreach.lerp_", broken)
+        patch.setattr("purestep.torch_ext.foreach.lerp", broken)
         with pytest.raises(KeyboardInterrupt):
             step(state, BATCH)
     with pytest.raises(StateError, match="which failed and may have written half of it"):

@@ -30,7 +30,7 @@ _forward: Any = importlib.import_module("torch.autograd.forward_ad")
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
 
-LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("tracing")[0])
+LIBRARIES = (torch.__file__.rpartition("__init__")[0], __file__.rpartition("torch_ext")[0])
 """The directories of torch and of purestep."""
 
 
