@@ -70,7 +70,7 @@ def test_a_line_an_epoch_where_there_is_no_terminal():
 def test_a_resumed_run_names_its_directory_and_a_finished_one_does_not_resume():
     stream = io.StringIO()
     sink = progress(stream)
-    sink(dataclasses.replace(start(epoch=1, updates=4, resumed=True), directory=Path("runs/a")))
+    sink(dataclasses.replace(start(epoch=1, updates=4, resumed=True), directory=Path("/home/me/runs/a")))
     sink(dataclasses.replace(start(epoch=3, updates=12, resumed=True), directory=Path("runs/b")))
     assert stream.getvalue().splitlines() == ["resumed after epoch 1, update 4 of runs/a"]
 

@@ -108,7 +108,7 @@ class Progress:
         self._display = _display(self.stream, self.line)
         is_over = event.epochs == event.epoch or event.steps == event.updates
         if event.resumed and not is_over:
-            where = f" of {event.directory}" if event.directory else ""
+            where = f" of {'/'.join(event.directory.parts[-2:])}" if event.directory else ""
             self._print(f"resumed after epoch {event.epoch}, update {event.updates}{where}")
         if event.view == "ema":
             self._print("evaluates the averaged weights (ema), as bind, evaluate and exports do")
