@@ -100,7 +100,7 @@ class TestErrors:
         ("options", "match"),
         [
             ({"max_norm": 0}, "max_norm=0"),
-            ({"noise_multiplier": -1.0}, "negative"),
+            ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0 must be a finite number of at least 0"),
             ({"chunk_size": 0}, "chunk_size=0"),
             ({"expected_batch_size": 0.5}, "expected_batch_size=0.5"),
         ],

@@ -99,7 +99,7 @@ def test_a_step_that_fails_while_it_writes_says_that_the_state_is_lost(monkeypat
     step = ps.donate(program()).train_step
     state, _ = step(program().init(), BATCH)
 
-    def broken(*given: Any) -> None:
+    def broken(*given: Any, in_place: bool) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

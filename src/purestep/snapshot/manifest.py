@@ -142,7 +142,8 @@ def compare(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, where: st
     """Compare the stored leaves with those of a template; ``is_part``: the caller has chosen some of them.
 
     Raises:
-        Mismatch: leaves differ; the message has a line for each of the first ten: stored, expected, the nearest name.
+        Mismatch: leaves differ; the message has a line for each of the first ten (stored, expected, the nearest name),
+            and the fields of the others.
     """
     missing = [path for path in wanted if path not in stored]
     extra = [path for path in stored if path not in wanted]
@@ -155,7 +156,8 @@ def compare(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, where: st
     lines += [f"{path}: {stored[path].text()} in the snapshot only{near}" for path, near in _nearest(extra, missing)]
     if lines:
         count = f"{len(lines)} leaves differ" if len(lines) > 1 else "1 leaf differs"
-        more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        tops = dict.fromkeys(line.partition(":")[0].split("/")[0] for line in lines[_SHOWN:])
+        more = [f"and {len(lines) - _SHOWN} more, of {', '.join(tops)}"] if tops else []
         text = "\n  ".join([f"{count} from the template", *lines[:_SHOWN], *more])
         raise Mismatch(text, where=where, hint=_PART if is_part else _WHOLE)
 
