@@ -21,4 +21,5 @@ result = ps.fit(program.init(seed=0), loaders, program, epochs=10, snapshots="ru
 predict = program.bind(result.state)  # a plain function, in evaluation mode
 image, label = val[0]
 print(f"validation accuracy {result.history['val_accuracy'][-1]:.3f}")
-print(f"predicted {predict(image[None]).argmax().item()}, label {label.item()}")
+outputs = predict(ps.to_device(image[None], result.state))  # on a GPU if there is one, as the state
+print(f"predicted {outputs.argmax().item()}, label {label.item()}")

@@ -8,6 +8,7 @@ results, and selects one: the host would wait for a GPU, and a graph or a transf
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
@@ -150,30 +151,32 @@ def _on_device(window: _Window, weight: Tensor, verdict: Tensor) -> tuple[TrainS
     counts = weight != 0
     if not isinstance(state.halted, Empty):
         counts = counts & (state.halted == 0)
-    finite = is_finite(window.norm) & is_finite(verdict)
+    finite = (window.norm < torch.inf) & is_finite(verdict)  # a norm is not negative
     kernel, old = _kernel(window), (state.params, state.opt_state, state.ema)
     if kernel is None:
         params, opt_state, fits = _by_tree(window)
         finite = finite if fits is None else finite & fits
-        rates = checked = rates_of(opt_state)
+        attempted = counts & finite
     else:
-        ready = _all(finite & counts, kernel.rates)
-        params, opt_state = _by_kernel(window, kernel, ready)
-        rates = rates_of(opt_state)
-        checked = rates if kernel.rates else {}
-    usable = _all(torch.ones_like(counts), checked.values())
-    applied = counts & finite & usable
+        attempted = counts & finite
+        params, opt_state = _by_kernel(window, kernel, _all(attempted, kernel.rates))
+    rates = rates_of(opt_state)
+    # A schedule may return any value. A kernel's other rates are numbers, checked before.
+    usable = None if kernel is not None and not kernel.rates else _usable(rates.values())
+    applied = attempted if usable is None else attempted & usable
     if kernel is None:
         average = spec.average.update(state.ema, params, window.buffers, state.updates)
         params, opt_state, average = tree.where(applied, (params, opt_state, average), old)
     else:
         opt_state = _scalars_where(applied, opt_state, state.opt_state)
         average = _average_where(window, applied, params)
-    scaler = spec.scaler.update(state.scaler, finite)
-    scaler = tree.where(counts & (usable | ~finite), scaler, state.scaler)
-    halted = state.halted
+    scaler, halted = state.scaler, state.halted
+    if not isinstance(scaler, Empty):
+        changes = counts if usable is None else counts & (usable | ~finite)
+        scaler = tree.where(changes, spec.scaler.update(scaler, finite), scaler)
     if not isinstance(halted, Empty):
-        fails = counts & torch.where(finite, ~usable, spec.scaler.exhausted(scaler, finite))
+        exhausted = spec.scaler.exhausted(scaler, finite)
+        fails = counts & (exhausted if usable is None else torch.where(finite, ~usable, exhausted))
         halted = torch.where(fails, state.step + 1, halted)
     new = state._replace(
         updates=state.updates + applied,
@@ -183,17 +186,24 @@ def _on_device(window: _Window, weight: Tensor, verdict: Tensor) -> tuple[TrainS
         scaler=scaler,
         halted=halted,
     )
-    zero = torch.zeros_like(window.norm, dtype=torch.float32)
-    shown = {name: torch.where(counts & finite, rate, torch.zeros_like(rate)) for name, rate in rates.items()}
-    norm = torch.where(applied, window.norm.float(), zero)
-    return new, _update_metrics(state, shown, norm, applied=applied.float()), finite & counts
+    share = applied.float()  # 0 where nothing is attempted
+    shown = {
+        name: rate * share if usable is None else torch.where(attempted, rate, share) for name, rate in rates.items()
+    }
+    norm = torch.where(applied, window.norm.float(), share)
+    return new, _update_metrics(state, shown, norm, applied=share), attempted
+
+
+def _usable(rates: Iterable[Tensor]) -> Tensor | None:
+    """True if all learning rates are in [0, inf); None if there are none."""
+    found = [rate.sqrt() < torch.inf for rate in rates]  # the root of a negative number is nan
+    return functools.reduce(torch.logical_and, found) if found else None
 
 
 def _all(flag: Tensor, rates: Iterable[Tensor]) -> Tensor:
-    """The flag, and True only if all learning rates are in [0, inf). The root of a negative number is nan."""
-    for rate in rates:
-        flag = flag & (rate.sqrt() < torch.inf)
-    return flag
+    """The flag, and True only if all learning rates are in [0, inf)."""
+    usable = _usable(rates)
+    return flag if usable is None else flag & usable
 
 
 def _scalars_where(applied: Tensor, new: Tree, old: Tree) -> Tree:
@@ -352,9 +362,9 @@ def _update_metrics(state: TrainState, rates: dict[str, Tensor], norm: Tensor, *
     no mean counts it, and the host can report it."""
     one = torch.ones_like(applied)
     reported = {name: Mean(rate, applied) for name, rate in rates.items()}
-    nothing = Mean(torch.where(applied > 0, torch.nan, applied), applied)
+    first = next(iter(reported.values()), None)
     metrics = {
-        "lr": next(iter(reported.values()), nothing),
+        "lr": Mean(torch.where(applied > 0, torch.nan, applied), applied) if first is None else first,
         "grad_norm": Mean(norm, applied),
         "applied": Mean(applied, one),
     }
