@@ -209,7 +209,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "jax": ("snapshot",),
     "torch.func.functional_call": ("model",),
     "torch.nn.utils.stateless": ("model",),
-    "torch.compile": ("compile",),
+    "torch.compile": (),
     "torch.func.grad": ("step", "analysis", "curvature"),
     "torch.func.grad_and_value": ("step",),
     "torch.func.vjp": ("step", "analysis", "curvature"),

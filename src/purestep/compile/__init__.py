@@ -7,7 +7,7 @@
     guards            the comparison of inputs with those of a graph
     contract          checks of what a step returns
     captured_values   values that a step reads from outside its arguments
-    capture           from Python to a graph: a trace on fake tensors, or Dynamo
+    capture           from Python to a graph: a trace on fake tensors
     backends          from a graph to code: plug-ins for devices (`cpu`), inductor, or the operations one by one
     donation          buffers that a donated step writes in place
     live_state        a state in such buffers, which knows whether it has been donated
@@ -17,7 +17,7 @@
     first_run         the first run of a graph on a GPU, undone where it fails
     compile_lock      one thread at a time compiles
 
-Changes to a graph, in every way to capture:
+Changes to a graph:
 
     fx_passes         rewrites, and questions about a graph
     aliasing          copies where inductor would read a buffer after it was written
@@ -33,7 +33,6 @@ Changes to a graph, in every way to capture:
     dynamic_shapes    sizes that vary between batches
     outputs           scalars returned as one vector
     packed_layouts    which parameters share a flat buffer
-    treespec          trees in plain Python, which Dynamo can read
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from . import compile_lock as compile_lock  # first: see its end
 from .api import compile_program as compile_program
 from .api import compile_step as compile_step
 from .capture import Uncaptured as Uncaptured
-from .capture import stopped as stopped
 from .compiled_step import CompiledStep as CompiledStep
 from .eager_donation import DonatedStep as DonatedStep
 from .eager_donation import can_donate as can_donate

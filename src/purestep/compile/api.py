@@ -9,7 +9,6 @@ from ..errors import ConfigError
 from ..state import is_count
 from ..step import static_of
 from ..types import Metrics, Program, Static
-from .capture import check as check_capture
 from .compiled_step import CompiledStep
 from .eager_donation import DonatedStep, without_donation
 from .eval_step import CompiledEval
@@ -20,7 +19,6 @@ def compile_step(
     step: Callable[..., tuple[Any, Metrics]],
     *,
     donate: bool | Literal["init"] = False,
-    capture: str = "auto",
     backend: Any = "inductor",
     options: Mapping[str, Any] | None = None,
     cuda_graph: bool | None = None,
@@ -48,9 +46,8 @@ def compile_step(
             tree without a TrainState cannot detect donation, and is copied at every call. A call that fails while its
             graph runs (an index out of range) leaves its input state invalid: continue from a clone or a snapshot.
             False: a program's state is copied at every call, and its tensors are views of a few buffers.
-        capture: "dynamo" (torch.compile), "trace" (runs Python once, like jax.jit) or "auto": the trace, which is
-            faster to call, with Dynamo as the fallback.
-        backend: as for torch.compile.
+        backend: "inductor"; "aot_eager" or "eager", which run the traced operations one by one; or a callable
+            ``(graph_module, inputs) -> callable``.
         options: inductor's configuration.
         cuda_graph: record the donated step as one CUDA graph at its third call, and replay it; one graph for each batch
             size, at most 16. None: where it can be recorded, calls only torch's operators, takes less than an eighth of
@@ -69,8 +66,8 @@ def compile_step(
         torch, compiles one more graph.
 
     Raises:
-        ConfigError: ``step`` is a program; an unknown ``capture`` or ``donate``; a CUDA graph without donation;
-            ``unroll`` with a step that accumulates; a backend that a trace cannot use.
+        ConfigError: ``step`` is a program; an unknown ``backend`` or ``donate``; a CUDA graph without donation;
+            ``unroll`` with a step that accumulates.
         StateError: from a call: with ``donate``, the state was passed in before.
         StepContractError: from a call: the step changes the structure, a shape or a dtype of its state, multiplies
             tensors of two dtypes, branches on the value of a tensor, stores a tensor between captures (a module's
@@ -85,13 +82,12 @@ def compile_step(
         >>> int(state.step)
         1
     """
-    check_capture(capture)
-    _check_backend(backend, capture)
+    _check_backend(backend)
     _check_function(step)
     step = step.eager if isinstance(step, DonatedStep) else step
     static = static_of(step)
     _check_launch(static, donate=donate, cuda_graph=cuda_graph, unroll=unroll)
-    chosen = Options(capture, backend, options)
+    chosen = Options(backend, options)
     return CompiledStep(step, static, donate=donate, options=chosen, cuda_graph=cuda_graph, unroll=unroll)
 
 
@@ -99,7 +95,6 @@ def compile_program(
     program: Program,
     *,
     donate: bool | Literal["init"] = False,
-    capture: str = "auto",
     backend: Any = "inductor",
     options: Mapping[str, Any] | None = None,
     cuda_graph: bool | None = None,
@@ -124,11 +119,10 @@ def compile_program(
     if not isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]  # a step, mostly
         hint = "ps.compile_step(step), or ps.compile_program(program)"
         raise ConfigError(f"the program is a {type(program).__name__}", where="compile_program", hint=hint)
-    check_capture(capture)
-    _check_backend(backend, capture)
+    _check_backend(backend)
     program = without_donation(program)
     _check_launch(program.static, donate=donate, cuda_graph=cuda_graph, unroll=1)
-    chosen = Options(capture, backend, options)
+    chosen = Options(backend, options)
     static = static_of(program.train_step)  # None if the program's step was replaced
     train = CompiledStep(program.train_step, static, donate=donate, options=chosen, cuda_graph=cuda_graph)
     flush = program.flush
@@ -147,15 +141,11 @@ def _check_function(step: Any) -> None:
         raise ConfigError(f"the step is a {type(step).__name__}", where="compile_step", hint=hint)
 
 
-def _check_backend(backend: Any, capture: str) -> None:
-    known = ("inductor", "aot_eager", "eager")  # other names belong to Dynamo
-    if callable(backend) or backend in known or (isinstance(backend, str) and capture != "trace"):
-        return
-    raise ConfigError(
-        f"backend is {backend!r}",
-        where="compile_step",
-        hint=f"one of {known} or a callable; for other backends of torch.compile pass capture='dynamo'",
-    )
+def _check_backend(backend: Any) -> None:
+    known = ("inductor", "aot_eager", "eager")
+    if not callable(backend) and backend not in known:
+        hint = f"one of {known} or a callable; torch.compile(program.train_step, backend=...) takes others"
+        raise ConfigError(f"backend is {backend!r}", where="compile_step", hint=hint)
 
 
 def _check_launch(static: Static | None, *, donate: Any, cuda_graph: bool | None, unroll: int) -> None:

@@ -22,7 +22,7 @@ from . import capture, donation, live_state
 from .contract import checked, same_structure, unrolled
 from .copied_state import CopiedStates
 from .cuda_graph import CudaGraphs
-from .donation import DonatedBuffers, treespec
+from .donation import DonatedBuffers
 from .graph_choice import Graph, Graphs, Options
 from .guards import check_unfollowed, check_untransformed, kinds, kinds_guard, resolved, without_text
 from .outputs import Stacked, unstacked
@@ -143,7 +143,6 @@ class CompiledStep:
             try:
                 return store, self._call_once(store, batch, unlike)
             except packed.Split as split:
-                self._graphs.count -= 1
                 if (
                     not self.layouts.split(split.names)
                     and self.layouts.of(live_state.plain(store.named)) is store.layout
@@ -181,9 +180,7 @@ class CompiledStep:
             with _seeded(store.hosts[0], store.device, self._stream):
                 return self._run(graph, store, leaves)
         except BaseException as error:
-            # An error of a failed capture has Dynamo's error as its cause.
-            in_capture = any(found is not None and capture.stopped(found) for found in (error, error.__cause__))
-            if isinstance(error, PurestepError) or in_capture:
+            if isinstance(error, PurestepError):
                 store.undo()
             raise
 
@@ -282,13 +279,12 @@ class CompiledStep:
 
     def _core(self, store: DonatedBuffers, phase: tuple[type[Accum], ...], treedef: tree.TreeDef) -> Callable[..., Any]:
         slots, step = store.slots, self._steps_of(self._step_on(store.layout))
-        whole, parts = treespec.of(slots.treedef), treespec.of(treedef)
 
         def core(buffers: list[Tensor], batch: list[Any]) -> Any:
             old = slots.gather(buffers)
-            before = treespec.fill(whole, old)
-            new, metrics = checked(step(_with_phase(before, phase), *treespec.fill(parts, batch)))
-            new_leaves = same_structure(whole, before, _with_phase(new, phase, back=True))
+            before = tree.unflatten(slots.treedef, old)
+            new, metrics = checked(step(_with_phase(before, phase), *tree.unflatten(treedef, batch)))
+            new_leaves = same_structure(before, _with_phase(new, phase, back=True))
             kept = tree.map(lambda leaf: donation.unaliased(leaf, buffers), metrics)
             slots.scatter(buffers, old, new_leaves)
             return kept
@@ -348,15 +344,14 @@ class CompiledStep:
         treedef: tree.TreeDef,
     ) -> Callable[..., Any]:
         step = self._steps_of(self.eager)
-        whole, parts = treespec.of(state_def), treespec.of(treedef)
 
         def core(inputs: list[Tensor], batch: list[Any]) -> Any:
             known = {index: torch.zeros(shape, dtype=torch.int64) for index, shape in keys.items()}
             known |= dict(zip(positions, inputs, strict=True))
             old = [known[index] for index in range(len(known))]
-            before = treespec.fill(whole, old)
-            new, metrics = checked(step(_with_phase(before, phase), *treespec.fill(parts, batch)))
-            leaves = same_structure(whole, before, _with_phase(new, phase, back=True))
+            before = tree.unflatten(state_def, old)
+            new, metrics = checked(step(_with_phase(before, phase), *tree.unflatten(treedef, batch)))
+            leaves = same_structure(before, _with_phase(new, phase, back=True))
             return [leaves[index] for index in positions], metrics
 
         return core

@@ -18,7 +18,6 @@ from ..errors import StateError
 from ..state import packed, stacked
 from ..torch_ext import tensor_layout
 from ..types import Empty, TrainState, Tree
-from . import treespec
 from .live_state import Store, is_state, live, states
 
 
@@ -61,7 +60,7 @@ class Slots(NamedTuple):
     """The places of a flat tree's leaves in the buffers."""
 
     treedef: tree.TreeDef
-    places: tuple[tuple[str, int], ...]  # per leaf: ("int64" | "float32" | "key" | "own" | "one", index); see `_kind`
+    places: tuple[tuple[str, int], ...]  # per leaf: ("int64" | "float32" | "key" | "own", index)
     identity: object  # hashed instead of the structure; shared by all buffers of one structure
     keys: tuple[torch.Size, ...]  # shapes of the keys: (2,), or (members, 2) of a stacked state
 
@@ -70,7 +69,7 @@ class Slots(NamedTuple):
         zeros, and nothing may depend on them."""
         keys = keys or [torch.zeros(shape, dtype=torch.int64) for shape in self.keys]
         source = {"int64": buffers[0].unbind(), "float32": buffers[1].unbind(), "own": buffers[2:], "key": keys}
-        return [source[kind][index] if kind != "one" else buffers[2 + index][0] for kind, index in self.places]
+        return [source[kind][index] for kind, index in self.places]
 
     def scatter(self, buffers: list[Tensor], old: list[Tensor], new: list[Tensor]) -> None:
         """Write the changed leaves to the buffers in place."""
@@ -82,7 +81,7 @@ class Slots(NamedTuple):
         own = [
             (buffers[2 + index], after)
             for before, after, (kind, index) in zip(old, new, self.places, strict=True)
-            if kind in ("own", "one") and after is not before
+            if kind == "own" and after is not before
         ]
         # A new leaf may be the old value of another: copy all of them before the first write.
         for buffer, after in scalars + [(buffer, unaliased(after, buffers)) for buffer, after in own]:
@@ -91,8 +90,6 @@ class Slots(NamedTuple):
 
 def unaliased(value: Tensor, buffers: list[Tensor]) -> Tensor:
     """Clone the value if it may share memory with one of the buffers."""
-    if torch.compiler.is_dynamo_compiling():
-        return value.clone()  # Dynamo cannot compare memory; inductor fuses the copy into the producer
     memory = StorageWeakRef(value.untyped_storage())
     is_shared = any(StorageWeakRef(buffer.untyped_storage()) == memory for buffer in buffers)
     return value.clone() if is_shared else value
@@ -117,9 +114,8 @@ def place(flat: Tree) -> Slots:
     places: list[tuple[str, int]] = []
     for position, leaf in enumerate(leaves):
         kind = "key" if position in keys else _kind(leaf)
-        counted = "own" if kind == "one" else kind
-        places.append((kind, counts[counted]))
-        counts[counted] += 1
+        places.append((kind, counts[kind]))
+        counts[kind] += 1
     return Slots(treedef, tuple(places), object(), tuple(leaves[at].shape for at in sorted(keys)))
 
 
@@ -137,14 +133,14 @@ def check_tensors(leaves: list[Any]) -> None:
 def _kind(leaf: Tensor) -> str:
     if leaf.dim() == 0 and leaf.dtype in (torch.int64, torch.float32):
         return str(leaf.dtype).removeprefix("torch.")
-    # Dynamo treats a 0-d float64 as a Python number and loses writes to it: store it in a vector of length one.
-    return "one" if leaf.dim() == 0 and leaf.dtype == torch.float64 else "own"
+    return "own"
 
 
 @functools.lru_cache(maxsize=64)
 def key_positions(treedef: tree.TreeDef) -> frozenset[int]:
     """Positions of the TrainStates' keys among the leaves of a structure; the same tensor may be another leaf too."""
-    return frozenset(int(cast(Any, part.key)) for part in states(treespec.of(treedef)))
+    numbered = tree.unflatten(treedef, list(range(treedef.num_leaves)))
+    return frozenset(int(cast(Any, part.key)) for part in states(numbered))
 
 
 class DonatedBuffers(Store):
@@ -189,11 +185,10 @@ class DonatedBuffers(Store):
         chosen: dict[str, list[Tensor]] = {"int64": [], "float32": [], "own": [], "key": []}
         device = tree.device(leaves)
         for leaf, (kind, _) in zip(leaves, self.slots.places, strict=True):
-            if kind in ("own", "one"):
+            if kind == "own":
                 # Compiled code reads raw memory: copying materializes lazy conj and neg views.
                 is_lazy = leaf.is_conj() or leaf.is_neg()
-                buffer = leaf.detach().clone() if id(leaf) in copied or is_lazy else leaf
-                chosen["own"].append(buffer if kind == "own" else buffer.detach().reshape(1))
+                chosen["own"].append(leaf.detach().clone() if id(leaf) in copied or is_lazy else leaf)
             else:
                 chosen[kind].append(leaf)
         return [

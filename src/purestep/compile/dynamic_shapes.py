@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -52,14 +51,6 @@ def example(leaves: list[Any], seen: Sequence[Shapes], varying: Varying) -> list
 def like(leaves: list[Any], given: Shapes) -> list[Any]:
     """Replace the tensors of a batch by zeros of these shapes."""
     return [leaf if shape is None else leaf.new_zeros(shape) for leaf, shape in zip(leaves, given, strict=True)]
-
-
-def mark(leaves: list[Any], varying: Varying) -> None:
-    """Mark the varying sizes of a batch for Dynamo, so that its next graph accepts all of them."""
-    dynamo: Any = importlib.import_module("torch._dynamo")
-    for leaf, dims in zip(leaves, varying, strict=True):
-        for dim in (dim for dim, moves in enumerate(dims) if moves):
-            dynamo.maybe_mark_dynamic(leaf, dim)
 
 
 class Symbols:

@@ -13,7 +13,7 @@ from ..ensembles import member_draws
 from ..state import stacked
 from ..torch_ext import tracing
 from ..types import Metrics, TrainState
-from . import donation, live_state, treespec
+from . import donation, live_state
 from .compiled_step import batch_leaves
 from .contract import tensors_alone
 from .graph_choice import Graphs, Options
@@ -49,12 +49,10 @@ class CompiledEval:
         step = self.eager
 
         def build() -> Callable[..., Any]:
-            whole, parts = treespec.of(state_def), treespec.of(treedef)
-
             def core(tensors: list[Tensor], batch: list[Any]) -> Any:
                 rest = iter(tensors)
                 filled = [next(rest) if key is None else torch.zeros(key, dtype=torch.int64) for key in shapes]
-                return tensors_alone(step(treespec.fill(whole, filled), *treespec.fill(parts, batch)))
+                return tensors_alone(step(tree.unflatten(state_def, filled), *tree.unflatten(treedef, batch)))
 
             return core
 

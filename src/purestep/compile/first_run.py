@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PurestepError
-from .capture import Uncaptured, stopped
+from .capture import Uncaptured
 
 Run = Callable[[list[Tensor], list[Any]], Any]
 """``(tensors, batch leaves) -> result of the core``, like `graph_choice.Graph`."""
@@ -28,7 +28,7 @@ def guarded(run: Run, tensors: list[Tensor]) -> Run:
             unchanged.
 
     Raises:
-        Uncaptured: from the call: the first run failed, and neither for lack of memory nor in Dynamo.
+        Uncaptured: from the call: the first run failed, and not for lack of memory.
     """
     return _guarded(run) if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors) else run
 
@@ -48,7 +48,7 @@ def _guarded(run: Run) -> Run:
                 _put_back(tensors, before)
             except RuntimeError:  # the device has failed
                 raise error from None
-            if isinstance(error, PurestepError | torch.OutOfMemoryError) or stopped(error):
+            if isinstance(error, PurestepError | torch.OutOfMemoryError):
                 raise
             raise Uncaptured(
                 f"the compiled step fails at its first run: {type(error).__name__}: {first_line(error)}",
@@ -68,7 +68,5 @@ def _put_back(tensors: list[Tensor], before: list[Tensor]) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, or its class name if the text is empty. The error of a backend that Dynamo
-    called is inside Dynamo's."""
-    error = getattr(error, "inner_exception", error)
+    """The first line of an error's text, or its class name if the text is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,13 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import rng, tree
+from .. import tree
 from ..errors import PurestepError, StepContractError
-from ..step import NoSetupContext
-from ..torch_ext import tracing
 from . import capture, captured_values, donation, dynamic_shapes, fx_passes
 from .compile_lock import exclusive
-from .first_run import first_line, guarded
+from .first_run import guarded
 from .guards import check_layouts, kinds, ranks
 from .outputs import builder, numbers
 
@@ -25,7 +21,6 @@ from .outputs import builder, numbers
 class Options(NamedTuple):
     """Settings of the compilation."""
 
-    capture: str
     backend: Any
     options: Mapping[str, Any] | None
 
@@ -35,14 +30,14 @@ class Graph(NamedTuple):
 
     run: Callable[[list[Tensor], list[Any]], Any]
     draws: bool
-    records: bool = False  # see `capture.Traits`; Dynamo's graphs may call anything
+    records: bool  # see `capture.Traits`
 
 
 class _GeneralGraph(NamedTuple):
     """One graph for batches of many sizes."""
 
     graph: Graph
-    fits: Callable[[list[Tensor], list[Any]], bool]  # (state's tensors, batch leaves) -> the graph accepts them
+    fits: Callable[[list[Any]], bool]  # batch leaves -> the graph accepts them
 
 
 class _Family:
@@ -51,25 +46,20 @@ class _Family:
     def __init__(self) -> None:
         self.seen: list[dynamic_shapes.Shapes] = []
         self.exact: list[Any] = []  # keys of graphs for one size, oldest first
-        self.general: list[_GeneralGraph] = []
-        self.tried: dynamic_shapes.Varying | None = None  # dynamic dimensions of the last attempt
-        self.tries = 0
+        self.general: _GeneralGraph | None = None
+        self.is_tried = False  # a general graph has been compiled, or could not be
 
 
 _MAX_EXACT = 64
 """Maximal number of graphs for one size each in a family; the oldest is evicted."""
-
-_MAX_GENERAL = 4
-"""Maximal number of graphs for many sizes in a family: one for each remainder modulo the micro-batches, for example."""
 
 
 class Graphs:
     """The graphs of one step, by structure and shapes of the batch.
 
     The first two batch sizes (an epoch's batches, and its last one) get a graph each. The third size compiles a general
-    graph for every size. Another general graph is compiled when another dimension begins to vary, or for sizes that the
-    guards reject. Sizes that none of at most `_MAX_GENERAL` such graphs accepts get a graph each, at most `_MAX_EXACT`
-    at a time.
+    graph, with a symbol for every size that has varied. Sizes that this graph rejects get a graph each, at most
+    `_MAX_EXACT` at a time.
     """
 
     def __init__(self, options: Options, step: Callable[..., Any]) -> None:
@@ -105,154 +95,92 @@ class Graphs:
         if known is not None:
             return known
         family = self._families.setdefault((exact[0], ranks(leaves)), _Family())
-        known = self._find_general(exact, family, tensors, leaves)
+        known = self._find_general(exact, family, leaves)
         if known is not None:
             return known
         with exclusive():  # another thread may have compiled it in the meantime
-            known = self._exact.get(exact) or self._find_general(exact, family, tensors, leaves)
+            known = self._exact.get(exact) or self._find_general(exact, family, leaves)
             if known is None:
                 known = self._compile(exact, family, leaves, tensors, build)
                 self._captured.mark_compiled()
             return known
 
-    def _find_general(self, exact: Any, family: _Family, tensors: list[Tensor], leaves: list[Any]) -> Graph | None:
-        general = next((each for each in family.general if each.fits(tensors, leaves)), None)
-        if general is None:
+    def _find_general(self, exact: Any, family: _Family, leaves: list[Any]) -> Graph | None:
+        if family.general is None or not family.general.fits(leaves):
             return None
-        self._exact[exact] = general.graph
-        return general.graph
+        self._exact[exact] = family.general.graph
+        return family.general.graph
 
     def _compile(
         self, exact: Any, family: _Family, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]
     ) -> Graph:
-        shapes = dynamic_shapes.shapes(leaves)
-        varying = dynamic_shapes.varying([*family.seen, shapes])
-        example = dynamic_shapes.example(leaves, family.seen, varying) if len(family.seen) >= 2 else None
-        # Try again if another dimension varies, or for sizes that the existing graphs reject.
-        is_more = example is leaves and family.general and family.tries < _MAX_GENERAL
-        is_tried = example is not None and (varying != family.tried or is_more)
-        general = (
-            self._compile_general(build(), example, tensors, family.seen, varying) if example and is_tried else None
-        )
-        if general is not None and general.fits(tensors, leaves):
-            graph = general.graph
-        else:
-            graph = self._compile_exact(build(), leaves, tensors)
+        example, varying = self._general_example(family, leaves)
+        if example is not None:
+            family.general = self._compile_general(build(), example, tensors, varying)
+        graph = self._find_general(exact, family, leaves)
+        if graph is None:
+            graph = self._exact[exact] = self._compile_exact(build(), leaves, tensors)
             family.exact.append(exact)
-        # Record the size only now: a batch that cannot be trained on must not count.
-        self._exact[exact] = graph
-        family.seen = [*family.seen, shapes][-_MAX_EXACT:]
-        if general is not None:
-            family.general = [general, *family.general]
-        if is_tried:
-            family.tried, family.tries = varying, family.tries + 1
-        if is_tried and general is None and not family.general:
-            warnings.warn(
-                f"{len(family.seen)} batch sizes, and no single graph accepts them all: each size is compiled "
-                "separately (cure: pad the batches to a few sizes)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        if len(family.exact) > _MAX_EXACT:
-            self._exact.pop(family.exact.pop(0), None)
+            if len(family.exact) > _MAX_EXACT:
+                self._exact.pop(family.exact.pop(0), None)
+        # Only now: a batch that cannot be trained on must not count.
+        family.seen = [*family.seen, dynamic_shapes.shapes(leaves)][-_MAX_EXACT:]
+        if example is not None:
+            family.is_tried = True
+            if family.general is None:
+                warnings.warn(
+                    f"{len(family.seen)} batch sizes, and no single graph accepts them all: each size is compiled "
+                    "separately (cure: pad the batches to a few sizes; read a size as x.shape[0], not len(x))",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         return graph
+
+    def _general_example(self, family: _Family, leaves: list[Any]) -> tuple[list[Any] | None, dynamic_shapes.Varying]:
+        """The batch to trace a general graph with, and its varying dimensions. None before the third size, after a
+        general graph has been tried, or if torch would specialize all batches."""
+        if family.is_tried or len(family.seen) < 2:
+            return None, []
+        varying = dynamic_shapes.varying([*family.seen, dynamic_shapes.shapes(leaves)])
+        return dynamic_shapes.example(leaves, family.seen, varying), varying
 
     def _compile_exact(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
         check_layouts(leaves)
+        flat, where, found = _flatten_core(core, leaves, len(tensors))
+        try:
+            inputs = [*tensors, *(leaves[index] for index in where)]
+            run, traits = capture.trace(flat, inputs, backend=self.options.backend, options=self.options.options)
+        except Exception as error:
+            raise capture.capture_error(error, core, tensors, leaves) from error.__cause__
         self.count += 1
-        if self.options.capture != "dynamo":
-            return self._traced(core, leaves, tensors)
-        graph = self._dynamo(core, tensors, leaves)
-        return graph._replace(run=_with_cure(graph.run, core))
+        call = _with_own_error(_returning_tree(run, where, len(leaves), *found), core)
+        return Graph(guarded(call, tensors), *traits)
 
     def _compile_general(
-        self,
-        core: Any,
-        example: list[Any],
-        tensors: list[Tensor],
-        seen: list[dynamic_shapes.Shapes],
-        varying: dynamic_shapes.Varying,
-    ) -> _GeneralGraph | None:
-        """Compile one graph for batches of any size; return None if that fails. A traced graph draws like the eager
-        step and has known guards. Dynamo's may specialize silently, so it is tried on a second size."""
-        if self.options.backend == "inductor":
-            check_layouts(example)
-        if self.options.capture != "dynamo":
-            try:
-                made = self._trace_general(core, example, tensors, varying)
-            except Exception:  # a size as a Python number, a branch on a value: Dynamo may support it
-                made = None
-            if made is not None:
-                return made
-        dynamic_shapes.mark(example, varying)
-        graph = self._dynamo(core, tensors, example)
-        try:
-            _run_on_copies(graph, tensors, example)
-        except Exception:  # a graph for each size does the same work
-            return None
-        graph = graph._replace(run=_with_step_checks(graph.run, core))
-        other = next(shapes for shapes in seen if shapes != dynamic_shapes.shapes(example))
-        if not _serves(graph, tensors, dynamic_shapes.like(example, other)):
-            return None
-        self.count += 1
-        return _GeneralGraph(graph, functools.partial(_serves, graph))
-
-    def _trace_general(
         self, core: Any, example: list[Any], tensors: list[Tensor], varying: dynamic_shapes.Varying
     ) -> _GeneralGraph | None:
+        """Compile one graph for batches of any size; return None if that fails."""
+        if self.options.backend == "inductor":
+            check_layouts(example)
         flat, where, found = _flatten_core(core, example, len(tensors))
-        made = capture.trace_sizes(
-            flat,
-            tensors,
-            [example[index] for index in where],
-            [varying[index] for index in where],
-            backend=self.options.backend,
-            options=self.options.options,
-        )
+        try:
+            made = capture.trace_sizes(
+                flat,
+                tensors,
+                [example[index] for index in where],
+                [varying[index] for index in where],
+                backend=self.options.backend,
+                options=self.options.options,
+            )
+        except Exception:  # a size as a Python number, a branch on a value: a graph for this size raises the error
+            made = None
         if made is None:
             return None
         run, traits, fits = made
         self.count += 1
         call = _with_own_error(_returning_tree(run, where, len(example), *found), core)
         graph = Graph(guarded(call, tensors), *traits)
-        return _GeneralGraph(graph, lambda _, batch: fits([batch[index] for index in where]))
-
-    def _traced(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
-        flat, where, found = _flatten_core(core, leaves, len(tensors))
-        try:
-            inputs = [*tensors, *(leaves[index] for index in where)]
-            run, traits = capture.trace(flat, inputs, backend=self.options.backend, options=self.options.options)
-        except Exception as error:
-            # An error of the step itself would fail under Dynamo too, and the trace reports it better.
-            for_dynamo = capture.DataDependent, NoSetupContext
-            broken = isinstance(error, PurestepError | MemoryError) and not isinstance(error, for_dynamo)
-            if broken or self.options.capture == "trace":
-                raise capture.capture_error(error, core, tensors, leaves) from error.__cause__
-            return self._dynamo_instead(core, leaves, tensors, error)
-        call = _with_own_error(_returning_tree(run, where, len(leaves), *found), core)
-        return Graph(guarded(call, tensors), *traits)
-
-    def _dynamo_instead(self, core: Any, leaves: list[Any], tensors: list[Tensor], cause: Exception) -> Graph:
-        """Compile with Dynamo; if that fails too, raise the error of the trace."""
-        graph = self._dynamo(core, tensors, leaves)
-        try:
-            # Run on copies: an error in the batch is raised here, and the input state stays valid.
-            _run_on_copies(graph, tensors, leaves)
-        except Exception as error:
-            if capture.stopped(error):
-                cause.add_note(
-                    f"torch.compile cannot capture it either: {first_line(error)} "
-                    "(cure: call the step itself, which runs in eager mode)"
-                )
-                raise capture.capture_error(cause, core, tensors, leaves) from error
-            raise
-        return graph._replace(run=_with_recapture_error(graph.run, first_line(cause)))
-
-    def _dynamo(self, core: Any, tensors: list[Tensor], leaves: list[Any]) -> Graph:
-        # Dynamo skips the contract and the check of which parameters the loss reaches; a run on fake tensors does both.
-        capture.dry_run(core, tensors, leaves)
-        run = capture.dynamo(core, backend=self.options.backend, options=self.options.options)
-        return Graph(guarded(run, tensors), draws=True)
+        return _GeneralGraph(graph, lambda batch: fits([batch[index] for index in where]))
 
 
 def _flatten_core(core: Any, leaves: list[Any], count: int) -> tuple[capture.Flat, list[int], list[Any]]:
@@ -277,37 +205,6 @@ def _flatten_core(core: Any, leaves: list[Any], count: int) -> tuple[capture.Fla
         return [torch.stack(scalars), *rest] if scalars else rest
 
     return flat, where, found
-
-
-def _serves(graph: Graph, tensors: list[Tensor], leaves: list[Any]) -> bool:
-    """True if Dynamo's graph accepts a batch of this size without a recompile; tried on copies."""
-    dynamo: Any = importlib.import_module("torch._dynamo")
-    with dynamo.config.patch(error_on_recompile=True):
-        try:
-            _run_on_copies(graph, tensors, leaves)
-        except Exception:  # Dynamo would recompile, or the step fails: its own graph will raise that error
-            return False
-    return True
-
-
-def _with_step_checks(run: Callable[..., Any], core: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``run``: if Dynamo fails at a check of the step (a batch too short to split), raise that error."""
-
-    def call(tensors: list[Tensor], leaves: list[Any]) -> Any:
-        try:
-            return run(tensors, leaves)
-        except Exception as error:
-            if capture.stopped(error):
-                capture.dry_run(core, tensors, leaves)
-            raise
-
-    return call
-
-
-def _run_on_copies(graph: Graph, tensors: list[Tensor], leaves: list[Any]) -> None:
-    """Call the graph on copies: neither the caller's tensors nor the generators change."""
-    with rng.scoped(0, tree.device(tensors)), tracing.rehearsal():
-        graph.run([tensor.clone() for tensor in tensors], leaves)
 
 
 def _returning_tree(
@@ -356,44 +253,3 @@ def _explanation(native: str) -> str:
     if "API call failed" in native:
         return "call the step itself, in eager mode, with the same arguments: its error names the operation"
     return ""
-
-
-def _with_cure(run: Callable[..., Any], core: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``run``: if Dynamo cannot capture the step, raise an error with a cure that works. A trace, which
-    compiles nothing, shows whether ``capture="trace"`` is one; if not, it names the line and the cure."""
-
-    def call(tensors: list[Tensor], leaves: list[Any]) -> Any:
-        try:
-            return run(tensors, leaves)
-        except Exception as error:
-            if not capture.stopped(error):
-                raise
-            flat, where, _ = _flatten_core(core, leaves, len(tensors))
-            failed = capture.trace_error(flat, [*tensors, *(leaves[index] for index in where)])
-            if failed is not None and not isinstance(failed, PurestepError):
-                raise capture.capture_error(failed, core, tensors, leaves) from error
-            message, place, hint = first_line(error), "step", "pass capture='trace'"
-            if failed is not None:
-                message, place, hint = failed.what, failed.where, failed.hint
-            raise capture.Uncaptured(f"torch.compile cannot capture it: {message}", where=place, hint=hint) from error
-
-    return call
-
-
-def _with_recapture_error(run: Callable[..., Any], met: str) -> Callable[..., Any]:
-    """Wrap ``run``: if Dynamo fails to recapture the step, raise an error that quotes the trace's error. ``met`` is its
-    text, since the exception would keep the state and the batch alive."""
-
-    def call(*inputs: Any) -> Any:
-        try:
-            return run(*inputs)
-        except Exception as error:
-            if not capture.stopped(error):
-                raise
-            raise capture.Uncaptured(
-                f"torch.compile fails to recapture the step: {first_line(error)}; a trace fails with: {met}",
-                where="step",
-                hint="call the step itself, which runs in eager mode",
-            ) from error
-
-    return call

@@ -7,15 +7,15 @@ generation raises StateError.
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from .. import tree
 from ..errors import StateError
 from ..types import TrainState, Tree
-from . import treespec
 
 
 def is_state(node: Any) -> bool:
@@ -33,6 +33,17 @@ def states(state: Tree) -> list[TrainState]:
     found: list[TrainState] = []
     tree.map(lambda node: found.append(node) if is_state(node) else None, state, is_leaf=is_state)
     return found
+
+
+def _containers(node: Any) -> list[Any]:
+    """All mutable containers of a tree: dicts, lists and deques."""
+    if isinstance(node, dict):
+        named = cast(dict[Any, Any], node)
+        return [named, *(found for child in named.values() for found in _containers(child))]
+    if not isinstance(node, tuple | list | deque):
+        return []
+    found = [each for child in cast(Any, node) for each in _containers(child)]
+    return found if isinstance(node, tuple) else [node, *found]
 
 
 class Store:
@@ -58,7 +69,7 @@ class Store:
     def expose(self) -> None:
         """Remember the contents of dicts and lists, because the caller reads them and may modify them."""
         if self.exposed is None:
-            self.exposed = [(node, node.copy()) for node in treespec.containers(self.parts)]
+            self.exposed = [(node, node.copy()) for node in _containers(self.parts)]
 
     def is_unmodified(self) -> bool:
         """True if the dicts and lists that the caller has read still have the same leaves."""

@@ -318,9 +318,7 @@ def _may_come_from_compiling(error: Exception) -> bool:
 
     Errors of purestep are not, except that no graph can be made. Nor is a lack of memory, since eager needs more.
     """
-    # An error that stopped a capture has Dynamo's message as its cause.
-    chain = [one for one in (error, error.__cause__) if one is not None]
-    if any(compile_.stopped(one) or isinstance(one, compile_.Uncaptured) for one in chain):
+    if isinstance(error, compile_.Uncaptured):
         return True
     return not isinstance(error, PurestepError | MemoryError | torch.OutOfMemoryError)
 

@@ -70,8 +70,7 @@ def _add(name: str, first: Mean, second: Mean) -> Mean:
 
 def with_sums(mean: Mean, total: Tensor, weight: Tensor) -> Mean:
     """Return a metric of the same type with another total and weight."""
-    # Dynamo of torch 2.11 cannot return the result of `_replace`.
-    return Mean(total, weight) if type(mean) is Mean else mean._replace(total=total, weight=weight)
+    return mean._replace(total=total, weight=weight)
 
 
 def compute(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:

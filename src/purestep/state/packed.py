@@ -68,7 +68,7 @@ class Layout(NamedTuple):
         """
         buffer_of = {slot.name: group.name for group in self.groups for slot in group.slots if slot.name in names}
         affected = {slot.name for group in self.groups if group.name in buffer_of.values() for slot in group.slots}
-        if affected != set(buffer_of):  # Dynamo of torch 2.11 takes a set and keys of a dict as unequal
+        if affected != buffer_of.keys():
             raise Split(names)
         return buffer_of
 

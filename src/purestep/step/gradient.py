@@ -19,7 +19,7 @@ from ..torch_ext import Flag, foreach, is_finite, read, tracing
 from ..torch_ext import decisions as flags
 from ..types import Batch, Empty, Form, Loss, Mean, Metrics, Params, Share, TrainState
 from . import microbatch
-from .spec import Micro, Spec, last_unreached, wide
+from .spec import Micro, Spec, wide
 
 OWN_METRICS = frozenset(("loss", "lr", "grad_norm", "applied", "scale"))
 """Names of the step's own metrics."""
@@ -225,7 +225,7 @@ def _value_and_grad(
                 if "must override the setup_context" not in str(error):
                     raise
                 raise _without_setup() from error
-        return grads, extra, frozenset(last_unreached(spec.reach.name))
+        return grads, extra, spec.reach.unreached
     if tracing.transformed():
         raise StepContractError(
             'engine="autograd" inside of torch.func.vmap, grad or another transform',
@@ -288,12 +288,8 @@ def _reentrant() -> StepContractError:
     )
 
 
-class NoSetupContext(StepContractError):
-    """An autograd.Function that torch.func cannot differentiate, but Dynamo can."""
-
-
-def _without_setup() -> NoSetupContext:
-    return NoSetupContext(
+def _without_setup() -> StepContractError:
+    return StepContractError(
         "an autograd.Function of the model has no setup_context, which torch.func needs to differentiate it",
         where="program",
         hint='pass ps.program(..., engine="autograd"), or "auto"; or split its forward(ctx, ...) into forward(...) and '
