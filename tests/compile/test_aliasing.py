@@ -150,6 +150,7 @@ class Told(AWARE or CustomGraphPass):
         return "told"
 
 
+@pytest.mark.usefixtures("front_door")
 @pytest.mark.parametrize(
     "given",
     [lambda one: one, lambda one: [one], lambda one: (one,), lambda one: one.__call__],
@@ -162,6 +163,7 @@ def test_a_pass_of_the_users_is_run_too(given: Callable[[Any], Any]) -> None:
     assert one.seen == [False]
 
 
+@pytest.mark.usefixtures("front_door")
 def test_a_pass_that_wants_to_know_more_is_told() -> None:
     one, settings = Told(), torch._inductor.config
     with settings.patch(post_grad_custom_pre_pass=one, fx_graph_cache=False):

@@ -498,8 +498,9 @@ def test_compiled_and_donated_micro_batches_of_random_sizes_equal_the_whole_batc
 
     any_size()
     two_sizes()
-    # Four to add and four to close a window: of the first two sizes, of one row, of all others.
-    assert [found.steps[form].graphs for form in ("donated", "compiled")] == [8, 4]
+    # To add and to close a window: of the first two sizes, of one row if it is none of them, of all others.
+    assert 6 <= found.steps["donated"].graphs <= 8
+    assert found.steps["compiled"].graphs == 4
 
 
 @few

@@ -12,7 +12,6 @@
     donation          buffers that a donated step writes in place
     live_state        a state in such buffers, which knows whether it has been donated
     eager_donation    the same for eager steps
-    copied_state      a step that keeps its state: a copy of the buffers, handed out as views
     cuda_graph        a donated step as one CUDA graph
     first_run         the first run of a graph on a GPU, undone where it fails
     compile_lock      one thread at a time compiles

@@ -43,17 +43,18 @@ def compile_step(
         donate: write the new state into the memory of the old one. The first input state is copied and stays valid.
             Each returned state is invalid once it has been passed in again: reading it raises StateError, and tensors
             taken from it before may show new values. "init": the memory of the first state is taken over as well. A
-            tree without a TrainState cannot detect donation, and is copied at every call. A call that fails while its
-            graph runs (an index out of range) leaves its input state invalid: continue from a clone or a snapshot.
-            False: a program's state is copied at every call, and its tensors are views of a few buffers.
+            state is a TrainState or a tree of TrainStates (a NamedTuple, tuple, list or dict); a tree with other leaves
+            is copied at every call. A call that fails while its graph runs (an index out of range) leaves its input
+            state invalid: continue from a clone or a snapshot. False: the state is copied at every call, and the
+            returned tensors are views of a few new buffers.
         backend: "inductor"; "aot_eager" or "eager", which run the traced operations one by one; or a callable
             ``(graph_module, inputs) -> callable``.
         options: inductor's configuration.
         cuda_graph: record the donated step as one CUDA graph at its third call, and replay it; one graph for each batch
             size, at most 16. None: where it can be recorded, calls only torch's operators, takes less than an eighth of
             the device's memory for its intermediates, and runs in one process. True: always; an error if it cannot be
-            recorded. Needs ``donate`` and a TrainState. No effect on other devices, or if a tensor of the state or the
-            batch is on the host.
+            recorded. Needs ``donate`` and a TrainState, or a tree of them. No effect on other devices, or if a tensor of
+            the state or the batch is on the host.
         unroll: maximal number of steps in one call, for models whose launch costs more than their arithmetic. The
             callable then takes a list of at most ``unroll`` batches and returns the last state and the merged metrics.
             Random numbers are seeded once a call, so a step that draws gets other numbers than with one step a call.

@@ -1,10 +1,14 @@
-"""A compiled step: selects the graph for a call and holds the state's buffers, with or without donation."""
+"""A compiled step: selects the graph for a call, which writes the state's buffers.
+
+A donated call takes the buffers of a live state. Any other state is copied into new buffers; without donation these are
+handed out as a plain state, and no later call uses them.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,7 +24,6 @@ from ..torch_ext import tracing
 from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture, donation, live_state
 from .contract import checked, same_structure, unrolled
-from .copied_state import CopiedStates
 from .cuda_graph import CudaGraphs
 from .donation import DonatedBuffers
 from .graph_choice import Graph, Graphs, Options
@@ -74,7 +77,6 @@ class CompiledStep:
         # The functions of one program exchange states.
         self._stream = static.stream if static else ()
         self.layouts = shared_with.layouts if shared_with else Layouts(static.labels if static else None)
-        self.copies: CopiedStates = shared_with.copies if shared_with else CopiedStates()
         self.eager = step
         self._flush = flush
         self.unroll = unroll
@@ -111,7 +113,9 @@ class CompiledStep:
             return state, {}
         if self.unroll > 1:
             self._check_batches(batch)
-        return self._donated(state, batch, unlike) if self.donate else self._pure(state, batch, unlike)
+        store = (self._live_store(state) if self.donate else None) or self._copy_in(state)
+        store, metrics = self._call_packed(store, batch, unlike)
+        return store.live() if self.donate else store.named, metrics
 
     def _check_batches(self, batch: tuple[Any, ...]) -> None:
         if len(batch) != 1 or not isinstance(batch[0], list) or not 1 <= len(batch[0]) <= self.unroll:
@@ -129,25 +133,13 @@ class CompiledStep:
         assert self.static is not None  # a user-defined flush is not compiled
         return self.static.accumulate == 1 or self.static.tail == "carry"
 
-    # --- donated ------------------------------------------------------------------------------------------------------
-
-    def _donated(self, state: Any, batch: tuple[Any, ...], unlike: Unlike) -> tuple[Any, Metrics | Stacked]:
-        store, metrics = self._call_splitting(self._live_store(state) or self._copy_in(state), batch, unlike)
-        return store.live(), metrics
-
-    def _call_splitting(
-        self, store: DonatedBuffers, batch: tuple[Any, ...], unlike: Unlike
-    ) -> tuple[DonatedBuffers, Any]:
-        """Call the step. If it has no gradient for a part of a flat buffer, split the buffer and call again."""
+    def _call_packed(self, store: DonatedBuffers, batch: tuple[Any, ...], unlike: Unlike) -> tuple[DonatedBuffers, Any]:
+        """Call the step. If it has no gradient for a part of a flat buffer, pack the state in another way before."""
         while True:
             try:
                 return store, self._call_once(store, batch, unlike)
             except packed.Split as split:
-                if (
-                    not self.layouts.split(split.names)
-                    and self.layouts.of(live_state.plain(store.named)) is store.layout
-                ):
-                    raise
+                self.layouts.split(split.names)
                 fresh = self._copy_in(store.live())
                 store.begin()  # invalidates the input state
                 store.end(0)
@@ -203,35 +195,28 @@ class CompiledStep:
 
     def _live_store(self, state: Any) -> DonatedBuffers | None:
         """The buffers of a live state, if this step can use them and may write all of them; else None."""
-        if type(state) is live_state.LiveState:
-            state.check_alive()
-            store = state.live_store
-            if not isinstance(store, DonatedBuffers) or not store.single:
-                return None  # of an eager step, or one of several states that share these buffers
-        else:
-            store = live_state.store_of(state)
-            if store is not None:
-                live_state.check_alive(state)
-                store = store if live_state.is_whole(state, store) else None
-        if (
-            not isinstance(store, DonatedBuffers)
-            or (store.holds_callers and self.static is None)
-            or not store.is_unmodified()
-        ):
+        store = live_state.store_of(state)
+        if store is not None:
+            live_state.check_alive(state)
+        if not isinstance(store, DonatedBuffers) or store.single != isinstance(state, live_state.LiveState):
+            return None  # of an eager step, or one of several states that share these buffers
+        if (store.holds_callers and self.static is None) or not store.is_unmodified():
             return None
-        if store.layout is None or store.layouts is self.layouts:
-            return store
-        return store if self.layouts.known(store.layout) else None
+        known = store.layout is None or store.layouts is self.layouts or self.layouts.known(store.layout)
+        return store if known else None
 
     def _copy_in(self, state: Any) -> DonatedBuffers:
-        """Copy a plain state into new buffers."""
+        """Copy a state into new buffers."""
         live_state.check_alive(state)
         given = live_state.plain(state)
-        # A user-defined step may write leaves that a program's step never writes.
-        own, adopt = self.static is None, self.donate == "init"
-        return self._intern_slots(
-            DonatedBuffers(given, self.layouts.of(given), self.layouts, adopt=adopt, frozen=not own)
-        )
+        own = self.static is None  # a user-defined step may write leaves that a program's step never writes
+        store = DonatedBuffers(given, self.layouts.of(given), self.layouts, adopt=self.donate == "init", frozen=not own)
+        if self._replays is not None and self._replays.required and store.structure is None:
+            what = "a CUDA graph replays on the memory of its state, and this tree has leaves beside its TrainStates"
+            raise StepContractError(
+                what, where="cuda_graph", hint="pass them as the step's context, or cuda_graph=None"
+            )
+        return self._intern_slots(store)
 
     def _intern_slots(self, store: DonatedBuffers) -> DonatedBuffers:
         # States of one structure share a Slots object: its identity is part of the key of a graph.
@@ -260,13 +245,9 @@ class CompiledStep:
             return tuple(_phase_of(host.left) for host in store.hosts)
         if store.device.type != "cpu":
             return (Accum,) * len(store.hosts)
-        return self._read_phase(live_state.states(store.named))
-
-    def _read_phase(self, parts: list[TrainState]) -> tuple[type[Accum], ...]:
-        if self._flush:
-            return (Accum,) * len(parts)
+        parts = live_state.states(store.named)
         # A step that the user maps takes stacked states: `vmap` knows no subclass of a NamedTuple.
-        unknown = [isinstance(part.accum, Empty) or (stacked.size(part) and self.static is None) for part in parts]
+        unknown = [isinstance(part.accum, Empty) or stacked.size(part) for part in parts]
         return tuple(
             Accum if none else _phase_of(stacked.window_left(part)) for part, none in zip(parts, unknown, strict=True)
         )
@@ -288,71 +269,6 @@ class CompiledStep:
             kept = tree.map(lambda leaf: donation.unaliased(leaf, buffers), metrics)
             slots.scatter(buffers, old, new_leaves)
             return kept
-
-        return core
-
-    # --- pure ---------------------------------------------------------------------------------------------------------
-
-    def _pure(self, state: Any, batch: tuple[Any, ...], unlike: Unlike) -> tuple[Any, Metrics | Stacked]:
-        if self.static is not None and isinstance(state, TrainState):
-            store, metrics = self._call_splitting(self._copied_buffers(state), batch, unlike)
-            return self.copies.release(store), metrics
-        if unlike is not None:
-            unlike(batch[0])
-        given = live_state.plain(state)
-        parts = live_state.states(given)
-        phase = self._read_phase(parts)
-        old, state_def = tree.flatten(given)
-        donation.check_tensors(old)
-        keys = donation.key_positions(state_def)
-        positions = [index for index in range(len(old)) if index not in keys]
-        leaves, treedef = batch_leaves(batch)
-        inputs = [resolved(old[index]) for index in positions]
-        key = (state_def, phase, treedef, kinds([*inputs, *(old[index] for index in sorted(keys))]))
-
-        def build() -> Callable[..., Any]:
-            shapes = {index: old[index].shape for index in keys}
-            return self._pure_core(state_def, shapes, positions, phase, treedef)
-
-        graph = self._graphs.find(key, leaves, inputs, build)
-        draws = graph.draws and parts
-        host = donation.HostCounters(parts[0]) if draws else None
-        with nullcontext() if host is None else _seeded(host, tree.device(inputs), self._stream):
-            outputs, metrics = graph.run(inputs, leaves)
-        for index, leaf in zip(positions, outputs, strict=True):
-            old[index] = leaf
-        calls = 1 if self.unroll == 1 else len(batch[0])
-        for index in keys:
-            old[index] = rng.advance(old[index], calls)
-        return tree.unflatten(state_def, old), metrics
-
-    def _copied_buffers(self, state: TrainState) -> DonatedBuffers:
-        """Copy the state into new buffers."""
-        if type(state) is live_state.LiveState:
-            store = self._live_store(state)
-            found = None if store is None else self.copies.copy_live(store)
-        else:
-            found = self.copies.copy(state)
-        return found or self._copy_in(state)
-
-    def _pure_core(
-        self,
-        state_def: tree.TreeDef,
-        keys: dict[int, torch.Size],
-        positions: list[int],
-        phase: tuple[type[Accum], ...],
-        treedef: tree.TreeDef,
-    ) -> Callable[..., Any]:
-        step = self._steps_of(self.eager)
-
-        def core(inputs: list[Tensor], batch: list[Any]) -> Any:
-            known = {index: torch.zeros(shape, dtype=torch.int64) for index, shape in keys.items()}
-            known |= dict(zip(positions, inputs, strict=True))
-            old = [known[index] for index in range(len(known))]
-            before = tree.unflatten(state_def, old)
-            new, metrics = checked(step(_with_phase(before, phase), *tree.unflatten(treedef, batch)))
-            leaves = same_structure(before, _with_phase(new, phase, back=True))
-            return [leaves[index] for index in positions], metrics
 
         return core
 

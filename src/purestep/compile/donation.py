@@ -27,13 +27,12 @@ class HostCounters:
 
     __slots__ = ("_at", "_numbers", "key", "left", "seeds")
 
-    def __init__(self, state: TrainState, left: int | None = None) -> None:
+    def __init__(self, state: TrainState) -> None:
         self.key = state.key  # its `_version` counts other writes; ours go through numpy and do not count
         self._at, self._numbers = self.key.data_ptr(), self.key.numpy()
         self.seeds: list[int] = self._numbers.reshape(-1, 2)[:, 0].tolist()
-        self.left = left  # calls until the window closes; None if it is unknown, or the members differ
-        if left is None and not isinstance(state.accum, Empty):
-            self.left = stacked.window_left(state)
+        # Calls until the window closes; None if it is unknown, or the members differ.
+        self.left = None if isinstance(state.accum, Empty) else stacked.window_left(state)
 
     @property
     def calls(self) -> int:
@@ -162,6 +161,7 @@ class DonatedBuffers(Store):
         assert flat is not None
         self.slots = place(flat)
         leaves = tree.leaves(flat)
+        adopt = adopt and all(map(is_state, tree.flatten(state, is_leaf=is_state)[0]))
         copied = unwritable(leaves) if adopt else {id(leaf) for leaf in tree.leaves(state)}
         # A program's step never writes frozen leaves, so they are not copied: one copy of a frozen backbone is enough.
         # A user-defined step may write them.
@@ -175,9 +175,11 @@ class DonatedBuffers(Store):
         self.named = whole if layout is None else packed.unpack(layout, whole)
         self.hosts = [HostCounters(part) for part in states(self.named)]
         self.device = self.buffers[0].device
-        self.leaves: list[Tensor] | None = None  # of the state, without its key, if already computed
         self.parts = [tuple(part) for part in states(self.named)]
-        self.single = isinstance(self.named, TrainState)  # else a tree of several
+        self.single = isinstance(self.named, TrainState)  # else a tree
+        found, structure = tree.flatten(self.named, is_leaf=is_state)
+        # Leaves beside the states are read from the caller's tree at every call, so such a tree is not live.
+        self.structure = structure if found and all(map(is_state, found)) else None
         self.is_read = adopt
         self.memory: set[int] | None = None  # addresses of the buffers; computed lazily
 
@@ -198,20 +200,12 @@ class DonatedBuffers(Store):
         ]
 
     def live(self) -> Tree:
-        """Return the state of this generation, for the user."""
+        """Return the state of this generation, for the user; a plain tree if it has leaves beside its states."""
         if self.single:
             return live(self, 0)
-        count = iter(range(len(self.hosts)))
-        return tree.map(lambda node: live(self, next(count)) if is_state(node) else node, self.named, is_leaf=is_state)
-
-    def with_memory(self, buffers: list[Tensor], named: Any, hosts: list[HostCounters]) -> DonatedBuffers:
-        """Return a store of the same structure over other buffers, for a single state."""
-        other = object.__new__(DonatedBuffers)
-        vars(other).update(vars(self))
-        other.buffers, other.named, other.hosts, other.parts = buffers, named, hosts, [named]
-        other.generation, other.calls, other.failed, other.is_read = 0, 0, False, False
-        other.leaves = other.exposed = other.memory = None
-        return other
+        if self.structure is None:
+            return self.named
+        return tree.unflatten(self.structure, [live(self, at) for at in range(len(self.hosts))])
 
     def tensors(self) -> list[Tensor]:
         """The buffers, and the keys on the host."""

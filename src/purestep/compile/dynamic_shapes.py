@@ -76,7 +76,7 @@ class Symbols:
             kinds = [shapes_.DimDynamic.DYNAMIC if each else shapes_.DimDynamic.STATIC for each in moves]
             context = shapes_.StatelessSymbolicContext(dynamic_sizes=kinds)
             source = LocalSource(f"batch{index}")
-            self._leaves.append(self.mode.from_tensor(leaf, source=source, symbolic_context=context))
+            self._leaves.append(self.mode.from_tensor(_at_start(leaf), source=source, symbolic_context=context))
         self.fakes: list[Tensor] = [*constant, *self._leaves]
 
     def vary(self) -> bool:
@@ -92,4 +92,11 @@ class Symbols:
         guards, evaluate = self._env.produce_guards_expression(self._leaves, ignore_static=False), self._env
         if not guards:
             return lambda leaves: True
-        return lambda leaves: bool(evaluate.evaluate_guards_expression(guards, leaves))
+        return lambda leaves: bool(evaluate.evaluate_guards_expression(guards, [_at_start(leaf) for leaf in leaves]))
+
+
+def _at_start(leaf: Tensor) -> Tensor:
+    """A tensor of the same layout that begins where its memory begins: guards compare offsets, which graphs ignore."""
+    if not leaf.storage_offset():
+        return leaf
+    return leaf.detach().as_strided(leaf.shape, leaf.stride(), 0).requires_grad_(leaf.requires_grad)

@@ -46,20 +46,24 @@ class _Family:
     def __init__(self) -> None:
         self.seen: list[dynamic_shapes.Shapes] = []
         self.exact: list[Any] = []  # keys of graphs for one size, oldest first
-        self.general: _GeneralGraph | None = None
+        self.general: list[_GeneralGraph] = []
         self.is_tried = False  # a general graph has been compiled, or could not be
 
 
 _MAX_EXACT = 64
 """Maximal number of graphs for one size each in a family; the oldest is evicted."""
 
+_MAX_GENERAL = 4
+"""Maximal number of graphs for many sizes in a family: one for each remainder modulo the micro-batches, for example."""
+
 
 class Graphs:
     """The graphs of one step, by structure and shapes of the batch.
 
     The first two batch sizes (an epoch's batches, and its last one) get a graph each. The third size compiles a general
-    graph, with a symbol for every size that has varied. Sizes that this graph rejects get a graph each, at most
-    `_MAX_EXACT` at a time.
+    graph, with a symbol for every size that has varied; a batch that it rejects (its length varies too) compiles
+    another one, up to `_MAX_GENERAL`. Further sizes, and all sizes if there can be no general graph, get a graph each,
+    at most `_MAX_EXACT` at a time.
     """
 
     def __init__(self, options: Options, step: Callable[..., Any]) -> None:
@@ -106,17 +110,19 @@ class Graphs:
             return known
 
     def _find_general(self, exact: Any, family: _Family, leaves: list[Any]) -> Graph | None:
-        if family.general is None or not family.general.fits(leaves):
+        general = next((each for each in family.general if each.fits(leaves)), None)
+        if general is None:
             return None
-        self._exact[exact] = family.general.graph
-        return family.general.graph
+        self._exact[exact] = general.graph
+        return general.graph
 
     def _compile(
         self, exact: Any, family: _Family, leaves: list[Any], tensors: list[Tensor], build: Callable[[], Any]
     ) -> Graph:
         example, varying = self._general_example(family, leaves)
-        if example is not None:
-            family.general = self._compile_general(build(), example, tensors, varying)
+        general = None if example is None else self._compile_general(build(), example, tensors, varying)
+        if general is not None:
+            family.general.append(general)
         graph = self._find_general(exact, family, leaves)
         if graph is None:
             graph = self._exact[exact] = self._compile_exact(build(), leaves, tensors)
@@ -127,7 +133,7 @@ class Graphs:
         family.seen = [*family.seen, dynamic_shapes.shapes(leaves)][-_MAX_EXACT:]
         if example is not None:
             family.is_tried = True
-            if family.general is None:
+            if not family.general:
                 warnings.warn(
                     f"{len(family.seen)} batch sizes, and no single graph accepts them all: each size is compiled "
                     "separately (cure: pad the batches to a few sizes; read a size as x.shape[0], not len(x))",
@@ -137,12 +143,14 @@ class Graphs:
         return graph
 
     def _general_example(self, family: _Family, leaves: list[Any]) -> tuple[list[Any] | None, dynamic_shapes.Varying]:
-        """The batch to trace a general graph with, and its varying dimensions. None before the third size, after a
-        general graph has been tried, or if torch would specialize all batches."""
-        if family.is_tried or len(family.seen) < 2:
+        """The batch to trace a general graph with, and its varying dimensions. None before the third size, if there can
+        be no general graph, or if torch would specialize all batches."""
+        is_possible = not family.is_tried or 0 < len(family.general) < _MAX_GENERAL
+        if len(family.seen) < 2 or not is_possible:
             return None, []
         varying = dynamic_shapes.varying([*family.seen, dynamic_shapes.shapes(leaves)])
-        return dynamic_shapes.example(leaves, family.seen, varying), varying
+        example = dynamic_shapes.example(leaves, family.seen, varying)
+        return (None if family.is_tried and example is not leaves else example), varying
 
     def _compile_exact(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
         check_layouts(leaves)
