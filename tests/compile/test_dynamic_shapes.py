@@ -97,8 +97,18 @@ def test_fifty_lengths() -> None:
     assert compared(attention(), [batch(4, times) for times in range(2, 52)]).graphs == 3
 
 
-@pytest.mark.filterwarnings("ignore:3 batch sizes, and no single graph")  # `len` is a number of Python
-@pytest.mark.parametrize("weight", [len, lambda x: x.shape[0], lambda x: float(x[:, 0].numel())])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        # A number of Python.
+        pytest.param(len, marks=pytest.mark.filterwarnings("ignore:3 batch sizes, and no single graph")),
+        lambda x: x.shape[0],
+        pytest.param(
+            lambda x: float(x[:, 0].numel()), marks=pytest.mark.filterwarnings("ignore:3 batch sizes, and no single")
+        ),
+        lambda x: ps.metrics.as_mean(x.mean(), x.shape[0]).weight,
+    ],
+)
 def test_weights_that_are_the_number_of_rows(weight: Any) -> None:
     def objective(model: Any, given: Any) -> ps.Loss:
         return ps.Loss(functional.mse_loss(model(given), given), weight(given), {})

@@ -6,7 +6,8 @@
     graph_choice      the graphs of one step; chooses one by structure, shapes and torch's settings
     guards            the comparison of inputs with those of a graph
     contract          checks of what a step returns
-    captured_values   values that a step reads from outside its arguments
+    outside           tensors that a step reads besides its arguments, as inputs of its graph
+    captured_values   values that a step reads besides its arguments, as parts of the key of a graph
     capture           from Python to a graph: a trace on fake tensors
     backends          from a graph to code: plug-ins for devices (`cpu`), inductor, or the operations one by one
     donation          buffers that a donated step writes in place

@@ -32,11 +32,22 @@ def compile_step(
     share: a step that draws is reproducible only on one thread at a time. On CUDA kernels draw the numbers: they differ
     from those of the eager step, and are the same in every run.
 
+    The Python of a step runs once for each graph, on tensors without values. A tensor outside of the state and the
+    batch (of a teacher in the objective's closure, a table) is an input of the graph: each call reads it as it is, so
+    writes in place, ``load_state_dict`` and ``tensor.data.copy_`` count. Numbers and objects are constants of the
+    graph. If another one is assigned to a name that the code of the objective or of a user-defined step reads (a
+    variable of its closure, a global, a default), or one level below it (an item of a dict or list, an attribute, a
+    tensor or layer of a module), the step is compiled again, with one warning. What lies deeper, such as a number that
+    a function called by the objective reads, stays what it was at the first call. A step that writes a tensor outside
+    is refused.
+
     Compiled code is stored in inductor's cache directory (``TORCHINDUCTOR_CACHE_DIR``). The next process looks it up by
-    the operations of the step (on the CPU, with torch 2.13 or later; not if the step uses
-    a tensor that is neither in the state nor in the batch, such as a table in an objective's closure). The directory
-    may be moved, and may lie with the snapshots of a run: it is valid for the same processor and installation, as in a
-    restarted container.
+    the operations of the step (on the CPU, with torch 2.13 or later). The directory may be moved, and may lie with the
+    snapshots of a run: it is valid for the same processor and installation, as in a restarted container.
+
+    A model that reads the value of a tensor (``if loss > 0``, ``.item()``) is refused. It trains in eager mode, or by
+    ``torch.compile(program.train_step)``, which compiles the code around such a line. There the state's key stays where
+    it is, and dropout draws from torch's global generator.
 
     Args:
         step: ``(state, batch, *context) -> (state, metrics)``, of a program or user-defined.
@@ -53,8 +64,8 @@ def compile_step(
         cuda_graph: record the donated step as one CUDA graph at its third call, and replay it; one graph for each batch
             size, at most 16. None: where it can be recorded, calls only torch's operators, takes less than an eighth of
             the device's memory for its intermediates, and runs in one process. True: always; an error if it cannot be
-            recorded. Needs ``donate`` and a TrainState, or a tree of them. No effect on other devices, or if a tensor of
-            the state or the batch is on the host.
+            recorded. Needs ``donate`` and a TrainState, or a tree of them. No effect on other devices, or if a tensor
+            of the state or the batch is on the host.
         unroll: maximal number of steps in one call, for models whose launch costs more than their arithmetic. The
             callable then takes a list of at most ``unroll`` batches and returns the last state and the merged metrics.
             Random numbers are seeded once a call, so a step that draws gets other numbers than with one step a call.
@@ -71,8 +82,9 @@ def compile_step(
             ``unroll`` with a step that accumulates.
         StateError: from a call: with ``donate``, the state was passed in before.
         StepContractError: from a call: the step changes the structure, a shape or a dtype of its state, multiplies
-            tensors of two dtypes, branches on the value of a tensor, stores a tensor between captures (a module's
-            table built in its first forward pass), seeds torch's generator, or cannot be recorded as a CUDA graph.
+            tensors of two dtypes, branches on the value of a tensor, writes a tensor that is not in its state, stores a
+            tensor between captures (a module's table built in its first forward pass), seeds torch's generator, or
+            cannot be recorded as a CUDA graph.
 
     Example:
         >>> import torch, purestep as ps

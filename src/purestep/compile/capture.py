@@ -22,6 +22,7 @@ from ..errors import PurestepError, StepContractError
 from ..torch_ext import host_generators, tracing
 from . import backends, control_flow, dynamic_shapes, formats, fx_passes, precision_casts, random_ops, recurrent_layers
 from .compile_lock import with_compiler
+from .outside import Unwritten, lifted
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
     from torch.fx import GraphModule
@@ -48,8 +49,9 @@ class Traits(NamedTuple):
 
 def trace(
     function: Flat, inputs: list[Tensor], *, backend: Any, options: Mapping[str, Any] | None
-) -> tuple[Compiled, Traits]:
-    """Compile one graph of ``function`` for inputs of these shapes; return it and its traits.
+) -> tuple[Compiled, Traits, list[Tensor]]:
+    """Compile one graph of ``function`` for inputs of these shapes; return it, its traits, and the tensors that the
+    function reads besides its inputs, which the graph takes after them.
 
     Args:
         function: takes tensors, returns a list of tensors; may write its inputs in place.
@@ -61,8 +63,8 @@ def trace(
     Raises:
         Uncaptured: the Python code branches on the value of a tensor.
     """
-    run, traits = _compile(_traceable(function), _distinct(inputs), backend, options)
-    return _outside_autocast(run), traits
+    run, traits, outside = _compile(_traceable(function), _distinct(inputs), backend, options)
+    return _outside_autocast(run), traits, outside
 
 
 def trace_sizes(
@@ -73,7 +75,7 @@ def trace_sizes(
     *,
     backend: Any,
     options: Mapping[str, Any] | None,
-) -> tuple[Compiled, Traits, Callable[[list[Tensor]], bool]] | None:
+) -> tuple[Compiled, Traits, list[Tensor], Callable[[list[Tensor]], bool]] | None:
     """Compile one graph for batches of many sizes.
 
     Args:
@@ -85,8 +87,8 @@ def trace_sizes(
         options: the same.
 
     Returns:
-        The graph, its traits, and a function from a batch's tensors to whether the graph accepts them. None if a
-        varying size became a constant.
+        As `trace`, and a function from a batch's tensors to whether the graph accepts them. None if a varying size
+        became a constant.
     """
     from torch import _guards
 
@@ -96,42 +98,46 @@ def trace_sizes(
         symbols = dynamic_shapes.Symbols(_distinct(inputs), _distinct(leaves), dims)
         casts = precision_casts.Casts()
         with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), symbols.mode, casts:
-            graph = fx_passes.finished(fx_passes.views_allowed(_traced(_traceable(function), symbols.fakes, "real")))
+            graph, outside = _traced(_traceable(function), symbols.fakes, "real")
+            graph = fx_passes.finished(fx_passes.views_allowed(graph))
         if not symbols.vary():
             return None
         traits, shapes = _traits(graph), "from_tracing_context"
+        fakes = [*symbols.fakes, *(symbols.mode.from_tensor(leaf.detach(), static_shapes=True) for leaf in outside)]
         with autocast_disabled(), _guards.tracing(_guards.TracingContext(symbols.mode)):
-            run = _lower(graph, symbols.fakes, backend, options, rounds=casts.seen, shapes=shapes)
-        return _outside_autocast(run), traits, symbols.fits()
+            run = _lower(graph, fakes, backend, options, rounds=casts.seen, shapes=shapes)
+        return _outside_autocast(run), traits, outside, symbols.fits()
 
 
 def _compile(
     run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None
-) -> tuple[Compiled, Traits]:
+) -> tuple[Compiled, Traits, list[Tensor]]:
+    with with_compiler(), tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel():
+        casts = precision_casts.Casts()
+        with casts:
+            graph, outside = _traced(run, inputs)
+    inputs = [*inputs, *(leaf.detach() for leaf in outside)]
     plugin, failed = backends.plugin(inputs) if backend == "inductor" else None, None
     if plugin is not None:
-        with tracing.capturing(), torch.no_grad():
+        with tracing.capturing(), torch.no_grad(), _function_modes_removed():
             with tracing.no_recurrent_kernel():
-                record = plugin.record(run, inputs)
-            run = record.function
+                record = plugin.record(graph, inputs)
             try:
                 compiled, is_drawing = plugin.compiled(record, options=options)
-                return compiled, Traits(is_drawing, records=False)
+                return compiled, Traits(is_drawing, records=False), outside
             except PurestepError:
                 raise
             except Exception as error:
                 failed = error
     with with_compiler():
-        with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel():
-            casts = precision_casts.Casts()
-            with casts:
-                graph = fx_passes.finished(fx_passes.views_allowed(_traced(run, inputs)))
+        with tracing.capturing(), torch.no_grad():
+            graph = fx_passes.finished(fx_passes.views_allowed(graph))
         traits = _traits(graph)
         with autocast_disabled(), _function_modes_removed():
             compiled = _lower(graph, inputs, backend, options, rounds=casts.seen)
     if plugin is not None and failed is not None:
         warn_fallback(plugin, failed)
-    return compiled, traits
+    return compiled, traits, outside
 
 
 def _traits(graph: GraphModule) -> Traits:
@@ -199,7 +205,7 @@ _CAPTURE_SEED = 1 << 40  # initial seed of a capture: large, so that draw positi
 
 @contextmanager
 def _replayed_draws() -> Generator[None]:
-    with rng.scoped(_CAPTURE_SEED), random_ops.AsInEager(), tracing.replaying(), _compiling():
+    with rng.scoped(_CAPTURE_SEED), random_ops.AsInEager(), tracing.replaying(), Unwritten(), _compiling():
         yield
 
 
@@ -262,13 +268,16 @@ def _traceable(function: Flat) -> Flat:
     return run
 
 
-def _traced(function: Flat, inputs: list[Tensor], mode: Literal["fake", "real"] = "fake") -> GraphModule:
+def _traced(
+    function: Flat, inputs: list[Tensor], mode: Literal["fake", "real"] = "fake"
+) -> tuple[GraphModule, list[Tensor]]:
+    """The graph of a function, and the tensors that it reads besides its inputs, which are further inputs."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # Constants in a step's closure (tables, masks) are real tensors among fake ones.
+    # Those tensors are real ones among fake ones.
     with control_flow.aliased_inputs_allowed():
         graph: GraphModule = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
-    return fx_passes.without_copies(graph)
+    return lifted(fx_passes.without_copies(graph))
 
 
 def _long_sequence(text: str) -> Uncaptured:

@@ -42,7 +42,7 @@ class _Last(NamedTuple):
     surroundings: tuple[str, str]
     treedef: tree.TreeDef
     only: tuple[type, int] | None  # type and length of a batch that is a single tuple or list of tensors
-    guard: Callable[..., bool]  # (*buffers, *batch leaves) -> same kinds
+    guard: Callable[..., bool]  # (*buffers, *batch leaves, *outside) -> same kinds
     graph: Graph
 
     def leaves(self, buffers: list[Tensor], batch: tuple[Any, ...]) -> list[Any] | None:
@@ -54,7 +54,7 @@ class _Last(NamedTuple):
             leaves, treedef = tree.flatten(batch)
             if treedef != self.treedef:
                 return None
-        return leaves if self.guard(*buffers, *leaves) else None
+        return leaves if self.guard(*buffers, *leaves, *self.graph.outside) else None
 
 
 class CompiledStep:
@@ -156,37 +156,40 @@ class CompiledStep:
             if unlike is not None:
                 unlike(batch[0])
             graph, leaves = self._find_graph(store, phase, batch)
+        outside = graph.outside
         if store.is_read or batch[1:]:  # a context may alias the state's weights
-            leaves = store.without_aliases(leaves)
-        metrics = self._launch(graph, store, leaves)
+            leaves, outside = store.without_aliases(leaves), store.without_aliases(outside)
+        metrics = self._launch(graph, store, leaves, outside)
         store.end(1 if self.unroll == 1 else len(batch[0]))
         if self._is_windowed:
             self._count_window(store)
         return metrics
 
-    def _launch(self, graph: Graph, store: DonatedBuffers, leaves: list[Any]) -> Metrics | Stacked:
+    def _launch(
+        self, graph: Graph, store: DonatedBuffers, leaves: list[Any], outside: list[Tensor]
+    ) -> Metrics | Stacked:
         store.begin()
         try:
             if not graph.draws or not store.hosts:
-                return self._run(graph, store, leaves)
+                return self._run(graph, store, leaves, outside)
             with _seeded(store.hosts[0], store.device, self._stream):
-                return self._run(graph, store, leaves)
+                return self._run(graph, store, leaves, outside)
         except BaseException as error:
             if isinstance(error, PurestepError):
                 store.undo()
             raise
 
-    def _run(self, graph: Graph, store: DonatedBuffers, leaves: list[Any]) -> Metrics | Stacked:
+    def _run(self, graph: Graph, store: DonatedBuffers, leaves: list[Any], outside: list[Tensor]) -> Metrics | Stacked:
         if self._replays is None or store.device.type != "cuda" or not (self._replays.required or graph.records):
-            return graph.run(store.buffers, leaves)
-        return self._replays.run(graph.run, store, leaves, _copied)
+            return graph.run(store.buffers, leaves, outside)
+        return self._replays.run(graph.run, store, leaves, outside, _copied)
 
     def _find_graph(self, store: DonatedBuffers, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
         store.check(kinds(store.buffers))
         leaves, treedef = batch_leaves(batch)
         key = (store.slots.identity, phase, treedef)
         graph = self._graphs.find(key, leaves, store.buffers, lambda: self._core(store, phase, treedef))
-        same = kinds_guard([*store.buffers, *leaves])
+        same = kinds_guard([*store.buffers, *leaves, *graph.outside])
         given: Any = batch[0] if len(batch) == 1 else None
         plain = type(given) in (tuple, list) and all(type(leaf) is Tensor for leaf in given)
         only = (type(given), len(given)) if plain else None

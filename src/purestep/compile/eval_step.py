@@ -60,12 +60,12 @@ class CompiledEval:
             (state_def, treedef, kinds([*inputs, *(old[at] for at in sorted(keys))])), leaves, inputs, build
         )
         if not graph.draws or not parts:
-            return unstacked(graph.run(inputs, leaves))
+            return unstacked(graph.run(inputs, leaves, graph.outside))
         numbers = [rng.mix(seed, "eval", index) for seed, _ in stacked.keys(parts[0])]
         device = tree.device(inputs)
         is_plain = parts[0].key.dim() == 1
         with rng.scoped(numbers[0], device) if is_plain else member_draws.scoped(numbers, device):
-            return unstacked(graph.run(inputs, leaves))
+            return unstacked(graph.run(inputs, leaves, graph.outside))
 
 
 def _to_evaluate(state: Any) -> Any:

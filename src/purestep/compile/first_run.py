@@ -15,8 +15,8 @@ from torch import Tensor
 from ..errors import PurestepError
 from .capture import Uncaptured
 
-Run = Callable[[list[Tensor], list[Any]], Any]
-"""``(tensors, batch leaves) -> result of the core``, like `graph_choice.Graph`."""
+Run = Callable[[list[Tensor], list[Any], list[Tensor]], Any]
+"""``(tensors, batch leaves, outside) -> result of the core``, like `graph_choice.Graph`."""
 
 
 def guarded(run: Run, tensors: list[Tensor]) -> Run:
@@ -36,13 +36,13 @@ def guarded(run: Run, tensors: list[Tensor]) -> Run:
 def _guarded(run: Run) -> Run:
     has_run = False
 
-    def call(tensors: list[Tensor], leaves: list[Any]) -> Any:
+    def call(tensors: list[Tensor], leaves: list[Any], outside: list[Tensor]) -> Any:
         nonlocal has_run
         if has_run:
-            return run(tensors, leaves)
+            return run(tensors, leaves, outside)
         before = [tensor.to("cpu", copy=True) for tensor in tensors]
         try:
-            found = run(tensors, leaves)
+            found = run(tensors, leaves, outside)
         except Exception as error:
             try:
                 _put_back(tensors, before)

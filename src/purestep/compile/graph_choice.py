@@ -11,10 +11,11 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import PurestepError, StepContractError
-from . import capture, captured_values, donation, dynamic_shapes, fx_passes
+from . import capture, donation, dynamic_shapes, fx_passes
+from .captured_values import CapturedValues
 from .compile_lock import exclusive
 from .first_run import guarded
-from .guards import check_layouts, kinds, ranks
+from .guards import TorchSettings, check_layouts, kinds, ranks
 from .outputs import builder, numbers
 
 
@@ -26,11 +27,17 @@ class Options(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """One compiled graph: ``(tensors, batch leaves) -> result of the core``."""
+    """One compiled graph: ``(tensors, batch leaves, outside) -> result of the core``."""
 
-    run: Callable[[list[Tensor], list[Any]], Any]
+    run: Callable[[list[Tensor], list[Any], list[Tensor]], Any]
+    outside: list[Tensor]  # tensors that the step reads besides its arguments
+    layouts: tuple[Any, ...]  # `kinds` of these
     draws: bool
     records: bool  # see `capture.Traits`
+
+    def is_valid(self) -> bool:
+        """True if the tensors outside have the layouts that the graph was compiled for: ``.data`` may be assigned."""
+        return not self.outside or kinds(self.outside) == self.layouts
 
 
 class _GeneralGraph(NamedTuple):
@@ -69,7 +76,8 @@ class Graphs:
     def __init__(self, options: Options, step: Callable[..., Any]) -> None:
         self.options = options
         self.count = 0
-        self._settings, self._captured = captured_values.TorchSettings(), captured_values.CapturedValues(step)
+        self._settings, self._captured = TorchSettings(), CapturedValues(step)
+        self._objects = 0
         self._around: tuple[str, str] = "", ""
         self.slots: dict[Any, donation.Slots] = {}
         self._exact: dict[Any, Graph] = {}
@@ -81,6 +89,10 @@ class Graphs:
         around = self._around
         if around[0] is not settings or around[1] is not values:
             around = self._around = settings, values
+        if self._captured.objects != self._objects:  # graphs of a former teacher would keep its weights
+            self._objects = self._captured.objects
+            self._exact.clear()
+            self._families.clear()
         return around
 
     def find(
@@ -96,21 +108,23 @@ class Graphs:
         """
         exact = ((structure, self.surroundings()), kinds(leaves))
         known = self._exact.get(exact)
-        if known is not None:
+        if known is not None and known.is_valid():
             return known
         family = self._families.setdefault((exact[0], ranks(leaves)), _Family())
         known = self._find_general(exact, family, leaves)
         if known is not None:
             return known
         with exclusive():  # another thread may have compiled it in the meantime
-            known = self._exact.get(exact) or self._find_general(exact, family, leaves)
-            if known is None:
-                known = self._compile(exact, family, leaves, tensors, build)
+            known = self._exact.get(exact)
+            if known is None or not known.is_valid():
+                known = self._find_general(exact, family, leaves) or self._compile(
+                    exact, family, leaves, tensors, build
+                )
                 self._captured.mark_compiled()
             return known
 
     def _find_general(self, exact: Any, family: _Family, leaves: list[Any]) -> Graph | None:
-        general = next((each for each in family.general if each.fits(leaves)), None)
+        general = next((each for each in family.general if each.graph.is_valid() and each.fits(leaves)), None)
         if general is None:
             return None
         self._exact[exact] = general.graph
@@ -126,11 +140,12 @@ class Graphs:
         graph = self._find_general(exact, family, leaves)
         if graph is None:
             graph = self._exact[exact] = self._compile_exact(build(), leaves, tensors)
-            family.exact.append(exact)
+            family.exact = [*(key for key in family.exact if key != exact), exact]
             if len(family.exact) > _MAX_EXACT:
                 self._exact.pop(family.exact.pop(0), None)
         # Only now: a batch that cannot be trained on must not count.
-        family.seen = [*family.seen, dynamic_shapes.shapes(leaves)][-_MAX_EXACT:]
+        shapes = dynamic_shapes.shapes(leaves)
+        family.seen = [*(each for each in family.seen if each != shapes), shapes][-_MAX_EXACT:]
         if example is not None:
             family.is_tried = True
             if not family.general:
@@ -157,12 +172,14 @@ class Graphs:
         flat, where, found = _flatten_core(core, leaves, len(tensors))
         try:
             inputs = [*tensors, *(leaves[index] for index in where)]
-            run, traits = capture.trace(flat, inputs, backend=self.options.backend, options=self.options.options)
+            run, traits, outside = capture.trace(
+                flat, inputs, backend=self.options.backend, options=self.options.options
+            )
         except Exception as error:
             raise capture.capture_error(error, core, tensors, leaves) from error.__cause__
         self.count += 1
         call = _with_own_error(_returning_tree(run, where, len(leaves), *found), core)
-        return Graph(guarded(call, tensors), *traits)
+        return Graph(guarded(call, tensors), outside, kinds(outside), *traits)
 
     def _compile_general(
         self, core: Any, example: list[Any], tensors: list[Tensor], varying: dynamic_shapes.Varying
@@ -184,10 +201,10 @@ class Graphs:
             made = None
         if made is None:
             return None
-        run, traits, fits = made
+        run, traits, outside, fits = made
         self.count += 1
         call = _with_own_error(_returning_tree(run, where, len(example), *found), core)
-        graph = Graph(guarded(call, tensors), *traits)
+        graph = Graph(guarded(call, tensors), outside, kinds(outside), *traits)
         return _GeneralGraph(graph, lambda batch: fits([batch[index] for index in where]))
 
 
@@ -217,14 +234,14 @@ def _flatten_core(core: Any, leaves: list[Any], count: int) -> tuple[capture.Fla
 
 def _returning_tree(
     run: Callable[[list[Tensor]], Any], where: list[int], count: int, treedef: tree.TreeDef, stacked: list[bool]
-) -> Callable[[list[Tensor], list[Any]], Any]:
+) -> Callable[[list[Tensor], list[Any], list[Tensor]], Any]:
     """Wrap a traced graph: rebuild the result's tree from one vector of scalars and the other tensors."""
     all_tensors, build = len(where) == count, builder(treedef, stacked)
 
-    def call(tensors: list[Tensor], batch: list[Any]) -> Any:
+    def call(tensors: list[Tensor], batch: list[Any], outside: list[Tensor]) -> Any:
         inputs = batch if all_tensors else [batch[index] for index in where]
         try:
-            outputs = run([*tensors, *inputs])
+            outputs = run([*tensors, *inputs, *outside])
         except RuntimeError as error:
             if note := _explanation(str(error)):
                 error.add_note(note)
@@ -238,9 +255,9 @@ def _with_own_error(run: Callable[..., Any], core: Callable[..., Any]) -> Callab
     """Wrap ``run``: if it fails, and the eager step breaks its contract, raise that error. A trace cannot see a buffer
     that a kernel resizes (fake quantization with a scale for each channel); inductor's code asserts its size."""
 
-    def call(tensors: list[Tensor], leaves: list[Any]) -> Any:
+    def call(tensors: list[Tensor], leaves: list[Any], outside: list[Tensor]) -> Any:
         try:
-            return run(tensors, leaves)
+            return run(tensors, leaves, outside)
         except (RuntimeError, AssertionError) as error:
             if not isinstance(error, PurestepError | torch.OutOfMemoryError):
                 own = capture.capture_error(error, core, tensors, leaves)

@@ -130,7 +130,9 @@ def as_mean(value: Tensor | float, weight: Tensor | float = 1.0) -> Mean:
             hint="pass a real number, or one per class: value.mean()",
         )
     mean = mean.float()
-    count = torch.as_tensor(weight, dtype=torch.float32, device=mean.device).detach().expand_as(mean)
+    # `full` takes a size that varies, in a trace for batches of many sizes.
+    known = weight.detach() if isinstance(weight, Tensor) else torch.full((), weight)
+    count = known.to(device=mean.device, dtype=torch.float32).expand_as(mean)
     # A mean over nothing is nan, and nan x 0 would be nan.
     return Mean(torch.where(count > 0, mean * count, torch.zeros_like(mean)), count.clone())
 
