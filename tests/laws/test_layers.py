@@ -520,25 +520,6 @@ def test_what_comes_late_is_loaded_where_it_is_asked_for(uses: dict[str, str]):
     assert lines == [f"purestep.{module} False True" for module in uses.values()]
 
 
-def test_loading_compile_sets_off_no_look_at_all_that_is_loaded():
-    """Such a collection takes as long as the rest of it."""
-    code = """
-import gc
-import torch, purestep as ps
-{fault}
-gc.disable()
-new = [[] for _ in range(200_000)]  # more than a quarter of all, which a look at all of them takes
-gc.enable()
-for _ in range(11):
-    gc.collect(1)  # now one of everything is due
-before = gc.get_stats()[2]["collections"]
-import purestep.compile
-print(gc.get_stats()[2]["collections"] - before)
-"""
-    assert printed(code.format(fault="")) == "0"
-    assert printed(code.format(fault="gc.freeze = lambda: None")) == "1"
-
-
 def test_late_names_are_those_that_type_checkers_are_told(monkeypatch: pytest.MonkeyPatch):
     package = importlib.import_module("purestep")
     assert set(package._HOME) < exported(SOURCES["__init__.py"])

@@ -15,7 +15,6 @@
     eager_donation    the same for eager steps
     cuda_graph        a donated step as one CUDA graph
     first_run         the first run of a graph on a GPU, undone where it fails
-    compile_lock      one thread at a time compiles
 
 Changes to a graph:
 
@@ -32,12 +31,10 @@ Changes to a graph:
     formats           memory formats for operators that run one by one
     dynamic_shapes    sizes that vary between batches
     outputs           scalars returned as one vector
-    packed_layouts    which parameters share a flat buffer
 """
 
 from __future__ import annotations
 
-from . import compile_lock as compile_lock  # first: see its end
 from .api import compile_program as compile_program
 from .api import compile_step as compile_step
 from .capture import Uncaptured as Uncaptured

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from .. import rng, tree
 from ..errors import PurestepError, StepContractError
-from ..torch_ext import host_generators, tracing
+from ..torch_ext import global_rng, host_generators, tracing
 from . import backends, control_flow, dynamic_shapes, formats, fx_passes, precision_casts, random_ops, recurrent_layers
-from .compile_lock import with_compiler
 from .outside import Unwritten, lifted
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -34,6 +33,15 @@ Compiled = Callable[[list[Tensor]], Any]
 """``f(tensors) -> tensors``; may empty its argument"""
 
 log = logging.getLogger("purestep")
+
+
+@contextmanager
+def exclusive() -> Generator[None]:
+    """Let one thread at a time trace and compile: both patch torch, and a trace swaps tensors in the module. Eager
+    steps and draws of other threads wait too, and so does their `torch.compile`."""
+    dynamo: Any = importlib.import_module("torch._dynamo.convert_frame")
+    with global_rng.locked(), dynamo.compile_lock:  # in this order: a thread with the second never asks for the first
+        yield
 
 
 class Uncaptured(StepContractError):
@@ -51,7 +59,7 @@ def trace(
     function: Flat, inputs: list[Tensor], *, backend: Any, options: Mapping[str, Any] | None
 ) -> tuple[Compiled, Traits, list[Tensor]]:
     """Compile one graph of ``function`` for inputs of these shapes; return it, its traits, and the tensors that the
-    function reads besides its inputs, which the graph takes after them.
+    function reads besides its inputs, which the graph takes after them. Inside `exclusive`.
 
     Args:
         function: takes tensors, returns a list of tensors; may write its inputs in place.
@@ -94,25 +102,24 @@ def trace_sizes(
 
     if not isinstance(backend, str):  # a user's backend gets real tensors
         return None
-    with with_compiler():
-        symbols = dynamic_shapes.Symbols(_distinct(inputs), _distinct(leaves), dims)
-        casts = precision_casts.Casts()
-        with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), symbols.mode, casts:
-            graph, outside = _traced(_traceable(function), symbols.fakes, "real")
-            graph = fx_passes.finished(fx_passes.views_allowed(graph))
-        if not symbols.vary():
-            return None
-        traits, shapes = _traits(graph), "from_tracing_context"
-        fakes = [*symbols.fakes, *(symbols.mode.from_tensor(leaf.detach(), static_shapes=True) for leaf in outside)]
-        with autocast_disabled(), _guards.tracing(_guards.TracingContext(symbols.mode)):
-            run = _lower(graph, fakes, backend, options, rounds=casts.seen, shapes=shapes)
-        return _outside_autocast(run), traits, outside, symbols.fits()
+    symbols = dynamic_shapes.Symbols(_distinct(inputs), _distinct(leaves), dims)
+    casts = precision_casts.Casts()
+    with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), symbols.mode, casts:
+        graph, outside = _traced(_traceable(function), symbols.fakes, "real")
+        graph = fx_passes.finished(fx_passes.views_allowed(graph))
+    if not symbols.vary():
+        return None
+    traits, shapes = _traits(graph), "from_tracing_context"
+    fakes = [*symbols.fakes, *(symbols.mode.from_tensor(leaf.detach(), static_shapes=True) for leaf in outside)]
+    with autocast_disabled(), _guards.tracing(_guards.TracingContext(symbols.mode)):
+        run = _lower(graph, fakes, backend, options, rounds=casts.seen, shapes=shapes)
+    return _outside_autocast(run), traits, outside, symbols.fits()
 
 
 def _compile(
     run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None
 ) -> tuple[Compiled, Traits, list[Tensor]]:
-    with with_compiler(), tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel():
+    with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel():
         casts = precision_casts.Casts()
         with casts:
             graph, outside = _traced(run, inputs)
@@ -129,12 +136,11 @@ def _compile(
                 raise
             except Exception as error:
                 failed = error
-    with with_compiler():
-        with tracing.capturing(), torch.no_grad():
-            graph = fx_passes.finished(fx_passes.views_allowed(graph))
-        traits = _traits(graph)
-        with autocast_disabled(), _function_modes_removed():
-            compiled = _lower(graph, inputs, backend, options, rounds=casts.seen)
+    with tracing.capturing(), torch.no_grad():
+        graph = fx_passes.finished(fx_passes.views_allowed(graph))
+    traits = _traits(graph)
+    with autocast_disabled(), _function_modes_removed():
+        compiled = _lower(graph, inputs, backend, options, rounds=casts.seen)
     if plugin is not None and failed is not None:
         warn_fallback(plugin, failed)
     return compiled, traits, outside

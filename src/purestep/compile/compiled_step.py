@@ -29,7 +29,6 @@ from .donation import DonatedBuffers
 from .graph_choice import Graph, Graphs, Options
 from .guards import check_unfollowed, check_untransformed, kinds, kinds_guard, resolved, without_text
 from .outputs import Stacked, unstacked
-from .packed_layouts import Layouts
 
 Unlike: TypeAlias = Callable[[Any], None] | None
 """Called with a batch whose signature may differ from that of the previous one."""
@@ -76,7 +75,7 @@ class CompiledStep:
         self.static = static
         # The functions of one program exchange states.
         self._stream = static.stream if static else ()
-        self.layouts = shared_with.layouts if shared_with else Layouts(static.labels if static else None)
+        self.layouts = shared_with.layouts if shared_with else packed.Layouts(static.labels if static else None)
         self.eager = step
         self._flush = flush
         self.unroll = unroll

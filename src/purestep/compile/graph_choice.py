@@ -12,8 +12,8 @@ from torch import Tensor
 from .. import tree
 from ..errors import PurestepError, StepContractError
 from . import capture, donation, dynamic_shapes, fx_passes
+from .capture import exclusive
 from .captured_values import CapturedValues
-from .compile_lock import exclusive
 from .first_run import guarded
 from .guards import TorchSettings, check_layouts, kinds, ranks
 from .outputs import builder, numbers
