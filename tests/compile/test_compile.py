@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import purestep as ps
 from purestep import optim, tree
-from purestep.compile import graph_choice, guards
+from purestep.compile import graphs, guards
 from purestep.errors import ConfigError, DataError, StateError, StepContractError
 from purestep.types import Mean, Program, TrainState
 
@@ -778,7 +778,7 @@ def test_a_known_graph_is_taken_without_waiting_for_those_who_make_one(
     step, state = compiled(program.train_step, donate=donate), program.init()
     for rows in (8, 7, 6, 5):
         state, _ = step(state, vector_batch(rows))
-    monkeypatch.setattr(graph_choice, "exclusive", lambda: pytest.fail("one thread at a time"))
+    monkeypatch.setattr(graphs, "exclusive", lambda: pytest.fail("one thread at a time"))
     for rows in (8, 4, 6, 9, 7, 3):
         state, _ = step(state, vector_batch(rows))
     assert step.graphs == 3
@@ -1030,7 +1030,7 @@ def test_memory_of_another_layout_given_to_a_tensor_of_the_state_is_refused(chan
 
 @pytest.mark.compile
 def test_a_layout_that_is_not_looked_at_is_seen_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("purestep.compile.donation.DonatedBuffers.check", lambda self, kinds: None)
+    monkeypatch.setattr("purestep.compile.buffers.StateBuffers.check", lambda self, kinds: None)
 
     def looked_at() -> None:
         new, eager = step_after(given(lambda: torch.randn(16)[::2]))  # with torch 2.11 the step itself looks

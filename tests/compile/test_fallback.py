@@ -42,7 +42,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     there = SimpleNamespace(device_of=lambda state: torch.device("cuda"))
     monkeypatch.setattr("purestep.loop.train_call.data", there)
     monkeypatch.setattr("purestep.compile.cpu.backend.suits", lambda inputs: False)
-    monkeypatch.setattr("purestep.compile.graph_choice.guarded", lambda run, tensors: first_run._guarded(run))
+    monkeypatch.setattr("purestep.compile.graphs.guarded", lambda run, tensors: first_run._guarded(run))
 
 
 def failing_compilers(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
@@ -98,7 +98,7 @@ def test_a_graph_that_fails_in_its_first_run_leaves_a_state_that_lives(
 ) -> None:
     """The second graph of a window: its state is a live one, and some of it has been written."""
     program = mlp(accumulate=2)
-    monkeypatch.setattr("purestep.compile.graph_choice.guarded", lambda run, tensors: first_run._guarded(run))
+    monkeypatch.setattr("purestep.compile.graphs.guarded", lambda run, tensors: first_run._guarded(run))
     step = ps.compile_step(program.train_step, donate=donate, backend="aot_eager")
     state, _ = step(program.init(), batches(1)[0])
     before = ps.clone(state)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import events, optim
-from purestep.compile import donation, live_state
+from purestep.compile import buffers, live_state
 from purestep.errors import StepContractError
 from purestep.types import Mean, Program, TrainState
 
@@ -211,7 +211,7 @@ def test_a_context_that_is_part_of_the_state_is_read_as_it_was(monkeypatch: pyte
 
     expected = overlaps(step)
     assert overlaps(ps.compile_step(step, donate=True)) == pytest.approx(expected, rel=1e-4)
-    monkeypatch.setattr(donation.DonatedBuffers, "without_aliases", lambda self, leaves: leaves)
+    monkeypatch.setattr(buffers.StateBuffers, "without_aliases", lambda self, leaves: leaves)
     assert overlaps(ps.compile_step(step, donate=True)) != pytest.approx(expected, rel=1e-4)
 
 
@@ -272,6 +272,6 @@ def test_a_batch_that_is_part_of_the_state_is_read_as_it_was(donate: Any, monkey
 
     expected = run(step)
     assert_trees_close(run(ps.compile_step(step, donate=donate)), expected)
-    monkeypatch.setattr(donation.DonatedBuffers, "without_aliases", lambda _, leaves: leaves)
+    monkeypatch.setattr(buffers.StateBuffers, "without_aliases", lambda _, leaves: leaves)
     wrong = run(ps.compile_step(step, donate=donate))
     assert not torch.equal(wrong["b"], expected["b"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from purestep import optim, tree
-from purestep.compile import donation
+from purestep.compile import buffers
 from purestep.types import Program, TrainState
 
 pytestmark = pytest.mark.compile
@@ -50,9 +50,9 @@ def test_every_state_stays_as_it_was() -> None:
 
 def test_a_state_that_is_not_copied_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above sees it."""
-    true = donation.DonatedBuffers.__init__
+    true = buffers.StateBuffers.__init__
     monkeypatch.setattr(
-        donation.DonatedBuffers, "__init__", lambda *args, **named: true(*args, **(named | {"adopt": True}))
+        buffers.StateBuffers, "__init__", lambda *args, **named: true(*args, **(named | {"adopt": True}))
     )
     made = program()
     state = made.init()

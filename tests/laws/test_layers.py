@@ -383,7 +383,7 @@ RULES: list[tuple[Rule, str, str]] = [
     (eager_heavy_imports, "snapshot.py", "from orbax.checkpoint import v1"),
     (through_the_fence, "compile/capture.py", "from .cpu import backend"),
     (through_the_fence, "loop/fit.py", "from ..compile.cpu.backend import record"),
-    (into_a_package, "loop/fit.py", "from ..compile.donation import states"),
+    (into_a_package, "loop/fit.py", "from ..compile.buffers import states"),
     (into_a_package, "ema.py", "from .model.template import unwrapped"),
     (unsaid_errors, "step.py", 'def f():\n    """Does."""\n    raise ConfigError("x")'),
     (unsaid_errors, "step.py", "class C:\n    def f(self):\n        raise errors.ConfigError('x')"),

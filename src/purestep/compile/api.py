@@ -12,7 +12,7 @@ from ..types import Metrics, Program, Static
 from .compiled_step import CompiledStep
 from .eager_donation import DonatedStep, without_donation
 from .eval_step import CompiledEval
-from .graph_choice import Options
+from .graphs import Options
 
 
 def compile_step(

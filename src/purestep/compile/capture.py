@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import rng, tree
 from ..errors import PurestepError, StepContractError
 from ..torch_ext import global_rng, host_generators, tracing
-from . import backends, control_flow, dynamic_shapes, formats, fx_passes, precision_casts, random_ops, recurrent_layers
+from . import backends, control_flow, formats, fx_passes, precision_casts, random_ops, recurrent_layers, sizes
 from .outside import Unwritten, lifted
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -52,7 +52,7 @@ class Traits(NamedTuple):
     """Properties of a graph, for those who call it."""
 
     draws: bool  # random numbers
-    records: bool  # a CUDA graph may hold it: it calls only operators of torch and purestep, which never ask the host
+    recordable: bool  # as a CUDA graph: it calls only operators of torch and purestep, which never ask the host
 
 
 def trace(
@@ -79,7 +79,7 @@ def trace_sizes(
     function: Flat,
     inputs: list[Tensor],
     leaves: list[Tensor],
-    dims: dynamic_shapes.Varying,
+    dims: sizes.Varying,
     *,
     backend: Any,
     options: Mapping[str, Any] | None,
@@ -102,7 +102,7 @@ def trace_sizes(
 
     if not isinstance(backend, str):  # a user's backend gets real tensors
         return None
-    symbols = dynamic_shapes.Symbols(_distinct(inputs), _distinct(leaves), dims)
+    symbols = sizes.Symbols(_distinct(inputs), _distinct(leaves), dims)
     casts = precision_casts.Casts()
     with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), symbols.mode, casts:
         graph, outside = _traced(_traceable(function), symbols.fakes, "real")
@@ -131,7 +131,7 @@ def _compile(
                 record = plugin.record(graph, inputs)
             try:
                 compiled, is_drawing = plugin.compiled(record, options=options)
-                return compiled, Traits(is_drawing, records=False), outside
+                return compiled, Traits(is_drawing, recordable=False), outside
             except PurestepError:
                 raise
             except Exception as error:

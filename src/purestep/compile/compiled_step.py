@@ -22,13 +22,13 @@ from ..state import packed, stacked
 from ..step import Accum, Adding, Closing
 from ..torch_ext import tracing
 from ..types import Empty, Metrics, Static, Steps, TrainState
-from . import capture, donation, live_state
+from . import capture, live_state
+from .buffers import HostCounters, Slots, StateBuffers, unaliased
 from .contract import checked, same_structure, unrolled
 from .cuda_graph import CudaGraphs
-from .donation import DonatedBuffers
-from .graph_choice import Graph, Graphs, Options
+from .graphs import Graph, Graphs, Options
 from .guards import check_unfollowed, check_untransformed, kinds, kinds_guard, resolved, without_text
-from .outputs import Stacked, unstacked
+from .outputs import MetricVector, as_dict
 
 Unlike: TypeAlias = Callable[[Any], None] | None
 """Called with a batch whose signature may differ from that of the previous one."""
@@ -37,7 +37,7 @@ Unlike: TypeAlias = Callable[[Any], None] | None
 class _Last(NamedTuple):
     """The graph of the last call of one phase, and the inputs that it is valid for."""
 
-    slots: donation.Slots
+    slots: Slots
     surroundings: tuple[str, str]
     treedef: tree.TreeDef
     only: tuple[type, int] | None  # type and length of a batch that is a single tuple or list of tensors
@@ -93,10 +93,10 @@ class CompiledStep:
     def __call__(self, state: Any, *batch: Any) -> tuple[Any, Metrics]:
         if tracing.in_graph():  # called by a step that is being captured
             return self._steps_of(self.eager)(state, *batch)
-        new, metrics = self.stacked(state, *batch)
-        return new, unstacked(metrics)
+        new, metrics = self.call(state, *batch)
+        return new, as_dict(metrics)
 
-    def stacked(self, state: Any, *batch: Any, unlike: Unlike = None) -> tuple[Any, Metrics | Stacked]:
+    def call(self, state: Any, *batch: Any, unlike: Unlike = None) -> tuple[Any, Metrics | MetricVector]:
         """Call the step and return the metrics as the graph does.
 
         Args:
@@ -132,7 +132,7 @@ class CompiledStep:
         assert self.static is not None  # a user-defined flush is not compiled
         return self.static.accumulate == 1 or self.static.tail == "carry"
 
-    def _call_packed(self, store: DonatedBuffers, batch: tuple[Any, ...], unlike: Unlike) -> tuple[DonatedBuffers, Any]:
+    def _call_packed(self, store: StateBuffers, batch: tuple[Any, ...], unlike: Unlike) -> tuple[StateBuffers, Any]:
         """Call the step. If it has no gradient for a part of a flat buffer, pack the state in another way before."""
         while True:
             try:
@@ -144,7 +144,7 @@ class CompiledStep:
                 store.end(0)
                 store = fresh
 
-    def _call_once(self, store: DonatedBuffers, batch: tuple[Any, ...], unlike: Unlike) -> Metrics | Stacked:
+    def _call_once(self, store: StateBuffers, batch: tuple[Any, ...], unlike: Unlike) -> Metrics | MetricVector:
         phase = self._phase(store)
         last = self._last.get(phase)
         fits = last and last.slots is store.slots and last.surroundings == self._graphs.surroundings()
@@ -165,8 +165,8 @@ class CompiledStep:
         return metrics
 
     def _launch(
-        self, graph: Graph, store: DonatedBuffers, leaves: list[Any], outside: list[Tensor]
-    ) -> Metrics | Stacked:
+        self, graph: Graph, store: StateBuffers, leaves: list[Any], outside: list[Tensor]
+    ) -> Metrics | MetricVector:
         store.begin()
         try:
             if not graph.draws or not store.hosts:
@@ -178,12 +178,14 @@ class CompiledStep:
                 store.undo()
             raise
 
-    def _run(self, graph: Graph, store: DonatedBuffers, leaves: list[Any], outside: list[Tensor]) -> Metrics | Stacked:
-        if self._replays is None or store.device.type != "cuda" or not (self._replays.required or graph.records):
+    def _run(
+        self, graph: Graph, store: StateBuffers, leaves: list[Any], outside: list[Tensor]
+    ) -> Metrics | MetricVector:
+        if self._replays is None or store.device.type != "cuda" or not (self._replays.required or graph.recordable):
             return graph.run(store.buffers, leaves, outside)
         return self._replays.run(graph.run, store, leaves, outside, _copied)
 
-    def _find_graph(self, store: DonatedBuffers, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
+    def _find_graph(self, store: StateBuffers, phase: Any, batch: tuple[Any, ...]) -> tuple[Graph, list[Any]]:
         store.check(kinds(store.buffers))
         leaves, treedef = batch_leaves(batch)
         key = (store.slots.identity, phase, treedef)
@@ -195,24 +197,24 @@ class CompiledStep:
         self._last[phase] = _Last(store.slots, self._graphs.surroundings(), treedef, only, same, graph)
         return graph, leaves
 
-    def _live_store(self, state: Any) -> DonatedBuffers | None:
+    def _live_store(self, state: Any) -> StateBuffers | None:
         """The buffers of a live state, if this step can use them and may write all of them; else None."""
         store = live_state.store_of(state)
         if store is not None:
             live_state.check_alive(state)
-        if not isinstance(store, DonatedBuffers) or store.single != isinstance(state, live_state.LiveState):
+        if not isinstance(store, StateBuffers) or store.single != isinstance(state, live_state.LiveState):
             return None  # of an eager step, or one of several states that share these buffers
         if (store.holds_callers and self.static is None) or not store.is_unmodified():
             return None
         known = store.layout is None or store.layouts is self.layouts or self.layouts.known(store.layout)
         return store if known else None
 
-    def _copy_in(self, state: Any) -> DonatedBuffers:
+    def _copy_in(self, state: Any) -> StateBuffers:
         """Copy a state into new buffers."""
         live_state.check_alive(state)
         given = live_state.plain(state)
         own = self.static is None  # a user-defined step may write leaves that a program's step never writes
-        store = DonatedBuffers(given, self.layouts.of(given), self.layouts, adopt=self.donate == "init", frozen=not own)
+        store = StateBuffers(given, self.layouts.of(given), self.layouts, adopt=self.donate == "init", frozen=not own)
         if self._replays is not None and self._replays.required and store.structure is None:
             what = "a CUDA graph replays on the memory of its state, and this tree has leaves beside its TrainStates"
             raise StepContractError(
@@ -220,7 +222,7 @@ class CompiledStep:
             )
         return self._intern_slots(store)
 
-    def _intern_slots(self, store: DonatedBuffers) -> DonatedBuffers:
+    def _intern_slots(self, store: StateBuffers) -> StateBuffers:
         # States of one structure share a Slots object: its identity is part of the key of a graph.
         store.kinds = kinds(store.buffers)
         key = (store.layout, store.slots.treedef, store.slots.places, store.slots.keys, store.kinds)
@@ -238,7 +240,7 @@ class CompiledStep:
             self._steps[layout] = steps.flush if self._flush else steps.train_step
         return self._steps[layout]
 
-    def _phase(self, store: DonatedBuffers) -> tuple[type[Accum], ...]:
+    def _phase(self, store: StateBuffers) -> tuple[type[Accum], ...]:
         """The type of accumulator that selects the graph, for each state. The host counts a program's windows. A
         user-defined step may advance a window arbitrarily: its position is read on the CPU, and unknown elsewhere."""
         if self._flush or (self.static is not None and not self._is_windowed):
@@ -254,13 +256,13 @@ class CompiledStep:
             Accum if none else _phase_of(stacked.window_left(part)) for part, none in zip(parts, unknown, strict=True)
         )
 
-    def _count_window(self, store: DonatedBuffers) -> None:
+    def _count_window(self, store: StateBuffers) -> None:
         assert self.static is not None
         for host in store.hosts:
             if host.left is not None:
                 host.left = self.static.accumulate if self._flush or host.left == 1 else host.left - 1
 
-    def _core(self, store: DonatedBuffers, phase: tuple[type[Accum], ...], treedef: tree.TreeDef) -> Callable[..., Any]:
+    def _core(self, store: StateBuffers, phase: tuple[type[Accum], ...], treedef: tree.TreeDef) -> Callable[..., Any]:
         slots, step = store.slots, self._steps_of(self._step_on(store.layout))
 
         def core(buffers: list[Tensor], batch: list[Any]) -> Any:
@@ -268,7 +270,7 @@ class CompiledStep:
             before = tree.unflatten(slots.treedef, old)
             new, metrics = checked(step(_with_phase(before, phase), *tree.unflatten(treedef, batch)))
             new_leaves = same_structure(before, _with_phase(new, phase, back=True))
-            kept = tree.map(lambda leaf: donation.unaliased(leaf, buffers), metrics)
+            kept = tree.map(lambda leaf: unaliased(leaf, buffers), metrics)
             slots.scatter(buffers, old, new_leaves)
             return kept
 
@@ -302,11 +304,11 @@ def _holds_array(batch: tuple[Any, ...]) -> capture.Uncaptured:
     return capture.Uncaptured(what, where=where, hint=hint)
 
 
-def _copied(metrics: Metrics | Stacked) -> Metrics | Stacked:
-    return metrics._replace(numbers=metrics.numbers.clone()) if type(metrics) is Stacked else tree.clone(metrics)
+def _copied(metrics: Metrics | MetricVector) -> Metrics | MetricVector:
+    return metrics._replace(numbers=metrics.numbers.clone()) if type(metrics) is MetricVector else tree.clone(metrics)
 
 
-def _seeded(host: donation.HostCounters, device: torch.device, stream: tuple[int, ...]) -> AbstractContextManager[None]:
+def _seeded(host: HostCounters, device: torch.device, stream: tuple[int, ...]) -> AbstractContextManager[None]:
     if len(host.seeds) == 1 and host.key.dim() == 1:
         return rng.scoped(rng.mix(host.seeds[0], host.calls, "step", *stream), device)
     keys = host.keys()

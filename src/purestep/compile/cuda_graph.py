@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from ..errors import StepContractError
-from .donation import DonatedBuffers, memory_of, strided_clone
+from .buffers import StateBuffers, memory_of, strided_clone
 from .guards import kinds, kinds_guard
 
 Run = Callable[[list[Tensor], list[Any], list[Tensor]], Any]
-"""``(tensors, batch leaves, outside) -> metrics``, like `graph_choice.Graph`."""
+"""``(tensors, batch leaves, outside) -> metrics``, like `graphs.Graph`."""
 
 _WARM = 2  # calls before the recording
 _MOST = 16  # recordings of one store; batches of further sizes run without a CUDA graph
@@ -126,7 +126,7 @@ class _StoreGraphs:
         self.last: dict[int, _Recording] = {}  # recording of the last call, by id of the function
         self.pool: Any = None
 
-    def find(self, run: Run, store: DonatedBuffers, leaves: list[Any], outside: list[Tensor]) -> _Recording | None:
+    def find(self, run: Run, store: StateBuffers, leaves: list[Any], outside: list[Tensor]) -> _Recording | None:
         """Return the recording of this function for these leaves, a new one if needed; None beyond the limit."""
         last, places = self.last.get(id(run)), [leaf.data_ptr() for leaf in outside]
         if last is not None and last.places == places and last.fits(*leaves):
@@ -154,12 +154,12 @@ class CudaGraphs:
     def __init__(self, *, required: bool) -> None:
         self.required = required
         self._has_warned = False
-        self._stores: WeakKeyDictionary[DonatedBuffers, _StoreGraphs] = WeakKeyDictionary()
+        self._stores: WeakKeyDictionary[StateBuffers, _StoreGraphs] = WeakKeyDictionary()
 
     def run(
         self,
         run: Run,
-        store: DonatedBuffers,
+        store: StateBuffers,
         leaves: list[Any],
         outside: list[Tensor],
         copied: Callable[[Any], Any],

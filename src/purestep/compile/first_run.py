@@ -16,7 +16,7 @@ from ..errors import PurestepError
 from .capture import Uncaptured
 
 Run = Callable[[list[Tensor], list[Any], list[Tensor]], Any]
-"""``(tensors, batch leaves, outside) -> result of the core``, like `graph_choice.Graph`."""
+"""``(tensors, batch leaves, outside) -> result of the core``, like `graphs.Graph`."""
 
 
 def guarded(run: Run, tensors: list[Tensor]) -> Run:

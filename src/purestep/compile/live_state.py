@@ -46,7 +46,7 @@ def _containers(node: Any) -> list[Any]:
 
 
 class Store:
-    """The memory of a donated step's state: `donation.DonatedBuffers`, or `eager_donation.OwnedState`."""
+    """The memory of a donated step's state: `buffers.StateBuffers`, or `eager_donation.OwnedState`."""
 
     def __init__(self) -> None:
         self.named: Any = None  # the state, or a tree of several

@@ -1,6 +1,6 @@
 """The buffers that a donated step writes in place, and the state laid out in them.
 
-`DonatedBuffers` owns the memory; each call starts a new generation. `Slots` maps the leaves of a state to buffers, and
+`StateBuffers` owns the memory; each call starts a new generation. `Slots` maps the leaves of a state to buffers, and
 `HostCounters` keeps on the host what a step would otherwise read from the device.
 """
 
@@ -142,7 +142,7 @@ def key_positions(treedef: tree.TreeDef) -> frozenset[int]:
     return frozenset(int(cast(Any, part.key)) for part in states(numbered))
 
 
-class DonatedBuffers(Store):
+class StateBuffers(Store):
     """Static buffers (a "store"), the named tree of views of them, and the generation."""
 
     def __init__(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import PurestepError, StepContractError
-from . import capture, donation, dynamic_shapes, fx_passes
+from . import capture, fx_passes, sizes
+from .buffers import Slots
 from .capture import exclusive
 from .captured_values import CapturedValues
 from .first_run import guarded
@@ -33,7 +34,7 @@ class Graph(NamedTuple):
     outside: list[Tensor]  # tensors that the step reads besides its arguments
     layouts: tuple[Any, ...]  # `kinds` of these
     draws: bool
-    records: bool  # see `capture.Traits`
+    recordable: bool  # see `capture.Traits`
 
     def is_valid(self) -> bool:
         """True if the tensors outside have the layouts that the graph was compiled for: ``.data`` may be assigned."""
@@ -51,7 +52,7 @@ class _Family:
     """Batches of one structure and any size."""
 
     def __init__(self) -> None:
-        self.seen: list[dynamic_shapes.Shapes] = []
+        self.seen: list[sizes.Shapes] = []
         self.exact: list[Any] = []  # keys of graphs for one size, oldest first
         self.general: list[_GeneralGraph] = []
         self.is_tried = False  # a general graph has been compiled, or could not be
@@ -79,7 +80,7 @@ class Graphs:
         self._settings, self._captured = TorchSettings(), CapturedValues(step)
         self._objects = 0
         self._around: tuple[str, str] = "", ""
-        self.slots: dict[Any, donation.Slots] = {}
+        self.slots: dict[Any, Slots] = {}
         self._exact: dict[Any, Graph] = {}
         self._families: dict[Any, _Family] = {}  # structure, dtypes and ranks -> the sizes met
 
@@ -144,7 +145,7 @@ class Graphs:
             if len(family.exact) > _MAX_EXACT:
                 self._exact.pop(family.exact.pop(0), None)
         # Only now: a batch that cannot be trained on must not count.
-        shapes = dynamic_shapes.shapes(leaves)
+        shapes = sizes.shapes(leaves)
         family.seen = [*(each for each in family.seen if each != shapes), shapes][-_MAX_EXACT:]
         if example is not None:
             family.is_tried = True
@@ -157,14 +158,14 @@ class Graphs:
                 )
         return graph
 
-    def _general_example(self, family: _Family, leaves: list[Any]) -> tuple[list[Any] | None, dynamic_shapes.Varying]:
+    def _general_example(self, family: _Family, leaves: list[Any]) -> tuple[list[Any] | None, sizes.Varying]:
         """The batch to trace a general graph with, and its varying dimensions. None before the third size, if there can
         be no general graph, or if torch would specialize all batches."""
         is_possible = not family.is_tried or 0 < len(family.general) < _MAX_GENERAL
         if len(family.seen) < 2 or not is_possible:
             return None, []
-        varying = dynamic_shapes.varying([*family.seen, dynamic_shapes.shapes(leaves)])
-        example = dynamic_shapes.example(leaves, family.seen, varying)
+        varying = sizes.varying([*family.seen, sizes.shapes(leaves)])
+        example = sizes.example(leaves, family.seen, varying)
         return (None if family.is_tried and example is not leaves else example), varying
 
     def _compile_exact(self, core: Any, leaves: list[Any], tensors: list[Tensor]) -> Graph:
@@ -182,7 +183,7 @@ class Graphs:
         return Graph(guarded(call, tensors), outside, kinds(outside), *traits)
 
     def _compile_general(
-        self, core: Any, example: list[Any], tensors: list[Tensor], varying: dynamic_shapes.Varying
+        self, core: Any, example: list[Any], tensors: list[Tensor], varying: sizes.Varying
     ) -> _GeneralGraph | None:
         """Compile one graph for batches of any size; return None if that fails."""
         if self.options.backend == "inductor":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import dynamic_shapes, graph_choice
+from purestep.compile import graphs, sizes
 
 pytestmark = pytest.mark.compile
 
@@ -127,7 +127,7 @@ def test_a_branch_on_a_size_is_a_guard() -> None:
 
 
 def test_a_size_as_a_number_of_pythons_compiles_each_size_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_choice, "_MAX_EXACT", 4)
+    monkeypatch.setattr(graphs, "_MAX_EXACT", 4)
 
     def objective(model: Any, given: Any) -> ps.Loss:
         rows = torch.tensor([float(index) for index in range(int(given.shape[0]))])
@@ -153,10 +153,10 @@ def test_layouts_that_the_graph_for_all_sizes_does_not_serve_have_their_own() ->
 @pytest.mark.parametrize("shapes", list(itertools.permutations([(1, 4), (3, 4), (2, 4)])), ids=str)
 def test_the_example_of_many_sizes_is_none_that_torch_takes_for_a_constant(shapes: Any) -> None:
     seen, leaves = [[shape] for shape in shapes[:2]], [torch.ones(shapes[2])]
-    moving = dynamic_shapes.varying([*seen, dynamic_shapes.shapes(leaves)])
+    moving = sizes.varying([*seen, sizes.shapes(leaves)])
     assert moving == [(True, False)]
-    found = dynamic_shapes.example(leaves, seen, moving)
+    found = sizes.example(leaves, seen, moving)
     assert found is not None
     assert found[0].shape[0] >= 2
     assert (found is leaves) == (shapes[2][0] >= 2)
-    assert dynamic_shapes.example([torch.ones(1, 4)], [[(0, 4)]], moving) is None
+    assert sizes.example([torch.ones(1, 4)], [[(0, 4)]], moving) is None
