@@ -196,9 +196,8 @@ def default_view(state: TrainState) -> str:
         >>> default_view(program.init())
         'ema'
     """
-    # Without the reader of a live state, which would then copy its buffers at the next step. A graph has no live state,
-    # and Dynamo of torch 2.11 does not read methods of a type.
-    average = state.ema if tracing.in_graph() else tuple.__getitem__(state, _EMA)
+    # Without the reader of a live state, which would then copy its buffers at the next step.
+    average = tuple.__getitem__(state, _EMA)
     return "params" if isinstance(average, Empty) else "ema"
 
 

@@ -81,12 +81,6 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any]
         >>> map(lambda a, b: a + b, {"w": 1, "b": (2, 3)}, {"w": 10, "b": (20, 30)})
         {'w': 11, 'b': (22, 33)}
     """
-    node: Any = tree
-    in_dynamo = torch.compiler.is_dynamo_compiling()
-    if in_dynamo and isinstance(node, tuple) and hasattr(node, "_fields") and not (is_leaf and is_leaf(node)):
-        # Dynamo of torch 2.11 cannot flatten some NamedTuples with an empty dict inside.
-        parts: Any = [map(fn, *each, is_leaf=is_leaf) for each in zip(tree, *rest, strict=True)]
-        return type(tree)(*parts)
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=_SPACE)
 
 

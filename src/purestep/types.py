@@ -117,11 +117,6 @@ class Loss(NamedTuple):
     metrics: Mapping[str, Mean] = _NoMetrics()
 
 
-# Dynamo builds a loss from `_field_defaults`, Python from the defaults of `__new__`. Dynamo of torch 2.11 cannot read a
-# subclass of dict, so it gets an empty dict, a new one for each loss. Writes to that one are not refused.
-Loss._field_defaults["metrics"] = {}
-
-
 class TrainState(NamedTuple):
     """Everything that changes while a model trains, as one immutable pytree of tensors.
 

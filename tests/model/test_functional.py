@@ -427,15 +427,15 @@ class TestParallelModules:
 class TestModulesThatWentThroughTorchCompile:
     """A step is compiled whole, so the wrappers are left out; the names are those of the model."""
 
-    @pytest.mark.parametrize("capture", ["eager", "trace", "dynamo"])
+    @pytest.mark.parametrize("mode", ["eager", "trace"])
     @pytest.mark.parametrize(
         "make", [lambda: wrap(tiny_convnet()), nested, in_place], ids=["root", "nested", "in-place"]
     )
-    def test_they_train_as_the_plain_one(self, make: Any, capture: str):
+    def test_they_train_as_the_plain_one(self, make: Any, mode: str):
         whole = program(make())
         step = whole.train_step
-        if capture != "eager":
-            step = ps.compile_step(step, capture=capture, backend="aot_eager")
+        if mode != "eager":
+            step = ps.compile_step(step, backend="aot_eager")
         state = whole.init(device="cpu")
         assert not [name for name in (*state.params, *state.buffers) if "_orig_mod" in name]
         for batch in [image_batch()] * 2:
@@ -495,13 +495,13 @@ def to_the_device(part: nn.Module) -> nn.Module:
 
 
 class TestModulesThatAForwardPassMoves:
-    @pytest.mark.parametrize("capture", ["eager", "trace", "dynamo"])
+    @pytest.mark.parametrize("mode", ["eager", "trace"])
     @pytest.mark.parametrize("how", [to_itself, to_the_device, nn.Module.float])
-    def test_to_where_they_are_is_nothing(self, how: Any, capture: str):
+    def test_to_where_they_are_is_nothing(self, how: Any, mode: str):
         chosen, plain = program(Moves(how)), program(Moves(lambda part: part))
         step = chosen.train_step
-        if capture != "eager":
-            step = ps.compile_step(step, capture=capture, backend="aot_eager")
+        if mode != "eager":
+            step = ps.compile_step(step, backend="aot_eager")
         state, expected = chosen.init(device="cpu"), plain.init(device="cpu")._replace(params=chosen.init().params)
         for seed in range(2):
             state, _ = step(state, vector_batch(seed=seed))
@@ -511,10 +511,10 @@ class TestModulesThatAForwardPassMoves:
             chosen.eval_step(state, BATCHES[0]), plain.eval_step(expected, BATCHES[0]), rtol=1e-5, atol=1e-6
         )
 
-    @pytest.mark.parametrize("capture", ["eager", "trace"])
-    def test_to_another_dtype_is_refused_by_name(self, capture: str):
+    @pytest.mark.parametrize("mode", ["eager", "trace"])
+    def test_to_another_dtype_is_refused_by_name(self, mode: str):
         chosen = program(Moves(nn.Module.double))
-        step = chosen.train_step if capture == "eager" else ps.compile_step(chosen.train_step, backend="aot_eager")
+        step = chosen.train_step if mode == "eager" else ps.compile_step(chosen.train_step, backend="aot_eager")
         with pytest.raises(
             StepContractError, match=r"layer.weight: the forward pass moves this tensor.*before ps.program"
         ):
@@ -544,16 +544,15 @@ class Normalizes(nn.Module):
 class TestModelsThatWriteTheirInput:
     """They train as elsewhere, and the batch stays what it was."""
 
-    @pytest.mark.parametrize("how", ["autograd", "func", "microbatches", "trace", "dynamo", "donate", "fit"])
+    @pytest.mark.parametrize("how", ["autograd", "func", "microbatches", "trace", "donate", "fit"])
     @pytest.mark.parametrize("first", [nn.ReLU(inplace=True), ScalesItsInput()], ids=["relu", "view"])
     def test_the_batch_is_what_it_was(self, first: nn.Module, how: str):
         net = nn.Sequential(first, nn.Linear(4, 3))
         options: dict[str, Any] = {"engine": how} if how in ("autograd", "func") else {}
         chosen = program(net, **options, microbatches=2 if how == "microbatches" else 1)
         step: Any = chosen.train_step
-        if how in ("trace", "dynamo", "donate"):
-            capture = how if how != "donate" else "auto"
-            step = ps.compile_step(step, capture=capture, donate=how == "donate", backend="aot_eager")
+        if how in ("trace", "donate"):
+            step = ps.compile_step(step, donate=how == "donate", backend="aot_eager")
         given, kept = ([vector_batch(seed=seed) for seed in range(3)] for _ in range(2))
         if how == "fit":
             state = ps.fit(chosen.init(device="cpu"), given, chosen, epochs=1, device="cpu", progress=False).state
@@ -628,7 +627,7 @@ class TestWeightsThatAForwardPassWrites:
         calls: dict[str, Any] = {
             "eval": lambda: chosen.eval_step(state, batch),
             "bind": lambda: chosen.bind(state)(batch[0]),
-            "trace": lambda: ps.compile_step(chosen.train_step, capture="trace", backend="aot_eager")(state, batch),
+            "trace": lambda: ps.compile_step(chosen.train_step, backend="aot_eager")(state, batch),
         }
         torchs = (how, mode) == ("data", "func")  # which torch itself refuses
         with pytest.raises(RuntimeError if torchs else StepContractError, match=r"\.data" if torchs else self.REFUSED):
@@ -682,7 +681,7 @@ class TestBuffers:
             state, batch = chosen.init(device="cpu"), vector_batch()
             calls: dict[str, Any] = {"eval": chosen.eval_step}
             if mode == "trace":
-                calls["trace"] = ps.compile_step(chosen.train_step, capture="trace", backend="aot_eager")
+                calls["trace"] = ps.compile_step(chosen.train_step, backend="aot_eager")
             step = calls.get(mode, chosen.train_step)
             if not writes:
                 step(state, batch)

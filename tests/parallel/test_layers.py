@@ -14,7 +14,7 @@ from purestep.parallel.units import Shown
 from . import cases, processes
 
 BATCHNORM: dict[str, Any] = {"problem": "normalized", "batches": "images", "params": "replicate"}
-TRACE = {"capture": "trace", "backend": "aot_eager"}
+TRACE = {"backend": "aot_eager"}
 SYNCED: list[dict[str, Any]] = [
     {**BATCHNORM, "batchnorm": "sync"},
     {**BATCHNORM, "batchnorm": "sync", "kind": "uneven", "options": {"accumulate": 3}},

@@ -269,7 +269,7 @@ def test_dropout_on_a_shared_input_has_the_masks_of_each_member(compiled: bool):
     program = ps.program(DropsInput(), CROSS_ENTROPY, injected(), precision="64-true")
     several, state = started(program, DropsInput)
     each = alone(state)
-    step = ps.compile_step(several.train_step, backend="aot_eager", capture="trace") if compiled else several.train_step
+    step = ps.compile_step(several.train_step, backend="aot_eager") if compiled else several.train_step
     for number in range(3):
         state, _ = step(state, batch(number))
         each = [program.train_step(one, batch(number))[0] for one in each]
@@ -289,7 +289,7 @@ def brier(model: Any, batch: Any) -> ps.Loss:
 def test_one_hot_targets(batches: Any, compiled: bool):
     program, batch, factory = made(objective=brier)
     several, state = started(program, factory, batches=batches)
-    step = ps.compile_step(several.train_step, backend="aot_eager", capture="trace") if compiled else several.train_step
+    step = ps.compile_step(several.train_step, backend="aot_eager") if compiled else several.train_step
     parts = [batch(index if batches == "own" else 0) for index in range(MEMBERS)]
     new, found = step(state, ps.stack(parts) if batches == "own" else parts[0])
     each, told = zip(
@@ -327,7 +327,7 @@ def test_draws_are_those_of_the_member_alone(draws: list[Callable[[Tensor], Tens
 
     program, batch, factory = made(objective=noisy)
     several, state = started(program, factory, batches=batches)
-    step = ps.compile_step(several.train_step, backend="aot_eager", capture="trace") if compiled else several.train_step
+    step = ps.compile_step(several.train_step, backend="aot_eager") if compiled else several.train_step
     parts = [batch(index if batches == "own" else 0) for index in range(MEMBERS)]
     new, _ = step(state, ps.stack(parts) if batches == "own" else parts[0])
     each = [program.train_step(one, part)[0] for one, part in zip(alone(state), parts, strict=True)]

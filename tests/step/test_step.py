@@ -298,7 +298,7 @@ class TestEngines:
         with pytest.raises(StepContractError, match="use_reentrant=True gives .* no gradient .*use_reentrant=False"):
             run(program(Reentrant(head)), [vector_batch()])
 
-    @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo itself
+    @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
     def test_functions_without_setup_context_go_through_autograd(self):
         def objective(model: Any, batch: Any) -> ps.Loss:
             return ps.Loss(functional.cross_entropy(Foreign.apply(model(batch[0])), batch[1]), len(batch[1]), {})
@@ -311,10 +311,7 @@ class TestEngines:
             run(program(objective=objective, engine="func"), [vector_batch()])
         step = program(objective=objective, engine="func").train_step
         with pytest.raises(StepContractError, match=cure):
-            ps.compile_step(step, backend="aot_eager", capture="trace")(program().init(), vector_batch())
-        for capture in ("auto", "dynamo"):  # Dynamo differentiates them
-            new, _ = ps.compile_step(step, backend="aot_eager", capture=capture)(program().init(), vector_batch())
-            assert_trees_close(new.params, found.params)
+            ps.compile_step(step, backend="aot_eager")(program().init(), vector_batch())
 
     @pytest.mark.parametrize("engine", ["autograd", "func"])
     def test_parameters_that_a_loss_does_not_reach_get_zeros(self, engine: str):

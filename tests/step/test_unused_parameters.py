@@ -109,15 +109,6 @@ def test_a_compiled_step_skips_what_torch_skips(name: str, accumulate: int, dona
     assert_follows(run(step, program), by_hand(twin, accumulate))
 
 
-@pytest.mark.optimized
-@pytest.mark.compile
-def test_dynamo_skips_what_torch_skips():
-    tx, twin = TWINS["adamw"]
-    program = ps.program(heads(), objective, tx())
-    step = ps.compile_step(program.train_step, backend="aot_eager", capture="dynamo")
-    assert_follows(run(step, program), by_hand(twin, 1))
-
-
 def test_the_engine_of_functions_skips_as_well():
     tx, twin = TWINS["adamw"]
     program = ps.program(heads(), objective, tx(), engine="func")

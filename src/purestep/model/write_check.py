@@ -27,7 +27,7 @@ _SIZED = (
 
 
 def marks(tensors: Params) -> dict[str, Mark]:
-    """Marks to compare before and after a forward pass; empty under Dynamo, since a dry run has checked the step."""
+    """Marks to compare before and after a forward pass; empty in a user's `torch.compile`, which cannot read them."""
     if torch.compiler.is_dynamo_compiling():
         return {}
     if tracing.transformed():

@@ -270,7 +270,7 @@ def global_norm(updates: Params) -> Tensor:
 
 
 class _Local(local):
-    """What `global_norm` need not compute, by thread. Dynamo can read and set it, unlike a ContextVar."""
+    """Norms that `global_norm` need not compute, by thread. A user's `torch.compile` cannot read a ContextVar."""
 
     def __init__(self) -> None:
         self.of_pieces: Callable[[Params], Tensor] | None = None

@@ -29,7 +29,6 @@ from .differentiable import Parts as Parts
 from .differentiable import check_divisible as check_divisible
 from .differentiable import check_state as check_state
 from .differentiable import parts_for as parts_for
-from .gradient import NoSetupContext as NoSetupContext
 from .loss_checks import finite_mean as finite_mean
 from .program import program as program
 from .program import static_of as static_of
@@ -40,6 +39,5 @@ from .spec import Accum as Accum
 from .spec import Adding as Adding
 from .spec import Closing as Closing
 from .spec import Micro as Micro
-from .spec import last_unreached as last_unreached
 from .spec import wide as wide
 from .update import rate_names as rate_names

@@ -20,7 +20,7 @@ from ..torch_ext import foreach, is_finite, tracing
 from ..types import Batch, Empty, Form, Loss, Mean, Params, Share, TrainState
 from . import microbatch
 from .loss_checks import check_connected, check_loss, counted, finite_mean, not_connected, rows_of
-from .spec import Micro, Spec, last_unreached, times, wide
+from .spec import Micro, Spec, times, wide
 
 Forward = Callable[[functional.Bound], Any]
 """``bound model -> (mean x scale, (loss, buffers))``, to be differentiated."""
@@ -104,7 +104,7 @@ def _by_func(
             if "must override the setup_context" not in str(error):
                 raise
             raise _without_setup() from error
-    return grads, extra, frozenset(last_unreached(spec.reach.name))
+    return grads, extra, spec.reach.unreached
 
 
 def _unreached(mean: Tensor, params: Params) -> frozenset[str]:
@@ -118,12 +118,8 @@ def _unreached(mean: Tensor, params: Params) -> frozenset[str]:
     return frozenset(wanted.values())
 
 
-class NoSetupContext(StepContractError):
-    """An autograd.Function that torch.func cannot differentiate, but Dynamo can."""
-
-
-def _without_setup() -> NoSetupContext:
-    return NoSetupContext(
+def _without_setup() -> StepContractError:
+    return StepContractError(
         "an autograd.Function of the model has no setup_context, which torch.func needs to differentiate it",
         where="program",
         hint='pass ps.program(..., engine="autograd"), or "auto"; or split its forward(ctx, ...) into forward(...) and '

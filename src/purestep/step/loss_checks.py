@@ -17,6 +17,8 @@ from .spec import wide
 
 OWN_METRICS = frozenset(("loss", "lr", "grad_norm", "applied", "scale"))
 """Names of the step's own metrics."""
+NUMBERS: Any = (int, float, torch.SymInt, torch.SymFloat)
+"""Numbers of Python; the last two are sizes in a trace for batches of many sizes."""
 
 
 def check_loss(loss: Any, device: torch.device, *, train: bool) -> Loss:
@@ -48,7 +50,7 @@ def check_loss(loss: Any, device: torch.device, *, train: bool) -> Loss:
 
 
 def _weight(given: Any, device: torch.device) -> Tensor:
-    weight = torch.full((), given, device=device) if isinstance(given, int | float) else given
+    weight = torch.full((), given, device=device) if isinstance(given, NUMBERS) else given
     if not isinstance(weight, Tensor) or weight.dim() != 0 or weight.is_complex():
         found = f"of shape {list(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
         raise StepContractError(
@@ -56,7 +58,7 @@ def _weight(given: Any, device: torch.device) -> Tensor:
             where="objective",
             hint="pass the count that `mean` was divided by, as a number or a 0-d tensor",
         )
-    is_known = isinstance(given, int | float) or tracing.may_branch(weight)
+    is_known = isinstance(given, NUMBERS) or tracing.may_branch(weight)
     if is_known and given < 0:
         raise StepContractError(
             f"the weight of the loss is {float(given)}",
@@ -115,7 +117,7 @@ def _checked_metrics(given: Any, device: torch.device, train: bool) -> Metrics:
 
 
 def _checked_part(name: str, given: Any, device: torch.device) -> Tensor:
-    if isinstance(given, int | float):
+    if isinstance(given, NUMBERS):
         return torch.full((), given, dtype=torch.float32, device=device)
     if not isinstance(given, Tensor):
         hint = "pass ps.Mean(total, weight) of two tensors or numbers"

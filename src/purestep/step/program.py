@@ -62,7 +62,8 @@ def program(
             module's mode. Wrappers (`torch.compile`, `DataParallel`, `DistributedDataParallel`) are removed, with one
             UserWarning.
         objective: ``(model, batch, *context) -> Loss``; see `supervised`, `hf_loss`, `masked_reconstruction`. The
-            context is the other arguments of train_step, passed on unchanged and never split; `fit` passes none.
+            context is the other arguments of train_step, passed on unchanged and never split; `fit` passes none. It may
+            read tensors of its closure (a teacher); `compile_step` says which changes a compiled step follows.
         tx: from `purestep.optim`.
         precision: "32-true", "64-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
         ema: decay of the averaged weights in [0, 1), an `ema.average(...)` or an `ema.swa(...)`; None disables the

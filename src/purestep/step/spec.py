@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
-from weakref import finalize
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,45 +63,19 @@ class Micro(NamedTuple):
 
 
 class Reach:
-    """The parameters that the loss of the last call did not reach. Dynamo reads this from a run on fake tensors, since
-    it cannot see autograd's graph; a flush reads it because it has no loss."""
-
-    known: ClassVar[dict[str, frozenset[str]]] = {}
-    """``unreached`` by ``name``, of all objects: a dict and strings, since Dynamo follows no weak references, and makes
-    an int that differs between two programs a variable."""
+    """The parameters that the loss of the last call did not reach. A flush reads this, because it has no loss, and
+    Dynamo, in a user's `torch.compile`, because it cannot see autograd's graph."""
 
     def __init__(self) -> None:
         self.unreached: frozenset[str] = frozenset()
         self.ever: frozenset[str] = frozenset()
         self.is_first = True  # no call has looked for parameters of others
-        self.name = f"reach {next(_numbers)}"
-        Reach.known[self.name] = self.unreached
-        finalize(self, Reach.known.pop, self.name, None)
-
-    def __reduce__(self) -> Any:  # a copy gets another name
-        return _copied, (self.unreached, self.ever)
 
     def remember(self, unreached: frozenset[str]) -> None:
         """Store the parameters that a call's loss did not reach."""
         if unreached != self.unreached:
-            self.unreached = Reach.known[self.name] = unreached
+            self.unreached = unreached
             self.ever |= unreached
-
-
-_numbers = itertools.count()
-
-
-def _copied(unreached: frozenset[str], ever: frozenset[str]) -> Reach:
-    made = Reach()
-    made.remember(unreached)
-    made.ever = ever
-    return made
-
-
-def last_unreached(name: str) -> tuple[str, ...]:
-    """Unreached parameters of the last call, sorted, by `Reach.name`. In purestep's own graphs Dynamo takes the result
-    as a constant, without a guard; torch 2.11 does so only if the argument is one too."""
-    return tuple(sorted(Reach.known[name]))
 
 
 class Spec(NamedTuple):

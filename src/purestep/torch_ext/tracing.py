@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import traceback
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
@@ -50,9 +50,8 @@ def user_line(error: BaseException) -> str:
 
 
 def in_graph() -> bool:
-    """True while a graph is captured. Do not seed then: the host has seeded once for the whole graph.
-
-    Dynamo cannot capture seeding, and in a trace a seed would be a constant.
+    """True while a graph is captured, by purestep or by a user's `torch.compile`. Do not seed then: in a trace a seed
+    would be a constant, and Dynamo cannot capture seeding.
 
     Example:
         >>> in_graph()
@@ -120,31 +119,6 @@ def transformed() -> bool:
     if torch.compiler.is_dynamo_compiling():  # Dynamo cannot read the level; it captures transforms that it meets
         return False
     return _functorch.maybe_current_level() is not None or _forward._current_level >= 0
-
-
-@contextmanager
-def no_transforms_left() -> Generator[None]:
-    """Leave the transforms of `torch.func` that the block has entered, if it raises.
-
-    Dynamo's graph enters a transform by one call and leaves it by another, which an error skips. Torch 2.11 has a
-    function for this, but it leaves two transforms at a time, and fails if there is one.
-
-    Example:
-        >>> with no_transforms_left():
-        ...     transformed()
-        False
-    """
-    depth = _functorch.get_dynamic_layer_stack_depth()
-    try:
-        yield
-    except BaseException:
-        while _functorch.get_dynamic_layer_stack_depth() > depth:
-            kind = _functorch.peek_interpreter_stack().key().name.lower().replace("functionalize", "func")
-            getattr(_functorch, f"_{kind}_decrement_nesting")()
-            if kind == "jvp":
-                with suppress(RuntimeError):  # the error came before this level was entered
-                    _C._exit_dual_level(level=0)
-        raise
 
 
 def followed(leaves: Iterable[Tensor]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import pkgutil
@@ -25,7 +24,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import purestep as ps
 from purestep import optim
 from purestep.compile import capture
-from purestep.compile.compile_lock import exclusive
 from purestep.compile.cpu import backend, code_cache, graph_key
 from purestep.compile.cpu import launcher as calls
 from purestep.errors import StepContractError
@@ -592,32 +590,3 @@ def test_two_threads_that_start_together_do_not_wait_for_one_another(own_cache: 
 def test_only_long_steps_are_called_by_slow_code():
     with config.patch(backend._by_size(1e10)):
         assert config.aot_inductor.compile_wrapper_opt_level == "O0"
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_garbage_is_collected_afterwards_as_it_was_before(on: bool):
-    def fails() -> None:
-        with exclusive():
-            assert not gc.isenabled()
-            raise ZeroDivisionError
-
-    was_on = gc.isenabled()
-    (gc.enable if on else gc.disable)()
-    try:
-        with pytest.raises(ZeroDivisionError):
-            fails()
-        assert gc.isenabled() is on
-        assert gc.get_freeze_count() == 0
-    finally:
-        (gc.enable if was_on else gc.disable)()
-
-
-def test_what_the_caller_has_frozen_stays_frozen():
-    gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        with exclusive():
-            pass
-        assert frozen / 2 < gc.get_freeze_count() <= frozen  # one that is let go is not counted any more
-    finally:
-        gc.unfreeze()

@@ -37,7 +37,6 @@ from .. import (
     random_ops,
 )
 from ..capture import Compiled, Flat, limit_threads
-from ..compile_lock import with_compiler
 from . import attention, code_cache, embedding_grad, gemm, graph_key, launcher, offset_pointers, outline, workspace
 from .graph_key import Record
 
@@ -80,8 +79,7 @@ def compiled(record: Record, *, options: Mapping[str, Any] | None) -> tuple[Comp
     name = code_cache.name(record, _settings(options)) if _is_on("code_cache") else None
     made = code_cache.load(name, len(record.inputs))
     if made is None:
-        with with_compiler():
-            made = _compile(record, options, is_kept=name is not None)
+        made = _compile(record, options, is_kept=name is not None)
         code_cache.keep(name, made)
     run = made.code.run
     return limit_threads(run, made.threads) if made.threads else run, made.draws
