@@ -70,7 +70,22 @@ def _value_and_grad(
     if engine == "auto":
         engine = "func" if torch.compiler.is_dynamo_compiling() or tracing.transformed() else "autograd"
     if engine == "func":
-        return _by_func(spec, lambda params: forward(bind(params)), named)
+
+        def differentiated(params: Params) -> tuple[Tensor, Any]:
+            mean, extra = forward(bind(params))
+            if not torch.compiler.is_dynamo_compiling():  # Dynamo does not see autograd's graph
+                spec.reach.remember(_unreached(mean, params))
+            return mean, extra
+
+        # In this frame: where Dynamo meets what it cannot compile, it runs the frame in eager mode, by autograd.
+        with nullcontext() if tracing.transformed() else dropout_masks.EagerMasks():
+            try:
+                grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
+            except RuntimeError as error:
+                if "must override the setup_context" not in str(error):
+                    raise
+                raise _without_setup() from error
+        return grads, extra, spec.reach.unreached
     if tracing.transformed():
         raise StepContractError(
             'engine="autograd" inside of torch.func.vmap, grad or another transform',
@@ -84,27 +99,6 @@ def _value_and_grad(
 
 
 # --- torch.func -----------------------------------------------------------------------------------------------------
-
-
-def _by_func(
-    spec: Spec, forward: Callable[[Params], tuple[Tensor, Any]], named: Params
-) -> tuple[Params, Any, frozenset[str]]:
-    """As `_value_and_grad`, by `torch.func.grad_and_value`."""
-
-    def differentiated(params: Params) -> tuple[Tensor, Any]:
-        mean, extra = forward(params)
-        if not torch.compiler.is_dynamo_compiling():  # Dynamo does not see autograd's graph
-            spec.reach.remember(_unreached(mean, params))
-        return mean, extra
-
-    with nullcontext() if tracing.transformed() else dropout_masks.EagerMasks():
-        try:
-            grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
-        except RuntimeError as error:
-            if "must override the setup_context" not in str(error):
-                raise
-            raise _without_setup() from error
-    return grads, extra, spec.reach.unreached
 
 
 def _unreached(mean: Tensor, params: Params) -> frozenset[str]:
