@@ -271,7 +271,7 @@ class Form(NamedTuple):
     exchange: Exchange | None = None  # None: one process
     shown: Callable[[Params], Params] = lambda params: params  # expanded -> ``model.params`` of an objective
     # An eager step may write into the memory of parameters, optimizer state and average; it calls this before it does.
-    owned: Callable[[], None] | None = None
+    before_write: Callable[[], None] | None = None
 
 
 class Steps(NamedTuple):

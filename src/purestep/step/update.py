@@ -121,7 +121,7 @@ def _refused(
         scaler = spec.scaler.update(state.scaler, false)
         fails = bool(spec.scaler.exhausted(scaler, false))
     kept = state.params, state.opt_state, state.ema
-    params, opt_state, average = kept if window.form.owned is not None else tree.clone(kept)
+    params, opt_state, average = kept if window.form.before_write is not None else tree.clone(kept)
     new = state._replace(updates=state.updates + 0, params=params, opt_state=opt_state, ema=average, scaler=scaler)
     if fails and not isinstance(state.halted, Empty):
         new = new._replace(halted=state.step + 1)
@@ -132,10 +132,10 @@ def _refused(
 
 def _with_average(window: _Window, params: Params, opt_state: Tree, *, in_place: bool) -> tuple[Params, Tree, Tree]:
     """The parameters, the optimizer state and their average after an update. ``in_place``: a kernel has made them."""
-    state, average, owned = window.state, window.spec.average, window.form.owned
+    state, average, before_write = window.state, window.spec.average, window.form.before_write
     update = average.update
-    if average.in_place is not None and owned is not None:
-        owned()
+    if average.in_place is not None and before_write is not None:
+        before_write()
         update = average.in_place
     new = params, opt_state, update(state.ema, params, window.buffers, state.updates)
     if in_place and average.in_place is not None:
@@ -219,7 +219,7 @@ def _average_where(window: _Window, applied: Tensor, params: Params) -> Tree:
     """The average of an update by a kernel, which has left the parameters as they were unless it is applied."""
     state, average, buffers = window.state, window.spec.average, window.buffers
     if average.where is not None:
-        found = average.where(state.ema, params, buffers, state.updates, applied, window.form.owned is not None)
+        found = average.where(state.ema, params, buffers, state.updates, applied, window.form.before_write is not None)
         if found is not None:
             return found
     return tree.where(applied, average.update(state.ema, params, buffers, state.updates), state.ema)
@@ -248,11 +248,11 @@ def _unused(skipped: unused_parameters.Reached) -> set[str] | None:
 
 def _by_kernel(window: _Window, kernel: base.Launch, ready: Tensor | bool) -> tuple[Params, Tree]:
     """The parameters and the optimizer state by a fused kernel, which writes nothing unless ``ready``."""
-    owned, state, unused = window.form.owned, window.state, _unused(window.skipped) or set[str]()
-    if owned is not None:
-        owned()
+    before_write, state, unused = window.form.before_write, window.state, _unused(window.skipped) or set[str]()
+    if before_write is not None:
+        before_write()
     with base.known_norm(window.grads, window.norm):
-        params, opt_state = kernel.run(window.grads, ready, owned is not None, unused)
+        params, opt_state = kernel.run(window.grads, ready, before_write is not None, unused)
     return params, unused_parameters.skip(dict.fromkeys(unused), state.params, state.opt_state, opt_state)
 
 
