@@ -119,7 +119,7 @@ NOT_QUICK = {"compile", "slow", "soak", "peer", "cuda"}
 QUICK = ("config", "files", "loop", "metrics", "model", "objective", "optim", "report", "schedules", "sinks", "step")
 """Folders whose other tests are quick, as are those in no folder."""
 
-OF_PROGRAMS = ("test_benchmarks.py", "test_examples.py", "test_huggingface.py")
+OF_PROGRAMS = ("test_benchmarks.py", "test_examples.py", "test_first.py", "test_guides.py", "test_huggingface.py")
 """Files in those folders whose tests run whole programs."""
 
 SLOW = (

@@ -119,7 +119,7 @@ NORMS = BATCH_NORMS | GROUP_NORMS
 ONCE = ("turned", "3d", "in evaluation", "added", "rows")
 """Each operator and rank once: the other layouts are those of the same trace, which all three ways begin with."""
 
-WAYS = [("trace", "aot_eager"), ("dynamo", "aot_eager"), ("trace", "inductor")]
+WAYS = ["aot_eager", "inductor"]
 
 
 class Together(nn.Module):
@@ -138,7 +138,7 @@ def squared_errors(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Te
 
 
 def assert_compiled_trains_as_eager(
-    nets: dict[str, nn.Module], batch: Any, capture: Any, backend: str, keep_eval: tuple[str, ...] = ()
+    nets: dict[str, nn.Module], batch: Any, backend: str, keep_eval: tuple[str, ...] = ()
 ) -> None:
     """The weights of one step, of each net."""
     program = ps.program(
@@ -150,20 +150,19 @@ def assert_compiled_trains_as_eager(
     )
     with compare.OneLayout():
         expected, _ = program.train_step(program.init(), batch)
-    found, _ = ps.compile_step(program.train_step, capture=capture, backend=backend)(program.init(), batch)
+    found, _ = ps.compile_step(program.train_step, backend=backend)(program.init(), batch)
     assert_trees_close(found.params, expected.params, rtol=0.0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("capture", "backend", "chosen"),
+    ("backend", "chosen"),
     [
-        ("trace", "aot_eager", NORMS),
-        ("dynamo", "aot_eager", NORMS),
-        ("trace", "inductor", ONCE),
-        pytest.param("trace", "inductor", [name for name in NORMS if name not in ONCE], marks=pytest.mark.soak),
+        ("aot_eager", NORMS),
+        ("inductor", ONCE),
+        pytest.param("inductor", [name for name in NORMS if name not in ONCE], marks=pytest.mark.soak),
     ],
 )
-def test_gradients_of_norms(capture: Any, backend: str, chosen: Sequence[str]) -> None:
+def test_gradients_of_norms(backend: str, chosen: Sequence[str]) -> None:
     torch.manual_seed(0)
     kinds = {name: NORMS[name] for name in chosen}
     nets: dict[str, nn.Module] = {name: make().double() for name, (make, _) in kinds.items()}
@@ -171,7 +170,7 @@ def test_gradients_of_norms(capture: Any, backend: str, chosen: Sequence[str]) -
     with torch.no_grad():
         targets = {name: torch.randn_like(net(inputs[name])) for name, net in nets.items()}
     kept = ("nets.in evaluation.norm",) if "in evaluation" in kinds else ()
-    assert_compiled_trains_as_eager(nets, (inputs, targets), capture, backend, keep_eval=kept)
+    assert_compiled_trains_as_eager(nets, (inputs, targets), backend, keep_eval=kept)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -234,12 +233,12 @@ class Noisy(nn.Module):
         return functional.dropout(normal, 0.3) + torch.randn_like(normal)
 
 
-@pytest.mark.parametrize(("capture", "backend"), WAYS)
-def test_what_is_drawn_after_batch_norm_is_drawn_in_its_layout(capture: Any, backend: str) -> None:
+@pytest.mark.parametrize("backend", WAYS)
+def test_what_is_drawn_after_batch_norm_is_drawn_in_its_layout(backend: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 5, 6, dtype=torch.float64)
     batch = dict.fromkeys(NOISY, x), {name: view(x).cos() for name, view in NOISY.items()}
-    assert_compiled_trains_as_eager({name: Noisy(name) for name in NOISY}, batch, capture, backend)
+    assert_compiled_trains_as_eager({name: Noisy(name) for name in NOISY}, batch, backend)
 
 
 LIKE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -285,12 +284,12 @@ class Dropping(nn.Module):
         return functional.dropout(self.view(self.linear(x)), 0.3)
 
 
-@pytest.mark.parametrize(("capture", "backend"), WAYS[:2])
-def test_what_is_drawn_like_other_results_is_drawn_in_their_layout(capture: Any, backend: str) -> None:
+@pytest.mark.parametrize("backend", WAYS[:1])
+def test_what_is_drawn_like_other_results_is_drawn_in_their_layout(backend: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 4, 5, 6, dtype=torch.float64)
     batch = dict.fromkeys(LIKE, x), {name: view(x).cos() for name, view in LIKE.items()}
-    assert_compiled_trains_as_eager({name: Dropping(name) for name in LIKE}, batch, capture, backend)
+    assert_compiled_trains_as_eager({name: Dropping(name) for name in LIKE}, batch, backend)
 
 
 CHAIN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -377,5 +376,5 @@ def test_operators_that_run_one_by_one_keep_the_bits_of_eager_mode() -> None:
     program = ps.program(net, ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
     batch = x, torch.randn(2, 128)
     expected, _ = program.train_step(program.init(), batch)
-    found, _ = ps.compile_step(program.train_step, capture="trace", backend="aot_eager")(program.init(), batch)
+    found, _ = ps.compile_step(program.train_step, backend="aot_eager")(program.init(), batch)
     assert all(torch.equal(found.params[name], leaf) for name, leaf in expected.params.items())

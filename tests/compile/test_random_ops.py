@@ -1,4 +1,4 @@
-"""Random numbers of compiled steps: those of the eager step, whatever the layout, read or not, in every way to capture.
+"""Random numbers of compiled steps: those of the eager step, whatever the layout, read or not.
 
 Inductor itself compiles them: a backend that runs operators one by one hides what it does to draws.
 """
@@ -16,15 +16,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import backends, control_flow, precision_casts, random_ops
+from purestep.compile import control_flow, precision_casts, random_ops
 from purestep.compile.cpu import aot, graph_key
 from purestep.compile.cpu import backend as backend_
 from purestep.model import dropout_masks
 
 pytestmark = pytest.mark.compile
 
-WAYS = ("trace", "front", "dynamo")
-"""Purestep's door to inductor, inductor's own, and torch.compile before that."""
+WAYS = ("native", "front")
+"""Purestep's door to inductor, and inductor's own."""
 
 Net = Callable[[Tensor], Tensor]
 
@@ -51,7 +51,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def same_as_eager(module: nn.Module, way: str, *sizes: tuple[int, ...]) -> None:
     program = ps.program(module, ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
-    step = ps.compile_step(program.train_step, capture="dynamo" if way == "dynamo" else "trace")
+    step = ps.compile_step(program.train_step)
     state, batch = program.init(3), tuple(torch.randn(size) for size in sizes or ((4, 8), (4, 1)))
     for _ in range(2):
         expected, wanted = program.train_step(state, batch)
@@ -184,43 +184,6 @@ def test_code_of_a_faulty_step_is_not_found_again() -> None:
     assert "aten::bernoulli_" not in "".join(after)
 
 
-# --- several programs captured by Dynamo ------------------------------------------------------------------------------
-
-
-class Wide(nn.Module):
-    def __init__(self, width: int, looks: bool) -> None:
-        super().__init__()
-        self.looks, self.first, self.last = looks, nn.Linear(8, width), nn.Linear(width, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.looks:
-            assert x.shape[0] >= x.abs().argmax().item() * 0  # which a trace refuses
-        return self.last(functional.dropout(self.first(x), 0.1))
-
-
-@pytest.mark.parametrize(("looks", "capture"), [(True, "auto"), (False, "dynamo")])
-def test_programs_of_several_widths_are_captured_by_dynamo(looks: bool, capture: str) -> None:
-    batch = torch.randn(4, 8), torch.randn(4, 1)
-    for width in (16, 24, 32):
-        program = ps.program(Wide(width, looks), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
-        step = ps.compile_step(program.train_step, capture=capture, backend="aot_eager")
-        expected, _ = program.train_step(program.init(), batch)
-        found, _ = step(program.init(), batch)
-        torch.testing.assert_close(found.params["first.weight"], expected.params["first.weight"])
-
-
-def test_batches_of_two_sizes_with_dropout_are_captured_by_dynamo() -> None:
-    program = ps.program(Wide(16, False), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
-    step = ps.compile_step(program.train_step, capture="dynamo", backend="aot_eager")
-    state = program.init()
-    for size in (4, 3, 5, 6):
-        batch = torch.randn(size, 8), torch.randn(size, 1)
-        expected, _ = program.train_step(state, batch)
-        found, _ = step(state, batch)
-        torch.testing.assert_close(found.params["first.weight"], expected.params["first.weight"])
-    assert step.graphs == 3
-
-
 # --- rounding ---------------------------------------------------------------------------------------------------------
 
 
@@ -256,13 +219,13 @@ ROUNDED: dict[str, Net] = {
 @pytest.mark.parametrize("name", ROUNDED)
 def test_what_is_cast_down_and_up_is_rounded(name: str, way: str) -> None:
     if way == "front" and name not in ("bfloat16", "arithmetic between"):
-        pytest.skip("the same settings as Dynamo's graphs")
+        pytest.skip("the same settings as the others")
     w = torch.randn(64)
 
     def step(state: dict[str, Tensor], x: Tensor) -> Any:
         return {"w": state["w"] + ROUNDED[name](x)}, {}
 
-    found, _ = ps.compile_step(step, capture="dynamo" if way == "dynamo" else "trace")({"w": torch.zeros(64)}, w)
+    found, _ = ps.compile_step(step)({"w": torch.zeros(64)}, w)
     assert torch.equal(found["w"], ROUNDED[name](w))
 
 
@@ -321,7 +284,7 @@ def test_a_setting_of_the_caller_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for step, x, rounds in ((casts, w, False), (stays, low, True)):
         options = {"emulate_precision_casts": rounds}
-        found, _ = ps.compile_step(step, capture="trace", options=options)({"w": torch.zeros_like(x)}, x)
+        found, _ = ps.compile_step(step, options=options)({"w": torch.zeros_like(x)}, x)
         assert torch.equal(found["w"], step({"w": torch.zeros_like(x)}, x)[0]["w"]) == rounds
 
 
@@ -352,8 +315,3 @@ def test_a_precision_of_the_program_keeps_inductors_way_with_casts(
     with pytest.raises(Enough):
         step(program.init(), (torch.randn(4, 3, 8), torch.randn(4, 3, 2)))
     assert seen == [False]
-
-
-def test_an_option_that_inductor_does_not_have_is_refused_at_once() -> None:
-    with pytest.raises(RuntimeError, match="no_such_option"):
-        backends.dynamo_backend("inductor", {"no_such_option": True})

@@ -1,22 +1,16 @@
-"""Compilers of captured graphs: plug-ins for devices, and the backends of `torch.compile`.
-
-Dynamo's graph is first traced below autograd. This keeps draws in eager mode's layout (`random_ops`) and round-trip
-casts (`precision_casts`), which inductor's own trace loses. A user's backend gets Dynamo's graph unchanged.
-"""
+"""Compilers of traced graphs: plug-ins for devices, and inductor's settings."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from ..torch_ext import tracing
-from . import aliasing, formats, fx_passes, precision_casts, random_ops
+from . import aliasing, precision_casts
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -30,9 +24,6 @@ plug-in's module with
 - ``compiled(graph, inputs, *, options) -> (run, draws)``: the code, and whether it draws random numbers. The graph is a
   trace without decompositions, which it does not change.
 """
-
-NAMES = ("inductor", "aot_eager", "eager")
-"""Names of backends that work with a trace and with Dynamo."""
 
 
 def switched_off(device: str) -> frozenset[str]:
@@ -49,27 +40,6 @@ def plugin(inputs: list[Tensor]) -> types.ModuleType | None:
         return None
     found = importlib.import_module(PLUGINS[device][1], __package__)
     return found if found.suits(inputs) else None
-
-
-def dynamo_backend(name: str, options: Mapping[str, Any] | None) -> Callable[[GraphModule, list[Any]], Any]:
-    """Return a backend for `torch.compile`.
-
-    Args:
-        name: one of `NAMES`.
-        options: inductor's configuration.
-    """
-    _inductor(options)  # raises for an unknown option
-
-    def purestep(graph: GraphModule, inputs: list[Any]) -> Any:
-        traced, rounds = _traced(graph)
-        if name != "inductor":
-            return formats.fix_layouts(fx_passes.views_allowed(traced)).forward
-        precision_casts.store_rounded(traced, options, rounds=rounds)
-        register_fallbacks(traced)
-        on_cpu = all(leaf.device.type == "cpu" for leaf in inputs if isinstance(leaf, Tensor))
-        return _inductor(inductor_options(options, on_cpu=on_cpu, rounds=rounds))(traced, inputs)
-
-    return purestep
 
 
 def inductor_options(options: Mapping[str, Any] | None, *, on_cpu: bool, rounds: bool) -> dict[str, Any]:
@@ -102,24 +72,3 @@ def register_fallbacks(graph: GraphModule) -> None:
         if get_decompositions([operator]) and operator not in inductor.decompositions:
             tag = inductor.get_layout_constraint_tag(operator, with_default=True)
             inductor.make_fallback(operator, inductor.tag_to_layout_constraint(tag), warn=False)
-
-
-def _inductor(options: Mapping[str, Any] | None) -> Any:
-    torch_: Any = torch
-    return torch_._TorchCompileInductorWrapper(None, dict(options or {}), None)
-
-
-def _traced(graph: GraphModule) -> tuple[GraphModule, bool]:
-    """Trace Dynamo's graph to operators; return it and whether it has round-trip casts."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    inputs = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
-    casts = precision_casts.Casts()
-    modes = {id(leaf.fake_mode): leaf.fake_mode for leaf in inputs if isinstance(leaf, FakeTensor)}
-    (mode,) = modes.values()
-    with tracing.no_transforms_left(), tracing.capturing(), torch.no_grad(), mode, casts, random_ops.AsInEager():
-        traced: GraphModule = make_fx(graph, _allow_non_fake_inputs=True)(*inputs)
-    fx_passes.collectives_in_order(traced)
-    traced.recompile()
-    return traced, casts.seen

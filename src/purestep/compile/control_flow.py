@@ -10,7 +10,6 @@ import importlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,14 +85,19 @@ def inner(graph: GraphModule) -> Iterator[GraphModule]:
 @contextmanager
 def aliased_inputs_allowed() -> Generator[None]:
     """Let the operators' functions use several weights that are views of one vector. Torch rejects inputs that share
-    memory, because one might be written; a step writes none. Patches Dynamo, so call it under `with_compiler`."""
+    memory, because one might be written; a step writes none. Changes a class of Dynamo: call it inside
+    `capture.exclusive`."""
     graphs: Any = importlib.import_module("torch._dynamo.output_graph")
     kind = graphs.SubgraphTracer
     if not hasattr(kind, "has_aliasing"):  # another torch
         yield
         return
-    with mock.patch.object(kind, "has_aliasing", _ignore_input_aliasing(kind.has_aliasing)):
+    before = kind.has_aliasing
+    kind.has_aliasing = _ignore_input_aliasing(before)
+    try:
         yield
+    finally:
+        kind.has_aliasing = before
 
 
 def _ignore_input_aliasing(true: Callable[[Any], Any]) -> Callable[[Any], Any]:

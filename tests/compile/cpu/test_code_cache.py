@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -25,7 +24,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import purestep as ps
 from purestep import optim
 from purestep.compile import capture
-from purestep.compile.compile_lock import exclusive
 from purestep.compile.cpu import aot, backend, code_cache, graph_key
 from purestep.errors import StepContractError
 
@@ -519,35 +517,3 @@ print(ends)
 def test_two_threads_that_start_together_do_not_wait_for_one_another(own_cache: Path):
     for _ in range(2):  # made, found
         assert printed(_TWO_THREADS) == "[True, True]"
-
-
-# --- garbage ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_garbage_is_collected_afterwards_as_it_was_before(on: bool):
-    def fails() -> None:
-        with exclusive():
-            assert not gc.isenabled()
-            raise ZeroDivisionError
-
-    was_on = gc.isenabled()
-    (gc.enable if on else gc.disable)()
-    try:
-        with pytest.raises(ZeroDivisionError):
-            fails()
-        assert gc.isenabled() is on
-        assert gc.get_freeze_count() == 0
-    finally:
-        (gc.enable if was_on else gc.disable)()
-
-
-def test_what_the_caller_has_frozen_stays_frozen():
-    gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        with exclusive():
-            pass
-        assert frozen / 2 < gc.get_freeze_count() <= frozen  # one that is let go is not counted any more
-    finally:
-        gc.unfreeze()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -54,14 +53,6 @@ def like(leaves: list[Any], given: Shapes) -> list[Any]:
     return [leaf if shape is None else leaf.new_zeros(shape) for leaf, shape in zip(leaves, given, strict=True)]
 
 
-def mark(leaves: list[Any], varying: Varying) -> None:
-    """Mark the varying sizes of a batch for Dynamo, so that its next graph accepts all of them."""
-    dynamo: Any = importlib.import_module("torch._dynamo")
-    for leaf, dims in zip(leaves, varying, strict=True):
-        for dim in (dim for dim, moves in enumerate(dims) if moves):
-            dynamo.maybe_mark_dynamic(leaf, dim)
-
-
 class Symbols:
     """Fake tensors with symbols for the varying sizes, and the guards that a trace with them produces.
 
@@ -85,7 +76,7 @@ class Symbols:
             kinds = [shapes_.DimDynamic.DYNAMIC if each else shapes_.DimDynamic.STATIC for each in moves]
             context = shapes_.StatelessSymbolicContext(dynamic_sizes=kinds)
             source = LocalSource(f"batch{index}")
-            self._leaves.append(self.mode.from_tensor(leaf, source=source, symbolic_context=context))
+            self._leaves.append(self.mode.from_tensor(_at_start(leaf), source=source, symbolic_context=context))
         self.fakes: list[Tensor] = [*constant, *self._leaves]
 
     def vary(self) -> bool:
@@ -101,4 +92,11 @@ class Symbols:
         guards, evaluate = self._env.produce_guards_expression(self._leaves, ignore_static=False), self._env
         if not guards:
             return lambda leaves: True
-        return lambda leaves: bool(evaluate.evaluate_guards_expression(guards, leaves))
+        return lambda leaves: bool(evaluate.evaluate_guards_expression(guards, [_at_start(leaf) for leaf in leaves]))
+
+
+def _at_start(leaf: Tensor) -> Tensor:
+    """A tensor of the same layout that begins where its memory begins: guards compare offsets, which graphs ignore."""
+    if not leaf.storage_offset():
+        return leaf
+    return leaf.detach().as_strided(leaf.shape, leaf.stride(), 0).requires_grad_(leaf.requires_grad)

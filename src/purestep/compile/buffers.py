@@ -1,6 +1,6 @@
 """The buffers that a donated step writes in place, and the state laid out in them.
 
-`DonatedBuffers` owns the memory; each call starts a new generation. `Slots` maps the leaves of a state to buffers, and
+`StateBuffers` owns the memory; each call starts a new generation. `Slots` maps the leaves of a state to buffers, and
 `HostCounters` keeps on the host what a step would otherwise read from the device.
 """
 
@@ -18,7 +18,6 @@ from ..errors import StateError
 from ..state import packed, stacked
 from ..torch_ext import tensor_layout
 from ..types import Empty, TrainState, Tree
-from . import treespec
 from .live_state import Store, is_state, live, states
 
 
@@ -28,13 +27,12 @@ class HostCounters:
 
     __slots__ = ("_at", "_numbers", "key", "left", "seeds")
 
-    def __init__(self, state: TrainState, left: int | None = None) -> None:
+    def __init__(self, state: TrainState) -> None:
         self.key = state.key  # its `_version` counts other writes; ours go through numpy and do not count
         self._at, self._numbers = self.key.data_ptr(), self.key.numpy()
         self.seeds: list[int] = self._numbers.reshape(-1, 2)[:, 0].tolist()
-        self.left = left  # calls until the window closes; None if it is unknown, or the members differ
-        if left is None and not isinstance(state.accum, Empty):
-            self.left = stacked.window_left(state)
+        # Calls until the window closes; None if it is unknown, or the members differ.
+        self.left = None if isinstance(state.accum, Empty) else stacked.window_left(state)
 
     @property
     def calls(self) -> int:
@@ -61,7 +59,7 @@ class Slots(NamedTuple):
     """The places of a flat tree's leaves in the buffers."""
 
     treedef: tree.TreeDef
-    places: tuple[tuple[str, int], ...]  # per leaf: ("int64" | "float32" | "key" | "own" | "one", index); see `_kind`
+    places: tuple[tuple[str, int], ...]  # per leaf: ("int64" | "float32" | "key" | "own", index)
     identity: object  # hashed instead of the structure; shared by all buffers of one structure
     keys: tuple[torch.Size, ...]  # shapes of the keys: (2,), or (members, 2) of a stacked state
 
@@ -70,7 +68,7 @@ class Slots(NamedTuple):
         zeros, and nothing may depend on them."""
         keys = keys or [torch.zeros(shape, dtype=torch.int64) for shape in self.keys]
         source = {"int64": buffers[0].unbind(), "float32": buffers[1].unbind(), "own": buffers[2:], "key": keys}
-        return [source[kind][index] if kind != "one" else buffers[2 + index][0] for kind, index in self.places]
+        return [source[kind][index] for kind, index in self.places]
 
     def scatter(self, buffers: list[Tensor], old: list[Tensor], new: list[Tensor]) -> None:
         """Write the changed leaves to the buffers in place."""
@@ -82,7 +80,7 @@ class Slots(NamedTuple):
         own = [
             (buffers[2 + index], after)
             for before, after, (kind, index) in zip(old, new, self.places, strict=True)
-            if kind in ("own", "one") and after is not before
+            if kind == "own" and after is not before
         ]
         # A new leaf may be the old value of another: copy all of them before the first write.
         for buffer, after in scalars + [(buffer, unaliased(after, buffers)) for buffer, after in own]:
@@ -91,8 +89,6 @@ class Slots(NamedTuple):
 
 def unaliased(value: Tensor, buffers: list[Tensor]) -> Tensor:
     """Clone the value if it may share memory with one of the buffers."""
-    if torch.compiler.is_dynamo_compiling():
-        return value.clone()  # Dynamo cannot compare memory; inductor fuses the copy into the producer
     memory = StorageWeakRef(value.untyped_storage())
     is_shared = any(StorageWeakRef(buffer.untyped_storage()) == memory for buffer in buffers)
     return value.clone() if is_shared else value
@@ -117,9 +113,8 @@ def place(flat: Tree) -> Slots:
     places: list[tuple[str, int]] = []
     for position, leaf in enumerate(leaves):
         kind = "key" if position in keys else _kind(leaf)
-        counted = "own" if kind == "one" else kind
-        places.append((kind, counts[counted]))
-        counts[counted] += 1
+        places.append((kind, counts[kind]))
+        counts[kind] += 1
     return Slots(treedef, tuple(places), object(), tuple(leaves[at].shape for at in sorted(keys)))
 
 
@@ -137,17 +132,17 @@ def check_tensors(leaves: list[Any]) -> None:
 def _kind(leaf: Tensor) -> str:
     if leaf.dim() == 0 and leaf.dtype in (torch.int64, torch.float32):
         return str(leaf.dtype).removeprefix("torch.")
-    # Dynamo treats a 0-d float64 as a Python number and loses writes to it: store it in a vector of length one.
-    return "one" if leaf.dim() == 0 and leaf.dtype == torch.float64 else "own"
+    return "own"
 
 
 @functools.lru_cache(maxsize=64)
 def key_positions(treedef: tree.TreeDef) -> frozenset[int]:
     """Positions of the TrainStates' keys among the leaves of a structure; the same tensor may be another leaf too."""
-    return frozenset(int(cast(Any, part.key)) for part in states(treespec.of(treedef)))
+    numbered = tree.unflatten(treedef, list(range(treedef.num_leaves)))
+    return frozenset(int(cast(Any, part.key)) for part in states(numbered))
 
 
-class DonatedBuffers(Store):
+class StateBuffers(Store):
     """Static buffers (a "store"), the named tree of views of them, and the generation."""
 
     def __init__(
@@ -166,6 +161,7 @@ class DonatedBuffers(Store):
         assert flat is not None
         self.slots = place(flat)
         leaves = tree.leaves(flat)
+        adopt = adopt and all(map(is_state, tree.flatten(state, is_leaf=is_state)[0]))
         copied = unwritable(leaves) if adopt else {id(leaf) for leaf in tree.leaves(state)}
         # A program's step never writes frozen leaves, so they are not copied: one copy of a frozen backbone is enough.
         # A user-defined step may write them.
@@ -179,9 +175,11 @@ class DonatedBuffers(Store):
         self.named = whole if layout is None else packed.unpack(layout, whole)
         self.hosts = [HostCounters(part) for part in states(self.named)]
         self.device = self.buffers[0].device
-        self.leaves: list[Tensor] | None = None  # of the state, without its key, if already computed
         self.parts = [tuple(part) for part in states(self.named)]
-        self.single = isinstance(self.named, TrainState)  # else a tree of several
+        self.single = isinstance(self.named, TrainState)  # else a tree
+        found, structure = tree.flatten(self.named, is_leaf=is_state)
+        # Leaves beside the states are read from the caller's tree at every call, so such a tree is not live.
+        self.structure = structure if found and all(map(is_state, found)) else None
         self.is_read = adopt
         self.memory: set[int] | None = None  # addresses of the buffers; computed lazily
 
@@ -189,11 +187,10 @@ class DonatedBuffers(Store):
         chosen: dict[str, list[Tensor]] = {"int64": [], "float32": [], "own": [], "key": []}
         device = tree.device(leaves)
         for leaf, (kind, _) in zip(leaves, self.slots.places, strict=True):
-            if kind in ("own", "one"):
+            if kind == "own":
                 # Compiled code reads raw memory: copying materializes lazy conj and neg views.
                 is_lazy = leaf.is_conj() or leaf.is_neg()
-                buffer = leaf.detach().clone() if id(leaf) in copied or is_lazy else leaf
-                chosen["own"].append(buffer if kind == "own" else buffer.detach().reshape(1))
+                chosen["own"].append(leaf.detach().clone() if id(leaf) in copied or is_lazy else leaf)
             else:
                 chosen[kind].append(leaf)
         return [
@@ -203,20 +200,12 @@ class DonatedBuffers(Store):
         ]
 
     def live(self) -> Tree:
-        """Return the state of this generation, for the user."""
+        """Return the state of this generation, for the user; a plain tree if it has leaves beside its states."""
         if self.single:
             return live(self, 0)
-        count = iter(range(len(self.hosts)))
-        return tree.map(lambda node: live(self, next(count)) if is_state(node) else node, self.named, is_leaf=is_state)
-
-    def with_memory(self, buffers: list[Tensor], named: Any, hosts: list[HostCounters]) -> DonatedBuffers:
-        """Return a store of the same structure over other buffers, for a single state."""
-        other = object.__new__(DonatedBuffers)
-        vars(other).update(vars(self))
-        other.buffers, other.named, other.hosts, other.parts = buffers, named, hosts, [named]
-        other.generation, other.calls, other.failed, other.is_read = 0, 0, False, False
-        other.leaves = other.exposed = other.memory = None
-        return other
+        if self.structure is None:
+            return self.named
+        return tree.unflatten(self.structure, [live(self, at) for at in range(len(self.hosts))])
 
     def tensors(self) -> list[Tensor]:
         """The buffers, and the keys on the host."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_trees_close, count_graphs
+from helpers import assert_trees_close
 from torch import Tensor, nn
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import dynamic_shapes, graph_choice
+from purestep.compile import graphs, sizes
 
 pytestmark = pytest.mark.compile
 
@@ -62,10 +61,7 @@ SIZES = (4, 3, 2, 5, 6, 1, 7, 8, 9, 10, 11, 12, 13, 40, 4, 1)
 @pytest.mark.parametrize("donate", [False, True])
 def test_attention_has_four_graphs_whatever_sizes_come(donate: bool) -> None:
     """Of the first two sizes, of all others, and of one row, which torch takes for a constant."""
-    with count_graphs() as by_dynamo:
-        step = compared(attention(), [batch(rows) for rows in SIZES], donate=donate)
-    assert step.graphs == 4
-    assert by_dynamo() == 0
+    assert compared(attention(), [batch(rows) for rows in SIZES], donate=donate).graphs == 4
 
 
 @pytest.mark.optimized
@@ -84,6 +80,13 @@ def test_a_second_dimension_that_begins_to_vary_is_one_more_graph() -> None:
     assert compared(attention(), given).graphs == 4
 
 
+def test_slices_of_a_data_set_share_the_graph_for_all_sizes() -> None:
+    program = ps.program(nn.Linear(4, 3), ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1))
+    x, y = torch.randn(40, 4), torch.arange(40) % 3
+    given = [(x[at : at + n], y[at : at + n]) for at, n in ((0, 5), (5, 4), (9, 3), (12, 8), (0, 6), (20, 7), (3, 9))]
+    assert compared(program, given).graphs == 3
+
+
 def test_sizes_with_another_remainder_by_the_micro_batches_have_a_graph_for_many_too() -> None:
     program = ps.program(nn.Linear(4, 3), ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1), microbatches=2)
     step = compared(program, [(torch.randn(n, 4), torch.arange(n) % 3) for n in (8, 6, 4, 5, 7, 9, 10, 11, 12, 13)])
@@ -95,34 +98,36 @@ def test_fifty_lengths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "capture"),
+    "weight",
     [
-        (len, "auto"),
-        (lambda x: x.shape[0], "auto"),
-        (lambda x: float(x[:, 0].numel()), "auto"),
-        (len, "dynamo"),
+        # A number of Python.
+        pytest.param(len, marks=pytest.mark.filterwarnings("ignore:3 batch sizes, and no single graph")),
+        lambda x: x.shape[0],
+        pytest.param(
+            lambda x: float(x[:, 0].numel()), marks=pytest.mark.filterwarnings("ignore:3 batch sizes, and no single")
+        ),
+        lambda x: ps.metrics.as_mean(x.mean(), x.shape[0]).weight,
     ],
 )
-def test_weights_that_are_the_number_of_rows(weight: Any, capture: str) -> None:
+def test_weights_that_are_the_number_of_rows(weight: Any) -> None:
     def objective(model: Any, given: Any) -> ps.Loss:
         return ps.Loss(functional.mse_loss(model(given), given), weight(given), {})
 
     program = ps.program(nn.Linear(3, 3), objective, ps.optim.sgd(0.1), accumulate=2)
-    compared(program, [torch.randn(rows, 3) for rows in (4, 3, 2, 5, 6, 1, 8, 9)], capture=capture)
+    compared(program, [torch.randn(rows, 3) for rows in (4, 3, 2, 5, 6, 1, 8, 9)])
 
 
-@pytest.mark.parametrize("capture", ["trace", "auto", "dynamo"])
-def test_a_branch_on_a_size_is_a_guard(capture: str) -> None:
+def test_a_branch_on_a_size_is_a_guard() -> None:
     def objective(model: Any, given: Any) -> ps.Loss:
         found = model(given)
         return ps.Loss((found if found.shape[0] > 5 else -2 * found).mean(), 1, {})
 
     program = ps.program(nn.Linear(3, 3), objective, ps.optim.sgd(0.1))
-    compared(program, [torch.randn(rows, 3) for rows in (4, 3, 2, 5, 6, 7, 1, 12)], capture=capture)
+    compared(program, [torch.randn(rows, 3) for rows in (4, 3, 2, 5, 6, 7, 1, 12)])
 
 
 def test_a_size_as_a_number_of_pythons_compiles_each_size_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_choice, "_MAX_EXACT", 4)
+    monkeypatch.setattr(graphs, "_MAX_EXACT", 4)
 
     def objective(model: Any, given: Any) -> ps.Loss:
         rows = torch.tensor([float(index) for index in range(int(given.shape[0]))])
@@ -133,14 +138,6 @@ def test_a_size_as_a_number_of_pythons_compiles_each_size_and_says_so_once(monke
         step = compared(program, [torch.randn(rows, 3) for rows in (*range(4, 16), 4)])
     assert len(said) == 1
     assert step.graphs == 13  # the first size had gone when it came again
-
-
-@pytest.mark.optimized
-@pytest.mark.parametrize("rows", [range(2, 12), (3, 2, 1, 4)])
-def test_dynamo_alone_never_stops_at_a_number_of_sizes(rows: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # whether its one graph serves them all is torch's affair
-        compared(attention(), [batch(each) for each in rows], capture="dynamo")
 
 
 def test_layouts_that_the_graph_for_all_sizes_does_not_serve_have_their_own() -> None:
@@ -156,10 +153,10 @@ def test_layouts_that_the_graph_for_all_sizes_does_not_serve_have_their_own() ->
 @pytest.mark.parametrize("shapes", list(itertools.permutations([(1, 4), (3, 4), (2, 4)])), ids=str)
 def test_the_example_of_many_sizes_is_none_that_torch_takes_for_a_constant(shapes: Any) -> None:
     seen, leaves = [[shape] for shape in shapes[:2]], [torch.ones(shapes[2])]
-    moving = dynamic_shapes.varying([*seen, dynamic_shapes.shapes(leaves)])
+    moving = sizes.varying([*seen, sizes.shapes(leaves)])
     assert moving == [(True, False)]
-    found = dynamic_shapes.example(leaves, seen, moving)
+    found = sizes.example(leaves, seen, moving)
     assert found is not None
     assert found[0].shape[0] >= 2
     assert (found is leaves) == (shapes[2][0] >= 2)
-    assert dynamic_shapes.example([torch.ones(1, 4)], [[(0, 4)]], moving) is None
+    assert sizes.example([torch.ones(1, 4)], [[(0, 4)]], moving) is None
