@@ -470,7 +470,7 @@ _WARM = """
 import sys, torch
 import purestep as ps
 from purestep.compile import capture
-run, _ = capture.trace(lambda x: [torch.sin(x) * 3.75], [torch.ones(300)], backend="inductor", options=None)
+run, *_ = capture.trace(lambda x: [torch.sin(x) * 3.75], [torch.ones(300)], backend="inductor", options=None)
 assert torch.equal(run([torch.zeros(300)])[0], torch.zeros(300))
 print("purestep.compile.cpu.aot" in sys.modules, "torch._inductor.compile_fx" in sys.modules)
 """
