@@ -94,39 +94,48 @@ def operands() -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def product(a: Tensor, b: Tensor, kernel: Any = None) -> Tensor:
-    """``a @ b`` by the kernel."""
+def product(a: Tensor, b: Tensor, kernel: Any = None, bias: Tensor | None = None) -> Tensor:
+    """``a @ b``, or ``a @ b + bias``, by the kernel."""
     made = torch.full((*a.shape[:-1], b.shape[-1]), torch.nan)
     (ag, am, ak), (bg, bk, bn), (cg, cm, _) = ((0, *each.stride())[-3:] for each in (a, b, made))
     groups = a.shape[0] if a.dim() == 3 else 1
     plan = [1, groups, *made.shape[-2:], a.shape[-1], 0, ag, am, ak, 0, bg, bk, bn, 0, cg, cm]
     call = (kernel or cpp_library.loaded()).purestep_product
-    call(*(ctypes.c_void_p(each.data_ptr()) for each in (a, b, made)), (ctypes.c_int64 * len(plan))(*plan))
+    pointers = (None if each is None else ctypes.c_void_p(each.data_ptr()) for each in (a, b, made, bias))
+    call(*pointers, (ctypes.c_int64 * len(plan))(*plan))
     return made
 
 
 def test_products_of_any_size_and_strides_on_any_number_of_threads():
     for a, b in operands():
-        with threads(1):
-            alone = product(a, b)
-        with threads(2):
-            together = product(a, b)
-        close([alone], [a.double() @ b.double()])
-        assert torch.equal(alone, together)
+        for bias in (None, torch.randn(b.shape[-1])):
+            with threads(1):
+                alone = product(a, b, bias=bias)
+            with threads(2):
+                together = product(a, b, bias=bias)
+            close([alone], [a.double() @ b.double() + (0 if bias is None else bias)])
+            assert torch.equal(alone, together)
 
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
-    [("at > 0", "false"), ("a += ROWS * k", "a += 0"), ("i * am", "0"), ("p * bn", "0")],
-    ids=["forgets what it summed", "the first block again", "the first rows again", "the first panel again"],
+    [
+        pytest.param("at ? c : bias", "bias", id="forgets what it summed"),
+        pytest.param("at ? c : bias", "at ? c : nullptr", id="forgets the bias"),
+        pytest.param("add ? add + p", "add ? add", id="the first columns of the bias again"),
+        pytest.param("a += ROWS * k", "a += 0", id="the first block again"),
+        pytest.param("i * am", "0", id="the first rows again"),
+        pytest.param("p * bn", "0", id="the first panel again"),
+    ],
 )
 def test_a_kernel_with_a_fault_is_seen(right: str, wrong: str, tmp_path: Path):
     source = cpp_library.source("gemm.cpp")
     assert right in source
     cpp_library._build(source.replace(right, wrong), str(tmp_path / "step.so"))
-    a, b = torch.randn(600, 300).t(), torch.randn(600, 40)
+    a, b, bias = torch.randn(600, 300).t(), torch.randn(600, 40), torch.randn(40)
+    close([product(a, b, bias=bias)], [a.double() @ b.double() + bias])
     with pytest.raises(AssertionError):
-        close([product(a, b, ctypes.CDLL(str(tmp_path / "step.so")))], [a.double() @ b.double()])
+        close([product(a, b, ctypes.CDLL(str(tmp_path / "step.so")), bias)], [a.double() @ b.double() + bias])
 
 
 def test_the_same_products_with_narrower_vectors():

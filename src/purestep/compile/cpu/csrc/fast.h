@@ -3,7 +3,7 @@
 #include <vector>
 
 extern "C" {
-void purestep_product(const float* a, const float* b, float* c, const int64_t* plan);
+void purestep_product(const float* a, const float* b, float* c, const float* bias, const int64_t* plan);
 void* purestep_take(int64_t size, const void* graph);
 void purestep_give(void* at);
 void* PyEval_SaveThread();
@@ -184,13 +184,13 @@ static AOTITorchError kept_empty(
 template <class... Tensors>
 inline constexpr bool all_kept = (std::is_same_v<std::decay_t<Tensors>, Kept> && ...);
 
-// c = a b of float32, for matrices or batches of them; false if the kernel does not take them.
-inline bool product(const Kept& a, const Kept& b, Kept& c) {
+// c = a b + bias of float32, for matrices or batches of them; false if the kernel does not take them.
+inline bool product(const Kept& a, const Kept& b, Kept& c, const float* bias = nullptr) {
   const int64_t k = c.dims() - 2, *as = a.sizes(), *at = a.strides(), *bs = b.sizes(), *bt = b.strides(), *ct = c.strides();
   if (a.dtype() != aoti_torch_dtype_float32() || b.dtype() != a.dtype() || ct[k + 1] != 1) return false;
   const int64_t plan[] = {1, k ? as[0] : 1, as[k], bs[k + 1], as[k + 1], 0, k ? at[0] : 0, at[k], at[k + 1],
                           0, k ? bt[0] : 0, bt[k], bt[k + 1], 0, k ? ct[0] : 0, ct[k]};
-  purestep_product((const float*)a.data_ptr(), (const float*)b.data_ptr(), (float*)c.data_ptr(), plan);
+  purestep_product((const float*)a.data_ptr(), (const float*)b.data_ptr(), (float*)c.data_ptr(), bias, plan);
   return true;
 }
 template <class C, class A, class B> inline AOTITorchError kept_mm(C&& c, const A& a, const B& b) {
@@ -206,16 +206,9 @@ template <class C, class A, class B> inline AOTITorchError kept_bmm(C&& c, const
 template <class C, class D, class A, class B>
 inline AOTITorchError kept_addmm(C&& c, const D& bias, const A& a, const B& b, double beta, double alpha) {
   if constexpr (all_kept<C, D, A, B>)
-    if (beta == 1 && alpha == 1 && bias.dims() == 1 && bias.strides()[0] == 1 && bias.sizes()[0] == c.sizes()[1] && product(a, b, c)) {
-      const float* const add = (const float*)bias.data_ptr();
-      const int64_t m = a.sizes()[0], n = b.sizes()[1], step = c.strides()[0];
-      float* const to = (float*)c.data_ptr();
-#pragma omp parallel for if (m * n > (1 << 16))
-      for (int64_t i = 0; i < m; i++)
-#pragma GCC ivdep
-        for (int64_t j = 0; j < n; j++) to[i * step + j] += add[j];
+    if (beta == 1 && alpha == 1 && bias.dims() == 1 && bias.dtype() == aoti_torch_dtype_float32() &&
+        bias.strides()[0] == 1 && bias.sizes()[0] == c.sizes()[1] && product(a, b, c, (const float*)bias.data_ptr()))
       return AOTI_TORCH_SUCCESS;
-    }
   return aoti_torch_cpu_addmm_out(c, bias, a, b, beta, alpha);
 }
 
