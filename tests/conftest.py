@@ -84,13 +84,11 @@ def _tests_of_the_plugin_need_it(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def no_fallback(monkeypatch: pytest.MonkeyPatch, cpu_plugin: None) -> None:
-    """A graph that the plug-in for the CPU cannot compile, or whose equal layers it cannot outline, is an error."""
-    from purestep.compile.cpu import backend
+    """A graph that the plug-in for the CPU cannot compile is an error."""
 
     def raised(*found: Any) -> None:
         raise AssertionError(found[-1])
 
-    monkeypatch.setattr(backend, "not_outlined", raised)
     monkeypatch.setattr("purestep.compile.capture.warn_fallback", raised)
 
 

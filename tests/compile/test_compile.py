@@ -1056,7 +1056,8 @@ class Pair(NamedTuple):
 
 def train_on_unlike_batches() -> int:
     """Batches of the same shapes that need other graphs, one after the other. How many graphs that were."""
-    program = mlp()
+    net = torch.nn.Sequential(torch.nn.Tanh(), *tiny_mlp())  # a loop, whose strides are constants
+    program = ps.program(net, ps.supervised(torch.nn.CrossEntropyLoss()), optim.sgd(0.1))
     step, state, eager = ps.compile_step(program.train_step, donate=True), program.init(), program.init()
     x, y = vector_batch(6, 0)
     turned = x.t().contiguous().t()

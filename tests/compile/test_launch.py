@@ -300,7 +300,7 @@ def _threads_inside(width: int) -> int:
     net = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
     program = ps.program(net, ps.supervised(CRITERION), optim.sgd(0.1))
     batch = (torch.randn(64, width), torch.randint(0, 3, (64,)))
-    true = backend._lower
+    true = backend._runner
 
     def watched(*arguments: Any) -> Any:
         run = true(*arguments)
@@ -312,7 +312,7 @@ def _threads_inside(width: int) -> int:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "_lower", watched)
+        patch.setattr(backend, "_runner", watched)
         step = ps.compile_step(program.train_step, donate=True)
         step(program.init(), batch)
     return seen[0]

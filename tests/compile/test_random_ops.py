@@ -17,8 +17,8 @@ from torch.nn import functional
 
 import purestep as ps
 from purestep.compile import control_flow, precision_casts, random_ops
+from purestep.compile.cpu import aot, graph_key
 from purestep.compile.cpu import backend as backend_
-from purestep.compile.cpu import graph_key
 from purestep.model import dropout_masks
 
 pytestmark = pytest.mark.compile
@@ -178,12 +178,10 @@ def test_code_of_a_faulty_step_is_not_found_again() -> None:
         with random_ops.AsInEager():
             return function(value)
 
-    before, after = graph_key.record(function, [x]).lines, graph_key.record(replaced, [x]).lines
-    assert before
-    assert after
-    assert "aten.bernoulli_" in "".join(before)
-    assert "purestep.drawn" in "".join(after)
-    assert "aten.bernoulli_.float (%" not in "".join(after)
+    before, after = (graph_key.lines(make_fx(each, tracing_mode="fake")(x)) for each in (function, replaced))
+    assert "aten::bernoulli_" in "".join(before)
+    assert "purestep::drawn" in "".join(after)
+    assert "aten::bernoulli_" not in "".join(after)
 
 
 # --- rounding ---------------------------------------------------------------------------------------------------------
@@ -303,7 +301,7 @@ def test_a_precision_of_the_program_keeps_inductors_way_with_casts(
         seen.append(inductor_config.emulate_precision_casts)
         raise Enough
 
-    monkeypatch.setattr(backend_, "_compile_graph", made_of)
+    monkeypatch.setattr(aot, "_lower", made_of)
     net = nn.Sequential(
         nn.Linear(8, 8),
         nn.GELU(),

@@ -148,16 +148,14 @@ IMPURE_MODULES = frozenset(
     subprocess tempfile threading time urllib""".split()
 )
 IMPURE_CALLS = {"breakpoint", "exec", "input", "open", "print"}
-AT_THE_COMPILER = ("compile/cpu/code_cache.py", "compile/cpu/csrc/__init__.py")
+AT_THE_COMPILER = ("compile/cpu/code_cache.py", "compile/cpu/cpp_library.py")
 """They read and write the compiler's files: its settings, its cache directory, our C++."""
 ALLOWED = (
     ("torch_ext/host_generators.py", "random"),
     ("torch_ext/global_rng.py", "random"),
     ("torch_ext/global_rng.py", "threading.RLock"),
-    ("compile/cpu/workspace.py", "threading.local"),
     ("optim/base.py", "threading.local"),
     ("compile/eager_donation.py", "threading.local"),
-    ("compile/cpu/backend.py", "logging"),
     ("compile/backends.py", "os"),
     ("compile/capture.py", "logging"),
     ("compile/captured_values.py", "logging"),
@@ -358,7 +356,7 @@ RULES: list[tuple[Rule, str, str]] = [
     (modules_without_a_level, "engine.py", ""),
     (impurities, "step.py", "import time"),
     (impurities, "step.py", "from threading import local"),
-    (impurities, "compile/cpu/workspace.py", "import threading"),
+    (impurities, "compile/cpu/backend.py", "import threading"),
     (impurities, "schedules.py", "from pathlib import Path"),
     (impurities, "metrics.py", "def f():\n    import logging"),
     (impurities, "optim/adam.py", "print(1)"),

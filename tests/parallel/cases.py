@@ -499,8 +499,9 @@ def captured() -> dict[str, dict[str, float]]:
 def functional() -> dict[str, str]:
     """What the plug-in for the CPU makes of graphs with and without functional collectives."""
     import torch.distributed._functional_collectives as functional_collectives
+    from torch.fx.experimental.proxy_tensor import make_fx
 
-    from purestep.compile.cpu import backend
+    from purestep.compile.cpu import aot, backend
 
     def reduced(x: Tensor) -> list[Tensor]:
         found = functional_collectives.all_reduce(torch.tanh(x), "sum", dist.group.WORLD)
@@ -513,8 +514,9 @@ def functional() -> dict[str, str]:
     with ps.parallel.start(timeout=60):
         for name, function in (("functional", reduced), ("own", plain)):
             try:
-                backend.compiled(backend.record(function, [torch.ones(3)]), options=None)
+                graph = make_fx(function, tracing_mode="fake")(torch.ones(3))
+                backend.compiled(graph, [torch.ones(3)], options=None)
                 found[name] = "compiled"
-            except backend.NotFunctional as error:
+            except aot.NotFunctional as error:
                 found[name] = str(error)
     return found

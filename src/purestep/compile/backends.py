@@ -20,13 +20,14 @@ PLUGINS = {"cpu": ("PURESTEP_CPU", ".cpu.backend")}
 plug-in's module with
 
 - ``suits(inputs) -> bool``: whether it compiles graphs of these tensors;
-- ``record(function, inputs) -> Record``: runs the Python once; ``Record.function`` repeats its operations;
-- ``compiled(record, *, options) -> (run, draws)``: the code, and whether it draws random numbers.
+- ``while_traced() -> context``: in which their graph is traced;
+- ``compiled(graph, inputs, *, options) -> (run, draws)``: the code, and whether it draws random numbers. The graph is a
+  trace without decompositions, which it does not change.
 """
 
 
 def switched_off(device: str) -> frozenset[str]:
-    """Parts that a plug-in's environment variable switches off, as in ``-gemm,-outline``; ``0`` means all."""
+    """Parts that a plug-in's environment variable switches off, as in ``-fast``; ``0`` means all."""
     words = os.environ.get(PLUGINS[device][0], "").split(",")
     return frozenset(word.removeprefix("-") for word in words)
 

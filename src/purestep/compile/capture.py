@@ -119,23 +119,22 @@ def trace_sizes(
 def _compile(
     run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None
 ) -> tuple[Compiled, Traits, list[Tensor]]:
-    with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel():
-        casts = precision_casts.Casts()
-        with casts:
-            graph, outside = _traced(run, inputs)
-    inputs = [*inputs, *(leaf.detach() for leaf in outside)]
     plugin, failed = backends.plugin(inputs) if backend == "inductor" else None, None
+    casts = precision_casts.Casts()
+    context = plugin.while_traced() if plugin is not None else nullcontext()
+    with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), casts, context:
+        graph, outside = _traced(run, inputs)
+    inputs = [*inputs, *(leaf.detach() for leaf in outside)]
     if plugin is not None:
-        with tracing.capturing(), torch.no_grad(), _function_modes_removed():
-            with tracing.no_recurrent_kernel():
-                record = plugin.record(graph, inputs)
-            try:
-                compiled, is_drawing = plugin.compiled(record, options=options)
-                return compiled, Traits(is_drawing, recordable=False), outside
-            except PurestepError:
-                raise
-            except Exception as error:
-                failed = error
+        own = precision_casts.options(casts.seen)
+        try:
+            with tracing.capturing(), torch.no_grad(), autocast_disabled(), _function_modes_removed():
+                compiled, is_drawing = plugin.compiled(graph, inputs, options=own | dict(options or {}))
+            return compiled, Traits(is_drawing, recordable=False), outside
+        except PurestepError:
+            raise
+        except Exception as error:
+            failed = error
     with tracing.capturing(), torch.no_grad():
         graph = fx_passes.finished(fx_passes.views_allowed(graph))
     traits = _traits(graph)
