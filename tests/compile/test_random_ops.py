@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import backends, control_flow, precision_casts, random_ops
+from purestep.compile import backends, random_ops
 from purestep.compile.cpu import backend as backend_
 from purestep.compile.cpu import graph_key
 from purestep.model import dropout_masks
@@ -266,49 +265,6 @@ def test_what_is_cast_down_and_up_is_rounded(name: str, way: str) -> None:
 
     found, _ = ps.compile_step(step, capture="dynamo" if way == "dynamo" else "trace")({"w": torch.zeros(64)}, w)
     assert torch.equal(found["w"], ROUNDED[name](w))
-
-
-def _new_weight(w: Tensor) -> Tensor:
-    return (w * 0.9).bfloat16()
-
-
-def _overwritten(w: Tensor) -> Tensor:
-    return w.bfloat16().mul_(1.7).float()
-
-
-def _branching(w: Tensor) -> Tensor:
-    return torch.cond(w.sum() > 0, lambda x: x.bfloat16().float(), lambda x: (2 * x).bfloat16().float(), (w,))
-
-
-def _averaged(w: Tensor) -> tuple[Tensor, Tensor]:
-    new = _new_weight(w)
-    return new, w.lerp(new.float(), 0.1)
-
-
-@pytest.mark.parametrize(
-    ("function", "setting", "stored"),
-    [
-        (_new_weight, None, 0),  # nothing in the graph reads it
-        (_overwritten, None, 2),
-        (_averaged, None, 1),
-        (_averaged, False, 0),
-        (_branching, True, 2),
-        (lambda x: x.bfloat16().sin().float(), True, 2),
-    ],
-)
-def test_a_value_that_is_read_rounded_is_stored_where_inductor_removes_casts(
-    function: Any, setting: bool | None, stored: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As inductor of torch 2.11 does, whatever its settings."""
-    monkeypatch.setattr(precision_casts, "_KEEPS_CASTS", False)
-    w = torch.randn(64)
-    with precision_casts.Casts() as casts:
-        graph = make_fx(function, tracing_mode="fake")(w)
-    options = {} if setting is None else {precision_casts.OPTION: setting}
-    precision_casts.store_rounded(graph, options, rounds=casts.seen)
-    nodes = [node for part in (graph, *control_flow.inner(graph)) for node in part.graph.nodes]
-    assert [node.target for node in nodes].count(torch.ops.purestep.rounded.default) == stored
-    torch.testing.assert_close(graph(w), function(w), rtol=0, atol=0)
 
 
 def test_a_setting_of_the_caller_holds(monkeypatch: pytest.MonkeyPatch) -> None:

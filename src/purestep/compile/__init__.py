@@ -25,7 +25,6 @@ Changes to a graph, in every way to capture:
     mixed_reductions  sums that are parts of concatenations, in memory of their own
     inplace_reuse     intermediate results computed in the memory of their inputs
     random_ops        the random numbers of eager mode
-    precision_casts   casts to a low precision and back, kept
     control_flow      `torch.cond` and its kind
     recurrent_layers  LSTMs and their kind on a GPU: short sequences only
     philox            the random state of attention kernels, outside inductor's memory planning

@@ -1,7 +1,7 @@
 """Compilers of captured graphs: plug-ins for devices, and the backends of `torch.compile`.
 
-Dynamo's graph is first traced below autograd. This keeps draws in eager mode's layout (`random_ops`) and round-trip
-casts (`precision_casts`), which inductor's own trace loses. A user's backend gets Dynamo's graph unchanged.
+Dynamo's graph is first traced below autograd. This keeps draws in eager mode's layout (`random_ops`), which inductor's
+own trace loses. A user's backend gets Dynamo's graph unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..torch_ext import tracing
-from . import aliasing, formats, fx_passes, precision_casts, random_ops
+from . import aliasing, formats, fx_passes, random_ops
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -60,11 +60,11 @@ def dynamo_backend(name: str, options: Mapping[str, Any] | None) -> Callable[[Gr
     _inductor(options)  # raises for an unknown option
 
     def purestep(graph: GraphModule, inputs: list[Any]) -> Any:
-        traced, rounds = _traced(graph)
+        traced = _traced(graph)
         if name != "inductor":
             return formats.fix_layouts(fx_passes.views_allowed(traced)).forward
-        precision_casts.store_rounded(traced, options, rounds=rounds)
         register_fallbacks(traced)
+        rounds = fx_passes.simulates_low_precision(traced)
         on_cpu = all(leaf.device.type == "cpu" for leaf in inputs if isinstance(leaf, Tensor))
         return _inductor(inductor_options(options, on_cpu=on_cpu, rounds=rounds))(traced, inputs)
 
@@ -77,10 +77,10 @@ def inductor_options(options: Mapping[str, Any] | None, *, on_cpu: bool, rounds:
     Args:
         options: of the user.
         on_cpu: let torch draw, in program order: the numbers are those of an eager step.
-        rounds: `precision_casts.Casts` has seen a round-trip cast.
+        rounds: keep every cast, for `fx_passes.simulates_low_precision`.
     """
-    own = {"fallback_random": True} if on_cpu else {}
-    return aliasing.as_option(own | precision_casts.options(rounds) | dict(options or {}))
+    own = ({"fallback_random": True} if on_cpu else {}) | ({"emulate_precision_casts": True} if rounds else {})
+    return aliasing.as_option(own | dict(options or {}))
 
 
 def register_fallbacks(graph: GraphModule) -> None:
@@ -108,17 +108,16 @@ def _inductor(options: Mapping[str, Any] | None) -> Any:
     return torch_._TorchCompileInductorWrapper(None, dict(options or {}), None)
 
 
-def _traced(graph: GraphModule) -> tuple[GraphModule, bool]:
-    """Trace Dynamo's graph to operators; return it and whether it has round-trip casts."""
+def _traced(graph: GraphModule) -> GraphModule:
+    """Trace Dynamo's graph to operators."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.proxy_tensor import make_fx
 
     inputs = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
-    casts = precision_casts.Casts()
     modes = {id(leaf.fake_mode): leaf.fake_mode for leaf in inputs if isinstance(leaf, FakeTensor)}
     (mode,) = modes.values()
-    with tracing.no_transforms_left(), tracing.capturing(), torch.no_grad(), mode, casts, random_ops.AsInEager():
+    with tracing.no_transforms_left(), tracing.capturing(), torch.no_grad(), mode, random_ops.AsInEager():
         traced: GraphModule = make_fx(graph, _allow_non_fake_inputs=True)(*inputs)
     fx_passes.collectives_in_order(traced)
     traced.recompile()
-    return traced, casts.seen
+    return traced

@@ -23,7 +23,7 @@ from .. import rng, tree
 from ..errors import ConfigError, PurestepError, StepContractError
 from ..step import NoSetupContext, last_unreached
 from ..torch_ext import host_generators, tracing
-from . import backends, control_flow, dynamic_shapes, formats, fx_passes, precision_casts, random_ops, recurrent_layers
+from . import backends, control_flow, dynamic_shapes, formats, fx_passes, random_ops, recurrent_layers
 from .compile_lock import with_compiler
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -113,14 +113,13 @@ def trace_sizes(
         return None
     with with_compiler():
         symbols = dynamic_shapes.Symbols(_distinct(inputs), _distinct(leaves), dims)
-        casts = precision_casts.Casts()
-        with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), symbols.mode, casts:
+        with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), symbols.mode:
             graph = fx_passes.finished(fx_passes.views_allowed(_traced(_traceable(function), symbols.fakes, "real")))
         if not symbols.vary():
             return None
         traits, shapes = _traits(graph), "from_tracing_context"
         with autocast_disabled(), _guards.tracing(_guards.TracingContext(symbols.mode)):
-            run = _lower(graph, symbols.fakes, backend, options, rounds=casts.seen, shapes=shapes)
+            run = _lower(graph, symbols.fakes, backend, options, shapes=shapes)
         return _outside_autocast(run), traits, symbols.fits()
 
 
@@ -142,12 +141,10 @@ def _compile(
                 failed = error
     with with_compiler():
         with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel():
-            casts = precision_casts.Casts()
-            with casts:
-                graph = fx_passes.finished(fx_passes.views_allowed(_traced(run, inputs)))
+            graph = fx_passes.finished(fx_passes.views_allowed(_traced(run, inputs)))
         traits = _traits(graph)
         with autocast_disabled(), _function_modes_removed():
-            compiled = _lower(graph, inputs, backend, options, rounds=casts.seen)
+            compiled = _lower(graph, inputs, backend, options)
     if plugin is not None and failed is not None:
         warn_fallback(plugin, failed)
     return compiled, traits
@@ -335,7 +332,6 @@ def _lower(
     backend: Any,
     options: Mapping[str, Any] | None,
     *,
-    rounds: bool,
     shapes: str = "from_example_inputs",
 ) -> Compiled:
     if backend in ("eager", "aot_eager"):
@@ -345,9 +341,9 @@ def _lower(
     # `standalone_compile` is documented, but not yet public.
     inductor: Any = importlib.import_module("torch._inductor")
     on_cpu = all(leaf.device.type == "cpu" for leaf in inputs)
+    rounds = fx_passes.simulates_low_precision(graph)
     chosen = {"config_patches": backends.inductor_options(options, on_cpu=on_cpu, rounds=rounds)}
     names = control_flow.operators(graph)
-    precision_casts.store_rounded(graph, options, rounds=rounds)
     backends.register_fallbacks(graph)
     try:
         graph = control_flow.copy_operands(graph) if names else graph

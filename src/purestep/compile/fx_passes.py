@@ -55,6 +55,31 @@ def finished(graph: GraphModule) -> GraphModule:
     return _materialize_scalars(graph) if _OFFSETS_STAY else graph
 
 
+_LOW = {
+    *(torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+}
+"""Dtypes that inductor computes in float32."""
+
+
+def simulates_low_precision(graph: GraphModule) -> bool:
+    """True if a graph casts to a low precision and computes no product in it, as ``x.bfloat16().float()`` does.
+
+    Inductor cancels the two casts unless its option `emulate_precision_casts` is set. The option rounds every operation
+    in a low precision, which slows down a step in mixed precision, whose casts feed products.
+    """
+    casts = False
+    for part in (graph, *control_flow.inner(graph)):
+        for node in part.graph.nodes:
+            values = [source.meta.get("val") for source in node.all_input_nodes]
+            reads_low = any(isinstance(value, Tensor) and value.dtype in _LOW for value in values)
+            made = node.meta.get("val")
+            casts = casts or (isinstance(made, Tensor) and made.dtype in _LOW and node.op == "call_function")
+            if reads_low and (aliasing.name_of(node) in _PRODUCTS or "attention" in aliasing.name_of(node)):
+                return False
+    return casts
+
+
 def copied(leaf: Tensor) -> Tensor:
     """Copy a batch's tensor at the beginning of a graph; see `without_copies`."""
     return leaf.clone(memory_format=torch.preserve_format)  # the explicit argument marks our copies

@@ -33,7 +33,6 @@ from .. import (
     early_reductions,
     fx_passes,
     inplace_reuse,
-    precision_casts,
     random_ops,
 )
 from ..capture import Compiled, Flat, limit_threads
@@ -102,17 +101,18 @@ def _compile(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool
         more["fx_graph_cache"] = False  # our cache replaces inductor's
     # Lazy graph modules: no Python code is generated for a graph that is rewritten many times and never run.
     with config.patch(_settings(options) | more), lazy._use_lazy_graph_module(True), _instructions_tested():
-        casts = precision_casts.Casts()
-        with mode, casts, config.patch(precision_casts.options(rounds=True)):
+        with mode:
             graph = _traced(record.function, fakes)
-        rounds = bool((options or {}).get(precision_casts.OPTION, casts.seen or config.emulate_precision_casts))
-        if not rounds:
-            precision_casts.unmark(graph)
+        rounds = config.emulate_precision_casts
+        if "emulate_precision_casts" not in (options or {}) and fx_passes.simulates_low_precision(graph):
+            rounds = True
+            with mode, config.patch(emulate_precision_casts=True):  # the trace marks the operators that round
+                graph = _traced(record.function, fakes)
         if fx_passes.has_functional_collectives(graph):
             raise NotFunctional("torch's functional collectives need results in storage of their own")
         if control_flow.operators(graph):
             raise NotFunctional
-        with graph_key.autocast_disabled(), config.patch(precision_casts.options(rounds)):
+        with graph_key.autocast_disabled(), config.patch(emulate_precision_casts=rounds):
             return _compile_graph(graph, fakes, mode, options)
 
 
@@ -134,7 +134,7 @@ def _functional(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Graph
     """Move all in-place writes of a graph to its end."""
     if not fx_passes.is_functional(graph):
         with mode:
-            graph = _traced(torch.func.functionalize(precision_casts.marking(graph), remove="mutations"), fakes)
+            graph = _traced(torch.func.functionalize(graph, remove="mutations"), fakes)
     if not fx_passes.is_functional(graph):
         raise NotFunctional
     return fx_passes.writing_last(attention.written_out(graph) if _is_on("attention") else graph)

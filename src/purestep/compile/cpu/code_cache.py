@@ -154,7 +154,9 @@ def _surroundings(chosen: Mapping[str, Any]) -> Iterator[str]:
         raise graph_key.Unkeyable("a user's decomposition or lowering")
     found = settings.save_config_portable(ignore_private_configs=False) | dict(chosen)
     yield from (f"{key} {graph_key.plain(value)}" for key, value in sorted(found.items()))
-    yield graph_key.plain(sorted(chosen))  # settings outside `chosen` may depend on the graph: `precision_casts`
+    yield graph_key.plain(
+        sorted(chosen)
+    )  # settings outside `chosen` may depend on the graph: `emulate_precision_casts`
     yield graph_key.plain(
         (
             torch.get_num_threads(),
