@@ -24,11 +24,10 @@ Changes to a graph, in every way to capture:
     early_reductions  losses and metrics before the backward pass
     mixed_reductions  sums that are parts of concatenations, in memory of their own
     inplace_reuse     intermediate results computed in the memory of their inputs
-    random_ops        the random numbers of eager mode
+    draw_code         calls of torch's random fills, which inductor never removes
     control_flow      `torch.cond` and its kind
     recurrent_layers  LSTMs and their kind on a GPU: short sequences only
     philox            the random state of attention kernels, outside inductor's memory planning
-    formats           memory formats for operators that run one by one
     dynamic_shapes    sizes that vary between batches
     outputs           scalars returned as one vector
     packed_layouts    which parameters share a flat buffer

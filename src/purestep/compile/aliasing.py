@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, library
 
-from . import philox, random_ops
+from . import draw_code, philox
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
@@ -99,14 +99,14 @@ def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
     options as a pass before its last ones, `inplace_reuse` and `early_reductions.OPTIONS`, for graphs that are compiled
     through its public entry.
 
-    Registers `random_ops` too: its code is part of the pass's cache key.
+    Registers `draw_code` too: its code is part of the pass's cache key.
     """
     from torch._inductor import config, custom_graph_pass
 
     from . import early_reductions, inplace_reuse, mixed_reductions  # the first and the last import this module
 
     register()
-    random_ops.register()
+    draw_code.register()
     philox.register()
     early_reductions.register()
     name, settings, passes = "post_grad_custom_pre_pass", cast(Any, config), cast(Any, custom_graph_pass)
@@ -127,7 +127,7 @@ def as_option(options: Mapping[str, Any]) -> dict[str, Any]:
         def uuid(self) -> Any:
             """The key for inductor's cache, which stores no graph compiled with a pass without a key."""
             found = [each.uuid() if isinstance(each, passes.CustomGraphPass) else None for each in theirs]
-            used = (random_ops, philox, early_reductions, mixed_reductions)
+            used = (draw_code, philox, early_reductions, mixed_reductions)
             files = (__file__, *(str(module.__file__) for module in used))
             return (passes.get_hash_for_files(files), *found) if all(found) else None
 

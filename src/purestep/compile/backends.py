@@ -1,7 +1,7 @@
 """Compilers of captured graphs: plug-ins for devices, and the backends of `torch.compile`.
 
-Dynamo's graph is first traced below autograd. This keeps draws in eager mode's layout (`random_ops`), which inductor's
-own trace loses. A user's backend gets Dynamo's graph unchanged.
+Dynamo's graph is first traced below autograd. This keeps draws in eager mode's layout (`torch_ext.draws`), which
+inductor's own trace loses. A user's backend gets Dynamo's graph unchanged.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..torch_ext import tracing
-from . import aliasing, formats, fx_passes, random_ops
+from ..torch_ext import draws, tracing
+from . import aliasing, fx_passes
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -62,7 +62,7 @@ def dynamo_backend(name: str, options: Mapping[str, Any] | None) -> Callable[[Gr
     def purestep(graph: GraphModule, inputs: list[Any]) -> Any:
         traced = _traced(graph)
         if name != "inductor":
-            return formats.fix_layouts(fx_passes.views_allowed(traced)).forward
+            return fx_passes.views_allowed(traced).forward
         register_fallbacks(traced)
         rounds = fx_passes.simulates_low_precision(traced)
         on_cpu = all(leaf.device.type == "cpu" for leaf in inputs if isinstance(leaf, Tensor))
@@ -116,7 +116,7 @@ def _traced(graph: GraphModule) -> GraphModule:
     inputs = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
     modes = {id(leaf.fake_mode): leaf.fake_mode for leaf in inputs if isinstance(leaf, FakeTensor)}
     (mode,) = modes.values()
-    with tracing.no_transforms_left(), tracing.capturing(), torch.no_grad(), mode, random_ops.AsInEager():
+    with tracing.no_transforms_left(), tracing.capturing(), torch.no_grad(), mode, draws.Draws():
         traced: GraphModule = make_fx(graph, _allow_non_fake_inputs=True)(*inputs)
     fx_passes.collectives_in_order(traced)
     traced.recompile()

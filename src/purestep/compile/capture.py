@@ -22,8 +22,8 @@ from torch import Tensor
 from .. import rng, tree
 from ..errors import ConfigError, PurestepError, StepContractError
 from ..step import NoSetupContext, last_unreached
-from ..torch_ext import host_generators, tracing
-from . import backends, control_flow, dynamic_shapes, formats, fx_passes, random_ops, recurrent_layers
+from ..torch_ext import draws, host_generators, tracing
+from . import backends, control_flow, dynamic_shapes, fx_passes, recurrent_layers
 from .compile_lock import with_compiler
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -214,7 +214,7 @@ _CAPTURE_SEED = 1 << 40  # initial seed of a capture: large, so that draw positi
 
 @contextmanager
 def _replayed_draws() -> Generator[None]:
-    with rng.scoped(_CAPTURE_SEED), random_ops.AsInEager(), tracing.replaying(), _compiling():
+    with rng.scoped(_CAPTURE_SEED), draws.Draws(), tracing.replaying(), _compiling():
         yield
 
 
@@ -257,6 +257,8 @@ def _traceable(function: Flat) -> Flat:
                 recurrent_layers.Cells(_long_sequence) if on_gpu else nullcontext(),
             ):
                 return function(*tensors)
+        except draws.RefusedDraw as error:
+            raise Uncaptured(error.what, where=_where(error)[0], hint=error.hint) from error
         except PurestepError:
             raise
         except _data_dependent() as error:
@@ -335,7 +337,7 @@ def _lower(
     shapes: str = "from_example_inputs",
 ) -> Compiled:
     if backend in ("eager", "aot_eager"):
-        return _unpacked(formats.fix_layouts(graph))
+        return _unpacked(graph)
     if backend != "inductor":
         return _unpacked(backend(graph, inputs))
     # `standalone_compile` is documented, but not yet public.

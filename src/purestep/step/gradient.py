@@ -14,8 +14,8 @@ from .. import tree
 from ..errors import StepContractError
 from ..metrics import Gathered, merge
 from ..metrics import mean as means
-from ..model import dropout_masks, functional, write_check
-from ..torch_ext import Flag, foreach, is_finite, read, tracing
+from ..model import functional, write_check
+from ..torch_ext import Flag, draws, foreach, is_finite, read, tracing
 from ..torch_ext import decisions as flags
 from ..types import Batch, Empty, Form, Loss, Mean, Metrics, Params, Share, TrainState
 from . import microbatch
@@ -218,7 +218,7 @@ def _value_and_grad(
                 spec.reach.remember(_unreached(mean, params))
             return mean, extra
 
-        with nullcontext() if tracing.transformed() else dropout_masks.EagerMasks():
+        with nullcontext() if tracing.transformed() else draws.EagerDropout():
             try:
                 grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
             except RuntimeError as error:

@@ -30,10 +30,10 @@ from .. import (
     aliasing,
     backends,
     control_flow,
+    draw_code,
     early_reductions,
     fx_passes,
     inplace_reuse,
-    random_ops,
 )
 from ..capture import Compiled, Flat, limit_threads
 from ..compile_lock import with_compiler
@@ -173,7 +173,7 @@ def _lower(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
         early_reductions.register()
         embedding_grad.register()
         aliasing.register()
-        random_ops.register()
+        draw_code.register()
         backends.register_fallbacks(graph)
         in_workspace = _in_workspace()
         if in_workspace:
