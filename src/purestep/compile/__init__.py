@@ -20,14 +20,10 @@
 Changes to a graph, in every way to capture:
 
     fx_passes         rewrites, and questions about a graph
-    aliasing          copies where inductor would read a buffer after it was written
-    early_reductions  losses and metrics before the backward pass
-    mixed_reductions  sums that are parts of concatenations, in memory of their own
-    inplace_reuse     intermediate results computed in the memory of their inputs
+    inductor_fixes    work-arounds for faults of inductor
     draw_code         calls of torch's random fills, which inductor never removes
     control_flow      `torch.cond` and its kind
     recurrent_layers  LSTMs and their kind on a GPU: short sequences only
-    philox            the random state of attention kernels, outside inductor's memory planning
     dynamic_shapes    sizes that vary between batches
     outputs           scalars returned as one vector
     packed_layouts    which parameters share a flat buffer

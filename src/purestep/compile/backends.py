@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..torch_ext import draws, tracing
-from . import aliasing, fx_passes
+from . import draw_code, fx_passes, inductor_fixes
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -80,7 +80,8 @@ def inductor_options(options: Mapping[str, Any] | None, *, on_cpu: bool, rounds:
         rounds: keep every cast, for `fx_passes.simulates_low_precision`.
     """
     own = ({"fallback_random": True} if on_cpu else {}) | ({"emulate_precision_casts": True} if rounds else {})
-    return aliasing.as_option(own | dict(options or {}))
+    draw_code.register()
+    return inductor_fixes.options(own | dict(options or {}))
 
 
 def register_fallbacks(graph: GraphModule) -> None:

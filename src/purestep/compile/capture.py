@@ -23,7 +23,7 @@ from .. import rng, tree
 from ..errors import ConfigError, PurestepError, StepContractError
 from ..step import NoSetupContext, last_unreached
 from ..torch_ext import draws, host_generators, tracing
-from . import backends, control_flow, dynamic_shapes, fx_passes, recurrent_layers
+from . import backends, control_flow, dynamic_shapes, fx_passes, inductor_fixes, recurrent_layers
 from .compile_lock import with_compiler
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -346,6 +346,7 @@ def _lower(
     rounds = fx_passes.simulates_low_precision(graph)
     chosen = {"config_patches": backends.inductor_options(options, on_cpu=on_cpu, rounds=rounds)}
     names = control_flow.operators(graph)
+    inductor_fixes.before(graph.graph)
     backends.register_fallbacks(graph)
     try:
         graph = control_flow.copy_operands(graph) if names else graph

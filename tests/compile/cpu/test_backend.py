@@ -23,7 +23,7 @@ from torch._inductor import codecache, config, cpu_vec_isa
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import aliasing
+from purestep.compile import inductor_fixes
 from purestep.compile.cpu import (
     attention,
     backend,
@@ -899,7 +899,7 @@ def test_an_input_written_from_itself_through_a_view():
 
 
 def test_without_memory_of_its_own_it_is_overwritten_while_it_is_read(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(aliasing, "store_separately", lambda graph, node, reader: None)
+    monkeypatch.setattr(inductor_fixes.aliasing, "store_separately", lambda graph, node, reader: None)
     with config.patch(fx_graph_cache=False):  # it has the code of the test before
         assert not all(are_written_whole(TURNS))
 

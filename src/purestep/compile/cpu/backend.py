@@ -27,13 +27,11 @@ from torch.torch_version import TorchVersion
 
 from ...torch_ext import tracing
 from .. import (
-    aliasing,
     backends,
     control_flow,
     draw_code,
-    early_reductions,
     fx_passes,
-    inplace_reuse,
+    inductor_fixes,
 )
 from ..capture import Compiled, Flat, limit_threads
 from ..compile_lock import with_compiler
@@ -96,7 +94,7 @@ def _compile(record: Record, options: Mapping[str, Any] | None, *, is_kept: bool
     lazy: Any = _lazy_graph_module
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in record.inputs]
-    more = inplace_reuse.option(options)
+    more = inductor_fixes.options(options)
     if is_kept:
         more["fx_graph_cache"] = False  # our cache replaces inductor's
     # Lazy graph modules: no Python code is generated for a graph that is rewritten many times and never run.
@@ -125,7 +123,8 @@ def _compile_graph(
     graph = fx_passes.finished(_functional(graph, fakes, mode))
     work = _work(graph)
     is_drawing, threads = fx_passes.draws(graph), _threads(graph, work)  # inductor changes the graph
-    with config.patch(_by_size(work) | dict(options or {})):
+    given = {name: value for name, value in (options or {}).items() if name != inductor_fixes.PASS}
+    with config.patch(_by_size(work) | given):
         run = _lower(graph, fakes, mode)
         return code_cache.Made(launcher.of(run, len(fakes), in_workspace=_in_workspace()), is_drawing, threads)
 
@@ -169,10 +168,7 @@ def _lower(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Compiled:
         graph = inductor._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
         if _is_on("gemm"):
             graph = gemm.placed(graph)
-        early_reductions.early(graph.graph)
-        early_reductions.register()
         embedding_grad.register()
-        aliasing.register()
         draw_code.register()
         backends.register_fallbacks(graph)
         in_workspace = _in_workspace()
@@ -242,7 +238,7 @@ def _settings(options: Mapping[str, Any] | None) -> dict[str, Any]:
         "fallback_random": True,
         # Kernels at -O3, the calling code at -O1: a third of the compile time at the same speed.
         "cpp_wrapper_build_separate": True,
-        **early_reductions.OPTIONS,
+        **inductor_fixes.trace_order.OPTIONS,
     }
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         # torch itself uses these instructions: skip the test program that includes torch's headers.

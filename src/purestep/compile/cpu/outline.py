@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from .. import aliasing, early_reductions, fx_passes
+from .. import fx_passes, inductor_fixes
 from . import graph_key
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Block:
         inductor.view_to_reshape(self.module)
         inductor.fake_tensor_prop(self.module, given)
         # Whatever the user's options: a sum that moves to the end would recompute its terms.
-        with config.patch(early_reductions.OPTIONS):
+        with config.patch(inductor_fixes.trace_order.OPTIONS | {inductor_fixes.PASS: None}):
             inductor._recursive_post_grad_passes(self.module, is_inference=True)
         return self.module
 
@@ -265,7 +265,7 @@ def _base(node: Node) -> Node:
 def _is_view(node: Any) -> bool:
     if node.target is operator.getitem:  # one of several results
         node = node.args[0]
-    return aliasing.is_view(node) or node.target is torch.ops.aten._unsafe_view.default
+    return fx_passes.is_view(node) or node.target is torch.ops.aten._unsafe_view.default
 
 
 def _outline(graph: GraphModule, windows: list[list[Node]], functions: dict[str, Block]) -> None:

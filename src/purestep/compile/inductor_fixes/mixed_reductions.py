@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import fx_passes
 from . import aliasing
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _LEAST = 1 << 20
 """Inductor sums fewer elements in separate kernels: its limit is 5 Mi."""
 
 
-def separate(graph: Graph) -> None:
+def fix(graph: Graph) -> None:
     """Give sums that are parts of concatenations a fixed layout.
 
     Args:
@@ -40,18 +41,18 @@ def _sums(cat: Node) -> Iterator[tuple[Node, Node]]:
     """The sums among the inputs of a concatenation, directly or through views, and their readers on the way."""
     for source in cat.all_input_nodes:
         node, reader = source, cat
-        while aliasing.is_view(node) and node.all_input_nodes:
+        while fx_passes.is_view(node) and node.all_input_nodes:
             node, reader = node.all_input_nodes[0], node
         if _is_large_sum(node):
             yield node, reader
 
 
 def _is_large_sum(node: Any) -> bool:
-    if node.op != "call_function" or aliasing.name_of(node) not in ("sum", "prod"):
+    if node.op != "call_function" or fx_passes.name_of(node) not in ("sum", "prod"):
         return False
     if not all(value.meta["val"].device.type != "cpu" for value in (node, *node.all_input_nodes)):
         return False
-    return any(not 0 < aliasing.size(each) < _least() for each in node.all_input_nodes)
+    return any(not 0 < fx_passes.size(each) < _least() for each in node.all_input_nodes)
 
 
 def _least() -> int:
