@@ -127,7 +127,7 @@ SLOW = (
     "compile/test_aliasing.py",
     "compile/test_ensemble_compiled.py",
     "compile/test_launch.py",
-    "compile/test_random_ops.py",
+    "compile/test_draws.py",
     "compile/test_surroundings.py",
     "parallel/test_failures.py",
     "test_zoo.py",

@@ -14,8 +14,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
-from purestep.compile import aliasing
+from purestep.compile import inductor_fixes
 from purestep.compile.cpu import backend as backend_
+from purestep.compile.inductor_fixes import PASS, aliasing
 
 pytestmark = pytest.mark.compile
 
@@ -48,9 +49,13 @@ LATER: dict[str, Callable[[Tensor, Tensor], Pair]] = {
     "turned in place": lambda a, b: (a.t().clone(), b + 1),
     "a queue": lambda a, b: (a * 0.5, torch.cat([b[1:].clone(), a[:1].clone()])),
     "split and put together": lambda a, b: (a * 0.5, torch.cat(a.split([1, 3], 1), 1)),
+    "halved and put together": lambda a, b: (a * 0.5, torch.cat(a.chunk(2))),
+    "sliced and put together": lambda a, b: (a * 0.5, torch.cat([a[:1], a[1:]])),
+    "unbound and stacked": lambda a, b: (a * 0.5, torch.stack(a.unbind(1), 1)),
     "split by pairs": lambda a, b: tuple(
         t.view(4, 4) for t in torch.cat([b.reshape(16), a.reshape(16)]).split([16, 16])
     ),
+    "put together and split": lambda a, b: torch.cat([b, a], 1).split([4, 4], 1),
     "the largest": lambda a, b: (a * 0.5, torch.cat([a, b]).topk(4, 0).values),
     "sorted": lambda a, b: (b.sort().values, a + 1),
     "exchanged": lambda a, b: (b.clone(), a.clone()),
@@ -111,8 +116,8 @@ def test_without_memory_of_its_own_a_leaf_is_overwritten_while_it_is_read(monkey
 
 
 def test_without_it_a_copy_is_of_the_state_as_it_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch no longer does this, `sources.held` can go."""
-    monkeypatch.setattr(aliasing, "copy_before_writes", lambda *_, **__: None)
+    """Where torch no longer does this, `aliasing` can go."""
+    monkeypatch.setattr(aliasing, "fix", lambda graph: None)
     with torch._inductor.config.patch(fx_graph_cache=False):
         found, expected = as_in_eager(["clone"])
     pair = found["clone, ab"]
@@ -158,7 +163,7 @@ class Told(AWARE or CustomGraphPass):
 )
 def test_a_pass_of_the_users_is_run_too(given: Callable[[Any], Any]) -> None:
     one = Theirs()
-    found, expected = as_in_eager(["clone"], options={"post_grad_custom_pre_pass": given(one)})
+    found, expected = as_in_eager(["clone"], options={PASS: given(one)})
     assert_trees_close(found, expected)
     assert one.seen == [False]
 
@@ -166,7 +171,7 @@ def test_a_pass_of_the_users_is_run_too(given: Callable[[Any], Any]) -> None:
 @pytest.mark.usefixtures("front_door")
 def test_a_pass_that_wants_to_know_more_is_told() -> None:
     one, settings = Told(), torch._inductor.config
-    with settings.patch(post_grad_custom_pre_pass=one, fx_graph_cache=False):
+    with settings.patch({PASS: one, "fx_graph_cache": False}):
         found, expected = as_in_eager(["clone"])
     assert_trees_close(found, expected)
     assert one.seen == [False]
@@ -177,7 +182,7 @@ def test_options_of_inductors_are_taken_by_its_front_door() -> None:
     one = Theirs()
     found, expected = as_in_eager(
         ["clone"],
-        options={"post_grad_custom_pre_pass": one, "epilogue_fusion": False},
+        options={PASS: one, "epilogue_fusion": False},
     )
     assert_trees_close(found, expected)
     assert one.seen == [False]
@@ -185,7 +190,7 @@ def test_options_of_inductors_are_taken_by_its_front_door() -> None:
 
 def test_inductors_cache_knows_all_passes() -> None:
     def uuid(given: Any) -> Any:
-        return aliasing.as_option({"post_grad_custom_pre_pass": given})["post_grad_custom_pre_pass"].uuid()
+        return inductor_fixes.options({PASS: given})[PASS].uuid()
 
     assert uuid(None) is not None
     assert uuid(Told()) not in (None, uuid(None))
@@ -234,7 +239,7 @@ def test_a_metric_of_the_state_as_it_was_by_inductors_front_door(kind: str) -> N
 
 
 def test_without_it_a_metric_is_of_the_state_as_it_becomes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aliasing, "copy_before_writes", lambda *_, **__: None)
+    monkeypatch.setattr(aliasing, "fix", lambda graph: None)
     with torch._inductor.config.patch(fx_graph_cache=False):
         found, expected = losses("a copy")
     assert found != expected
@@ -244,9 +249,9 @@ def test_without_it_a_metric_is_of_the_state_as_it_becomes(monkeypatch: pytest.M
 
 
 def taken_in(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
-    """How many copies there are after `held`."""
+    """How many copies there are after `aliasing.fix`."""
     graph = make_fx(function, tracing_mode="fake")(*(torch.ones(shape) for shape in shapes)).graph
-    aliasing.copy_before_writes(graph, aliasing._Sources(graph))
+    aliasing.fix(graph)
     graph.lint()
     return sum(node.target is torch.ops.purestep.taken.default for node in graph.nodes)
 
@@ -296,17 +301,3 @@ def test_the_steps_of_a_program_copy_nothing(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(2):
             state, _ = step(state, (torch.ones(5, 3), torch.ones(5, 4)))
     assert copies == []
-
-
-@pytest.mark.parametrize("door", ["own", "front"])
-def test_a_random_permutation_is_an_index(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in mixup. torch.compile of the line alone fails with torch 2.13."""
-    if door == "front":
-        monkeypatch.setattr(backend_, "suits", lambda inputs: False)
-
-    def step(state: dict[str, Tensor], x: Tensor) -> Any:
-        return {"w": state["w"] + x[torch.randperm(8)]}, {"loss": x.sum()}
-
-    compiled = ps.compile_step(step, donate=True)
-    state, _ = compiled({"w": torch.zeros(8)}, torch.arange(8.0))
-    assert sorted(state["w"].tolist()) == list(range(8))

@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import aliasing, early_reductions, inplace_reuse
+from purestep.compile import fx_passes
 from purestep.compile.cpu import backend as backend_
 from purestep.compile.cpu import cpp_library
+from purestep.compile.inductor_fixes import early_reductions, inplace_reuse
 from purestep.torch_ext import tracing
 from purestep.types import Loss, Program
 
@@ -80,7 +82,7 @@ def readers(node: Any) -> Iterator[Any]:
             if user in seen:
                 continue
             seen.add(user)
-            if early_reductions._is_fused(user) and aliasing.size(user) > 1:
+            if early_reductions._is_fused(user) and fx_passes.size(user) > 1:
                 waiting.append(user)
             yield user
 
@@ -109,18 +111,18 @@ def test_nothing_reads_the_logits_once_their_gradient_is_there(objective: str, l
                 order = {each: index for index, each in enumerate(graph.nodes)}
                 min(node.users, key=lambda user: order[user]).prepend(node)
         graph.lint()
-    early_reductions.early(graph)
+    early_reductions.fix(graph)
     graph.lint()
     at = {node: index for index, node in enumerate(graph.nodes)}
     gradient = at[backward_of(graph)]
     read = list(readers(logits_of(graph)))
-    reduced = [node for node in read if early_reductions._is_a_loop(node) or aliasing.size(node) == 1]
-    scalars = [node for node in reduced if aliasing.size(node) == 1]
+    reduced = [node for node in read if early_reductions._is_a_loop(node) or fx_passes.size(node) == 1]
+    scalars = [node for node in reduced if fx_passes.size(node) == 1]
     assert scalars or objective == "smoothed"  # it adds up sums of rows
     assert all(at[node] < gradient for node in reduced)
     held = [node for node in graph.nodes if node.target is torch.ops.purestep.after.default]
     assert held, "the gradient does not wait for the loss"
-    assert all(aliasing.size(node.args[1]) == 1 for node in held)
+    assert all(fx_passes.size(node.args[1]) == 1 for node in held)
 
 
 @pytest.mark.parametrize("through", ["native code", "the front door"])
@@ -139,17 +141,32 @@ def test_numbers_are_those_of_eager(objective: str, through: str, monkeypatch: p
     torch.testing.assert_close(state.params["weight"], other.params["weight"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_without_it_a_metric_of_the_logits_takes_memory_of_their_size(
+    is_fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where inductor no longer lets the metric wait, `early_reductions` can go."""
+    monkeypatch.setattr(backend_, "suits", lambda inputs: False)
+    if not is_fixed:
+        monkeypatch.setattr(early_reductions, "fix", lambda graph: None)
+    made = program("own")
+    options = {"force_disable_caches": True, "cpp_wrapper": False}
+    step = ps.compile_step(made.train_step, donate=True, options=options)
+    _, code = run_and_get_code(step, made.init(), batch())
+    assert "".join(code).count(f"empty_strided_cpu(({ROWS}, {CLASSES})") == (2 if is_fixed else 3)
+
+
 def test_a_norm_that_its_gradient_waits_for_stays_where_it_is() -> None:
     """Fused with what makes the gradient; and a small step is not changed at all."""
     graph = traced(program("cross entropy"))
     before = [node.name for node in graph.nodes if "linalg_vector_norm" in node.name or "pow" in node.name]
-    early_reductions.early(graph)
+    early_reductions.fix(graph)
     after = [node for node in graph.nodes if node.target is torch.ops.purestep.after.default]
     assert all(node.args[1].name not in before for node in after)
     made = ps.program(nn.Linear(16, 4), ps.supervised(nn.CrossEntropyLoss()), ps.optim.sgd(0.1))
     small = traced(made)
     nodes = [node.name for node in small.nodes]
-    early_reductions.early(small)
+    early_reductions.fix(small)
     assert [node.name for node in small.nodes] == nodes
 
 

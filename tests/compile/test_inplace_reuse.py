@@ -18,8 +18,8 @@ from torch._inductor.virtualized import V
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import inplace_reuse
 from purestep.compile.cpu import backend, cpp_library
+from purestep.compile.inductor_fixes import inplace_reuse
 
 pytestmark = pytest.mark.compile
 

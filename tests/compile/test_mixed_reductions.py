@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import purestep as ps
 from purestep import optim
-from purestep.compile import mixed_reductions
+from purestep.compile.inductor_fixes import mixed_reductions
 
 ROWS, WIDTH = 1 << 13, 768  # inductor mixes sums of 5 Mi elements or more
 
@@ -40,7 +40,7 @@ def separated(function: Callable[..., Any], *, device: str, rows: int = ROWS) ->
     with torch._subclasses.FakeTensorMode():
         x = torch.empty(rows, WIDTH, device=device)
         traced = make_fx(function, decomposition_table=select_decomp_table())(x, x.clone())
-    mixed_reductions.separate(traced.graph)
+    mixed_reductions.fix(traced.graph)
     return sum(node.target is torch.ops.prims.inductor_force_stride_order.default for node in traced.graph.nodes)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, library
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
-from purestep.compile import philox
 from purestep.compile.cpu import backend as backend_
+from purestep.compile.inductor_fixes import philox
 
 pytestmark = pytest.mark.compile
 
@@ -79,7 +79,7 @@ def test_every_attention_kernel_of_torch_is_known(kernel: Callable[..., Any], st
     with FakeTensorMode():
         q = torch.empty(2, 4, 32, 16, device="meta", dtype=torch.float16)
         graph = make_fx(both)(q, torch.empty(2, 4, 32, 32, device="meta", dtype=torch.float16))
-    philox.protect(graph.graph)
+    philox.fix(graph.graph)
     graph.graph.lint()
     apart = [node for node in graph.graph.nodes if node.target is torch.ops.purestep.kept_apart.default]
     assert len(apart) == states

@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 
 DRAWING = {
-    *("linear", "adapter", "turned", "sliced", "twice", "alpha", "features", "rrelu", "unread", "noise", "permuted"),
+    *("linear", "adapter", "turned", "sliced", "twice", "alpha", "features", "unread", "noise", "permuted"),
     *("attention", "fused", "batchnorm", "gru", "encoder"),
 }
 """Layers that draw: on CUDA the numbers of compiled steps are not those of eager ones."""
@@ -59,11 +59,18 @@ def case(seed: int, *, quiet: bool = False) -> Case:
         way=draw.choices(tuple(WAYS), tuple(WAYS.values()))[0],
         donate=draw.random() < 0.5,
     )
+    made = made._replace(layers=tuple(sorted(made.layers, key=UNKNOWN_STRIDES.__contains__)))
+    if "groups" in made.layers and made.sizes[0] == 1:  # torch's kernel refuses the strides that a trace gives it
+        made = made._replace(way=made.way.replace("aot_eager", "inductor"))
     # BatchNorm of one value is an error of its own.
     return made._replace(sizes=(1, 2)) if made.sizes == (1, 1) and set(made.layers) & BATCH_NORMS else made
 
 
 BATCH_NORMS = {"batchnorm", "batchnorm1d", "solid"}
+
+UNKNOWN_STRIDES = BATCH_NORMS
+"""Layers whose result may have other strides in a trace than in eager mode. They come last: what is drawn like such a
+result is drawn in another order."""
 
 WAYS = {"inductor": 28, "aot_eager": 9, "front": 2}
 """How a step is compiled, by how often. "front" goes through inductor's front door, which takes five times as long as
@@ -178,7 +185,7 @@ def _indexed(x: Tensor, table: Tensor | nn.Module) -> Tensor:
 
 
 def _unread(x: Tensor) -> Tensor:
-    functional.dropout(x, 0.3), torch.rand(3), torch.randn_like(x), torch.multinomial(torch.ones(4), 2)
+    functional.dropout(x, 0.3), torch.rand(3), torch.randn_like(x), torch.randperm(4)
     return functional.dropout(x, 0.1)
 
 
@@ -203,7 +210,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "twice": lambda: Layer(lambda x: functional.dropout(x, 0.3) + functional.dropout(x, 0.3)),
     "alpha": lambda: Layer(lambda x: functional.alpha_dropout(x.transpose(0, 1), 0.2, True).transpose(0, 1)),
     "features": lambda: Layer(lambda x: functional.dropout1d(x, 0.2) + functional.feature_alpha_dropout(x, 0.1, True)),
-    "rrelu": lambda: Layer(lambda x: functional.rrelu(x.transpose(1, 2), training=True).transpose(1, 2)),
     "unread": lambda: Layer(_unread),
     "noise": lambda: Layer(_noisy),
     "permuted": lambda: Layer(_permuted),

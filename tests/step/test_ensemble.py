@@ -258,7 +258,7 @@ class DropsInput(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = functional.dropout(x.t(), 0.3, self.training).t()
-        x = functional.alpha_dropout(x.reshape(2, 3, 4).permute(2, 0, 1), 0.3, self.training)
+        x = functional.alpha_dropout(x, 0.3, self.training).reshape(2, 3, 4).permute(2, 0, 1)
         x = functional.dropout(x[..., :1].expand(4, 2, 3), 0.3, self.training).permute(1, 2, 0)
         return self.head(nn.functional.dropout1d(x.flatten(0, 1)[:, :, None], 0.3, self.training)[..., 0])
 

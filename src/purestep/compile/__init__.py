@@ -19,16 +19,10 @@
 Changes to a graph:
 
     fx_passes         rewrites, and questions about a graph
-    aliasing          copies where inductor would read a buffer after it was written
-    early_reductions  losses and metrics before the backward pass
-    mixed_reductions  sums that are parts of concatenations, in memory of their own
-    inplace_reuse     intermediate results computed in the memory of their inputs
-    random_ops        the random numbers of eager mode
-    precision_casts   casts to a low precision and back, kept
+    inductor_fixes    work-arounds for faults of inductor
+    draw_code         calls of torch's random fills, which inductor never removes
     control_flow      `torch.cond` and its kind
     recurrent_layers  LSTMs and their kind on a GPU: short sequences only
-    philox            the random state of attention kernels, outside inductor's memory planning
-    formats           memory formats for operators that run one by one
     sizes             sizes that vary between batches
     outputs           scalars returned as one vector
 """

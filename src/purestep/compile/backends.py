@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from . import aliasing, precision_casts
+from . import draw_code, inductor_fixes
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -48,10 +48,11 @@ def inductor_options(options: Mapping[str, Any] | None, *, on_cpu: bool, rounds:
     Args:
         options: of the user.
         on_cpu: let torch draw, in program order: the numbers are those of an eager step.
-        rounds: `precision_casts.Casts` has seen a round-trip cast.
+        rounds: keep every cast, for `fx_passes.simulates_low_precision`.
     """
-    own = {"fallback_random": True} if on_cpu else {}
-    return aliasing.as_option(own | precision_casts.options(rounds) | dict(options or {}))
+    own = ({"fallback_random": True} if on_cpu else {}) | ({"emulate_precision_casts": True} if rounds else {})
+    draw_code.register()
+    return inductor_fixes.options(own | dict(options or {}))
 
 
 def register_fallbacks(graph: GraphModule) -> None:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from .. import rng, tree
 from ..errors import PurestepError, StepContractError
-from ..torch_ext import global_rng, host_generators, tracing
-from . import backends, control_flow, formats, fx_passes, precision_casts, random_ops, recurrent_layers, sizes
+from ..torch_ext import draws, global_rng, host_generators, tracing
+from . import backends, control_flow, fx_passes, inductor_fixes, recurrent_layers, sizes
 from .outside import Unwritten, lifted
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
@@ -103,8 +103,7 @@ def trace_sizes(
     if not isinstance(backend, str):  # a user's backend gets real tensors
         return None
     symbols = sizes.Symbols(_distinct(inputs), _distinct(leaves), dims)
-    casts = precision_casts.Casts()
-    with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), symbols.mode, casts:
+    with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), symbols.mode:
         graph, outside = _traced(_traceable(function), symbols.fakes, "real")
         graph = fx_passes.finished(fx_passes.views_allowed(graph))
     if not symbols.vary():
@@ -112,7 +111,7 @@ def trace_sizes(
     traits, shapes = _traits(graph), "from_tracing_context"
     fakes = [*symbols.fakes, *(symbols.mode.from_tensor(leaf.detach(), static_shapes=True) for leaf in outside)]
     with autocast_disabled(), _guards.tracing(_guards.TracingContext(symbols.mode)):
-        run = _lower(graph, fakes, backend, options, rounds=casts.seen, shapes=shapes)
+        run = _lower(graph, fakes, backend, options, shapes=shapes)
     return _outside_autocast(run), traits, outside, symbols.fits()
 
 
@@ -120,15 +119,14 @@ def _compile(
     run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None
 ) -> tuple[Compiled, Traits, list[Tensor]]:
     plugin, failed = backends.plugin(inputs) if backend == "inductor" else None, None
-    casts, traced = precision_casts.Casts(), plugin.while_traced() if plugin is not None else nullcontext()
-    with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), casts, traced:
+    context = plugin.while_traced() if plugin is not None else nullcontext()
+    with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), context:
         graph, outside = _traced(run, inputs)
     inputs = [*inputs, *(leaf.detach() for leaf in outside)]
     if plugin is not None and plugin.suits(inputs):
-        own = precision_casts.options(casts.seen)
         try:
             with tracing.capturing(), torch.no_grad(), autocast_disabled(), _function_modes_removed():
-                compiled, is_drawing = plugin.compiled(graph, inputs, options=own | dict(options or {}))
+                compiled, is_drawing = plugin.compiled(graph, inputs, options=options)
             return compiled, Traits(is_drawing, recordable=False), outside
         except PurestepError:
             raise
@@ -138,7 +136,7 @@ def _compile(
         graph = fx_passes.finished(fx_passes.views_allowed(graph))
     traits = _traits(graph)
     with autocast_disabled(), _function_modes_removed():
-        compiled = _lower(graph, inputs, backend, options, rounds=casts.seen)
+        compiled = _lower(graph, inputs, backend, options)
     if plugin is not None and failed is not None:
         warn_fallback(plugin, failed)
     return compiled, traits, outside
@@ -209,7 +207,7 @@ _CAPTURE_SEED = 1 << 40  # initial seed of a capture: large, so that draw positi
 
 @contextmanager
 def _replayed_draws() -> Generator[None]:
-    with rng.scoped(_CAPTURE_SEED), random_ops.AsInEager(), tracing.replaying(), Unwritten(), _compiling():
+    with rng.scoped(_CAPTURE_SEED), draws.Draws(), tracing.replaying(), Unwritten(), _compiling():
         yield
 
 
@@ -252,6 +250,8 @@ def _traceable(function: Flat) -> Flat:
                 recurrent_layers.Cells(_long_sequence) if on_gpu else nullcontext(),
             ):
                 return function(*tensors)
+        except draws.RefusedDraw as error:
+            raise Uncaptured(error.what, where=_where(error)[0], hint=error.hint) from error
         except PurestepError:
             raise
         except _data_dependent() as error:
@@ -310,19 +310,19 @@ def _lower(
     backend: Any,
     options: Mapping[str, Any] | None,
     *,
-    rounds: bool,
     shapes: str = "from_example_inputs",
 ) -> Compiled:
     if backend in ("eager", "aot_eager"):
-        return _unpacked(formats.fix_layouts(graph))
+        return _unpacked(graph)
     if backend != "inductor":
         return _unpacked(backend(graph, inputs))
     # `standalone_compile` is documented, but not yet public.
     inductor: Any = importlib.import_module("torch._inductor")
     on_cpu = all(leaf.device.type == "cpu" for leaf in inputs)
+    rounds = fx_passes.simulates_low_precision(graph)
     chosen = {"config_patches": backends.inductor_options(options, on_cpu=on_cpu, rounds=rounds)}
     names = control_flow.operators(graph)
-    precision_casts.store_rounded(graph, options, rounds=rounds)
+    inductor_fixes.before(graph.graph)
     backends.register_fallbacks(graph)
     try:
         graph = control_flow.copy_operands(graph) if names else graph

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from .. import rng, tree
-from ..ensembles import member_draws
 from ..errors import PurestepError, StepContractError
 from ..state import packed, stacked
 from ..step import Accum, Adding, Closing
-from ..torch_ext import tracing
+from ..torch_ext import draws, tracing
 from ..types import Empty, Metrics, Static, Steps, TrainState
 from . import capture, live_state
 from .buffers import HostCounters, Slots, StateBuffers, unaliased
@@ -313,7 +312,7 @@ def _seeded(host: HostCounters, device: torch.device, stream: tuple[int, ...]) -
         return rng.scoped(rng.mix(host.seeds[0], host.calls, "step", *stream), device)
     keys = host.keys()
     numbers = [rng.mix(seed, calls, "step") for seed, calls in keys]
-    return member_draws.scoped(numbers, device, together=rng.mix(*itertools.chain(*keys), "step"))
+    return draws.scoped(numbers, device, together=rng.mix(*itertools.chain(*keys), "step"))
 
 
 def _phase_of(left: int | None) -> type[Accum]:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import ema, rng, tree
-from ..ensembles import member_draws
 from ..state import stacked
-from ..torch_ext import tracing
+from ..torch_ext import draws, tracing
 from ..types import Metrics, TrainState
 from . import live_state
 from .buffers import key_positions
@@ -65,7 +64,7 @@ class CompiledEval:
         numbers = [rng.mix(seed, "eval", index) for seed, _ in stacked.keys(parts[0])]
         device = tree.device(inputs)
         is_plain = parts[0].key.dim() == 1
-        with rng.scoped(numbers[0], device) if is_plain else member_draws.scoped(numbers, device):
+        with rng.scoped(numbers[0], device) if is_plain else draws.scoped(numbers, device, together=rng.mix(*numbers)):
             return as_dict(graph.run(inputs, leaves, graph.outside))
 
 

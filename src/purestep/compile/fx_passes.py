@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from ..errors import StepContractError
 from ..torch_ext import tracing
-from . import aliasing, control_flow
+from . import control_flow
 
 if TYPE_CHECKING:  # loading torch.fx's tracing doubles the time of `import purestep`
-    from torch.fx import GraphModule
+    from torch.fx import Graph, GraphModule, Node
 
 ONE_DTYPE = (
     'call model.float() before ps.program and pass float32 batches, or set ps.program(..., precision="64-true"), which '
@@ -40,7 +39,7 @@ def finished(graph: GraphModule) -> GraphModule:
             hint="draw them before, and pass them as operands (dropout: x * torch.bernoulli(keep) / p)",
         )
     for node in graph.graph.nodes:
-        if aliasing.name_of(node) not in _PRODUCTS:
+        if name_of(node) not in _PRODUCTS:
             continue
         values = [source.meta.get("val") for source in node.all_input_nodes]
         dtypes = {value.dtype: None for value in values if isinstance(value, Tensor)}
@@ -50,9 +49,33 @@ def finished(graph: GraphModule) -> GraphModule:
                 where="step",
                 hint=ONE_DTYPE,
             )
-    _copy_permutations(graph)
     collectives_in_order(graph)
-    return _materialize_scalars(graph) if _OFFSETS_STAY else graph
+    return graph
+
+
+_LOW = {
+    *(torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+}
+"""Dtypes that inductor computes in float32."""
+
+
+def simulates_low_precision(graph: GraphModule) -> bool:
+    """True if a graph casts to a low precision and computes no product in it, as ``x.bfloat16().float()`` does.
+
+    Inductor cancels the two casts unless its option `emulate_precision_casts` is set. The option rounds every operation
+    in a low precision, which slows down a step in mixed precision, whose casts feed products.
+    """
+    casts = False
+    for part in (graph, *control_flow.inner(graph)):
+        for node in part.graph.nodes:
+            values = [source.meta.get("val") for source in node.all_input_nodes]
+            reads_low = any(isinstance(value, Tensor) and value.dtype in _LOW for value in values)
+            made = node.meta.get("val")
+            casts = casts or (isinstance(made, Tensor) and made.dtype in _LOW and node.op == "call_function")
+            if reads_low and (name_of(node) in _PRODUCTS or "attention" in name_of(node)):
+                return False
+    return casts
 
 
 def copied(leaf: Tensor) -> Tensor:
@@ -69,7 +92,7 @@ def without_copies(graph: GraphModule) -> GraphModule:
             continue
         if schema.is_mutable:
             written |= {base.get(source, source) for source in node.all_input_nodes}
-        if schema.is_mutable or aliasing.is_view(node):
+        if schema.is_mutable or is_view(node):
             base[node] = base.get(node.all_input_nodes[0], node.all_input_nodes[0])
     for node in list(graph.graph.nodes):
         is_copied = (
@@ -79,18 +102,6 @@ def without_copies(graph: GraphModule) -> GraphModule:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
     return graph
-
-
-def _copy_permutations(graph: GraphModule) -> None:
-    """Insert a copy after `torch.randperm`: inductor's pattern for `x[torch.randperm(n)]` fails (torch 2.13: "Not all
-    inputs to pattern found")."""
-    for node in list(graph.graph.nodes):
-        if aliasing.name_of(node) != "randperm":
-            continue
-        with graph.graph.inserting_after(node):
-            made = graph.graph.call_function(torch.ops.purestep.taken.default, (node,))
-        made.meta.update(node.meta)
-        node.replace_all_uses_with(made, delete_user_cb=functools.partial(operator.is_not, made))
 
 
 def collectives_in_order(graph: GraphModule) -> None:
@@ -112,53 +123,12 @@ def has_functional_collectives(graph: GraphModule) -> bool:
     return any(str(getattr(node.target, "namespace", "")).startswith("_c10d_functional") for node in graph.graph.nodes)
 
 
-_OFFSETS_STAY = TorchVersion(torch.__version__) >= TorchVersion("2.13")
-"""Inductor of torch 2.11 folds ``1 * view`` and loses the view's offset if another view is taken of it: a step with a
-loss scale read the adjacent learning rate instead."""
-
-
 def views_allowed(graph: GraphModule) -> GraphModule:
     """Replace views by reshapes: the compiler may change the layout of their input."""
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
     return graph
-
-
-def _materialize_scalars(graph: GraphModule) -> GraphModule:
-    """Materialize every computed scalar that larger tensors read.
-
-    Inductor recomputes a 0-d expression in each kernel that reads it: a bias correction once for every few parameters.
-    A strided view needs memory, so it makes inductor compute the scalar once.
-    """
-    for node in list(graph.graph.nodes):
-        if not _is_computed(node) or not _is_scalar(node):
-            continue
-        readers = [user for user in node.users if isinstance(user.meta.get("val"), Tensor) and not _is_scalar(user)]
-        if not readers:
-            continue
-        with graph.graph.inserting_after(node):
-            view = graph.graph.call_function(torch.ops.aten.as_strided.default, (node, [], []))
-        view.meta.update(node.meta)
-        for reader in readers:
-            reader.replace_input_with(node, view)
-    graph.recompile()
-    return graph
-
-
-def _is_computed(node: Any) -> bool:
-    """True if a node computes a new tensor; a view has an offset that a second view would lose.
-
-    Copies do not count: inductor reads the original instead.
-    """
-    copied = node.target in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
-    return not copied and not getattr(node.target, "is_view", True)  # getitem has no is_view
-
-
-def _is_scalar(node: Any) -> bool:
-    value = node.meta.get("val")
-    # On a GPU computing a scalar in every thread is cheaper than a separate kernel.
-    return isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu"
 
 
 def is_functional(graph: GraphModule) -> bool:
@@ -174,16 +144,15 @@ def is_functional(graph: GraphModule) -> bool:
             if node.target is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":
                 return False
             written |= {node, node.args[0]}
-        elif node.target is operator.getitem or aliasing.is_view(node):
+        elif node.target is operator.getitem or is_view(node):
             base[node] = base.get(node.args[0], node.args[0])
     return True
 
 
 def writing_last(graph: GraphModule) -> GraphModule:
     """Move every write to the end of the graph: inductor reads views, and copies that it removed, at their use."""
-    aliasing.separate_sources(graph.graph)
     last = output(graph)
-    for node in aliasing.writes(graph.graph):
+    for node in writes(graph.graph):
         last.prepend(node)
     return graph
 
@@ -232,3 +201,28 @@ def as_laid_out(graph: GraphModule) -> GraphModule:
 def output(graph: GraphModule) -> Any:
     """The output node of a graph."""
     return next(node for node in reversed(graph.graph.nodes) if node.op == "output")
+
+
+# --- nodes ------------------------------------------------------------------------------------------------------------
+
+
+def writes(graph: Graph) -> list[Node]:
+    """The nodes that write a graph's inputs, in order."""
+    return [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+
+
+def is_view(node: Any) -> bool:
+    """True if a node is a view of another one."""
+    return node.op == "call_function" and getattr(node.target, "is_view", False)
+
+
+def name_of(node: Any) -> str:
+    """The name of a node's operator, without the overload."""
+    return getattr(node.target, "__name__", "").partition(".")[0]
+
+
+def size(node: Any) -> int:
+    """Number of elements of a node's tensor; 0 if it is no tensor or has symbolic sizes."""
+    value = node.meta.get("val")
+    sizes: Any = value.shape if isinstance(value, Tensor) else ("none",)
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 0

@@ -1,7 +1,6 @@
 """Many models in one step.
 
 ensemble      `ps.ensemble`: the program of several members
-member_draws  random numbers of a mapped step, so that each member draws as it does alone
 """
 
 from .ensemble import ensemble as ensemble

@@ -22,12 +22,11 @@ from .. import optim, rng, tree
 from ..analysis import plain_functions
 from ..errors import ConfigError, DataError, PurestepError, StateError, StepContractError
 from ..metrics import Gathered
-from ..model import EagerMasks, functional
+from ..model import functional
 from ..state import check_choice, check_count, known_keywords, stacked
 from ..step import Adding, Closing, static_of
-from ..torch_ext import tracing
+from ..torch_ext import draws, tracing
 from ..types import Batch, Empty, Mean, Metrics, Params, Program, Static, Steps, TrainState, Tree
-from . import member_draws
 
 
 @known_keywords
@@ -61,9 +60,9 @@ def ensemble(program: Program, members: int, *, batches: Literal["shared", "own"
       that all members share. `mean_and_std` summarizes them.
 
     Dropout uses the same masks as the member alone on the CPU, and in eager mode on other devices if its input is
-    contiguous. In a graph, draws other than uniform, normal, Bernoulli and the like (`torch.multinomial`,
-    `torch.poisson`, `torch.binomial`, `torch.randperm`) use numbers of their own. Numbers from numpy's or Python's
-    generator are the same for all members. Attention runs as matrix products, and an LSTM without oneDNN's kernel.
+    contiguous; alpha dropout does so for contiguous inputs. In a graph `torch.randperm` uses numbers of its own.
+    Numbers from numpy's or Python's generator are the same for all members. Attention runs as matrix products, and an
+    LSTM without oneDNN's kernel.
 
     Torch maps most layers. It cannot map RReLU, spectral norm, BatchNorm with ``momentum=None``, activation
     checkpointing, in-place draws on a new tensor (``torch.zeros(3).uniform_()``: write ``torch.rand(3)``), and code
@@ -344,7 +343,7 @@ class _Mapped:
             if torch.compiler.is_dynamo_compiling():
                 return self._vmap(call, state, batch, where, "different")
             if tracing.in_graph():
-                with member_draws.MemberDraws(self.members), EagerMasks(mapped=True):
+                with draws.Draws(self.members), draws.EagerDropout(mapped=True):
                     return self._vmap(call, state, batch, where, "different")
             # A dispatch mode takes a third of a small step's time, so only a step that draws runs inside it.
             if not self._draws.get(where):
@@ -355,8 +354,8 @@ class _Mapped:
             keys = stacked.keys(state)
             tags = [(seed, calls, "step") if name == "step" else (seed, "eval", index) for seed, calls in keys]
             numbers = [rng.mix(*tag) for tag in tags]
-            stack.enter_context(member_draws.scoped(numbers, state.step.device))
-            with member_draws.MemberDraws(self.members), EagerMasks(mapped=True):
+            stack.enter_context(draws.scoped(numbers, state.step.device, together=rng.mix(*numbers)))
+            with draws.Draws(self.members), draws.EagerDropout(mapped=True):
                 return self._vmap(call, state, batch, where, "different")
 
     def _enter_kernels(self, stack: ExitStack) -> None:

@@ -15,8 +15,8 @@ from .. import tree
 from ..errors import StepContractError
 from ..metrics import mean as means
 from ..metrics import merge
-from ..model import dropout_masks, functional, write_check
-from ..torch_ext import foreach, is_finite, tracing
+from ..model import functional, write_check
+from ..torch_ext import draws, foreach, is_finite, tracing
 from ..types import Batch, Empty, Form, Loss, Mean, Params, Share, TrainState
 from . import microbatch
 from .loss_checks import check_connected, check_loss, counted, finite_mean, not_connected, rows_of
@@ -78,7 +78,7 @@ def _value_and_grad(
             return mean, extra
 
         # In this frame: where Dynamo meets what it cannot compile, it runs the frame in eager mode, by autograd.
-        with nullcontext() if tracing.transformed() else dropout_masks.EagerMasks():
+        with nullcontext() if tracing.transformed() else draws.EagerDropout():
             try:
                 grads, (_, extra) = torch.func.grad_and_value(differentiated, has_aux=True)(named)
             except RuntimeError as error:

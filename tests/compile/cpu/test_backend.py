@@ -21,7 +21,7 @@ from torch._inductor import config
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import aliasing, capture
+from purestep.compile import capture, inductor_fixes
 from purestep.compile.cpu import attention, backend, cpp_library
 
 pytestmark = pytest.mark.usefixtures("no_fallback")
@@ -700,7 +700,7 @@ def test_an_input_written_from_itself_through_a_view():
 
 
 def test_without_memory_of_its_own_it_is_overwritten_while_it_is_read(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(aliasing, "store_separately", lambda graph, node, reader: None)
+    monkeypatch.setattr(inductor_fixes.aliasing, "store_separately", lambda graph, node, reader: None)
     with config.patch(fx_graph_cache=False):  # the cache has the code of the test before
         assert not all(are_written_whole(TURNS))
 

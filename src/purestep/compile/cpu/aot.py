@@ -17,16 +17,7 @@ import torch
 from torch import Tensor
 
 from ...torch_ext import tracing
-from .. import (
-    aliasing,
-    backends,
-    control_flow,
-    early_reductions,
-    fx_passes,
-    inplace_reuse,
-    precision_casts,
-    random_ops,
-)
+from .. import backends, control_flow, draw_code, fx_passes, inductor_fixes
 from ..capture import autocast_disabled
 from . import cpp_library
 
@@ -67,7 +58,7 @@ def build(
     lazy: Any = _lazy_graph_module
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = [mode.from_tensor(leaf, static_shapes=True) for leaf in inputs]
-    chosen = {**options, **inplace_reuse.option(options), "aot_inductor.output_path": library}
+    chosen = {**options, **inductor_fixes.options(options), "aot_inductor.output_path": library}
     # Lazy graph modules: no Python code is generated for a graph that is rewritten many times and never run.
     with config.patch(chosen), lazy._use_lazy_graph_module(True):
         with mode:
@@ -79,11 +70,12 @@ def build(
         with autocast_disabled():
             graph = fx_passes.finished(_functional(graph, fakes, mode))
         work = _work(graph)
+        given = {name: value for name, value in options.items() if name != inductor_fixes.PASS}
         is_drawing, threads = fx_passes.draws(graph), _threads(graph, work)  # inductor changes the graph
         is_fast = _may_be_fast(graph)
         with (
             autocast_disabled(),
-            config.patch({**_by_size(work), **(_fast() if is_fast else {}), **options}),
+            config.patch({**_by_size(work), **(_fast() if is_fast else {}), **given}),
             V.set_aot_compilation(True),
         ):
             _lower(graph, fakes, mode)
@@ -105,7 +97,7 @@ def _functional(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> Graph
     """Move all in-place writes of a graph to its end."""
     if not fx_passes.is_functional(graph):
         with mode:
-            graph = _traced(torch.func.functionalize(precision_casts.marking(graph), remove="mutations"), fakes)
+            graph = _traced(torch.func.functionalize(graph, remove="mutations"), fakes)
     if not fx_passes.is_functional(graph):
         raise NotFunctional
     return fx_passes.writing_last(graph)
@@ -180,10 +172,7 @@ def _lower(graph: GraphModule, fakes: Sequence[Tensor], mode: Any) -> None:
     fx_passes.output(graph).args = (tuple(fx_passes.output(graph).args[0]),)
     with context(TracingContext(mode)), V.set_fake_mode(mode), enable_python_dispatcher():
         graph = inductor._recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
-        early_reductions.early(graph.graph)
-        early_reductions.register()
-        aliasing.register()
-        random_ops.register()
+        draw_code.register()
         backends.register_fallbacks(graph)
         fx_passes.as_laid_out(graph)
         inductor.compile_fx_inner(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import early_reductions
+from .. import fx_passes, inductor_fixes
 from ..capture import Compiled, limit_threads
 from . import attention, code_cache, cpp_library
 
@@ -53,7 +53,8 @@ def compiled(
         inputs: examples.
         options: inductor's configuration; overrides the settings here.
     """
-    chosen = settings(options)
+    rounds = {"emulate_precision_casts": True} if fx_passes.simulates_low_precision(graph) else {}
+    chosen = settings(rounds | dict(options or {}))
     entry = code_cache.obtained(code_cache.key(graph, chosen), functools.partial(_build, graph, inputs, chosen))
     is_drawing, threads, is_fast = entry.facts
     if is_fast:
@@ -103,6 +104,6 @@ def settings(options: Mapping[str, Any] | None) -> dict[str, Any]:
         "fallback_random": True,
         # torch itself uses these instructions: skip the test program that includes torch's headers.
         "cpp.vec_isa_ok": True,
-        **early_reductions.OPTIONS,
+        **inductor_fixes.trace_order.OPTIONS,
     }
     return chosen | dict(options or {})

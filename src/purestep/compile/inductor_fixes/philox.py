@@ -3,7 +3,10 @@
 With dropout, such a kernel returns the Philox seed and offset of its mask for the backward pass. Their fake tensors are
 on the GPU, but outside of a CUDA graph's capture the memory-efficient kernel returns them on the CPU. If the forward
 and the backward pass are one graph, inductor reuses this memory for a counter that a Triton kernel writes, and the
-launch fails. Here the state passes through an operator without a copy, whose lowering marks the buffer as never reused.
+launch fails (torch 2.11 to 2.14). Here the state passes through an operator without a copy, whose lowering marks the
+buffer as never reused.
+
+Test: `test_philox.py`, ``test_the_random_state_of_a_kernel_is_not_written``.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def register() -> None:
     decorator(lowered)
 
 
-def protect(graph: Graph) -> None:
+def fix(graph: Graph) -> None:
     """Insert `kept_apart` after every random state that one operator returns and another reads.
 
     Args:

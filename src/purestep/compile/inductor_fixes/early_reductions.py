@@ -2,10 +2,9 @@
 
 A loss is a sum over logits that is read at the end of a step. Inductor fuses the sum with its readers, so the logits,
 often the largest tensor, stay in memory until then. Here the sum moves to where its inputs are computed, and the
-backward pass of the logits waits for it, so that their gradient can be written over them.
+backward pass of the logits waits for it, so that their gradient can be written over them (torch 2.11 to 2.14).
 
-A gradient of a weight is a part of the flat vector of gradients, which is read at the end of a step. `OPTIONS` keep it
-where the trace has it.
+Test: `test_early_reductions.py`, ``test_without_it_a_metric_of_the_logits_takes_memory_of_their_size``.
 """
 
 from __future__ import annotations
@@ -17,16 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, library
 
-from . import aliasing
+from .. import fx_passes
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
-
-OPTIONS = {"reorder_for_locality": False}
-"""Options of inductor that keep operations in the order of the trace. By default inductor moves each operation of a
-graph for inference, as which it takes a whole step, next to its first reader. The products for the weights' gradients
-would move to the end of the backward pass, and the gradients of all activations, which they read, would live until
-then."""
 
 _LARGE = 1 << 16
 """Minimal number of elements for which a shorter lifetime is worth an extra kernel."""
@@ -61,7 +54,7 @@ def register() -> None:
     decorator(lowered)
 
 
-def early(graph: Graph) -> None:
+def fix(graph: Graph) -> None:
     """Move each scalar that is reduced from a large tensor, and read only after the tensor's other readers, before the
     last of those.
 
@@ -70,7 +63,7 @@ def early(graph: Graph) -> None:
     """
     at = {each: index for index, each in enumerate(graph.nodes)}
     for node in filter(_is_reduction, list(graph.nodes)):
-        large = [each for each in _needed(node) if each.op == "call_function" and aliasing.size(each) >= _LARGE]
+        large = [each for each in _needed(node) if each.op == "call_function" and fx_passes.size(each) >= _LARGE]
         # Computed from the large tensors, and stored for a matrix product or as a result.
         kept = [each for each in _derived(large) if _is_stored(each)]
         if not kept:
@@ -105,12 +98,12 @@ def _is_reduction(node: Any) -> bool:
     """True if a node reduces many elements to one."""
     if (
         node.op != "call_function"
-        or aliasing.size(node) != 1
-        or aliasing.is_view(node)
-        or aliasing.name_of(node) == "getitem"
+        or fx_passes.size(node) != 1
+        or fx_passes.is_view(node)
+        or fx_passes.name_of(node) == "getitem"
     ):
         return False
-    return any(aliasing.size(source) > 1 for source in node.all_input_nodes)
+    return any(fx_passes.size(source) > 1 for source in node.all_input_nodes)
 
 
 def _needed(node: Node) -> set[Node]:
@@ -121,7 +114,7 @@ def _needed(node: Node) -> set[Node]:
         if one in seen:
             continue
         seen.add(one)
-        if _is_fused(one) or (_is_a_loop(one) and aliasing.size(one) < _LARGE):
+        if _is_fused(one) or (_is_a_loop(one) and fx_passes.size(one) < _LARGE):
             waiting += one.all_input_nodes
         else:
             needed.add(one)
@@ -137,7 +130,7 @@ def _is_fused(node: Any) -> bool:
     if node.op != "call_function":
         return False
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return pointwise or aliasing.is_view(node) or aliasing.name_of(node) in _INDEXING | _COPYING
+    return pointwise or fx_passes.is_view(node) or fx_passes.name_of(node) in _INDEXING | _COPYING
 
 
 def _ancestors(node: Node) -> set[Node]:
@@ -156,7 +149,7 @@ def _derived(large: list[Node]) -> list[Node]:
     found, waiting = dict["Node", None](), list(large)
     while waiting:
         for user in waiting.pop().users:
-            if user not in found and _is_fused(user) and aliasing.size(user) >= _LARGE:
+            if user not in found and _is_fused(user) and fx_passes.size(user) >= _LARGE:
                 found[user] = None
                 waiting.append(user)
     return list(found)
@@ -164,12 +157,12 @@ def _derived(large: list[Node]) -> list[Node]:
 
 def _is_stored(node: Node) -> bool:
     """True if a tensor is stored: an operator that is not a loop reads it, directly or through a view."""
-    if aliasing.is_view(node):
+    if fx_passes.is_view(node):
         return False
     waiting = list(node.users)
     while waiting:
         user = waiting.pop()
-        if aliasing.is_view(user):
+        if fx_passes.is_view(user):
             waiting += user.users
         elif not _is_fused(user) and not _is_a_loop(user):
             return True
@@ -178,7 +171,7 @@ def _is_stored(node: Node) -> bool:
 
 def _is_a_loop(node: Any) -> bool:
     """True if an operator is a reduction, which computes its inputs in its loop."""
-    return torch.Tag.reduction in getattr(node.target, "tags", ()) or aliasing.name_of(node) in _REDUCING
+    return torch.Tag.reduction in getattr(node.target, "tags", ()) or fx_passes.name_of(node) in _REDUCING
 
 
 _REDUCING = {"sum", "mean", "amax", "amin", "argmax", "argmin", "prod", "any", "all", "var_mean", "var", "max", "min"}
@@ -192,7 +185,7 @@ def _readers(node: Node, last: int, at: dict[Any, int]) -> Iterator[Node]:
             if user in seen:
                 continue
             seen.add(user)
-            if aliasing.size(user) == 1 and at[user] <= last:
+            if fx_passes.size(user) == 1 and at[user] <= last:
                 waiting.append(user)
             else:
                 yield user

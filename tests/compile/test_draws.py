@@ -6,6 +6,7 @@ Inductor itself compiles them: a backend that runs operators one by one hides wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile import control_flow, precision_casts, random_ops
 from purestep.compile.cpu import aot, graph_key
 from purestep.compile.cpu import backend as backend_
-from purestep.model import dropout_masks
+from purestep.torch_ext import draws
 
 pytestmark = pytest.mark.compile
 
@@ -92,15 +92,13 @@ def drawn(x: Tensor) -> Tensor:
     x = x + torch.normal(turned, 1.0).t() + torch.normal(0.0, 2.0, (4, 6)) + torch.normal(0.0, turned.abs()).t()
     x = x + torch.empty(6, 4).t().bernoulli_(fixed.sigmoid()) + torch.empty(6, 4).t().uniform_(-1, 2)
     x = x + turned.clone().exponential_().t() + torch.empty(4, 6).geometric_(0.3)
-    x = x + torch.multinomial(fixed.abs(), 6) + functional.gumbel_softmax(x.t()).t()
-    x = x + functional.rrelu(x.t(), training=True).t() + torch.poisson(turned.abs()).t()
+    x = x + functional.gumbel_softmax(x.t()).t() + functional.rrelu(x.t(), training=False).t()
     return x[:, torch.randperm(6)]
 
 
 def unread(x: Tensor) -> Tensor:
     functional.dropout(x, 0.5), torch.rand(3), torch.randn_like(x), torch.bernoulli(x.detach().sigmoid())
-    torch.multinomial(x.detach().abs(), 2), torch.randperm(7), torch.normal(x.detach(), 1.0), torch.empty(3).cauchy_()
-    functional.rrelu(x, training=True), torch.randint(9, (5,)), torch.poisson(x.detach().abs())
+    torch.randperm(7), torch.normal(x.detach(), 1.0), torch.empty(3).cauchy_(), torch.randint(9, (5,))
     return x
 
 
@@ -125,46 +123,178 @@ class Adapter(nn.Module):
 
 
 def test_a_mask_is_drawn_before_it_is_read() -> None:
-    same_as_eager(Adapter(), "trace", (3, 10, 32), (3, 10, 5))
+    same_as_eager(Adapter(), "native", (3, 10, 32), (3, 10, 5))
 
 
-def test_dropout_under_torch_func_drops_what_it_drops_without() -> None:
-    def loss(x: Tensor) -> Tensor:
-        return (functional.dropout(x.t(), 0.5) ** 2).sum() + functional.alpha_dropout(x.t(), 0.5, True).sum()
+class Turned(nn.Module):
+    """Dropout of a transposed tensor."""
 
-    x = torch.randn(4, 6, requires_grad=True)
-    torch.manual_seed(1)
-    (expected,) = torch.autograd.grad(loss(x), x)
-    torch.manual_seed(1)
-    assert not torch.equal(torch.func.grad(loss)(x), expected)
-    torch.manual_seed(1)
-    with dropout_masks.EagerMasks():
-        assert torch.equal(torch.func.grad(loss)(x), expected)
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 6)
 
-
-@pytest.mark.parametrize("given", [(0.0, True), (1.0, True), (0.5, False)])
-def test_dropout_of_all_or_nothing_is_torchs(given: tuple[float, bool]) -> None:
-    x = torch.randn(4, 6)
-    with dropout_masks.EagerMasks():
-        found = functional.dropout(x, *given)
-    assert torch.equal(found, functional.dropout(x, *given))
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(self.layer(x).t(), 0.5).t()
 
 
 def test_both_engines_drop_out_the_same() -> None:
-    class Turned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.dropout(self.layer(x).t(), 0.5).t()
-
     batch, states = (torch.randn(4, 8), torch.randn(4, 6)), list[Any]()
     module = Turned()
     for engine in ("func", "autograd"):
         program = ps.program(module, ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1), engine=engine)
         states.append(program.train_step(program.init(3), batch)[0])
     assert torch.equal(states[0].params["layer.weight"], states[1].params["layer.weight"])
+
+
+def test_a_step_compiled_by_torch_compile_drops_out_in_batches_of_several_sizes() -> None:
+    """Torch's own dropout under `torch.func` refuses sizes that are symbols."""
+    program = ps.program(Turned(), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    step, state = torch.compile(program.train_step, backend="aot_eager"), program.init()
+    for rows in (4, 3, 5, 6):
+        state, metrics = step(state, (torch.randn(rows, 8), torch.randn(rows, 6)))
+        assert bool(metrics["loss"].total.isfinite())
+    assert int(state.updates) == 4
+
+
+class Encoder(nn.Module):
+    """Its dropout runs on transposed tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.TransformerEncoderLayer(8, 2, 16, 0.2, batch_first=True), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x))
+
+
+def test_an_encoder_layer_drops_what_it_drops_in_eager_mode() -> None:
+    same_as_eager(Encoder(), "native", (3, 5, 8), (3, 5, 1))
+
+
+# --- every operator ---------------------------------------------------------------------------------------------------
+
+CALLS: dict[str, Net] = {
+    "rand": lambda x: torch.rand(3, 4),
+    "rand, float64": lambda x: torch.rand((2, 3), dtype=torch.float64),
+    "rand, no generator": lambda x: torch.rand(3, generator=None),
+    "randn": lambda x: torch.randn(3, 4),
+    "randn, bfloat16": lambda x: torch.randn(9, dtype=torch.bfloat16),
+    "randint": lambda x: torch.randint(50, (3, 4)),
+    "randint, low": lambda x: torch.randint(-3, 2**40, (5,)),
+    "randint, large": lambda x: torch.randint(2**62 + 1, 2**63 - 1, (5,)),
+    "randint, uint8": lambda x: torch.randint(0, 9, (5,), dtype=torch.uint8),
+    "randint, no generator": lambda x: torch.randint(5, (2,), generator=None),
+    "randperm": lambda x: torch.randperm(7),
+    "randperm, int32": lambda x: torch.randperm(7, dtype=torch.int32),
+    "rand_like": torch.rand_like,
+    "rand_like, contiguous": lambda x: torch.rand_like(x, memory_format=torch.contiguous_format),
+    "randn_like": lambda x: torch.randn_like(x, dtype=torch.float64),
+    "randint_like": lambda x: torch.randint_like(x, 7),
+    "randint_like, low": lambda x: torch.randint_like(x, -2, 7, dtype=torch.int64),
+    "normal": lambda x: torch.normal(1.0, 2.0, (3, 4)),
+    "normal, mean": lambda x: torch.normal(x),
+    "normal, deviation": lambda x: torch.normal(0.5, x.abs()),
+    "normal, both": lambda x: torch.normal(x, x[0].abs()),
+    "bernoulli": torch.bernoulli,
+    "bernoulli, p": lambda x: torch.bernoulli(x, 0.3),
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(),
+    "bernoulli_, p": lambda x: torch.empty_like(x).bernoulli_(0.3),
+    "bernoulli_, tensor": lambda x: torch.empty_like(x, dtype=torch.bool).bernoulli_(x),
+    "uniform_": lambda x: torch.empty_like(x).uniform_(-1, 2),
+    "normal_": lambda x: torch.empty_like(x).normal_(),
+    "random_": lambda x: torch.empty_like(x, dtype=torch.int16).random_(),
+    "random_, to": lambda x: torch.empty_like(x).random_(9),
+    "random_, from": lambda x: torch.empty_like(x).random_(-4, 9),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(0.5),
+    "geometric_": lambda x: torch.empty_like(x).geometric_(0.3),
+    "cauchy_": lambda x: torch.empty_like(x).cauchy_(),
+    "log_normal_": lambda x: torch.empty_like(x).log_normal_(),
+    "dropout": lambda x: functional.dropout(x, 0.3),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
+    "gumbel": lambda x: functional.gumbel_softmax(x.contiguous()),
+}
+
+
+def assert_as_in_eager_mode(call: Net) -> None:
+    """A trace draws by purestep's operators alone; its result is eager mode's, number by number."""
+    x = torch.linspace(0.1, 0.9, 24).view(2, 3, 4).permute(2, 0, 1)
+    with draws.Draws():
+        graph = make_fx(call, tracing_mode="fake")(x)
+    random = [node.target for node in graph.graph.nodes if torch.Tag.nondeterministic_seeded in _tags(node)]
+    assert random
+    assert all(operator.namespace == "purestep" for operator in random), random
+    results = list[Tensor]()
+    for function in (call, graph):
+        torch.manual_seed(4)
+        results += [function(x), torch.rand(2)]
+    for expected, found in zip(results[:2], results[2:], strict=True):
+        for name in ("dtype", "shape", "device", "layout"):
+            assert getattr(found, name) == getattr(expected, name), name
+        assert found.stride() == expected.stride()
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def _tags(node: Any) -> Any:
+    return getattr(node.target, "tags", ())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_operator_returns_what_it_returns_in_eager_mode(name: str) -> None:
+    assert_as_in_eager_mode(CALLS[name])
+
+
+@pytest.mark.parametrize("fault", ["another dtype", "another order", "no rule"])
+def test_a_fault_in_the_table_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    true: Any = draws.DRAWN
+    if fault == "another dtype":
+        monkeypatch.setattr(
+            draws, "_bound", lambda func, args, kwargs: {**true_bound(func, args, kwargs), "dtype": None}
+        )
+    elif fault == "another order":
+        monkeypatch.setattr(draws, "DRAWN", lambda fill, size, stride, *given: true(fill, size, stride[::-1], *given))
+    else:
+        monkeypatch.setattr(draws, "_NEW", {})
+    with pytest.raises(AssertionError):
+        assert_as_in_eager_mode(CALLS["randint"])
+
+
+true_bound = draws._bound
+
+SAMPLERS: dict[str, Net] = {
+    "multinomial": lambda x: x + torch.multinomial(x.detach().abs(), 2)[:, :1],
+    "poisson": lambda x: torch.poisson(x.detach().abs()),
+    "binomial": lambda x: torch.binomial(torch.full_like(x, 5.0), x.detach().sigmoid()),
+    "_standard_gamma": lambda x: torch.distributions.Gamma(x.abs() + 1, x.abs() + 1, validate_args=False).rsample(),
+    "_sample_dirichlet": lambda x: torch.distributions.Dirichlet(x.detach().abs() + 1, validate_args=False).sample(),
+    "rrelu_with_noise": lambda x: functional.rrelu(x, training=True),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_another_sampler_is_refused_with_the_line_and_the_cure(name: str) -> None:
+    program = ps.program(Around(SAMPLERS[name]), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    batch = torch.randn(4, 8), torch.randn(4, 1)
+    program.train_step(program.init(), batch)
+    with pytest.raises(ps.errors.StepContractError, match=f"draws with aten::{name}.*draw in the loader") as caught:
+        ps.compile_step(program.train_step, backend="aot_eager")(program.init(), batch)
+    assert "test_draws.py:" in caught.value.where
+
+
+def test_a_sampler_of_an_ensemble_is_refused_too() -> None:
+    program = ps.ensemble(ps.program(Around(SAMPLERS["poisson"]), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1)), 2)
+    with pytest.raises(ps.errors.StepContractError, match="draws with aten::poisson"):
+        ps.compile_step(program.train_step, backend="aot_eager")(program.init(), (torch.randn(4, 8), torch.randn(4, 1)))
+
+
+def test_fit_trains_a_model_with_another_sampler_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("purestep.loop.train_call.data", SimpleNamespace(device_of=lambda state: torch.device("cuda")))
+    program = ps.program(nn.Sequential(nn.Linear(8, 1), nn.RReLU()), ps.supervised(nn.MSELoss()), ps.optim.sgd(0.1))
+    batches = [(torch.randn(4, 8), torch.randn(4, 1)) for _ in range(3)]
+    with pytest.warns(RuntimeWarning, match="aten::rrelu_with_noise") as caught:
+        found = ps.fit(program.init(), batches, program, epochs=1, compile="auto", progress=False)
+    assert len(caught) == 1
+    expected = ps.fit(program.init(), batches, program, epochs=1, compile=False, progress=False)
+    assert torch.equal(found.state.params["0.weight"], expected.state.params["0.weight"])
 
 
 def test_code_of_a_faulty_step_is_not_found_again() -> None:
@@ -175,7 +305,7 @@ def test_code_of_a_faulty_step_is_not_found_again() -> None:
         return [functional.dropout(value, 0.5)]
 
     def replaced(value: Tensor) -> list[Tensor]:
-        with random_ops.AsInEager():
+        with draws.Draws():
             return function(value)
 
     before, after = (graph_key.lines(make_fx(each, tracing_mode="fake")(x)) for each in (function, replaced))
@@ -227,49 +357,6 @@ def test_what_is_cast_down_and_up_is_rounded(name: str, way: str) -> None:
 
     found, _ = ps.compile_step(step)({"w": torch.zeros(64)}, w)
     assert torch.equal(found["w"], ROUNDED[name](w))
-
-
-def _new_weight(w: Tensor) -> Tensor:
-    return (w * 0.9).bfloat16()
-
-
-def _overwritten(w: Tensor) -> Tensor:
-    return w.bfloat16().mul_(1.7).float()
-
-
-def _branching(w: Tensor) -> Tensor:
-    return torch.cond(w.sum() > 0, lambda x: x.bfloat16().float(), lambda x: (2 * x).bfloat16().float(), (w,))
-
-
-def _averaged(w: Tensor) -> tuple[Tensor, Tensor]:
-    new = _new_weight(w)
-    return new, w.lerp(new.float(), 0.1)
-
-
-@pytest.mark.parametrize(
-    ("function", "setting", "stored"),
-    [
-        (_new_weight, None, 0),  # nothing in the graph reads it
-        (_overwritten, None, 2),
-        (_averaged, None, 1),
-        (_averaged, False, 0),
-        (_branching, True, 2),
-        (lambda x: x.bfloat16().sin().float(), True, 2),
-    ],
-)
-def test_a_value_that_is_read_rounded_is_stored_where_inductor_removes_casts(
-    function: Any, setting: bool | None, stored: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As inductor of torch 2.11 does, whatever its settings."""
-    monkeypatch.setattr(precision_casts, "_KEEPS_CASTS", False)
-    w = torch.randn(64)
-    with precision_casts.Casts() as casts:
-        graph = make_fx(function, tracing_mode="fake")(w)
-    options = {} if setting is None else {precision_casts.OPTION: setting}
-    precision_casts.store_rounded(graph, options, rounds=casts.seen)
-    nodes = [node for part in (graph, *control_flow.inner(graph)) for node in part.graph.nodes]
-    assert [node.target for node in nodes].count(torch.ops.purestep.rounded.default) == stored
-    torch.testing.assert_close(graph(w), function(w), rtol=0, atol=0)
 
 
 def test_a_setting_of_the_caller_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ buffer to the result. If the buffer is a piece of a concatenation, such as a fla
 the concatenation has whatever was in the memory (torch 2.11 to 2.14; models with LayerNorm and 4,096 rows or more).
 `torch.compile` of ``torch.cat([weight_grad, bias_grad])`` has the same bug. Here such a sum gets a fixed layout, so
 that inductor copies it into the concatenation.
+
+Test: `test_mixed_reductions.py`, ``test_a_graph_is_right``, on a GPU or in the rehearsal.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import fx_passes
 from . import aliasing
 
 if TYPE_CHECKING:
@@ -24,7 +27,7 @@ _LEAST = 1 << 20
 """Inductor sums fewer elements in separate kernels: its limit is 5 Mi."""
 
 
-def separate(graph: Graph) -> None:
+def fix(graph: Graph) -> None:
     """Give sums that are parts of concatenations a fixed layout.
 
     Args:
@@ -40,18 +43,18 @@ def _sums(cat: Node) -> Iterator[tuple[Node, Node]]:
     """The sums among the inputs of a concatenation, directly or through views, and their readers on the way."""
     for source in cat.all_input_nodes:
         node, reader = source, cat
-        while aliasing.is_view(node) and node.all_input_nodes:
+        while fx_passes.is_view(node) and node.all_input_nodes:
             node, reader = node.all_input_nodes[0], node
         if _is_large_sum(node):
             yield node, reader
 
 
 def _is_large_sum(node: Any) -> bool:
-    if node.op != "call_function" or aliasing.name_of(node) not in ("sum", "prod"):
+    if node.op != "call_function" or fx_passes.name_of(node) not in ("sum", "prod"):
         return False
     if not all(value.meta["val"].device.type != "cpu" for value in (node, *node.all_input_nodes)):
         return False
-    return any(not 0 < aliasing.size(each) < _least() for each in node.all_input_nodes)
+    return any(not 0 < fx_passes.size(each) < _least() for each in node.all_input_nodes)
 
 
 def _least() -> int:
