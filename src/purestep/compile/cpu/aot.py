@@ -65,6 +65,8 @@ def build(
             graph = _traced(_replay(graph, constants), fakes)
         if fx_passes.has_functional_collectives(graph):
             raise NotFunctional("torch's functional collectives need results in storage of their own")
+        if fx_passes.resizes(graph):
+            raise NotFunctional("a kernel changes the size of its argument")
         if control_flow.operators(graph):
             raise NotFunctional("higher-order operators")
         with autocast_disabled():
