@@ -17,8 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import purestep as ps
-from purestep.compile.cpu import aot, graph_key
+from purestep.compile import lower
 from purestep.compile.cpu import backend as backend_
+from purestep.compile.cpu import graph_key
 from purestep.torch_ext import draws
 
 pytestmark = pytest.mark.compile
@@ -384,11 +385,11 @@ def test_a_precision_of_the_program_keeps_inductors_way_with_casts(
     class Enough(BaseException):
         """The way is chosen: the graph need not be compiled."""
 
-    def made_of(*_: Any) -> Any:
+    def made_of(*_: Any, **__: Any) -> Any:
         seen.append(inductor_config.emulate_precision_casts)
         raise Enough
 
-    monkeypatch.setattr(aot, "_lower", made_of)
+    monkeypatch.setattr(lower, "compiled", made_of)
     net = nn.Sequential(
         nn.Linear(8, 8),
         nn.GELU(),

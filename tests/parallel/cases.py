@@ -501,7 +501,8 @@ def functional() -> dict[str, str]:
     import torch.distributed._functional_collectives as functional_collectives
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from purestep.compile.cpu import aot, backend
+    from purestep.compile import lower
+    from purestep.compile.cpu import backend
 
     def reduced(x: Tensor) -> list[Tensor]:
         found = functional_collectives.all_reduce(torch.tanh(x), "sum", dist.group.WORLD)
@@ -517,6 +518,6 @@ def functional() -> dict[str, str]:
                 graph = make_fx(function, tracing_mode="fake")(torch.ones(3))
                 backend.compiled(graph, [torch.ones(3)], options=None)
                 found[name] = "compiled"
-            except aot.NotFunctional as error:
+            except lower.NotFunctional as error:
                 found[name] = str(error)
     return found

@@ -9,7 +9,9 @@
     outside           tensors that a step reads besides its arguments, as inputs of its graph
     captured_values   values that a step reads besides its arguments, as parts of the key of a graph
     capture           from Python to a graph: a trace on fake tensors
-    backends          from a graph to code: plug-ins for devices (`cpu`), inductor, or the operations one by one
+    backends          from a graph to code: plug-ins for devices (`cpu`, `cuda`), inductor, or the operations one by one
+    lower             inductor's lowering of a graph, for the plug-ins
+    cuda              a graph for one GPU
     buffers           the buffers of a state, which a step writes in place
     live_state        a state in such buffers, whose reads raise after its donation
     eager_donation    the same for eager steps

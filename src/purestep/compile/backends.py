@@ -15,14 +15,14 @@ from . import draw_code, inductor_fixes
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-PLUGINS = {"cpu": ("PURESTEP_CPU", ".cpu.backend")}
+PLUGINS = {"cpu": ("PURESTEP_CPU", ".cpu.backend"), "cuda": ("PURESTEP_CUDA", ".cuda")}
 """By device type: the environment variable that switches the plug-in or parts of it off (`switched_off`), and the
 plug-in's module with
 
 - ``suits(inputs) -> bool``: whether it compiles graphs of these tensors;
 - ``while_traced() -> context``: in which their graph is traced;
-- ``compiled(graph, inputs, *, options) -> (run, draws)``: the code, and whether it draws random numbers. The graph is a
-  trace without decompositions, which it does not change.
+- ``compiled(graph, inputs, *, options) -> (run, draws) | None``: the code, and whether it draws random numbers; None
+  leaves the graph to inductor's public entry. The graph is a trace without decompositions, which it does not change.
 """
 
 

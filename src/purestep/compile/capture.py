@@ -126,8 +126,9 @@ def _compile(
     if plugin is not None and plugin.suits(inputs):
         try:
             with tracing.capturing(), torch.no_grad(), autocast_disabled(), _function_modes_removed():
-                compiled, is_drawing = plugin.compiled(graph, inputs, options=options)
-            return compiled, Traits(is_drawing, recordable=False), outside
+                made = plugin.compiled(graph, inputs, options=options)
+            if made is not None:
+                return made[0], Traits(made[1], fx_passes.records(graph)), outside
         except PurestepError:
             raise
         except Exception as error:

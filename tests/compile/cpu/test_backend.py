@@ -710,13 +710,13 @@ import sys
 import torch
 from torch.nn import functional
 from torch._subclasses import FakeTensorMode
-from purestep.compile.cpu import aot
+from purestep.compile import lower
 
 assert "torch._inductor.lowering" not in sys.modules
 with FakeTensorMode():
     x = torch.ones(2, 3, 4, 4)
     for pool, given in (functional.max_pool2d, x), (functional.max_pool1d, x[0]), (functional.adaptive_max_pool2d, x):
-        aot._traced(lambda x: [pool(x, 2)], [given])
+        lower.traced(lambda x: [pool(x, 2)], [given])
 """
 
 

@@ -23,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
 from purestep import optim
-from purestep.compile import capture
-from purestep.compile.cpu import aot, backend, code_cache, graph_key
+from purestep.compile import capture, lower
+from purestep.compile.cpu import backend, code_cache, graph_key
 from purestep.errors import StepContractError
 
 pytestmark = pytest.mark.usefixtures("own_cache", "no_fallback")
@@ -360,13 +360,13 @@ def test_without_any_directory_code_is_built_for_the_process(own_cache: Path, mo
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every graph that went through inductor."""
     seen: list[Any] = []
-    true = aot._lower
+    true = lower.compiled
 
-    def lowered(*arguments: Any) -> Any:
+    def lowered(*arguments: Any, **options: Any) -> Any:
         seen.append(arguments[0])
-        return true(*arguments)
+        return true(*arguments, **options)
 
-    monkeypatch.setattr(aot, "_lower", lowered)
+    monkeypatch.setattr(lower, "compiled", lowered)
     return seen
 
 

@@ -7,7 +7,7 @@ results but for rounding. ``PURESTEP_CPU=-fast`` switches off our C++ alone.
     backend      a graph's library, from the cache or new, and its calls
     graph_key    a graph as text, the key of its library
     code_cache   libraries of earlier runs
-    aot          a graph to a library
+    aot          a lowered graph to a library
     cpp_library  our C++ beside inductor's: products, and the memory of intermediates
     attention    short attention as products
 

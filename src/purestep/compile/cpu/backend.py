@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import fx_passes, inductor_fixes
+from .. import fx_passes, inductor_fixes, lower
 from ..capture import Compiled, limit_threads
 from . import attention, code_cache, cpp_library
 
@@ -55,26 +55,20 @@ def compiled(
     """
     rounds = {"emulate_precision_casts": True} if fx_passes.simulates_low_precision(graph) else {}
     chosen = settings(rounds | dict(options or {}))
-    entry = code_cache.obtained(code_cache.key(graph, chosen), functools.partial(_build, graph, inputs, chosen))
+    constants = list(lower.constants(graph).values())
+    build = functools.partial(_build, graph, [*inputs, *constants], chosen)
+    entry = code_cache.obtained(code_cache.key(graph, chosen), build)
     is_drawing, threads, is_fast = entry.facts
     if is_fast:
         cpp_library.loaded()
-    run = _runner(entry, list(_constants(graph).values()))
+    run = _runner(entry, constants)
     return limit_threads(run, threads) if threads else run, is_drawing
 
 
 def _build(graph: GraphModule, inputs: Sequence[Tensor], chosen: Mapping[str, Any], library: str) -> Sequence[Any]:
     from . import aot  # loads inductor
 
-    constants = _constants(graph)
-    return aot.build(graph, [*inputs, *constants.values()], list(constants), chosen, library)
-
-
-def _constants(graph: GraphModule) -> dict[str, Tensor]:
-    """Tensors that a graph takes from elsewhere, by their names in it: they are further inputs of its code."""
-    names = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
-    found = {name: getattr(graph, name) for name in sorted(names)}
-    return {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
+    return aot.build(graph, inputs, chosen, library)
 
 
 def _runner(entry: code_cache.Entry, constants: Sequence[Tensor]) -> Compiled:
