@@ -45,14 +45,13 @@ inline __attribute__((always_inline)) void block(
 #pragma GCC unroll 2
     for (int64_t v = 0; v < VECTORS; v++) {
       float* to = c + r * s.c + v * WIDE;
-      const float* more = add + r * s.add + v * WIDE;
       const int64_t left = std::min(cols - v * WIDE, WIDE);
       if (left <= 0) continue;
       if (left == WIDE) {
-        if (add) sum[r][v] = sum[r][v] + Vector::loadu(more);
+        if (add) sum[r][v] = sum[r][v] + Vector::loadu(add + r * s.add + v * WIDE);
         sum[r][v].store(to);
       } else {
-        if (add) sum[r][v] = sum[r][v] + Vector::loadu(more, left);
+        if (add) sum[r][v] = sum[r][v] + Vector::loadu(add + r * s.add + v * WIDE, left);
         sum[r][v].store(to, left);
       }
     }
@@ -138,7 +137,8 @@ inline void part(
     s.add = at ? s.c : 0;
     const float* left = in_blocks ? pack_rows(a + at * s.ak, m, deep, s.ak) : a + at * s.ak;
     for (int64_t p = 0; p < n; p += PANEL)
-      panel(left, b + at * s.b + p * bn, c + p, m, std::min(n - p, PANEL), deep, s, bn, in_blocks, add ? add + p : nullptr);
+      panel(left, b + at * s.b + p * bn, c + p, m, std::min(n - p, PANEL), deep, s, bn, in_blocks,
+            add ? add + p : nullptr);
   }
 }
 
