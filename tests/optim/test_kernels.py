@@ -122,9 +122,12 @@ def test_a_refused_update_writes_nothing(name: str, spoil: str, donate: bool) ->
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_one_invalid_rate_stops_every_group(donate: bool) -> None:
+@pytest.mark.parametrize(
+    "is_third", [lambda count: count == 2, lambda count: int(count) == 2], ids=["tensor", "number"]
+)
+def test_one_invalid_rate_stops_every_group(is_third: Any, donate: bool) -> None:
     """The rate of the second group is negative at the third update: the first group must not move then."""
-    groups = {"a": optim.sgd(0.1, 0.9), "b": optim.adamw(lambda count: 0.1 - 0.2 * (count == 2))}
+    groups = {"a": optim.sgd(0.1, 0.9), "b": optim.adamw(lambda count: 0.1 - 0.2 * is_third(count))}
     tx = optim.partition(groups, [("weight", "a"), ("", "b")])
     program = ps.program(net(), ps.supervised(nn.CrossEntropyLoss()), tx)
     step = (ps.donate(program) if donate else program).train_step

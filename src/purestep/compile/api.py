@@ -42,7 +42,7 @@ def compile_step(
     is refused.
 
     Compiled code is stored in inductor's cache directory (``TORCHINDUCTOR_CACHE_DIR``). The next process looks it up by
-    the operations of the step (on the CPU, with torch 2.13 or later). The directory may be moved, and may lie with the
+    the operations of the step (on the CPU, with torch 2.13). The directory may be moved, and may lie with the
     snapshots of a run: it is valid for the same processor and installation, as in a restarted container.
 
     A model that reads the value of a tensor (``if loss > 0``, ``.item()``) is refused. It trains in eager mode, or by

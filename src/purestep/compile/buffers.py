@@ -1,4 +1,4 @@
-"""The buffers that a donated step writes in place, and the state laid out in them.
+"""The buffers that a compiled step writes in place, and the state laid out in them. An undonated call has its own.
 
 `StateBuffers` owns the memory; each call starts a new generation. `Slots` maps the leaves of a state to buffers, and
 `HostCounters` keeps on the host what a step would otherwise read from the device.
@@ -152,7 +152,7 @@ class StateBuffers(Store):
         layouts: object,
         *,
         adopt: bool = False,
-        frozen: bool = True,
+        shares_frozen: bool = True,
     ) -> None:
         super().__init__()
         self.layout = layout
@@ -165,7 +165,7 @@ class StateBuffers(Store):
         copied = unwritable(leaves) if adopt else {id(leaf) for leaf in tree.leaves(state)}
         # A program's step never writes frozen leaves, so they are not copied: one copy of a frozen backbone is enough.
         # A user-defined step may write them.
-        not_copied = _frozen(flat) if frozen else set[int]()
+        not_copied = _frozen(flat) if shares_frozen else set[int]()
         copied -= not_copied
         self.holds_callers = bool(not_copied)  # some buffers are tensors of the caller
         self.buffers = self._fill(leaves, copied=copied)

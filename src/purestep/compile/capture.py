@@ -118,7 +118,8 @@ def trace_sizes(
 def _compile(
     run: Flat, inputs: list[Tensor], backend: Any, options: Mapping[str, Any] | None
 ) -> tuple[Compiled, Traits, list[Tensor]]:
-    plugin, failed = backends.plugin(inputs) if backend == "inductor" else None, None
+    plugin = backends.plugin(inputs) if backend == "inductor" else None
+    failed: Exception | None = None
     context = plugin.while_traced() if plugin is not None else nullcontext()
     with tracing.capturing(), torch.no_grad(), tracing.no_recurrent_kernel(), context:
         graph, outside = _traced(run, inputs)

@@ -213,7 +213,9 @@ class CompiledStep:
         live_state.check_alive(state)
         given = live_state.plain(state)
         own = self.static is None  # a user-defined step may write leaves that a program's step never writes
-        store = StateBuffers(given, self.layouts.of(given), self.layouts, adopt=self.donate == "init", frozen=not own)
+        store = StateBuffers(
+            given, self.layouts.of(given), self.layouts, adopt=self.donate == "init", shares_frozen=not own
+        )
         if self._replays is not None and self._replays.required and store.structure is None:
             what = "a CUDA graph replays on the memory of its state, and this tree has leaves beside its TrainStates"
             raise StepContractError(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import fx_passes, inductor_fixes, lower
+from . import fx_passes, lower
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -46,9 +46,7 @@ def compiled(
     constants = list(lower.constants(graph).values())
     rounds = {"emulate_precision_casts": True} if fx_passes.simulates_low_precision(graph) else {}
     try:
-        with lower.functional(
-            graph, [*inputs, *constants], {**inductor_fixes.trace_order.OPTIONS, **rounds, **dict(options or {})}
-        ) as given:
+        with lower.functional(graph, [*inputs, *constants], {**rounds, **dict(options or {})}) as given:
             is_drawing = fx_passes.draws(given.graph)
             run = lower.compiled(given, cpp_wrapper=False)
     except lower.NotFunctional:

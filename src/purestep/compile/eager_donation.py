@@ -160,8 +160,8 @@ def donate(program: Program, *, init: bool = False) -> Program:
     """Let the eager steps of a program write the new state into the memory of the old one, as a loop by hand does.
 
     ``train_step`` and ``flush`` return the same numbers as those of the program, bit for bit, in less time and memory:
-    optimizers with a fused kernel of torch (`optim.adam`, `optim.adamw`) write weights and moments in place, and an
-    average is written in place on the CPU. What a transform of the user's own computes is new memory as before.
+    optimizers with a fused kernel of torch (`optim.adam`, `optim.adamw`, `optim.sgd`) write weights and moments in
+    place, and an average is written in place. What a transform of the user's own computes is new memory as before.
 
     The first input state is copied and stays valid. Each returned state is invalid once it has been passed in again:
     reading it raises StateError, and tensors taken from it before may show new values. `fit` does this by itself

@@ -32,13 +32,13 @@ class Graph(NamedTuple):
 
     run: Callable[[list[Tensor], list[Any], list[Tensor]], Any]
     outside: list[Tensor]  # tensors that the step reads besides its arguments
-    layouts: tuple[Any, ...]  # `kinds` of these
+    outside_kinds: tuple[Any, ...]  # `kinds` of these
     draws: bool
     recordable: bool  # see `capture.Traits`
 
     def is_valid(self) -> bool:
         """True if the tensors outside have the layouts that the graph was compiled for: ``.data`` may be assigned."""
-        return not self.outside or kinds(self.outside) == self.layouts
+        return not self.outside or kinds(self.outside) == self.outside_kinds
 
 
 class _GeneralGraph(NamedTuple):

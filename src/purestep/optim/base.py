@@ -67,7 +67,7 @@ class Fast(NamedTuple):
 
 
 class Transform(NamedTuple):
-    """A gradient transformation: two pure functions, and facts about them, for packing (`packed.py`) and `summary`.
+    """A gradient transformation: two pure functions, and facts about them, for packing (`state.packed`) and `summary`.
 
     Args:
         init: ``params -> state``. Creates every tensor of the state; scalars are 0-d int64 or float32. Masks are

@@ -6,6 +6,7 @@ A kernel writes into the memory of weights and moments. So it serves eager steps
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -124,6 +125,8 @@ def _fast(whole: Transform, learning_rate: Rate, weight_decay: Scalar, moments: 
                 return None
             rate = rate.detach().to(scaled.step.device)
             rate = rate if rate.device.type == "cpu" else rate.float()  # the kernels on a GPU read a float32
+        elif not 0 <= rate < math.inf:  # a schedule's number: the tree's update reports it, and is refused
+            return None
 
         def run(updates: Params, ready: Any, owned: bool, unused: Collection[str]) -> tuple[Params, Tree]:
             new, written = params, trees

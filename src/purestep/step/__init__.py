@@ -2,14 +2,14 @@
 
 private copies of buffers -> forward under the precision policy -> mean x scale -> gradients -> accumulate x weight ->
 [on the last micro-batch of a window: divide by weight and scale -> finite check -> `tx.update` (clipping is part of it)
--> keep new or old on the finite flag -> EMA -> empty the window] -> counters, scaler.
+-> EMA -> keep new or old on the finite flag -> empty the window] -> counters, scaler.
 
-Decisions are made on the device: the host reads no tensor, except in an eager step on the CPU, where it waits for none.
+Decisions are made on the device: the host reads no tensor of a GPU. In an eager step on the CPU it reads.
 
 program      `program`: a module, an objective and a transformation as pure steps
 spec         types that the other modules share
 init_state   `init`
-gradient     forward and backward pass: the only place that differentiates
+gradient     forward and backward pass: of a training step
 loss_checks  from what an objective returns to a `Loss`
 sharpness    sharpness-aware minimization: a second gradient
 microbatch   splitting of a batch inside one call

@@ -21,7 +21,7 @@ def untouched(objective: _Objective) -> _Objective:
     layer ``nn.ReLU(inplace=True)`` does.
 
     The first call for each batch structure runs on copies and records which of them the model writes; later calls copy
-    only those leaves. Inside a graph nothing is copied here: `compile.graphs` passes a copy of the batch.
+    only those leaves. Inside our own capture nothing is copied here: `compile.graphs` passes a copy of the batch.
     """
     known = _Written()
 

@@ -78,7 +78,8 @@ def program(
         engine: "func" (`torch.func.grad_and_value`), "autograd" (torch's backward pass, for activation checkpointing
             and autograd Functions of other libraries; `torch.func` can neither map nor differentiate such a step, and
             with activation checkpointing autograd cannot differentiate it either),
-            "auto": func inside a graph or a transform, else autograd. Gradients are the same.
+            "auto": func in `torch.compile` or a transform of torch.func, else autograd, also in `compile_step`.
+            Gradients are the same.
         nonfinite: for a loss or gradient that is not finite, "raise" freezes the state: later calls update nothing, and
             `fit` raises; `TrainState` says how to go on. "skip" skips the update, and `fit` raises after 100 skipped in
             a row. An infinite update from finite gradients (Adam with ``eps=0`` and a gradient of 0) is applied, and

@@ -247,7 +247,7 @@ def _unused(skipped: unused_parameters.Reached) -> set[str] | None:
 
 
 def _by_kernel(window: _Window, kernel: base.Launch, ready: Tensor | bool) -> tuple[Params, Tree]:
-    """The parameters and the optimizer state by a fused kernel, which writes nothing unless ``ready``."""
+    """The parameters and the optimizer state by a fused kernel, which writes nothing of the state unless ``ready``."""
     before_write, state, unused = window.form.before_write, window.state, _unused(window.skipped) or set[str]()
     if before_write is not None:
         before_write()

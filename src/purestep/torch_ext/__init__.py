@@ -1,4 +1,4 @@
-"""Functions that torch hides or lacks. With `compile` and `parallel` the only room that uses torch's private names.
+"""Functions that torch hides or lacks.
 
 global_rng       torch's global generators: seed them in a block, restore them after it
 host_generators  the generators of numpy and of Python
@@ -8,7 +8,6 @@ tracing          is this call captured, mapped or differentiated, and may the ho
 foreach          one call for many tensors, under plain names
 """
 
-from .tensor_layout import extent as extent
 from .tracing import Value as Value
 from .tracing import is_finite as is_finite
 from .tracing import read as read

@@ -47,7 +47,7 @@ def build(
             config.patch({**_by_size(work), **(_fast() if facts[-1] else {}), **own}),
             V.set_aot_compilation(True),
         ):
-            lower.compiled(given, cpp_wrapper=True)  # changes the graph
+            lower.compiled(given, cpp_wrapper=True)  # writes the library, and changes the graph
     return facts
 
 
